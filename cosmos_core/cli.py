@@ -183,9 +183,8 @@ def plan(
     if entrypoint := flow_of(configs, is_toml_required=bool(overrides or verify or estimate or on)):
         return plan_flow(entrypoint, parameters_of(parameters))
     refuse_parameters(parameters)
-    from rich.console import Console
-
     from cosmos_core.launch.machine import machine_of
+    from cosmos_core.observe.console import make_console
     from cosmos_core.observe.plan_table import plan_table
     from cosmos_core.run import plan as planning
     from cosmos_core.run.hub import pin_hub_revisions
@@ -204,7 +203,7 @@ def plan(
         note([str(error)])
     stored_results = result_lookup(pipeline)
     decisions = planning.plan_stages(pipeline, pipeline.kinds, output_dir, ignores_cache=verify, stored=stored_results)
-    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
+    console = make_console()
     console.print(plan_table(pipeline, decisions))
     if estimate:
         from cosmos_core.config.mesh import check_meshes
@@ -336,19 +335,19 @@ def _exit_with_message(message: str, exit_code: int) -> None:
 
 def _compose_pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
     """Return the composed pipeline; print notes on standard error about settings that are ignored or changed."""
-    from cosmos_core.config.capabilities import unique_notices, unread_tables
+    from cosmos_core.config.capabilities import unique_notices
     from cosmos_core.config.compose import load_pipeline
     from cosmos_core.config.mesh import resolve_gpus
+    from cosmos_core.config.unread import unread_keys
     from tasks.kinds import all_kinds
 
     pipeline = resolve_gpus(load_pipeline(configs[0], overrides, all_kinds(), configs[1:]))
-    note([*unique_notices(pipeline), *unread_tables(pipeline)])
+    note([*unique_notices(pipeline), *unread_keys(pipeline)])
     return pipeline
 
 
 def _check_pipeline(pipeline: Pipeline, *, is_plan: bool = False) -> Path:
-    """Return the folder of runs after all checks of a pipeline that need no worker. With `is_plan`, a setting
-    that this version does not support is only reported."""
+    """Return the folder of runs after all checks that need no worker; `is_plan`: only note unsupported settings."""
     from cosmos_core.config.capabilities import check_capabilities
     from cosmos_core.config.mesh import check_meshes
     from cosmos_core.run.directory import create_writable
@@ -380,10 +379,11 @@ def _open_run(run_name: str, output_dir: Path) -> Run:
 
 def _require_unclaimed_run(run: Run) -> Run:
     """Return the run after a check that no other process executes it; the flow itself claims the run later."""
-    from cosmos_core.run.directory import claim
+    from cosmos_core.run import directory, liveness
 
+    liveness.check_approval(run.path)
     try:
-        claim(run, _PROCESS_START).release()
+        directory.claim(run, _PROCESS_START).release()
     except OSError as error:
         raise ConfigError(
             f"run {run.id} cannot be written: {error.filename}: {error.strerror}; a run goes on in its own folder: "
@@ -393,8 +393,7 @@ def _require_unclaimed_run(run: Run) -> Run:
 
 
 def _exit_without_cleanup(exit_code: int) -> NoReturn:
-    """Exit without cleanup, because nothing else runs in this process and freeing its imported modules would take most
-    of a second."""
+    """Exit without cleanup: nothing else runs in this process, and freeing its modules would take most of a second."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

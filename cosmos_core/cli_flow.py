@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,26 +54,26 @@ def refuse_parameters(assignments: Sequence[str]) -> None:
 
 def is_flow(run_path: Path) -> bool:
     """Return True if a run was created by a Python flow rather than from a TOML file."""
-    from cosmos_core.run.directory import read_facts
+    from cosmos_core.run.directory import read_start_info
 
-    run_facts = read_facts(run_path)
-    return run_facts is not None and bool(run_facts.entrypoint)
+    start_info = read_start_info(run_path)
+    return start_info is not None and bool(start_info.entrypoint)
 
 
 def resume_flow(run_path: Path) -> int:
     """Run the flow of an existing run again, with its parameters; return the exit code. The current folder must be
     that of the run."""
-    from cosmos_core.run.directory import RunFacts, read_facts
+    from cosmos_core.run.directory import RunStartInfo, read_start_info
 
-    run_facts, run_path = read_facts(run_path) or RunFacts(), run_path.absolute()
+    start_info, run_path = read_start_info(run_path) or RunStartInfo(), run_path.absolute()
     os.environ["COSMOS_OUTPUT_DIR"] = str(run_path.parent)
-    folder = run_facts.working_directory  # empty in runs of earlier versions
+    folder = start_info.working_directory  # empty in runs of earlier versions
     if folder and not os.access(folder, os.X_OK):
         raise ConfigError(
             f"run {run_path.name} was started in {folder}, to which relative paths of its flow refer; there is no such "
             f"folder, so make it, or move it back"
         )
-    return run_flow(run_facts.entrypoint, run_facts.parameters, run_path.name, run_path.parent)
+    return run_flow(start_info.entrypoint, start_info.parameters, run_path.name, run_path.parent)
 
 
 def run_flow(entrypoint: str, parameters: Mapping[str, Any], run_id: str, output_dir: Path) -> int:
@@ -100,16 +99,12 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
     """Print the plan of a Python flow: the stages of its last run with the same parameters, and which of them would be
     reused. Nothing is started.
 
-    Args:
-        entrypoint: `FILE.py:FLOW`.
-        parameters: parameters of the flow that differ from their defaults.
-
     Raises:
         ConfigError: there is no such flow, or it has no such parameters.
     """
-    from rich.console import Console
     from typer import echo
 
+    from cosmos_core.observe.console import make_console
     from cosmos_core.observe.plan_table import plan_table
     from cosmos_core.run.directory import open_run
     from cosmos_core.run.plan import plan_stages
@@ -131,9 +126,7 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
     run = open_run(run_path, all_kinds())
     set_command_credentials(run.pipeline)
     decisions = plan_stages(run.pipeline, run.pipeline.kinds, run.output_dir, stored=result_lookup(run.pipeline))
-    Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False).print(
-        plan_table(run.pipeline, decisions)
-    )
+    make_console().print(plan_table(run.pipeline, decisions))
     echo(f"These are the stages of run {run_id} ({parameter_text}); the flow decides on later calls when it runs.")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,6 @@ from cosmos_core.errors import ConfigError, CosmosError
 # A shell expands `~` in `--output-dir ~/runs`, but not in `--output-dir=~/runs`.
 OutputDir = Annotated[Path, typer.Option(help="Folder of runs.", callback=lambda path: Path(os.path.expanduser(path)))]
 RunName = Annotated[str, typer.Argument(help="Id or path of a run; empty: the newest run.")]
-_TABLE_WIDTH = 160
 _POLL_SECONDS = 1.0
 
 
@@ -28,11 +26,13 @@ def status(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> N
 
     path = find_run(run_name, output_dir)
     print_status(path)
-    if os.environ.get("PREFECT_API_URL") and read_run(path).outcome == "running":
+    outcome = read_run(path).outcome
+    if os.environ.get("PREFECT_API_URL") and outcome in {"running", "waiting"}:
         from cosmos_core.launch.reap import cancelled_flow_run
 
         if name := cancelled_flow_run(path.parent, path.name):
-            typer.echo(f"flow run {name} was cancelled, but the run goes on; if it still does in a minute: cosmos reap")
+            effect = "but the run goes on; if it still does in a minute: cosmos reap"
+            typer.echo(f"flow run {name} was cancelled, {effect if outcome == 'running' else 'and waits no more'}")
 
 
 def runs(
@@ -41,13 +41,11 @@ def runs(
     cost: Annotated[bool, typer.Option("--cost", help="Show GPU hours and costs, with estimate and budget.")] = False,
 ) -> None:
     """List the runs of a folder, the newest run last."""
-    from rich.console import Console
-
+    from cosmos_core.observe.console import make_console
     from cosmos_core.observe.costs import table_of_costs
     from cosmos_core.observe.runs import table_of_runs
 
-    table = (table_of_costs if cost else table_of_runs)(output_dir, most)
-    Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH, markup=False, emoji=False).print(table)
+    make_console().print((table_of_costs if cost else table_of_runs)(output_dir, most))
 
 
 def compare(
@@ -59,9 +57,8 @@ def compare(
 ) -> None:
     """Show how runs differ from the first run in settings, metrics and times; with `--html`, plot their curves in one
     page."""
-    from rich.console import Console
-
     from cosmos_core.observe import overlay
+    from cosmos_core.observe.console import make_console
     from cosmos_core.observe.runs import run_differences
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.files import write_text
@@ -76,10 +73,9 @@ def compare(
         write_text(html, html_page)
         typer.echo(html)
         return
-    console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH, markup=False, emoji=False)
     for path in paths[1:]:
         for difference in run_differences(paths[0], path, all_kinds()):
-            console.print(difference, highlight=False)
+            make_console().print(difference)
 
 
 def report(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:

@@ -51,6 +51,7 @@ def worker(
     type_: Annotated[str, typer.Option("--type", help="Type of the worker; empty: the type of the work pool.")] = "",
 ) -> None:
     """Start a Prefect worker that keeps polling after an outage of the server."""
+    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # as in prefect.yaml, for flows of users too
     arguments = ["worker", "start", "--pool", pool]
     arguments += ["--limit", str(limit)] * bool(limit) + ["--name", name] * bool(name)
     arguments += ["--type", type_] * bool(type_)

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,8 +25,8 @@ from cosmos_core.cli_runs import OutputDir
 from cosmos_core.config.schema.methods import DIFFUSION_SFT, DPO, GRPO, METHODS, SFT
 from cosmos_core.errors import EXIT_USAGE, ConfigError, CosmosError
 
-Model = Annotated[str, typer.Option(help="Folder or Hub id of the model to start from.")]
-Data = Annotated[str, typer.Option(help="Training rows: .jsonl, .csv, .parquet, a folder, or a Hub id.")]
+Model = Annotated[str, typer.Option(help="Model to start from: a folder, Hub id, s3:// URL, run or run/stages/STAGE.")]
+Data = Annotated[str, typer.Option(help="Training rows: .jsonl, .csv, .parquet, a folder, Hub id or s3:// URL.")]
 Prompt = Annotated[str, typer.Option(help="Column of the prompt, if its name is not a known one.")]
 Response = Annotated[str, typer.Option(help="Column of the response or reference, likewise.")]
 Save = Annotated[str, typer.Option(help="Recipe file to write; empty: named after the data, in this folder.")]
@@ -151,7 +152,9 @@ def try_model(
     """Chat with a model, or generate images with it: the model of a run or a stage, a folder, or a Hub id."""
     if len(models) > 2:
         raise ConfigError(f"{len(models)} models; give one, or two to see them side by side")
-    folders = [_resolve_model(name, output_dir) for name in models]
+    from cosmos_core.run.remote import local_copy
+
+    folders = [local_copy(_resolve_model(name, output_dir), output_dir) for name in models]
     options = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "names": models}
     arguments = ["-m", "cosmos_core.models.try_models", json.dumps(options), *folders]
     sys.stdout.flush()
@@ -166,6 +169,7 @@ def _resolve_model(name: str, output_dir: Path) -> str:
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.manifest import read_result
 
+    name = os.path.expanduser(name)
     paths = (Path(name), output_dir / name)
     if path := next((each for each in paths if (each / "result.json").is_file()), None):
         result = read_result(path)
@@ -183,6 +187,7 @@ def _resolve_model(name: str, output_dir: Path) -> str:
 
 
 def _propose_and_run(command_options: dict[str, str], save: str, dry_run: bool, overrides: Sequence[str]) -> None:
+    command_options = {**command_options, "model": _resolve_model(command_options["model"], Path("outputs"))}
     _save_and_run_recipe(command_options, _propose_settings(command_options, overrides), save, dry_run, overrides)
 
 
@@ -219,11 +224,20 @@ def _check_overrides(recipe_text: str, overrides: Sequence[str]) -> None:
 def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] = ()) -> list[tuple[str, Any, str]]:
     """Return (key, value, reason) of each proposed setting, from a subprocess that may import torch. It looks at the
     rows that `overrides` select."""
+    from cosmos_core.config.load import merge, nest_value
     from cosmos_core.config.override import parse_setting
+    from cosmos_core.run.remote import local_copy
 
     settings = {setting.keys: setting.value for setting in map(parse_setting, overrides)}
     rows = {keys[-1]: value for keys, value in settings.items() if keys[:-1] == _DATASET and keys[-1] in _ROW_KEYS}
-    command = [sys.executable, "-m", "cosmos_core.train.propose", json.dumps({**command_options, "rows": rows})]
+    # No shell expands `~` in an answer to `cosmos init`, or in `--model=~/model`.
+    paths = {name: os.path.expanduser(command_options.get(name, "")) for name in ("model", "data")}
+    local_paths = {name: local_copy(path, Path("outputs")) for name, path in paths.items()}
+    tables = (nest_value(k[1:], value) for k, value in settings.items() if ".".join(k).startswith("custom."))
+    custom: dict[str, Any] = reduce(lambda base, table: merge(base, table), tables, {})
+    options_by_name = dict(command_options, **local_paths, rows=rows, custom=custom)
+    options = json.dumps(options_by_name, default=str)
+    command = [sys.executable, "-m", "cosmos_core.train.propose", options]
     completed_process = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed_process.returncode == EXIT_USAGE:
         key, message = ".".join((*_DATASET, "name")), completed_process.stderr.strip().splitlines()[-1]
@@ -232,7 +246,9 @@ def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] 
     if completed_process.returncode:
         [*_, reason] = ["", *completed_process.stderr.strip().splitlines()]
         raise CosmosError(f"the look at model and rows ended with {completed_process.returncode}: {reason[-2000:]}")
-    return [(key, value, reason) for key, value, reason in json.loads(completed_process.stdout)]
+    names = {path: command_options[name] for name, path in local_paths.items() if path}
+    settings_and_reasons = json.loads(completed_process.stdout)
+    return [(key, names.get(str(value), value), reason) for key, value, reason in settings_and_reasons]
 
 
 def _render_recipe(command_options: dict[str, str], settings: list[tuple[str, Any, str]]) -> str:
@@ -258,7 +274,7 @@ def _render_recipe(command_options: dict[str, str], settings: list[tuple[str, An
 def _make_recipe_path(command_options: dict[str, str], output_file: str) -> Path:
     file_name = Path(command_options.get("data") or command_options["model"]).name
     file_stem = file_name.split(".")[0].lstrip("-") or "rows"  # `cosmos run -x.toml` would read an option
-    return Path(output_file or f"{file_stem}-{command_options['method']}.toml")
+    return Path(os.path.expanduser(output_file) or f"{file_stem}-{command_options['method']}.toml")
 
 
 def _write_recipe(command_options: dict[str, str], settings: list[tuple[str, Any, str]], output_file: str) -> Path:

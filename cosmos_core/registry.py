@@ -101,6 +101,8 @@ def import_user_code(path: str) -> Any:
         reason = f"{type(error).__name__}: {error} ({location_of(error)})"
         return ConfigError(f"{path!r} cannot be imported: {reason}")
 
+    if (folder := os.getcwd()) not in sys.path:  # workers have the current folder there, the `cosmos` script does not
+        sys.path.append(folder)
     try:
         with convert_errors(convert):
             return import_object(path)
@@ -184,7 +186,6 @@ def _find_code_file(path: str) -> Path:
         if not os.path.isfile(module_name):  # Path.is_file raises an error for a name that is too long
             raise ConfigError(f"{path!r}: file {module_name} does not exist")
         return Path(module_name)
-    # Workers have the current folder on sys.path; the `cosmos` script does not.
     search_folders: list[str] | None = [os.getcwd(), *sys.path]
     spec: ModuleSpec | None = None
     for name_part in module_name.split("."):

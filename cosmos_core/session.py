@@ -84,11 +84,7 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
 def run_python_flow(
     server: ExitStack, wait_for_server: Callable[[], None], entrypoint: str, parameters: Mapping[str, Any]
 ) -> int:
-    """Run a Python flow in this process, close the Prefect server and return the exit code.
-
-    Args:
-        entrypoint: `FILE.py:FLOW`.
-        parameters: parameters of the flow, which converts them to the types of its signature.
+    """Run the flow `entrypoint` (`FILE.py:FLOW`) in this process, close the Prefect server and return the exit code.
 
     Raises:
         ConfigError: there is no such flow.

@@ -223,13 +223,8 @@ class Sampling:
     def is_off_policy(self) -> bool:
         """Return True if tokens may be sampled from another distribution than that of the policy that is trained on
         them."""
-        return self.changes_token_distribution or self.may_be_outdated
-
-    @property
-    def changes_token_distribution(self) -> bool:
-        """Return True if tokens are sampled from another distribution than the trainer's softmax(logits / T)."""
         is_restricted = self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1
-        return is_restricted or self.policy_temperature not in (None, self.temperature)
+        return is_restricted or self.policy_temperature not in (None, self.temperature) or self.may_be_outdated
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
     """Print the status of every stage of a run."""
     run = read_run(run_path)
     title = f"{run.name}  {run.path.name}  {run.outcome}"
-    console = _make_console(stream)
+    console = make_console(stream)
     console.print(Group(_build_table(run, _STATUS_COLUMNS, title), *_list_notices(run)))
     if text := pause_or_death(run):
         # soft_wrap: the text contains a command to copy, which must not be broken into lines
@@ -249,7 +249,7 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
         summary_fields["published"] = ", ".join(run.published_locations)
     title = f"{run.name}  {run.path.name}  {run.outcome} after {formatting.duration(seconds['wall'])}"
     key_width = max(len(key) for key in summary_fields)
-    console = _make_console(stream)
+    console = make_console(stream)
     # The title is not passed to the table, which would wrap it at the width of the table.
     console.print(Text(title, style="bold"), soft_wrap=True)
     console.print(Group(_build_table(run, _SUMMARY_COLUMNS), *_list_notices(run)))
@@ -258,7 +258,8 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
         console.print(Text.assemble((f"{key:<{key_width}}  ", "dim"), value), soft_wrap=True)
 
 
-def _make_console(stream: TextIO | None) -> Console:
+def make_console(stream: TextIO | None = None) -> Console:
+    """Return a console for tables and text as it is; one that is no terminal has a fixed width."""
     plain: dict[str, Any] = dict.fromkeys(("highlight", "markup", "emoji"), False)  # names may contain `[...]`
     console = Console(file=stream or sys.stdout, **plain)
     return console if console.is_terminal else Console(file=console.file, width=_PLAIN_TEXT_WIDTH, **plain)

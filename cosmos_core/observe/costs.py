@@ -10,7 +10,7 @@ from rich.table import Table
 
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, read_pipeline, read_run
-from cosmos_core.run.directory import read_facts, runs_in
+from cosmos_core.run.directory import read_start_info, runs_in
 from cosmos_core.run.gpu_time import gpu_seconds, intervals_of_run
 from cosmos_core.run.state import GpuInterval
 
@@ -59,12 +59,12 @@ class RunCost:
 
 def cost_of(run_path: Path) -> RunCost:
     """Return the GPU hours and the cost of a run so far."""
-    pipeline, run_facts = read_pipeline(run_path), read_facts(run_path)
+    pipeline, start_info = read_pipeline(run_path), read_start_info(run_path)
     price, budget = (
         formatting.as_float(value) if isinstance(value := pipeline.get(key), int | float) else None
         for key in ("price_per_gpu_hour", "budget")
     )
-    estimates = list(run_facts.estimate.values()) if run_facts else []
+    estimates = list(start_info.estimate.values()) if start_info else []
     has_estimates = bool(estimates) and None not in estimates
     hours = sum(value or 0.0 for value in estimates) / _SECONDS_PER_HOUR if has_estimates else None
     return RunCost(intervals_of_run(run_path), price, budget, hours)
@@ -86,11 +86,11 @@ def table_of_costs(output_dir: Path, max_runs: int) -> Table:
     for column in ("GPU hours", "cost", "estimate", "budget"):
         table.add_column(column, justify="right")
     total_hours, total_cost, is_complete = 0.0, 0.0, True
-    for run_facts in runs_in(output_dir)[-max_runs:]:
-        run, cost = read_run(output_dir / run_facts.run_id), cost_of(output_dir / run_facts.run_id)
+    for start_info in runs_in(output_dir)[-max_runs:]:
+        run, cost = read_run(output_dir / start_info.run_id), cost_of(output_dir / start_info.run_id)
         budget = formatting.number(cost.budget) if cost.budget is not None else ""
         cost_cells = [formatting.number(cost.hours), cost.cost(cost.hours), cost.cost(cost.estimated_hours), budget]
-        table.add_row(run_facts.run_id, run.name, run.outcome, *cost_cells)
+        table.add_row(start_info.run_id, run.name, run.outcome, *cost_cells)
         total_hours, total_cost = total_hours + cost.hours, total_cost + cost.hours * (cost.price or 0.0)
         is_complete = is_complete and (cost.price is not None or not cost.hours)
     table.add_section()

@@ -22,7 +22,7 @@ from cosmos_core.types import ScoredGroup
 FOLDER = "visual_output"
 GRID_FILE = "grid.png"
 VIDEO = ".mp4"
-FRAMES_PER_SECOND = 8
+_FRAMES_PER_SECOND = 16  # of SANA-Video and Cosmos-Predict2.5, and of the videos that rewards are called with
 MAX_PROMPTS, _MAX_SAMPLES_PER_PROMPT = 12, 8
 _MIN_CELL_SIZE = 96  # minimum width of a cell of the grid, in pixels
 _MAX_CELL_SIZE = 256
@@ -147,7 +147,7 @@ def _write_video(path: Path, frames: np.ndarray) -> None:
 
     height, width = (length - length % 2 for length in frames.shape[1:3])
     with av.open(str(path), "w") as container:
-        stream: Any = container.add_stream("libx264", rate=FRAMES_PER_SECOND)
+        stream: Any = container.add_stream("libx264", rate=_FRAMES_PER_SECOND)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for frame in frames:
             content = np.ascontiguousarray(frame[:height, :width])

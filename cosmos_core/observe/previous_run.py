@@ -18,7 +18,7 @@ def compare_with_previous(run: RunRecord) -> dict[str, Any] | None:
     """Return the previous run of the pipeline of a run, and its differences from the run: key, old and new value of
     each changed setting, where a change that all stages share is listed once; and stage, metric, old value, new value
     and verdict (`better`, `worse` or empty) for each metric of both runs. Return None for a first run."""
-    run_ids = [run_facts.run_id for run_facts in runs_in(run.path.parent) if run_facts.pipeline == run.facts.pipeline]
+    run_ids = [info.run_id for info in runs_in(run.path.parent) if info.pipeline == run.start_info.pipeline]
     if run.path.name not in run_ids or run_ids.index(run.path.name) == 0:
         return None
     previous_run = read_run(run.path.parent / run_ids[run_ids.index(run.path.name) - 1])

@@ -15,7 +15,7 @@ from typing import Any
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch.service_health import FILE as HEALTH
-from cosmos_core.run.directory import PIPELINE, RunFacts, read_facts
+from cosmos_core.run.directory import PIPELINE, RunStartInfo, read_start_info
 from cosmos_core.run.files import Document, Seconds, json_objects, parsed, read_document, read_json, read_object
 from cosmos_core.run.liveness import is_dead, outcome_of_flow, read_approval, read_holder, state_without_active_stage
 from cosmos_core.run.loading import pipeline_arguments, pipeline_needs
@@ -237,7 +237,7 @@ class RunRecord:
 
     path: Path
     name: str
-    facts: RunFacts
+    start_info: RunStartInfo
     """Content of `run.json`, which records how the run was started."""
     stages: tuple[StageRecord, ...]
     """Stages of the run in topological order."""
@@ -262,7 +262,7 @@ class RunRecord:
     def began(self) -> float:
         """Return the unix time at which the last command for the run started, or the run was created; 0: unknown."""
         holder = read_holder(self.path)
-        return holder.since if holder is not None else self.facts.started
+        return holder.since if holder is not None else self.start_info.started
 
     @property
     def end_time(self) -> float:
@@ -321,10 +321,10 @@ def read_run(path: Path) -> RunRecord:
     for entry in entries:
         names = entry.get("after", ())
         parents[entry["name"]] = (names,) if isinstance(names, str) else tuple(names)
-    run_facts, depths = read_facts(path) or RunFacts(), _compute_depths(parents)
-    stages = [_read_stage(path / "stages" / entry["name"], entry, parents, depths, run_facts) for entry in entries]
-    name = str(pipeline.get("name") or run_facts.pipeline or "pipeline")
-    return RunRecord(path, name, run_facts, tuple(sorted(stages, key=lambda stage: stage.depth)))
+    start_info, depths = read_start_info(path) or RunStartInfo(), _compute_depths(parents)
+    stages = [_read_stage(path / "stages" / entry["name"], entry, parents, depths, start_info) for entry in entries]
+    name = str(pipeline.get("name") or start_info.pipeline or "pipeline")
+    return RunRecord(path, name, start_info, tuple(sorted(stages, key=lambda stage: stage.depth)))
 
 
 def read_pipeline(path: Path) -> dict[str, Any]:
@@ -369,12 +369,12 @@ def model_loading_code(model: Path) -> str:
 
 
 def _read_stage(
-    path: Path, entry: dict[str, Any], parents: dict[str, tuple[str, ...]], depths: dict[str, int], run_facts: RunFacts
+    path: Path, entry: dict[str, Any], parents: dict[str, tuple[str, ...]], depths: dict[str, int], start: RunStartInfo
 ) -> StageRecord:
     name, result = entry["name"], read_result(path)
     kind = str(entry.get("kind") or (result["kind"] if result else ""))
     return StageRecord(
-        path=path, name=name, kind=_read_recorded_kind(kind, run_facts.kinds), after=parents[name],
+        path=path, name=name, kind=_read_recorded_kind(kind, start.kinds), after=parents[name],
         depth=depths[name], state=read_state(path), progress=read_progress(path), result=result,
         sweep=next(iter(parsed([entry["sweep"]], BranchChoice)), None) if entry.get("sweep") else None,
     )  # fmt: skip

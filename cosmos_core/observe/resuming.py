@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord
-from cosmos_core.run.directory import read_facts
+from cosmos_core.run.directory import read_start_info
 from cosmos_core.run.liveness import has_lost_launcher, read_approval, start_of_dead_holder
 from cosmos_core.run.process import ran_on_this_machine
 from cosmos_core.run.state import ACTIVE
@@ -40,7 +40,7 @@ def _describe_death(run: RunRecord) -> str:
     dead_stages = [stage for stage in run.stages if stage.died_at is not None]
     if not dead_stages:  # the run died between two stages or before the first stage
         end_times = [stage.state.ended for stage in run.stages if stage.state.ended]
-        start = max(start_of_dead_holder(run.path) or 0.0, run.facts.started)
+        start = max(start_of_dead_holder(run.path) or 0.0, run.start_info.started)
         return f"died after {formatting.format_time(max(end_times, default=start))}, {resume_hint}"
     last_dead_stage = max(dead_stages, key=lambda stage: stage.died_at or 0.0)
     host, step = last_dead_stage.state.launcher_host, _get_last_step(last_dead_stage)
@@ -58,7 +58,7 @@ def enter_folder_of(run_path: Path) -> list[str]:
     Settings and user code may have names relative to that folder, and another folder may contain one with the name of a
     model on the Hub.
     """
-    folder = run_facts.working_directory if (run_facts := read_facts(run_path)) else ""
+    folder = start_info.working_directory if (start_info := read_start_info(run_path)) else ""
     if folder == os.getcwd() or not os.access(folder, os.X_OK):
         return []
     os.chdir(folder)

@@ -21,18 +21,18 @@ def table_of_runs(output_dir: Path, max_runs: int) -> Table:
     """Return a table of the `max_runs` newest runs of a folder, newest last, each with its outcome and last metrics."""
     table = Table("run", "pipeline", "began", "took", "stages", "outcome", "metrics", caption_justify="left")
     interruption_messages: list[str] = []
-    for run_facts in runs_in(output_dir)[-max_runs:]:
-        run = read_run(output_dir / run_facts.run_id)
+    for start_info in runs_in(output_dir)[-max_runs:]:
+        run = read_run(output_dir / start_info.run_id)
         num_done = sum(stage.status in FINISHED for stage in run.stages)
         total_seconds = sum(stage.seconds or 0.0 for stage in run.stages)
         stage_metrics = (formatting.table_metrics(stage.metrics) for stage in reversed(run.stages))
         last_metrics = next(filter(None, stage_metrics), dict[str, float]())
         metrics_text = ", ".join(f"{name} {_format_value(value)}" for name, value in last_metrics.items())
         table.add_row(
-            run_facts.run_id, run.name, formatting.clock(run_facts.started), formatting.duration(total_seconds),
+            start_info.run_id, run.name, formatting.clock(start_info.started), formatting.duration(total_seconds),
             f"{num_done}/{len(run.stages)}", run.outcome, metrics_text
         )  # fmt: skip
-        interruption_messages += [f"{run_facts.run_id}: {message}"] if (message := pause_or_death(run)) else []
+        interruption_messages += [f"{start_info.run_id}: {message}"] if (message := pause_or_death(run)) else []
     table.caption = "\n".join(interruption_messages) or None
     return table
 

@@ -117,15 +117,15 @@ def lineage(run: RunRecord) -> list[dict[str, Any]]:
 
 def setting(run: RunRecord) -> list[tuple[str, Any, bool]]:
     """Return facts about the start of a run, such as command, host and seeds, as (name, value, whether it is code)."""
-    run_facts = run.facts
+    start_info = run.start_info
     return [
-        ("command", " ".join(run_facts.command), True),
+        ("command", " ".join(start_info.command), True),
         ("run directory", run.path, True),
-        ("host", run_facts.host, False),
-        ("git commit", run_facts.git_commit, True),
-        ("python", run_facts.python, False),
-        ("seeds", "  ".join(f"{stage} {seed}" for stage, seed in run_facts.seeds.items()), False),
-        ("versions", "  ".join(f"{name} {version}" for name, version in run_facts.versions.items()), False),
+        ("host", start_info.host, False),
+        ("git commit", start_info.git_commit, True),
+        ("python", start_info.python, False),
+        ("seeds", "  ".join(f"{stage} {seed}" for stage, seed in start_info.seeds.items()), False),
+        ("versions", "  ".join(f"{name} {version}" for name, version in start_info.versions.items()), False),
     ]
 
 

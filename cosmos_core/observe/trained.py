@@ -14,6 +14,7 @@ from cosmos_core.run.files import read_object
 
 _STAGE_PREFIX = "stage:"
 _DIGEST_LETTERS = 12
+_PARTIAL_KEYS = ("policy.freeze_pattern", "policy.trainable_pattern", "policy.trainable_map")
 
 
 def training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, str]]]]:
@@ -131,12 +132,7 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
         for key, rate in settings.items()
         if key.startswith("train.optm_lr") and isinstance(rate, int | float)
     }
-    reward_key = f"train.{policy_prefix}reward_function"
-    reward_texts = [
-        settings.get(reward_key),
-        *(f"{key.removeprefix(f'{reward_key}.')} x {weight:g}"
-          for key, weight in settings.items() if key.startswith(f"{reward_key}.")),
-    ]  # fmt: skip
+    is_partial = any(key.startswith(_PARTIAL_KEYS) and value not in ([], {}) for key, value in settings.items())
     policy_type, variant = setting_text(f"{policy_prefix}type"), setting_text(f"{policy_prefix}variant")
     algorithm_name = setting_text(f"{policy_prefix}trainer_type") or policy_type
     warmup_template = (
@@ -144,7 +140,7 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
     )
     setting_groups: list[tuple[str, list[Any]]] = [
         ("algorithm", [algorithm_name, variant if algorithm_name == policy_type != variant else ""]),
-        ("trains", [f"LoRA of rank {lora_rank}" if lora_rank else "all weights",
+        ("trains", [f"LoRA of rank {lora_rank}" if lora_rank else "some weights" if is_partial else "all weights",
                     setting_text("param_dtype", "computed in {}")]),
         ("learning rate", [*(f"{rate:g}{path and f' for {path}'}" for path, rate in rates.items()),
                            setting_text("optm_name"), setting_text("optm_decay_type", "{} decay") or "constant",
@@ -153,7 +149,20 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
                    f"{num_generations} of each prompt" if has_rollouts and num_generations else "",
                    setting_text(f"{policy_prefix}mini_batch", "micro-batch {}")]),
         ("steps", [f"{step} of {total}" if step and total else "", setting_text("epoch", "at most {} epochs")]),
-        ("reward", reward_texts if has_rollouts else []),
+        ("reward", _list_rewards(settings) if has_rollouts else []),
         ("seed", [str(seed) for seed in [settings.get("train.seed")] if seed is not None])
     ]  # fmt: skip
     return [(name, ", ".join(str(value) for value in values if value)) for name, values in setting_groups]
+
+
+def _list_rewards(settings: dict[str, Any]) -> list[str]:
+    """Return the rewards of a training with their weights: those of the reward service, those of each data set of a
+    mixture, or those of the algorithm."""
+    policy = "train.train_policy."
+    if settings.get(f"{policy}use_remote_reward"):
+        functions = settings.get(f"{policy}remote_reward.reward_fns", ())
+        return [f"{each['name']} x {each['weight']:g} of a reward service" for each in functions]
+    prefix = f"{policy}reward_function."
+    default = {key.removeprefix(prefix): weight for key, weight in settings.items() if key.startswith(prefix)}
+    weights = [source.get("reward_function") or default for source in settings.get(f"{policy}datasets") or [{}]]
+    return list(dict.fromkeys(f"{name} x {weight:g}" for each in weights for name, weight in each.items()))

@@ -51,7 +51,7 @@ _ABANDONED_AGE_SECONDS = 3600.0
 _RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-class RunFacts(Document):
+class RunStartInfo(Document):
     """Content of `run.json`, which describes how a run was started."""
 
     run_id: str = ""
@@ -132,7 +132,7 @@ def create_run(
     pipeline = pin_urls(pin_hub_revisions(pipeline))
     versions = stage_facts(pipeline).versions
     output_dir = create_writable(pipeline.output_dir)
-    run_facts = RunFacts(
+    start_info = RunStartInfo(
         pipeline=pipeline.config.name,
         started=time.time(),
         command=list(map(masked, sys.argv)),
@@ -151,7 +151,7 @@ def create_run(
     timestamps = (recipe.train.timestamp for recipe in pipeline.recipes.values())
     run_id = run_id or next(filter(None, timestamps), time.strftime("%Y%m%d%H%M%S"))
     pipeline_text, num_names = tomli_w.dumps(pipeline.as_toml()), 1 if is_name_fixed else 999
-    run_path = _create_run_folder(output_dir, run_id, pipeline_text, run_facts, num_names)
+    run_path = _create_run_folder(output_dir, run_id, pipeline_text, start_info, num_names)
     list_runs(output_dir)
     return open_run(run_path, pipeline.kinds)
 
@@ -165,10 +165,10 @@ def extend_run(run: Run, pipeline: Pipeline) -> Run:
     check_capabilities(pipeline)
     check_inputs(pipeline)
     pipeline = pin_urls(pin_hub_revisions(pipeline))
-    run_facts = read_facts(run.path) or RunFacts(run_id=run.id)
-    run_facts.kinds |= {stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages}
-    run_facts.seeds |= {stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages}
-    write_json(run.path / "run.json", run_facts.model_dump())
+    start_info = read_start_info(run.path) or RunStartInfo(run_id=run.id)
+    start_info.kinds |= {stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages}
+    start_info.seeds |= {stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages}
+    write_json(run.path / "run.json", start_info.model_dump())
     write_text(run.path / PIPELINE, tomli_w.dumps(pipeline.as_toml()))
     return open_run(run.path, pipeline.kinds)
 
@@ -235,10 +235,8 @@ def note_flow_run(run: Run, flow_run_id: str) -> None:
 
 
 def claim(run: Run, start_time: float | None = None) -> Lock:
-    """Acquire the lock that a process must hold to run the stages of `run`, and save a changed price or budget.
-
-    Args:
-        start_time: unix time at which the command began; None: now.
+    """Acquire the lock that a process must hold to run the stages of `run`, and save a changed price or budget. The
+    command began at the unix time `start_time`; None: now.
 
     Raises:
         ConfigError: another process is running the run.
@@ -274,7 +272,7 @@ def find_run(name: str, output_dir: Path) -> Path:
     # Unlike Path.is_file, os.path.isfile returns False for an invalid path.
     if name and os.path.isfile(Path(name) / PIPELINE):
         return Path(name).resolve()
-    run_ids = [run_facts.run_id for run_facts in runs_in(output_dir)]
+    run_ids = [start_info.run_id for start_info in runs_in(output_dir)]
     if name in {"", "latest"} and run_ids:
         return (output_dir / run_ids[-1]).resolve()
     if name in run_ids:
@@ -317,7 +315,7 @@ def create_writable(folder: Path) -> Path:
     return folder
 
 
-def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, run_facts: RunFacts, num_names: int) -> Path:
+def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, start_info: RunStartInfo, num_names: int) -> Path:
     """Create the folder of a run atomically. If a run of this name exists, append a number up to `num_names` to it."""
     if not _RUN_ID_PATTERN.fullmatch(run_id):
         raise ConfigError(
@@ -337,7 +335,7 @@ def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, run_facts: 
             run_path = output_dir / f"{run_id}{suffix}"
             if run_path.exists():
                 continue
-            write_json(new_folder / "run.json", run_facts.model_copy(update={"run_id": run_path.name}).model_dump())
+            write_json(new_folder / "run.json", start_info.model_copy(update={"run_id": run_path.name}).model_dump())
             try:
                 new_folder.rename(run_path)
             except OSError as error:  # another command created a run of this name
@@ -348,16 +346,16 @@ def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, run_facts: 
     raise ConfigError(f"run_id = {run_id!r} is taken in {output_dir}; wait if a process runs it, or choose another")
 
 
-def read_facts(run_path: Path) -> RunFacts | None:
+def read_start_info(run_path: Path) -> RunStartInfo | None:
     """Return the content of `run.json`, which describes how a run was started; None if it is missing or damaged."""
-    return read_document(run_path / "run.json", RunFacts)
+    return read_document(run_path / "run.json", RunStartInfo)
 
 
-def runs_in(output_dir: Path) -> list[RunFacts]:
+def runs_in(output_dir: Path) -> list[RunStartInfo]:
     """Return the content of `run.json` of each run in a folder, the oldest run first."""
     paths = [file.parent for file in output_dir.glob(f"*/{PIPELINE}")]
-    runs = [(read_facts(path) or RunFacts()).model_copy(update={"run_id": path.name}) for path in paths]
-    return sorted(runs, key=lambda facts: (facts.started, facts.run_id))
+    runs = [(read_start_info(path) or RunStartInfo()).model_copy(update={"run_id": path.name}) for path in paths]
+    return sorted(runs, key=lambda start_info: (start_info.started, start_info.run_id))
 
 
 def list_runs(output_dir: Path) -> None:
@@ -365,7 +363,7 @@ def list_runs(output_dir: Path) -> None:
     with Lock(output_dir / SHARED_FOLDER / "runs.lock") as lock:
         lock.acquire()
         keys = {"run_id", "pipeline", "started"}
-        write_json(output_dir / RUNS, [run_facts.model_dump(include=keys) for run_facts in runs_in(output_dir)])
+        write_json(output_dir / RUNS, [start_info.model_dump(include=keys) for start_info in runs_in(output_dir)])
 
 
 def differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
@@ -375,12 +373,12 @@ def differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
     Raises:
         ConfigError: `run.json` is damaged, so the original settings are unknown.
     """
-    run_facts = read_facts(run_path)
-    if run_facts is None:
+    start_info = read_start_info(run_path)
+    if start_info is None:
         command = f"cosmos resume {shlex.quote(str(run_path))}"
         raise ConfigError(f"{run_path / 'run.json'} is damaged; continue the run as it is: {command}")
     changes = _changed_values(pipeline, read_toml(run_path / PIPELINE))
-    return [key for key, value in changes.items() if key not in run_facts.fixed or run_facts.fixed[key] != value]
+    return [key for key, value in changes.items() if key not in start_info.fixed or start_info.fixed[key] != value]
 
 
 def _changed_values(pipeline: Pipeline, saved_settings: dict[str, Any]) -> dict[str, Any]:

@@ -11,14 +11,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
-from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import DiskFull
 
 logger = logging.getLogger(__name__)
@@ -85,11 +83,6 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     write_bytes(path, text.encode(), durable=durable)
 
 
-def _remove_quietly(file: Path) -> None:
-    with suppress(OSError):  # report the first error, not a failed cleanup
-        file.unlink(missing_ok=True)
-
-
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Replace `path` atomically by `content`; with `durable`, wait until the file is on the disk."""
     with _replaced_file(path) as temporary_path, open(temporary_path, "wb") as file:
@@ -106,9 +99,12 @@ def _replaced_file(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file that replaces `path` atomically when the block ends without an error."""
     # Threads of one process may replace the same file at once: parallel stages write the cache of digests.
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    with cleanup_on_error(partial(_remove_quietly, temporary_path)):
+    try:
         yield temporary_path
         os.replace(temporary_path, path)
+    finally:
+        with suppress(OSError):  # the file is renamed, or another error is to be reported
+            temporary_path.unlink()
 
 
 def read_json(path: Path) -> Any | None:

@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any, get_args
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.inputs import EVALUATION_PROMPTS, EVALUATION_REWARDS, Input, Role, source_of
+from cosmos_core.config.inputs import EVALUATION_PROMPTS, EVALUATION_REWARDS, Input, Role
 from cosmos_core.config.media import MEDIA_PATHS
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.rl import GENERATED_REWARD
 from cosmos_core.config.schema.table import flat_keys, result_values
+from cosmos_core.config.unread import disabled_keys
 from cosmos_core.machine_properties import MachineProperties, measure_worker_machine
 from cosmos_core.registry import code_digest
 from cosmos_core.run.content import files_of, files_of_model
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.files import read_object
-from cosmos_core.run.inputs import GENERATORS, check_located, clean_packages, kernel_packages
+from cosmos_core.run.inputs import GENERATORS, check_located, deduplication_packages, kernel_packages
 from cosmos_core.run.libraries import LIBRARIES, QUANTIZATION
 from cosmos_core.types import StageKind, is_at_or_below
 
@@ -112,7 +113,7 @@ def fingerprint(
     if not includes_all_settings:
         settings = {k: v for k, v in flat_keys(_replace_import_paths(recipe_values, code_labels)).items() if is_read(k)}
     world_size = recipe.policy.parallelism.world_size if kind.has_mesh else None
-    libraries = (*kind.libraries, *(clean_packages(recipe) if kind.reads_data == "source" else ()))
+    libraries = (*kind.libraries, *(deduplication_packages(recipe) if kind.reads_data == "source" else ()))
     libraries += QUANTIZATION if is_read("export.formats") else ()
     libraries += recipe.policy.modality.evaluation_libraries if kind.keys_by_modality else ()
     machine_properties = stage_facts(pipeline, is_group=(world_size or 1) > 1)
@@ -189,7 +190,7 @@ def _compute_input_digest(each: Input, digests: Digests) -> Any:
 
 def _read(stage_input: Input, digest: Any) -> Read:
     name = stage_input.location if stage_input.form in {"hub", "store", "stage"} else Path(stage_input.location).name
-    return stage_input.role, stage_input.key, name, str(digest)
+    return stage_input.role, stage_input.key, name, str(digest[-1] if stage_input.key == EVALUATION_PROMPTS else digest)
 
 
 def _digests_by_role(inputs_and_digests: Sequence[tuple[Input, Any]], labels: Mapping[str, str]) -> dict[str, Any]:
@@ -230,19 +231,7 @@ def _collect_stage_keys(stage: StageConfig, kind: StageKind) -> dict[str, Any]:
 def read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
     """Return a predicate of the recipe keys that a stage reads: its kind reads them, and no setting disables them."""
     kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
-    ignored_keys: list[str] = []
-    if kind.trains_model and not recipe.validation.enable:
-        ignored_keys += [f"validation.{name}" for name in type(recipe.validation).model_fields if name != "enable"]
-    if recipe.teacher_of(kind) is None:
-        ignored_keys += [f"distillation.{name}" for name in type(recipe.distillation).model_fields if name != "enable"]
-    if not _completes_prompts(pipeline, stage):
-        ignored_keys.append("rollout")
-    if not recipe.uses_judge:
-        ignored_keys.append("judge")
-    for modality, keys in kind.keys_by_modality.items():
-        ignored_keys += keys if modality != recipe.policy.modality.name else ()
-    if not recipe.export.quantized:
-        ignored_keys += ["export.formats", "export.unproven"]
+    ignored_keys = [key for _, keys in disabled_keys(pipeline, stage) for key in keys]
 
     def is_key_read(key: str) -> bool:
         return kind.reads_key(key) and not is_at_or_below(key, ignored_keys)
@@ -254,21 +243,6 @@ def read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str]
             f"custom.{name}" for name in recipe.custom if name not in {*_PACKAGE_CUSTOM_TABLES, *reward_names}
         ]
     return is_key_read
-
-
-def _completes_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
-    """Return True if rows of the stage may be prompts for rollouts, by the recipe of the stage that prepares them."""
-    kind, data_stage_name = pipeline.kind_of(stage), source_of(stage.data)
-    if kind.feed == "rollouts" or kind.has_engine:
-        return True
-    if kind.trains_model and not pipeline.recipes[stage.name].validation.enable:
-        return False
-    if kind.reads_data == "prepared":
-        if data_stage_name is None or pipeline.kind_of(pipeline.stage(data_stage_name)).makes != "data":
-            return True  # without a prepare stage, rows may be prompts
-        stage = pipeline.stage(data_stage_name)
-    recipe = pipeline.recipes[stage.name]
-    return recipe.train.train_policy.has_rollouts or bool(recipe.validation.reward_function)
 
 
 def threads(pipeline: Pipeline) -> int:

@@ -20,7 +20,7 @@ _DEFAULT_BRANCH = "main"
 _REVISION_KEYS = {"model": "policy.model_revision", "teacher": "distillation.model_revision"}
 _HUB_TIMEOUT_SECONDS = 8.0
 _RETRY_HUB_SECONDS = 60.0
-_failed_requests: dict[str, tuple[float, str]] = {}
+failed_requests: dict[str, tuple[float, str]] = {}
 """Time (monotonic) and reason of the last failed request to each Hub, so that the next repository does not wait for an
 unreachable Hub again."""
 Repository = tuple[Literal["model", "dataset"], str, str]
@@ -65,7 +65,7 @@ def commit_of(repository: Repository, seconds: float = _HUB_TIMEOUT_SECONDS) -> 
     from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     hub_url = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-    last_failure_time, reason = _failed_requests.get(hub_url, (-_RETRY_HUB_SECONDS, ""))
+    last_failure_time, reason = failed_requests.get(hub_url, (-_RETRY_HUB_SECONDS, ""))
     if constants.HF_HUB_OFFLINE:
         reason = "HF_HUB_OFFLINE is set"
     elif time.monotonic() - last_failure_time >= _RETRY_HUB_SECONDS:
@@ -79,7 +79,7 @@ def commit_of(repository: Repository, seconds: float = _HUB_TIMEOUT_SECONDS) -> 
             raise _unknown_commit_error(repository, str(error)) from error
         except (HTTPError, OSError) as error:
             reason = str(error)
-            _failed_requests[hub_url] = (time.monotonic(), reason)
+            failed_requests[hub_url] = (time.monotonic(), reason)
     cache_folder = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{repo_name.replace('/', '--')}"
     if commit := _read_cached_commit(cache_folder, revision):
         return commit

@@ -158,7 +158,7 @@ def _check_code(stage_input: Input, error_class: type[CosmosError] = ConfigError
         raise error_class(f"{stage_input.key}: {error}") from error
 
 
-def clean_packages(recipe: Recipe) -> tuple[str, ...]:
+def deduplication_packages(recipe: Recipe) -> tuple[str, ...]:
     """Return the packages that the search for near-duplicate rows needs."""
     clean_config = recipe.train.train_policy.clean
     return ("datasketch",) if clean_config and clean_config.near_duplicates else ()
@@ -185,7 +185,7 @@ def _list_required_packages(recipe: Recipe) -> dict[str, str]:
         packages["lm-eval"] = "evaluate.tasks"
     if recipe.sample.endpoint:
         packages["openai"] = "sample.endpoint"
-    if clean_packages(recipe):
+    if deduplication_packages(recipe):
         packages["datasketch"] = _NEAR_DUPLICATES_KEY
     if recipe.uses_judge:
         packages["openai"] = "the reward judge"

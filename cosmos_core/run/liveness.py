@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
+from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import Document, Seconds, read_document, write_json
 from cosmos_core.run.process import identify_process, is_alive, ran_on_this_machine
 from cosmos_core.run.state import ACTIVE, FINISHED, State, read_state
@@ -41,23 +42,48 @@ class Holder(Document):
 
 
 class Approval(Document):
-    """Content of `approval.json`, which exists while a request to approve a publication is pending or declined."""
+    """Content of `approval.json` of a run that publishes its models only after a person has approved them."""
 
-    until: Seconds
-    """Time at which the approval request expires, in seconds since 1970."""
+    until: Seconds = 0.0
+    """Time at which the pending request expires, in seconds since 1970; 0: no request is pending."""
+    flow_run: str = ""
+    """Id of the flow run that is suspended until a person approves or declines."""
     is_declined: bool = False
+    approved_models: str = ""
+    """Digest of the models that a person has approved; empty: none."""
 
 
-def note_approval(run_path: Path, approval: Approval) -> None:
-    """Save the approval request of a run, pending or declined; the next process that claims the run removes the
-    file."""
-    write_json(run_path / "locks" / _APPROVAL_FILE, approval.model_dump(), durable=False)
+def note_approval(run_path: Path, approval: Approval | None) -> None:
+    """Save the approval that the publication of a run needs; None: it needs none."""
+    if approval is None:
+        (run_path / "locks" / _APPROVAL_FILE).unlink(missing_ok=True)
+    else:
+        write_json(run_path / "locks" / _APPROVAL_FILE, approval.model_dump(), durable=False)
+
+
+def approval_of(run_path: Path) -> Approval | None:
+    """Return the approval that the publication of a run needs; None if it needs none."""
+    return read_document(run_path / "locks" / _APPROVAL_FILE, Approval)
 
 
 def read_approval(run_path: Path) -> Approval | None:
-    """Return the request for approval of a run; None if there is none, or if it has expired."""
-    approval = read_document(run_path / "locks" / _APPROVAL_FILE, Approval)
+    """Return the request for approval of a run that is pending or declined; None if there is none."""
+    approval = approval_of(run_path)
     return approval if approval and (approval.is_declined or time.time() < approval.until) else None
+
+
+def check_approval(run_path: Path) -> None:
+    """Refuse to continue a run outside of its flow run if a person has yet to approve what it publishes.
+
+    Raises:
+        ConfigError: the models of the run are not approved.
+    """
+    approval = approval_of(run_path)
+    if approval is not None and not approval.approved_models:
+        raise ConfigError(
+            f"run {run_path.name} publishes only what a person has approved in the UI of Prefect: approve or retry its "
+            "flow run there; cosmos run with its config reuses what is done and publishes without an approval"
+        )
 
 
 def note_holder(run_path: Path, since: float) -> None:
@@ -67,7 +93,8 @@ def note_holder(run_path: Path, since: float) -> None:
     if previous_holder is not None and previous_holder.is_this_process:
         since = min(since, previous_holder.since)
     write_json(run_path / "locks" / _HOLDER_FILE, {**identify_process(), "since": since}, durable=False)
-    (run_path / "locks" / _APPROVAL_FILE).unlink(missing_ok=True)
+    if approval := approval_of(run_path):  # a pending request is made again
+        note_approval(run_path, Approval(approved_models=approval.approved_models))
 
 
 def read_holder(run_path: Path) -> Holder | None:

@@ -26,7 +26,7 @@ from cosmos_core.run.files import (
 )
 from cosmos_core.types import Outcome
 
-RESULT = "result.json"
+RESULT, METRICS = "result.json", "metrics.jsonl"
 STORE_KEY = "stored"
 """Key of a manifest with the URL of the artifact store that holds the outputs; local copies may be missing."""
 Result = dict[str, Any]
@@ -165,7 +165,7 @@ def find_damage(stage_path: Path, result: Result, *, ignores_cache: bool = False
 
 
 def adopt(source: Path, target: Path, result: Result) -> Result:
-    """Copy the outputs of the finished stage `source` to `target`, and write its manifest there.
+    """Copy the outputs and metrics of the finished stage `source` to `target`, and write its manifest there.
 
     The copies are independent: deleting or changing one leaves the other intact.
     """
@@ -178,6 +178,9 @@ def adopt(source: Path, target: Path, result: Result) -> Result:
         copy_file(source / file_record["path"], file)
         file_stat = file.stat()
         file_record.update(mtime_ns=file_stat.st_mtime_ns, inode=file_stat.st_ino)
+    (target / METRICS).unlink(missing_ok=True)  # those of an attempt that did not finish
+    with suppress(FileNotFoundError):
+        copy_file(source / METRICS, target / METRICS)
     adopted_result = {**result, "reused_from": str(source)}
     write_json(target / RESULT, adopted_result)
     return adopted_result

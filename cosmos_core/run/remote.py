@@ -84,6 +84,13 @@ def download_inputs(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], 
     return convert_named_things(stage, to_local_path), convert_named_things(recipe, to_local_path)
 
 
+def local_copy(name: str, output_dir: Path) -> str:
+    """Return the path of the present content of a URL of a store, downloaded to where the runs in `output_dir` read it;
+    return any other name unchanged. For errors see `download_inputs`."""
+    folder = output_dir.expanduser().absolute() / SHARED_FOLDER / FETCHED
+    return str(fetch(pinned_url(name), folder)) if is_remote(name) else name
+
+
 def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> Path:
     """Return the local file or folder, below `folder`, with the content of a pinned URL; download it if it is missing.
 

@@ -18,7 +18,8 @@ from cosmos_core.run.fingerprint import fingerprint
 _MODEL_REVISION_KEY = "policy.model_revision"
 _PUBLICATION_KEYS = {"kind", "after", "model", "require", "confidence", "target"}
 _CONTENT_KEYS = (
-    "kind", "result_version", "config", "after", "data", "media", "code", "entry", "chat_template", "template",
+    "kind", "result_version", "config", "after", "data", "media", "code", "data_code", "entry", "chat_template",
+    "template", "reward_service", "rewards", "checkpoint", "format", "sweep",
 )  # fmt: skip
 
 

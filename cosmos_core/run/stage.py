@@ -12,7 +12,7 @@ from cosmos_core.config.load import without_none
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.run.files import read_json, write_text
-from cosmos_core.run.manifest import Source
+from cosmos_core.run.manifest import Source, read_result
 from cosmos_core.run.progress import Metrics, Progress
 from cosmos_core.types import StageKind
 
@@ -26,6 +26,7 @@ CHECKED_PROMPTS = "prompts.json"
 """Name of the file with which `cosmos check` passes the first prepared prompts to the check of another stage."""
 CONDITIONS = "conditions.json"
 """Name of the file of a gate, also of one that refused, with its conditions and measured values."""
+_SPEC_FILE = "stage.toml"
 _INPUT_KEYS = ("path", "kind", "fingerprint", "digest", "metrics", "info", "inputs")
 
 
@@ -112,12 +113,12 @@ class Stage:
             "origin": self.origin,
             "inputs": {name: {key: result[key] for key in _INPUT_KEYS} for name, result in self.inputs.items()},
         }
-        write_text(self.path / "stage.toml", tomli_w.dumps(without_none(spec)))
+        write_text(self.path / _SPEC_FILE, tomli_w.dumps(without_none(spec)))
 
 
 def load_stage(path: Path) -> Stage:
     """Read the `stage.toml` that `Stage.save` wrote to a stage directory."""
-    spec = tomllib.loads((path / "stage.toml").read_text(encoding="utf-8"))
+    spec = tomllib.loads((path / _SPEC_FILE).read_text(encoding="utf-8"))
     return Stage(
         path=path,
         config=StageConfig.model_validate(spec["stage"]),
@@ -131,6 +132,17 @@ def load_stage(path: Path) -> Stage:
         kind=read_kind(spec["kind"]),
         sources=tuple(map(Source.model_validate, spec.get("sources", ()))),
     )
+
+
+def maker_of(path: Path) -> Path:
+    """Return the directory of the stage that made a result, with its settings and checkpoints: the stage at `path`, or
+    a stage of another run from which the result was reused. Return `path` if that run is gone."""
+    folders = [path]
+    while (result := read_result(folders[-1])) and (source := Path(result["reused_from"] or path)) not in folders:
+        if (read_result(source) or {}).get("digest") != result["digest"]:
+            break  # that run has made it again since
+        folders.append(source)
+    return next((each for each in reversed(folders) if (each / _SPEC_FILE).is_file()), path)
 
 
 def num_requested_engines(path: Path, configured: int) -> int:

@@ -25,7 +25,7 @@ import tomli_w
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.run.bucket import SCHEME, Bucket, split_url, translate_errors
-from cosmos_core.run.directory import read_facts
+from cosmos_core.run.directory import read_start_info
 from cosmos_core.run.files import write_text
 from cosmos_core.run.liveness import read_holder
 from cosmos_core.run.manifest import RESULT, STORE_KEY, Result
@@ -63,9 +63,9 @@ class ArtifactStore:
 
         Runs that two machines start in the same second have the same id; the second run gets another one in the store.
         """
-        files, run_facts = {name: _read_text(run_path / name) for name in RUN_FILES}, read_facts(run_path)
+        files, start_info = {name: _read_text(run_path / name) for name in RUN_FILES}, read_start_info(run_path)
         # The folder of the run may have another name on this machine than in the store.
-        run_id = run_facts.run_id if run_facts and run_facts.run_id else run_path.name
+        run_id = start_info.run_id if start_info and start_info.run_id else run_path.name
         names = (f"{run_id}{suffix}" for suffix in _iter_name_suffixes())
         with translate_errors(self.url):
             return (

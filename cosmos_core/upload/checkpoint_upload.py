@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.errors import CosmosError
+from cosmos_core.errors import CosmosError, Preempted
 from cosmos_core.run.bucket import Bucket, split_url, translate_errors
 from cosmos_core.run.files import link_or_copy, read_object, step_of
 from cosmos_core.run.lock import Lock
@@ -80,10 +80,6 @@ class CheckpointUploader:
         return f"{self._prefix}/{name}/policy/{file}"
 
 
-class _UploadStopped(Exception):
-    """The training has ended, so the upload stops; the `upload` stage sends the remaining checkpoints."""
-
-
 @contextmanager
 def upload_checkpoints_during(stage_path: Path, url: str) -> Iterator[None]:
     """Upload each checkpoint of a training as soon as it is saved, while the `with` block runs; none if `url` is empty.
@@ -108,7 +104,7 @@ def upload_checkpoints_during(stage_path: Path, url: str) -> Iterator[None]:
 def _upload_until_stopped(stage_path: Path, url: str, stop_event: threading.Event) -> None:
     def pause() -> None:
         if stop_event.is_set():
-            raise _UploadStopped
+            raise Preempted("the training has ended")  # the `upload` stage sends the remaining checkpoints
 
     lower_cpu_priority()
     uploader = None
@@ -117,7 +113,7 @@ def _upload_until_stopped(stage_path: Path, url: str, stop_event: threading.Even
             uploader = uploader or CheckpointUploader(stage_path, url)
             for name in uploader.push(pause):
                 record_event(stage_path, "sent", f"{name} to {url}")
-        except _UploadStopped:
+        except Preempted:
             return
         except Exception as error:  # noqa: BLE001 - no error of an upload may stop the training
             reason = str(error) if isinstance(error, CosmosError) else f"{type(error).__name__}: {error}"

@@ -106,8 +106,8 @@ def _read_portable_state(data: bytes) -> State | None:
         state = State.model_validate_json(data)
     except ValueError:
         return None
-    cleared_ids = dict.fromkeys(("pid", "pid_started", "launcher_pid", "launcher_started"))
-    return state.model_copy(update={**cleared_ids, "mark": "", "launcher_machine": ""})
+    cleared_process_fields = dict.fromkeys(("pid", "pid_started", "launcher_pid", "launcher_started"))
+    return state.model_copy(update={**cleared_process_fields, "mark": "", "launcher_machine": ""})
 
 
 def _merge_json_lines(*file_contents: bytes) -> bytes:

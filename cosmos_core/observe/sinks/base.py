@@ -23,7 +23,7 @@ from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
 from cosmos_core.error_handling import log_errors
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK
 from cosmos_core.registry import load_named
-from cosmos_core.run.directory import RunFacts, read_facts
+from cosmos_core.run.directory import RunStartInfo, read_start_info
 from cosmos_core.run.files import write_text
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
@@ -70,10 +70,10 @@ class FunctionSink:
         """Do nothing, because a user's function holds no resources."""
 
 
-Opener = Callable[[Stage, int], Sink]
+SinkOpener = Callable[[Stage, int], Sink]
 
 
-def find_sink(name: str) -> Opener:
+def find_sink(name: str) -> SinkOpener:
     """Return the class of a built-in metric sink or of a user's metric sink.
 
     Raises:
@@ -84,7 +84,7 @@ def find_sink(name: str) -> Opener:
 
 
 @contextmanager
-def send_to_sinks(stage: Stage, find: Callable[[str], Opener] = find_sink) -> Iterator[None]:
+def send_to_sinks(stage: Stage, find: Callable[[str], SinkOpener] = find_sink) -> Iterator[None]:
     """Send the metrics that a stage logs during the block to the metric sinks of its recipe.
 
     Each metric sink is opened with the first metric, so that a stage without metrics creates no empty run in a service.
@@ -109,7 +109,7 @@ class _SinkThread:
     """Thread that sends lines of `metrics.jsonl` from a queue to one metric sink. After an error of the sink the thread
     ends, and the sink gets no more lines in this attempt of the stage."""
 
-    def __init__(self, name: str, find_opener: Callable[[str], Opener], stage: Stage) -> None:
+    def __init__(self, name: str, find_opener: Callable[[str], SinkOpener], stage: Stage) -> None:
         self._name, self._find_opener, self._stage = name, find_opener, stage
         self._line_queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         # Read now, because a training that resumes removes the lines of later steps.
@@ -182,8 +182,8 @@ def names_of_run(stage: Stage, sink: str) -> tuple[str, str, str, str]:
     """Return project, group, name and identifier of a stage's run in a tracking service (W&B, MLflow, trackio). All
     attempts of a stage share the identifier, which is saved in its subfolder `sink`; a stage that is made again has a
     new folder and identifier."""
-    config, run_facts = stage.recipe.logging, read_facts(stage.run_path) or RunFacts()
-    title = f"{config.experiment_name or run_facts.pipeline or 'cosmos'}-{stage.run_path.name}"
+    config, start_info = stage.recipe.logging, read_start_info(stage.run_path) or RunStartInfo()
+    title = f"{config.experiment_name or start_info.pipeline or 'cosmos'}-{stage.run_path.name}"
     path = stage.path / sink / "id"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
