@@ -20,7 +20,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.clean import clean_training_rows
 from cosmos_core.data.rows import load_rows
-from cosmos_core.data.user_dataset import Opener
+from cosmos_core.data.user_dataset import UserDatasetLoader
 from cosmos_core.run.stage import Stage
 from tasks.stages.prepare import KIND
 
@@ -49,7 +49,7 @@ def main() -> None:
             stage = Stage(folder, StageConfig(name="prepare", kind="prepare"), recipe, "", None, {}, "f", KIND)
             began, busy = time.monotonic(), time.process_time()
             rows = load_rows(recipe.train.train_policy.dataset)
-            found = clean_training_rows(stage, rows, folder, Opener(recipe, lambda: None)).metrics
+            found = clean_training_rows(stage, rows, folder, UserDatasetLoader(recipe, lambda: None)).metrics
             seconds, busy = time.monotonic() - began, time.process_time() - busy
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         console.print(

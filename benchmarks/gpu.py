@@ -72,7 +72,7 @@ def main() -> None:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("benchmarks.gpu: needs an NVIDIA GPU, and torch sees none; --device cpu with --layers 1 tries it out")
-    matmul, attention = _matmul(device), 3 if use_flash_attention(options.fa) else 2
+    matmul, attention = _matmul(device), 3 if options.fa != 2 and use_flash_attention() else 2
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     title = f"Qwen3 {options.size} on {name}, torch {torch.__version__}, products of {matmul / 1e12:.0f} TFLOP/s"
     table = Table("tokens per row", "recomputed", title=title)

@@ -7,7 +7,7 @@ Each variant runs in a process of its own, one after the other, round after roun
 falls on all of them; the first steps are not counted. `asynchronous` has one engine in a process of its own, which
 gets weights every third step, and prompts of three steps at once with them; they may be four steps old, which is the
 default of `allowed_outdated_steps`. `hf` is our other engine, on transformers, as TRL generates here (vLLM is an option
-of its GPUs). Our recipe is the default one, which compiles the training.
+of its GPUs). Our recipe is the default one, which compiles nothing on a CPU.
 
 The limit is what this machine could do if nothing else took time: the training's floating-point operations at the rate
 of a large matrix product, and generation at the rate that our engine alone reaches in this run.

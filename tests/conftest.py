@@ -279,7 +279,7 @@ def no_stop_is_left() -> Iterator[None]:
     """A test may ask the workers of its process to stop: those behind it in this process are not meant."""
     yield
     if worker := sys.modules.get("cosmos_core.launch.worker"):
-        with worker.stoppable():  # a run that begins clears it
+        with worker.register_active_run():  # a run that begins clears it
             pass
 
 

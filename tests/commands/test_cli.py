@@ -346,7 +346,7 @@ def test_the_exit_code_says_what_can_help(tmp_path: Path, capsys: pytest.Capture
 def test_what_is_asked_to_stop_says_that_it_saves(tmp_path: Path) -> None:
     run, out = counting_run(tmp_path), io.StringIO()
     with (
-        worker.stoppable(),
+        worker.register_active_run(),
         Display(["first", "second"], stream=out) as display,
         _keep_display_updated(lambda: run, display),
     ):

@@ -1,8 +1,11 @@
-"""Conversations on several ranks: the ranks of one engine hear the same, and none waits too briefly for slow tools."""
+"""Conversations on several ranks: the ranks of one engine hear the same, and none waits too briefly for slow tools and
+rewards."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -17,7 +20,8 @@ from cosmos_core.parallel.mesh import all_gather_object
 from cosmos_core.rollout.base import generate
 from cosmos_core.rollout.registry import DataParallel
 from cosmos_core.rollout.turns import Turns
-from cosmos_core.types import Prompt, Sampling
+from cosmos_core.train.measure import shared
+from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup
 from tests.local_ranks import LocalGroup
 from tests.unit.data_tokenizers import CHATML
 from tests.unit.test_turns import ASKED, Scripted, call, engine_settings
@@ -68,3 +72,19 @@ def test_ranks_of_one_engine_continue_with_the_same_results(tmp_path: Path) -> N
     assert first == second and first[0].isdigit()
     (first, second), num_beats = LocalGroup(2).run(partial(converse, folder, 1, 12))
     assert first == second and len(set(first)) == 2 and num_beats >= 3
+
+
+def score_slowly(stop: threading.Event) -> list[list[float | None]]:
+    """Return the scores that each rank hears of."""
+
+    def score(groups: Sequence[Group]) -> list[ScoredGroup]:
+        time.sleep(8)
+        return [ScoredGroup(group, (Score(0.5),)) for group in groups]
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4))
+    [scored] = shared(score)([Group(Prompt(0, (), "", ""), (Completion((), "stop", ""),), 0)])
+    return all_gather_object([each.value for each in scored.scores])
+
+
+def test_ranks_wait_for_rewards_that_take_longer_than_a_collective_may() -> None:
+    assert LocalGroup(2).run(score_slowly) == [[0.5], [0.5]]

@@ -15,7 +15,7 @@ from cosmos_core.errors import RewardError
 from cosmos_core.launch.managed_service import managed_service
 from cosmos_core.rewards.exchange import service_of
 from cosmos_core.rewards.remote import RemoteRewards
-from cosmos_core.rewards.reward_model import Item, Settings, load_served
+from cosmos_core.rewards.reward_model import RewardInput, Settings, load_served
 from cosmos_core.rewards.service.worker import make_items
 
 OVERLONG = {"max_tokens": 100, "overlong": {"buffer_length": 40, "penalty_factor": 2.0}}
@@ -34,7 +34,7 @@ def test_a_stage_finds_its_service_whatever_variable_has_its_token(tmp_path: Pat
 
 def test_overlong_takes_from_options_what_no_request_has() -> None:
     reward = load_served("overlong", "", Settings(options=OVERLONG))
-    items = [Item(info={"num_tokens": count}) for count in (60, 70, 100, 500)]
+    items = [RewardInput(info={"num_tokens": count}) for count in (60, 70, 100, 500)]
     assert reward.score(items) == {"overlong": [0.0, -0.5, -2.0, -2.0]}
     with pytest.raises(RewardError, match=r"^the reward 'overlong' needs options.overlong, which no request has; for"):
         load_served("overlong", "", Settings(options={"max_tokens": 100}))

@@ -89,22 +89,22 @@ def test_a_worker_with_another_clock_is_neither_killed_nor_does_it_hide_a_hang(t
 
 def test_a_run_after_a_cancelled_one_in_the_same_process_is_not_stopped(tmp_path: Path) -> None:
     run = make_run(tmp_path, "count")
-    with worker.stoppable():
+    with worker.register_active_run():
         worker.stop_all()
         with pytest.raises(Preempted):
             run_stage(run, "s")
-    with worker.stoppable():
+    with worker.register_active_run():
         result, _ = run_stage(run, "s")
     assert result["metrics"] == {"count": 10.0}
 
 
 def test_a_run_that_begins_beside_a_cancelled_one_leaves_it_stopped() -> None:
-    with worker.stoppable():
+    with worker.register_active_run():
         worker.stop_all()
-        with worker.stoppable():
+        with worker.register_active_run():
             assert worker.is_stopping()
     assert worker.is_stopping(), "a thread of it may still have to learn"
-    with worker.stoppable():
+    with worker.register_active_run():
         assert not worker.is_stopping()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cosmos_core.rewards.reward_model import Item, Settings
+from cosmos_core.rewards.reward_model import RewardInput, Settings
 
 
 def mean(to_be_evaluated: str, reference: str, prompt: str, media: Any) -> tuple[float, dict[str, float]]:
@@ -34,7 +34,7 @@ class Counted:
             self._file.touch()  # it loads
             time.sleep(settings.options["load_seconds"])
 
-    def score(self, items: Sequence[Item]) -> dict[str, list[float]]:
+    def score(self, items: Sequence[RewardInput]) -> dict[str, list[float]]:
         prompts = [item.prompt for item in items]
         time.sleep(self._seconds * len(items))
         if "die" in prompts:

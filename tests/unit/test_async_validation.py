@@ -80,7 +80,7 @@ def train_apart(at: Stage, published: list[int], asked: list[int], stop_after: i
         assert stop_after and "while step 2 was validated; the checkpoint is of step 2" in str(stopped)
     finally:
         checkpointer.close()
-    return loop.best_step
+    return loop.validation.best
 
 
 def apart_stage(path: Path, inputs: Path) -> Stage:  # noqa: F811

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prefect.exceptions import ObjectNotFound
+from typer.testing import CliRunner
 
+from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError
-from cosmos_core.launch.bootstrap import Pool, _save_work_pool, bootstrap_server
+from cosmos_core.launch.bootstrap import HEARTBEAT_SECONDS, Pool, _save_work_pool, bootstrap_server
 
 
 class Server:
@@ -26,6 +30,21 @@ class Server:
 
     def create_work_pool(self, wanted: Any) -> None:
         self.made.append(wanted)
+
+
+def test_a_flow_of_a_user_sends_heartbeats_as_often_as_the_automation_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "")
+    monkeypatch.delenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY")
+    monkeypatch.setattr(os, "execv", lambda *_: None)
+    assert CliRunner().invoke(app, ["worker", "--pool", "local"]).exit_code == 0
+    assert os.environ["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_SECONDS)
+    deployments = yaml.safe_load((Path(__file__).parents[2] / "prefect.yaml").read_text())["deployments"]
+    for each in deployments:
+        variables = each["work_pool"]["job_variables"]["env"]
+        assert "cosmos" in each["tags"], "the tag by which the automation knows them"
+        assert variables["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_SECONDS)
 
 
 @pytest.mark.parametrize("name", ["prefect-x", "Prefect", "y/z", "a&b", "", " "])

@@ -29,13 +29,17 @@ from prefect.settings import (
     PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED,
     temporary_settings,
 )
+from typer.testing import CliRunner
 
+from cosmos_core.cli import app
 from cosmos_core.errors import Cancelled, Preempted
 from cosmos_core.launch import worker
 from cosmos_core.launch.prefect import _POLLING_MODULES, keep_polling
 from cosmos_core.launch.reap import cancelled_flow_run, reap
+from cosmos_core.run.liveness import Approval, note_approval
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.process import identify_process, start_time
+from cosmos_core.run.state import update_state
 from cosmos_core.upload.file import FileTarget
 from tasks.cancellation import is_cancelled, publication_check, stop_on_signals
 
@@ -75,7 +79,9 @@ class Server:
             return "200", {"id": TASK, "task_key": "t", "dynamic_key": "0", "flow_run_id": PARENT}
         word = self.words[name].pop(0) if len(self.words[name]) > 1 else self.words[name][0]
         parent = {"parent_task_run_id": TASK} if name == OWN and PARENT in self.words else {}
-        return word, {"id": name, "flow_id": TASK, "name": "n", "state": {"type": word}, "state_type": word} | parent
+        state = {"type": "PAUSED", "name": "Suspended"} if word == "SUSPENDED" else {"type": word, "name": word}
+        run = {"id": name, "flow_id": TASK, "name": "n", "state": state, "state_type": state["type"]}
+        return word, run | {"state_name": state["name"]} | parent
 
 
 @pytest.fixture
@@ -94,7 +100,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     [
         ("RUNNING", "", False), ("CANCELLING", "", True), ("CANCELLED", "", True), ("CRASHED", "", False),
         ("500", "", None), ("404", "", False), ("RUNNING", "RUNNING", False), ("RUNNING", "CANCELLING", True),
-        ("RUNNING", "CANCELLED", True), ("RUNNING", "404", False), ("RUNNING", "500", None),
+        ("RUNNING", "CANCELLED", True), ("RUNNING", "404", False), ("RUNNING", "500", None), ("PAUSED", "", False),
+        ("SUSPENDED", "", True), ("RUNNING", "SUSPENDED", True),
     ],
 )  # fmt: skip
 def test_it_is_cancelled_where_it_or_the_flow_run_that_began_it_is(
@@ -145,7 +152,7 @@ def test_a_publication_waits_for_a_server_that_is_away_and_ends_where_the_proces
     server.words = {OWN: ["RUNNING", "500", "RUNNING"]}
     assert publish(tmp_path).published() is not None
     server.words = {OWN: ["500"]}
-    with worker.stoppable():
+    with worker.register_active_run():
         threading.Timer(0.2, worker.stop_all).start()
         with pytest.raises(Preempted, match="asked to stop"):
             publication_check()()
@@ -186,6 +193,28 @@ def test_a_process_that_ends_confirms_its_cancellation_because_its_worker_may_be
     ended = subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True)
     assert ended.returncode == 1 and ended.stderr.rstrip().endswith("OSError"), ended.stderr
     assert server.set == ({OWN: confirmed} if confirmed else {})
+
+
+def test_reap_leaves_a_flow_run_alone_whose_flow_runs_elsewhere_on_a_file_system_without_shared_locks(
+    server: Server, tmp_path: Path
+) -> None:
+    run = begun(tmp_path, "theirs", OWN)
+    server.words = {OWN: ["RUNNING"]}
+    there = identify_process() | {"launcher_host": "node-3", "launcher_machine": "node-3/boot/pids", "launcher_pid": 1}
+    (run / "locks" / "holder.json").write_text(json.dumps(there))
+    update_state(run / "stages" / "sft", **there, state="running", heartbeat=time.time())
+    assert list(reap(tmp_path)) == ["theirs/sft: runs on node-3; reap there what is left of it"]
+    assert server.set == {}
+
+
+def test_status_says_that_nobody_is_asked_for_an_approval_once_the_flow_run_was_cancelled(
+    server: Server, tmp_path: Path
+) -> None:
+    run = begun(tmp_path, "asked", PARENT, OWN)
+    note_approval(run, Approval(until=time.time() + 3600))
+    server.words = {OWN: ["CANCELLED"]}
+    said = CliRunner().invoke(app, ["status", str(run)]).output
+    assert "waits for approval" in said and "flow run n was cancelled, and waits no more" in said
 
 
 @pytest.mark.parametrize(("newest", "is_stopped"), [("CANCELLED", True), ("CANCELLING", True), ("RUNNING", False)])
@@ -239,14 +268,14 @@ def test_a_flow_in_python_stops_its_workers_on_the_signals_of_a_scheduler(number
     stops: list[int] = []
     try:
         stop_on_signals(lambda: {number.name} - {"SIGTERM"}, lambda: stops.append(0))
-        with worker.stoppable(), pytest.raises(TerminationSignal):
+        with worker.register_active_run(), pytest.raises(TerminationSignal):
             os.kill(os.getpid(), number)
             time.sleep(5)
         assert worker.is_stopping() and stops == [0]
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)
-        with worker.stoppable():
+        with worker.register_active_run():
             assert not worker.is_stopping(), "the next run begins without the request"
 
 

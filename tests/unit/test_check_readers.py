@@ -28,6 +28,16 @@ def test_a_stage_that_measures_is_refused_rows_of_which_none_are_held_out(tmp_pa
         check_downstream_stages(plain, "prepare", {"too_few": "the data set has 1 rows"})
 
 
+def test_a_stage_that_cannot_read_images_is_refused_rows_that_have_some(tmp_path: Path) -> None:
+    (tmp_path / "tp.toml").write_text(RECIPE.replace("[policy]\n", "[policy]\nparallelism.tp_size = 2\n"))
+    pipeline = load_pipeline(tmp_path / "tp.toml", [], all_kinds())
+    check_downstream_stages(pipeline, "prepare", {})
+    with pytest.raises(
+        DataError, match=r"tp\.toml: stage 'sft': policy\.parallelism\.tp_size = 2: this version shards"
+    ):
+        check_downstream_stages(pipeline, "prepare", {"has_images": True})
+
+
 def test_a_check_has_its_compiled_kernels_in_its_own_folder_and_not_where_other_users_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

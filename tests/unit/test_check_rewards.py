@@ -7,15 +7,21 @@ import re
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from cosmos_core.config.capabilities import unique_notices
 from cosmos_core.errors import ConfigError, RewardError
+from cosmos_core.rollout.registry import check_engine
 from cosmos_core.run.stage import CHECKED_PROMPTS
 from cosmos_core.train.check import check_rewards, run
 from tests.conftest import Workspace
 from tests.effects.change import GRPO, SFT, recipe, stage_of
 from tests.unit.data_tokenizers import CHATML
+from tests.unit.test_config_load import GRPO as GRPO_TOML
+from tests.unit.test_config_load import load
 from tests.unit.tiny_model import save_tiny_model
 
 ROW = {"text": "2 + 3?", "reference": "5", "metadata": {"prompt": "2 + 3?", "answer": "5"}}
@@ -100,6 +106,39 @@ def test_the_command_calls_rewards_on_rows_that_another_stage_prepares(workspace
     assert "nothing is called 'rank' (columns of the row: prompt, answer, level)" in re.sub(
         r"\s+", " ", refused.stdout + refused.stderr
     )
+
+
+def test_a_filter_by_a_metric_of_no_reward_is_refused_before_the_run(tmp_path: Path) -> None:
+    dapo = {**GRPO, "train.train_policy.variant": "dapo", "train.train_policy.reward_function": "exact_match"}
+    for metric in ("exact_match", "exact_match/near", "exact"):
+        settings = {**dapo, "train.train_policy.filter_reward_metric": metric}
+        stage = stage_of(tmp_path / metric, recipe(settings), kind="rl")
+        with pytest.raises(RewardError, match="'exact'; take of exact_match") if metric == "exact" else nullcontext():
+            check_rewards(stage)
+
+
+@pytest.mark.parametrize(
+    ("algo", "rewards", "is_mentioned"),
+    [
+        ("maxrl", "{gsm8k=1.0, overlong=1.0}", True),
+        ("maxrl", "{gsm8k=1.0, overlong=0.0}", False),
+        ("grpo", "{gsm8k=1.0, overlong=1.0}", False),
+    ],
+)
+def test_a_reward_below_zero_is_mentioned_where_it_would_end_the_run(
+    algo: str, rewards: str, is_mentioned: bool, tmp_path: Path
+) -> None:
+    settings = (f"train.train_policy.algo='{algo}'", f"train.train_policy.reward_function={rewards}")
+    notices = unique_notices(load(tmp_path, GRPO_TOML, *settings))
+    assert any("below 0, which 'overlong' can give" in notice for notice in notices) == is_mentioned
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_a_model_that_vllm_has_no_more_is_refused_with_the_engine_that_has_it() -> None:
+    config: Any = SimpleNamespace(architectures=["MllamaForConditionalGeneration"])
+    with pytest.raises(ConfigError, match=r"'llama' is; set rollout\.backend = 'hf'"):
+        check_engine("vllm", config, "llama")
+    check_engine("hf", config, "llama")
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")

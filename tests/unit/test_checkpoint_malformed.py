@@ -197,6 +197,7 @@ def test_the_media_of_the_samples_come_along(tmp_path: Path) -> None:
     (earlier / "visual_output/step_1").mkdir(parents=True)
     (earlier / "visual_output/step_1/0-0.png").write_bytes(b"png")
     (earlier / "samples.jsonl").write_text('{"step": 1, "media": ["visual_output/step_1/0-0.png"]}\n')
+    (later.path / "samples.jsonl").write_text('{"step": 0, "media": []}\n')  # of an attempt that saved no checkpoint
     adopt_checkpoint(later)
     [media] = json.loads((later.path / "samples.jsonl").read_text())["media"]
     assert (later.path / media).read_bytes() == b"png"

@@ -14,6 +14,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.launch.clean import verdicts
 from cosmos_core.run.directory import Run, claim, create_run, runs_in
 from cosmos_core.run.files import read_json, write_json
+from cosmos_core.run.liveness import Approval, note_approval
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.plan import fingerprint_folder
@@ -138,6 +139,15 @@ def test_the_run_that_retraining_goes_on_with_stays(tmp_path: Path) -> None:
     write_json(note, {"digest": "d", "run_id": first.id, "outcome": ""})
     assert fates(first)[first.id] == "the next retraining goes on with it"
     write_json(note, {"digest": "d", "run_id": first.id, "outcome": "published"})
+    assert fates(first)[first.id] == ""
+
+
+def test_a_run_stays_while_a_person_is_asked_about_its_model(tmp_path: Path) -> None:
+    first, *_ = runs_of(tmp_path, 40, 1)
+    claim(first).release()
+    note_approval(first.path, Approval(until=time.time() + 3600))
+    assert fates(first)[first.id] == "its publication waits for approval"
+    note_approval(first.path, Approval(until=time.time() - 1))
     assert fates(first)[first.id] == ""
 
 

@@ -97,6 +97,12 @@ def test_a_stage_is_named_by_the_id_of_its_run_and_a_folder_may_be_a_number(
     assert str(cli_train._make_recipe_path(asked, "")) == "rows-sft.toml", "no option of cosmos run"
 
 
+def test_a_home_folder_that_no_shell_has_expanded_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli_train._resolve_model("~/model", Path("outputs")) == f"{tmp_path}/model"
+    assert cli_train._make_recipe_path({"method": "sft", "model": "m"}, "~/x.toml") == tmp_path / "x.toml"
+
+
 def test_a_look_that_crashes_says_its_error_in_one_line() -> None:
     asked = {"method": "sft", "no_such_option": "x"}
     with pytest.raises(CosmosError, match=r"ended with 1: TypeError: .*no_such_option") as caught:

@@ -20,7 +20,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.observe.completions import iter_completions
 from cosmos_core.run.directory import PIPELINE
 from cosmos_core.train.completions import CompletionLog
-from cosmos_core.types import Completion, DiffusionSample, Group, Prompt, Score, ScoredGroup, Segment
+from cosmos_core.types import Completion, DiffusionSample, Group, Prompt, Score, ScoredGroup, Segment, Turn
 
 
 def completion(text: str, ids: Sequence[int], logprob: float = -1.0) -> Completion:
@@ -164,6 +164,9 @@ def test_completions_that_all_end_at_the_maximum_length_are_warned_of(
         log(step, [replace(whole, group=replace(whole.group, completions=cut))])
     [message] = caplog.messages
     assert message.startswith("step 2: all 2 completions end at the maximum length") and "max_response" in message
+    talks = tuple(replace(each, turns=(Turn("assistant", each.text),)) for each in cut)
+    opened(tmp_path, writes=False)(4, [replace(whole, group=replace(whole.group, completions=talks))])
+    assert "max_assistant_turns" in caplog.messages[-1] and "max_assistant_turns" not in message
 
 
 @pytest.mark.parametrize(

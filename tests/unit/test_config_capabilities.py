@@ -365,7 +365,11 @@ def test_what_engines_apart_from_the_trainer_cannot_do_is_refused(tmp_path: Path
     [
         ('kind = "export"\nmodel = "stage:p"', "model = 'stage:p': a stage of kind 'prepare' makes no model"),
         ('kind = "sft"\ndata = "stage:s"', "data = 'stage:s': a stage of kind 'sft' makes no data"),
-        ('kind = "export"\nmodel = "stage:s"\ncheckpoint = "best"', "checkpoint = 'best' needs validation.enable"),
+        (
+            'kind = "export"\nmodel = "stage:s"\ncheckpoint = "best"',
+            "checkpoint = 'best' needs train.ckpt.enable_checkpoint = true and validation.enable = true in stage 's'",
+        ),
+        ('kind = "export"\nmodel = "stage:s"\ncheckpoint = "7"', "checkpoint = '7' needs train.ckpt.enable_checkp"),
         ('kind = "merge"', r"after = \['p', 's'\] names 1 models to merge"),
     ],
 )
@@ -374,7 +378,7 @@ def test_what_an_earlier_stage_will_not_make_is_refused(tmp_path: Path, stage: s
     named = f'name = "x"\nafter = ["p", "s"]\n{stage}'
     text = SFT + "".join(f"\n[[pipeline.stages]]\n{each}\n" for each in (*stages, named))
     with pytest.raises(ConfigError, match=f"stage 'x': {said}"):
-        check_capabilities(load(tmp_path, text, "validation.enable=false"))
+        check_capabilities(load(tmp_path, text, "validation.enable=false", "train.ckpt.enable_checkpoint=false"))
 
 
 def test_a_setting_of_a_stage_named_like_a_table_and_one_that_does_nothing(tmp_path: Path) -> None:

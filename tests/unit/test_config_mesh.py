@@ -15,7 +15,7 @@ from cosmos_core.config.mesh import check_mesh, model_facts, placements, resolve
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
-from tests.unit.test_config_load import SFT, load
+from tests.unit.test_config_load import GRPO, SFT, load
 from tests.unit.test_machine_properties import machine_with
 
 QWEN = {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "num_hidden_layers": 28}
@@ -261,3 +261,10 @@ def test_compiled_blocks_are_left_out_with_tensor_parallelism_and_a_note(tmp_pat
         "train.compile = true: the blocks run as they are, because torch does not compile weights that tp_size = 2 "
         "splits for rows of any length"
     ]
+
+
+def test_policies_may_call_tools_where_an_engine_has_several_ranks(tmp_path: Path) -> None:
+    turns = "rollout.multi_turn_config"
+    tools = (f"{turns}.enable=true", f"{turns}.enable_tools=true", f"{turns}.tools=['mine.py:add']")
+    mesh = ("policy.parallelism.dp_shard_size=2", "rollout.parallelism.tp_size=2")
+    check_capabilities(load(tmp_path, GRPO, *tools, *mesh))

@@ -272,10 +272,6 @@ RULES: dict[tuple[str, str], list[Case]] = {
                 said=f"{TURNS}.continue_final_message: false, because enable_tools and add_generation_prompt are set"),
         cannot(f"{TURNS}.continue_final_message excludes add_generation_prompt; set that to false",
                f"{TURNS}.enable=true", f"{TURNS}.continue_final_message=true"),
-        cannot(f"{TURNS}.tools: with rollout.parallelism.tp_size = 2 each rank of an engine would call them; set it "
-               "to 1",
-               f"{TURNS}.enable=true", f"{TURNS}.enable_tools=true", f"{TURNS}.tools=['a:b']",
-               "rollout.parallelism.tp_size=2"),
     ),
     ("validation", "rewards as in training; the service is asked in both or in none"): on(GRPO,
         kept("validation.reward_function", {"a": 0.5}, "validation.reward_function={a=0.5}"),

@@ -18,7 +18,7 @@ from cosmos_core.data.clean import FILE, CleanedRows, clean_training_rows
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.ngrams import MinHashBands, hashes_of, ngrams, normalised, split_words
 from cosmos_core.data.rows import Rows, load_rows
-from cosmos_core.data.user_dataset import Opener
+from cosmos_core.data.user_dataset import UserDatasetLoader
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.run.stage import Stage
 from tests.effects.change import stage_of
@@ -47,7 +47,7 @@ def stage(folder: Path, texts: list[str], benchmark: list[Any] | None = None, **
 
 def cleaned(of: Stage, held_out: Sequence[Rows] = ()) -> tuple[CleanedRows, list[dict[str, Any]]]:
     rows = load_rows(of.recipe.train.train_policy.dataset)
-    result = clean_training_rows(of, rows, held_out, of.path, Opener(of.recipe, lambda: None))
+    result = clean_training_rows(of, rows, held_out, of.path, UserDatasetLoader(of.recipe, lambda: None))
     return result, [json.loads(line) for line in (of.path / FILE).read_text().splitlines()]
 
 
@@ -154,6 +154,17 @@ def test_near_duplicates_are_the_pairs_that_all_pairs_give(threshold: float, tmp
 def test_without_near_duplicates_only_equal_texts_match(tmp_path: Path) -> None:
     texts = [text(1), text(1) + " more", text(1)]
     assert matches(stage(tmp_path, texts, near_duplicates=0.0)) == [("3", "exact_duplicate", "1")]
+
+
+def test_rows_with_one_text_and_other_images_are_no_duplicates(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"question": text(0), "answer": "Yes.", "image": f"{i}.png"} for i in range(2)]
+    for i in range(2):
+        parts = [{"type": "image", "image": f"{i}.png"}, {"type": "text", "text": text(1)}]
+        rows.append({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "No."}]})
+    searched = stage(tmp_path, [], action="drop")
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result, lines = cleaned(searched)
+    assert (lines, len(result.rows)) == ([], 4)
 
 
 def test_bands_of_similar_sets_mostly_share_a_key() -> None:

@@ -120,3 +120,23 @@ def test_media_are_left_as_they_are_stored_and_other_columns_are_decoded(tmp_pat
         pyarrow.parquet.write_table(table, tmp_path / name)
     (row,) = values(load_rows(DatasetConfig(name=str(tmp_path / name))))
     assert row == {"id": 1, **dict.fromkeys(media, stored), "answer": {"x": [1, "a"]}} and [*row] == [*features]
+
+
+def test_the_format_of_a_saved_data_set_does_not_change_its_rows(tmp_path: Path) -> None:
+    row = {"prompt": "Is it?", "completion": "Yes.", "label": True}
+    datasets.Dataset.from_list([row]).with_format("numpy", columns=["label"]).save_to_disk(str(tmp_path / "saved"))
+    assert repr([values for _, values in load_rows(DatasetConfig(name=str(tmp_path / "saved")))]) == repr([row])
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_missing_value_of_pandas_is_a_null(tmp_path: Path, name: str) -> None:
+    text = json.dumps({"prompt": "q", "image": float("nan"), "score": float("inf")})
+    (tmp_path / name).write_text(text if name.endswith("l") else f"[{text}]")
+    [(_, row)] = load_rows(DatasetConfig(name=str(tmp_path / name)))
+    assert row == {"prompt": "q", "image": None, "score": float("inf")}
+
+
+def test_cleared_rows_of_a_spreadsheet_are_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt;completion;label\nq;a;TRUE\n;;\n\n;;\n")
+    rows = load_rows(DatasetConfig(name=str(tmp_path / "rows.csv")))
+    assert list(rows) == [("rows.csv:2", {"prompt": "q", "completion": "a", "label": "TRUE"})] and len(rows) == 1

@@ -384,3 +384,14 @@ def test_grey_of_16_bits_keeps_its_shades(tmp_path, suffix):
     assert image.mode == "RGB" and (np.asarray(image) == (values >> 8)[..., None]).all()
     flat = convert_to_rgb(Image.fromarray(np.full((2, 2), 200, np.int32)))
     assert np.asarray(flat).tolist() == np.full((2, 2, 3), 200).tolist()
+
+
+def test_images_of_data_sets_in_different_folders_are_found(tmp_path, model):
+    for i, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.png").write_bytes(png(picture(i)))
+        (tmp_path / name / "rows.jsonl").write_text(json.dumps({"messages": [SHOWN, ANSWER], "image": "x.png"}) + "\n")
+    mixed = [{"name": str(tmp_path / name / "rows.jsonl"), "label": name} for name in "ab"]
+    rows = open_sequences(prepare(tmp_path / "p", model, [], train_policy={"datasets": mixed}), "train")
+    for i in range(2):
+        assert np.array_equal(np.asarray(open_image(*rows.images(i))), np.asarray(picture(i)))

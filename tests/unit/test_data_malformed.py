@@ -308,7 +308,7 @@ ENDLESS = {
 def test_a_chat_template_without_bounds_is_ended_and_named(
     tmp_path: Path, expression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "SECONDS", 0.5 if "runs on" in ENDLESS[expression] else 7200.0)
+    monkeypatch.setattr(bounds, "MAX_SECONDS", 0.5 if "runs on" in ENDLESS[expression] else 7200.0)
     endless = f"{{% for m in messages if m.content == 'bad' %}}{{{{ {expression} }}}}{{% endfor %}}{CHATML}"
     (tmp_path / "a.jsonl").write_bytes(LINE + LINE.replace(b'"q"', b'"bad"'))
     with pytest.raises(ModelError, match=rf"^a\.jsonl:[12]: the chat template {ENDLESS[expression]}"):

@@ -21,6 +21,7 @@ from cosmos_core.data.messages import (
     read_prompt,
     texts_of,
 )
+from cosmos_core.data.preferences import read_preference
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.errors import DataError
 
@@ -99,7 +100,9 @@ def test_the_history_of_an_instruction_precedes_it_and_repeated_turns_are_read_o
             read_conversation({"instruction": "q", "history": history, "output": "a"}, "row")
     with pytest.raises(DataError, match=r"^row: content '3' is not text"):
         read_conversation({"instruction": "q", "history": [[3, "2"]], "output": "a"}, "row")
-    assert read_conversation({"prompt": said[:3], "completion": said[2:]}, "row") == said
+    unlearned = [said[0], {**said[1], "weight": 0}, *said[2:]]
+    for repeated in (0, 2, 3):
+        assert read_conversation({"prompt": said[:3], "completion": said[repeated:]}, "row") == unlearned
     assert read_conversation({"prompt": said[:1], "completion": said[1:]}, "row") == said
 
 
@@ -201,8 +204,14 @@ def test_a_conversation_may_be_json_in_a_string_but_plain_text_stays_text():
     assert read_prompt({"prompt": json.dumps([ASKED])}, "row") == ([ASKED], "")
     assert read_conversation({"text": turns}, "row") == turns
     assert read_conversation({"conversations": "[{not JSON"}, "row") == "[{not JSON"
-    answer = {"role": "assistant", "content": '[{"x": 1}]'}
-    assert read_conversation({"prompt": "q", "response": '[{"x": 1}]'}, "row") == [ASKED, answer]
+    for cut in (turns[:-9], "[{'role': 'user', 'content': 'What is", '[{"role": "user"}]'):
+        with pytest.raises(DataError, match=r"^row: turns that end with .* cannot be decoded, spreadsheets cut a cell"):
+            read_conversation({"conversations": cut}, "row")
+        with pytest.raises(DataError, match="cannot be decoded"):
+            read_preference({"prompt": "q", "chosen": cut, "rejected": cut[:-1]}, "row")
+    for text in ('[{"x": 1}]', '[{"name": "Ada", "role": "engineer"}]', '[{"from": "Rome", "to": "Oslo"}]'):
+        answer = {"role": "assistant", "content": text}
+        assert read_conversation({"prompt": "q", "response": text}, "row") == [ASKED, answer]
 
 
 def say(*turns):
@@ -324,6 +333,12 @@ def test_a_python_literal_that_is_no_conversation_is_text() -> None:
     text = "[{'a': 1}]"
     assert read_conversation({"prompt": text, "response": "a"}, "row 1")[0]["content"] == text
     assert read_prompt({"prompt": "[{'role': 'user', 'content': unquoted}]"}, "row 1")[0][0]["content"].startswith("[{")
+
+
+def test_a_video_is_no_image_for_a_model_that_reads_images() -> None:
+    turn = {"role": "user", "content": [{"type": "video", "video": "a.mp4"}, {"type": "text", "text": "What?"}]}
+    with pytest.raises(DataError, match=r"the part .*'video'.* is neither text nor an image"):
+        read_conversation({"messages": [turn, ANSWERED]}, "row", with_images=True)
 
 
 def test_an_image_part_with_null_in_the_keys_of_other_parts_has_no_text() -> None:

@@ -19,6 +19,7 @@ from cosmos_core.models.cosmos_predict import CONDITIONING_LEVEL, GuardrailPlace
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import open_family, pipeline_modules
 from cosmos_core.models.pipeline_folder import INDEX, PipelineFolder
+from cosmos_core.models.verify_pipeline_export import Probe, generate_images
 from cosmos_core.observe.record import model_loading_code
 from tests import tiny_pipelines
 
@@ -310,3 +311,23 @@ def test_a_guardrail_that_the_folder_names_is_not_loaded(tmp_path: Path) -> None
     index = json.loads((folder / INDEX).read_text()) | {"safety_checker": ["cosmos_guardrail", "CosmosSafetyChecker"]}
     (folder / INDEX).write_text(json.dumps(index))
     assert len(opened(folder).text_embedding(PROMPTS)["prompt_embeds"]) == 2
+
+
+def test_pipelines_that_prove_an_export_are_in_memory_one_after_the_other(tmp_path: Path) -> None:
+    code = tmp_path / "counted.py"
+    code.write_text("""
+import weakref
+from cosmos_core.models.sd3 import SD3
+loaded = []
+class Counted(SD3):
+    @classmethod
+    def load_pipeline(cls, folder, dtype):
+        assert not any(each() for each in loaded), "the one before is still in memory"
+        pipeline = super().load_pipeline(folder, dtype)
+        loaded.append(weakref.ref(pipeline.text_encoder_3))
+        return pipeline
+""")
+    family = opened(tiny_pipelines.save("sd3", tmp_path / "sd3"))
+    probe = Probe(family.folder.path, None, family.probe(), torch.float32, f"{code}:Counted", 1)
+    one, other = generate_images([probe, probe])
+    assert (one == other).all()

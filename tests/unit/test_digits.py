@@ -1,4 +1,5 @@
-"""The world of the digits demo: its data set, its pipeline, and two classifiers that share no digit."""
+"""The world of the digits demo: its data set, its pipeline, and two classifiers that share no digit; and the pipeline
+of the demo with images of one's own."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from configs.demo import digits
+from configs.demo import digits, images
+from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.errors import DataError
 from cosmos_core.run.files import sha256
 from cosmos_core.run.stage import Stage
 from tests.effects.change import recipe, stage_of
@@ -57,3 +60,19 @@ def test_the_pipeline_loads_draws_and_is_the_same_each_time(stage: Stage, tmp_pa
     for name in ("vae", "transformer"):
         file = f"model/{name}/diffusion_pytorch_model.safetensors"
         assert sha256(stage.path / file) == sha256(again.path / file)
+
+
+def test_a_pipeline_for_images_of_ones_own_is_made_without_those_that_are_damaged(tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for i in range(3):
+        Image.new("RGB", (64, 64), (80 * i, 0, 0)).save(folder / f"{i}.png")
+        (folder / f"{i}.txt").write_text(f"number {i}")
+    (folder / "1.png").write_bytes((folder / "1.png").read_bytes()[:60])
+    dataset = DatasetConfig(local_dir=str(folder))
+    images.write_pipeline(dataset, tmp_path / "model", width=32, layers=1, vae_steps=1)
+    assert (tmp_path / "model/model_index.json").is_file()
+    for i in (0, 2):
+        (folder / f"{i}.png").unlink()
+    with pytest.raises(DataError, match="no image with a caption"):
+        images.write_pipeline(dataset, tmp_path / "other", vae_steps=1)

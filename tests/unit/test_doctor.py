@@ -27,7 +27,7 @@ class Server:
         self.version, self.ahead, self.refuses = prefect.__version__, 0.0, False
         self.pools = {"gpu": [("w1", WorkerStatus.ONLINE)], "cpu": []}
         self.paused: set[str] = set()
-        self.deployments = [("gpu", "/clone")]
+        self.deployments: list[Any] = [("gpu", "/clone"), ("gpu", "/home/ada", "search")]
         self.cancelling: list[float] = []
         self.reports: list[dict[str, Any]] = [{}]
         vars(self).update(given)
@@ -70,8 +70,8 @@ class Server:
 
     def read_deployments(self) -> list[Any]:
         return [
-            SimpleNamespace(work_pool_name=pool, pull_steps=[{STEP: {"directory": folder}}])
-            for pool, folder in self.deployments
+            SimpleNamespace(work_pool_name=pool, pull_steps=[{STEP: {"directory": folder}}], entrypoint=f"{file}.py:f")
+            for pool, folder, file in (each if len(each) == 3 else (*each, "flows/stage") for each in self.deployments)
         ]
 
 

@@ -116,6 +116,11 @@ def test_a_reference_model_is_held_for_a_kl_penalty_only(tiny: Path) -> None:
     assert (without.memory.reference, with_kl.memory.reference) == (0, 4 * with_kl.trainable)
     assert without.engine_weights == 2 * without.parameters  # vLLM, in bfloat16
     assert of(tiny, counted(SFT)).engine_weights == 0
+    transformers = counted(GRPO).derive(rollout=counted(GRPO).rollout.derive(backend="hf"))
+    mesh = transformers.policy.parallelism.derive(dp_shard_size=2)
+    on_ranks = transformers.derive(policy=transformers.policy.derive(parallelism=mesh))
+    copies = [of(tiny, each).engine_weights for each in (transformers, on_ranks)]
+    assert copies == [0, 4 * without.parameters], "on several ranks, each has the whole model beside its shard"
 
 
 def test_more_activations_without_checkpointing_and_with_longer_micro_batches(tiny: Path) -> None:

@@ -32,7 +32,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.chat_templates import TEMPLATES
 from cosmos_core.models.export import _export_config, export_model
-from cosmos_core.models.verify_export import _MAX_MEMORY_FRACTION, verify_export
+from cosmos_core.models.verify_export import _MAX_MEMORY_FRACTION, _compute_trainer_logits, verify_export
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
 from tests.conftest import wait_until
@@ -117,6 +117,19 @@ def test_a_fresh_interpreter_computes_the_same_logits_bit_for_bit(
     assert len(list((tmp_path / "m").glob("model-*-of-*.safetensors"))) > 2
     checks = verify_export(model, tmp_path / "m", dtype=dtype, tokenizer=tokenizer)
     assert checks == ["keys", "bytes", "reload: bit-identical", "tokenizer"]
+
+
+def test_the_logits_of_the_trainer_are_those_of_blocks_that_are_not_compiled() -> None:
+    """Blocks that were compiled for a GPU would be compiled again for the host, which may have no compiler."""
+    model = make_model("qwen3", tied=True)
+    expected = _compute_trainer_logits(model, None)
+
+    def fail(*arguments: object) -> None:
+        raise AssertionError("compiled")
+
+    for block in model.model.layers:
+        block.compile(backend=fail)
+    assert torch.equal(_compute_trainer_logits(model, None), expected)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.config.schema.rollout import RolloutConfig
-from cosmos_core.errors import ConfigError, DataError
+from cosmos_core.errors import DataError
 from cosmos_core.models import flow
 from cosmos_core.models.flow_steps import NoiseLevels, compute_transition, log_prob
 from cosmos_core.rollout.base import EngineSettings, FlowSource, generate
@@ -129,6 +129,18 @@ def test_samples_do_not_depend_on_the_batch_that_they_are_drawn_in() -> None:
         assert ours.diffusion_sample.log_probs == pytest.approx(other.diffusion_sample.log_probs, abs=1e-6)
 
 
+def test_a_rank_draws_no_more_completions_of_a_prompt_at_once_than_the_recipe_says() -> None:
+    ranks = SimpleNamespace(
+        data=SimpleNamespace(size=lambda: 2),
+        select_local_items=lambda items: items[::2],
+        all_gather_object=lambda samples: [samples, samples],
+    )
+    for count, sizes in ((1, {1}), (3, {3, 1}), (None, {4})):
+        denoiser = Denoiser()
+        generate(engine(denoiser, mini_batch=count, mesh=ranks), prompts()[:2], sampling(), step=0)
+        assert {len(levels) for levels in denoiser.sigmas} == sizes, "two prompts of four completions on two ranks"
+
+
 def test_texts_of_other_numbers_of_tokens_are_drawn_in_batches_of_their_own() -> None:
     ragged = [
         replace(prompt, embedding=prompt.embedding | {"tokens": torch.zeros(count, 2)})
@@ -226,8 +238,6 @@ def test_guidance_asks_for_the_empty_prompt_too() -> None:
     assert torch.allclose(
         groups[1].completions[0].diffusion_sample.latents, expected.reshape(3, 1, 1).expand(3, 4, 4), atol=1e-4
     )
-    with pytest.raises(ConfigError, match="empty prompt"):
-        generate(engine(Denoiser()), prompts(), sampling(guidance_scale=2.0), step=0)
 
 
 def test_given_frames_are_no_part_of_a_log_probability() -> None:

@@ -103,11 +103,15 @@ def test_what_cannot_be_meant_is_refused_by_name(folder: Path, policy: dict[str,
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
-def test_quantized_weights_are_refused_without_an_adapter(folder: Path, method: str) -> None:
+@pytest.mark.parametrize("policy", [{}, {"lora": {}}], ids=["whole", "adapter"])
+def test_quantized_weights_are_refused_whole_and_with_an_adapter(
+    folder: Path, method: str, policy: dict[str, Any]
+) -> None:
+    """PEFT merges an adapter into none of them without a trace, and each export and weight transfer merges it."""
     model = load_model(str(folder), dtype=torch.float32)
     model.config.quantization_config = {"quant_method": method}
-    with pytest.raises(ConfigError, match=rf"quantized \({method}\): .*; set policy\.lora, or take the model without"):
-        mark_trained_weights(model, PolicyConfig())
+    with pytest.raises(ConfigError, match=rf"quantized \({method}\): .*; take the model without quantization"):
+        mark_trained_weights(model, PolicyConfig.model_validate(policy))
     mark_trained_weights(model, PolicyConfig.model_validate({"trainable_pattern": ["norm"]}))
 
 

@@ -76,6 +76,7 @@ def test_a_video_is_written_whole_and_its_middle_frame_is_in_the_grid(tmp_path):
     frames = np.stack([plain((40 * i, 0, 0), size=32) for i in range(5)])
     [[name]] = gallery.save(tmp_path, 1, [[GeneratedSample("a clip", frames, 1.0)]])
     with av.open(str(tmp_path / name)) as container:
+        assert container.streams.video[0].average_rate == 16, "the rate at which rewards see it"
         decoded = [frame.to_ndarray(format="rgb24").mean((0, 1))[0] for frame in container.decode(video=0)]
     assert np.allclose(decoded, [0, 40, 80, 120, 160], atol=12)
     with Image.open(tmp_path / "visual_output" / "step_1" / "grid.png") as grid:

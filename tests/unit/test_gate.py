@@ -14,6 +14,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.run.stage import Stage
+from cosmos_core.upload.file import FileTarget
 from tasks.kinds import all_kinds
 from tasks.stages import gate
 
@@ -107,6 +108,18 @@ def test_a_better_model_passes(tmp_path: Path) -> None:
         {"condition": "accuracy > published", "value": 0.7, "bound": 0.65, "passed": True},
         {"condition": "loss < 3", "value": 2.0, "bound": 3.0, "passed": True},
     ]
+
+
+def test_a_resumed_run_compares_its_published_model_with_the_version_before_it(tmp_path: Path) -> None:
+    stage = gate_stage(tmp_path, ("accuracy > published",), {"accuracy": 0.65})
+    outcome, target = gate.run(stage), FileTarget(stage.config.target)
+    record = {"run_id": tmp_path.name, "metrics": {**outcome.metrics, "export/error": 0.0}, "files": {}}
+    (tmp_path / "model").mkdir()
+    target.publish(tmp_path / "model", "v2", record)
+    assert gate.run(stage) == outcome, "not with itself"
+    target.publish(tmp_path / "model", "v3", {**record, "run_id": "another"})
+    with pytest.raises(GateFailed, match=r"bound 0\.7$"):
+        gate.run(stage)
 
 
 def test_what_is_published_must_have_the_metric_that_is_compared(tmp_path: Path) -> None:

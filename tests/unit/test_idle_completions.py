@@ -71,7 +71,7 @@ def trained(
     algorithm.has_separate_gradients = skips
     figures, gradients, num_run = [], [], 0
     for number, batch in enumerate(steps):
-        trainer.set_learning_rate(number, None)
+        trainer.set_learning_rate(number, 20)
         batch = batch_within_token_limit(batch, train.train_policy.max_token_len_per_mini_batch)
         for update in WithDataTerm(algorithm, lambda _: sft_term(samples()[:3], 0.1)).updates(batch, trainer):
             figures.append(trainer.update(update))

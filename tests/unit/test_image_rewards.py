@@ -28,7 +28,7 @@ from cosmos_core.rewards.image_reward import ImageRewardReward
 from cosmos_core.rewards.jpeg_size import jpeg_size
 from cosmos_core.rewards.ocr import ocr, similarity
 from cosmos_core.rewards.pickscore import PickscoreReward
-from cosmos_core.rewards.reward_model import Item, Settings, load_served, open_model
+from cosmos_core.rewards.reward_model import RewardInput, Settings, load_served, open_model
 from cosmos_core.rewards.runner import RewardRunner
 from cosmos_core.rewards.service.self_test import make_word_image
 from cosmos_core.rewards.unified_reward import UnifiedRewardReward
@@ -57,11 +57,11 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def items(count: int = 3) -> list[Item]:
-    return [Item(f"{i} picture", picture(i)) for i in range(count)]
+def items(count: int = 3) -> list[RewardInput]:
+    return [RewardInput(f"{i} picture", picture(i)) for i in range(count)]
 
 
-def cosines(folder: Path, of: list[Item]) -> list[float]:
+def cosines(folder: Path, of: list[RewardInput]) -> list[float]:
     """The same by the model's own forward."""
     model, processor = hf.CLIPModel.from_pretrained(folder).eval(), hf.CLIPProcessor.from_pretrained(folder)
     inputs = processor(text=[i.prompt for i in of], images=[i.media for i in of], padding=True, return_tensors="pt")
@@ -107,7 +107,7 @@ def test_jpeg_size_is_less_the_more_an_image_holds() -> None:
 @pytest.mark.parametrize("settings", [{"quality": 10}, {"options": {"quality": 10}}])
 def test_options_of_a_packaged_reward_may_be_in_a_table_of_their_own(settings: dict[str, Any]) -> None:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
-    [score] = open_model("jpeg_size", {"jpeg_size": settings}).score([Item(media=noise)])["jpeg_size"]
+    [score] = open_model("jpeg_size", {"jpeg_size": settings}).score([RewardInput(media=noise)])["jpeg_size"]
     assert 0 > score > jpeg_size("", "", media=noise) / 2
 
 
@@ -184,7 +184,7 @@ def test_gen_eval_detects_with_a_mask2former_and_names_colours_with_clip(clip: P
     assert each.mask.shape == (30, 40) and each.mask.any()
     assert reward.color(picture(0), each, "dog") in gen_eval._COLORS
     row = {"tag": "counting", "include": [{"class": "dog", "count": 1, "color": "red"}]}
-    columns = reward.score([Item("a red dog", picture(0), info=row), Item("nothing said", picture(1))])
+    columns = reward.score([RewardInput("a red dog", picture(0), info=row), RewardInput("nothing said", picture(1))])
     assert columns["gen_eval_score"][0] is not None and columns["gen_eval_score"][1] is None
     assert columns["gen_eval_group"]["colors"] == [-10.0, -10.0]
     assert reward.errors[0] == "" and "needs tag and include" in reward.errors[1]
@@ -207,7 +207,7 @@ def test_cosmos_reason1_reads_patches_as_the_models_own_processor_does(tmp_path:
     assert grid == tuple(theirs["image_grid_thw"][0])
     assert np.allclose(ours, theirs["pixel_values"], atol=1e-5)
     video = np.stack([np.asarray(picture(i, 4 * size, 3 * size)) for i in range(5)])
-    columns = reward.score([Item("p", video, info={"video_fps": 8.0}), Item("p", image)])
+    columns = reward.score([RewardInput("p", video, info={"video_fps": 8.0}), RewardInput("p", image)])
     yes, no = columns["yes_logit"][0], columns["no_logit"][0]
     assert columns["no_score"][0] == pytest.approx(float(np.exp(no) / (np.exp(no) + np.exp(yes))))
     assert columns["prediction"][0] == ("Bad" if yes > no else "Good")
@@ -241,7 +241,9 @@ def judge() -> Iterator[str]:
 
 def test_unified_reward_asks_a_judge_and_takes_no_number_for_none(judge: str) -> None:
     reward = UnifiedRewardReward(Settings(endpoint_url=judge, endpoint_api_key="key"))
-    assert reward.score([Item("a cat", picture(0)), Item("nothing", picture(1))]) == {"unified_reward": [0.9, None]}
+    assert reward.score([RewardInput("a cat", picture(0)), RewardInput("nothing", picture(1))]) == {
+        "unified_reward": [0.9, None]
+    }
     assert reward.errors == ["", "the judge gives no score: 'I do not know'"]
 
 
@@ -358,3 +360,14 @@ def test_a_reward_function_loads_its_model_before_its_first_call_in_one_process(
     assert score.value == pytest.approx(2.5 * max(cosines(clip, [item])[0], 0), abs=1e-6)
     with pytest.raises(RewardError, match=r"cannot load .*; download it and set model_path"), runner(tmp_path):
         pass
+
+
+def test_a_model_may_take_longer_to_load_than_a_process_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be downloaded first, for which a reward service has 15 minutes as well."""
+    monkeypatch.setattr("cosmos_core.rewards.runner.START_SECONDS", 0.0)
+    file = tmp_path / "large.py"
+    file.write_text("import time\n\ntime.sleep(3)\n\n\ndef f(to_be_evaluated):\n    return 1.0\n")
+    with RewardRunner({f"{file}:f": 1.0}, timeout_seconds=5, num_workers=1) as running:
+        assert [score.value for score in running.score([{"to_be_evaluated": "", "reference": ""}])] == [1.0]

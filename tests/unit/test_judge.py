@@ -106,3 +106,5 @@ def test_a_recipe_without_a_server_is_refused() -> None:
     assert made.secret_env == ("OPENAI_API_KEY",)
     named = Recipe.model_validate({**policy, "judge": {"endpoint": "http://a/v1", "model": "m"}})
     assert not [*named.judge.refusals(StageContext(named, all_kinds()["rl"]))]
+    bypassed = {"train": {"train_policy": {"type": "grpo", "reward_function": "judge", "bypass_reward": True}}}
+    assert Recipe.model_validate(bypassed).uses_judge, "validation keeps its reward"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import pytest
@@ -15,9 +15,12 @@ from transformers import PreTrainedModel
 
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.schema.precision import FP8Config
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.machine_properties import MachineProperties
-from cosmos_core.models.hf import load_model
+from cosmos_core.models import causal_lm, kernels
+from cosmos_core.models.causal_lm import CausalLM, InputProcessing
+from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.models.kernels import convert_to_fp8, remove_fp8, use_flash_attention, use_fp8, use_liger
 from cosmos_core.run import inputs
 from cosmos_core.run.inputs import check_inputs, kernel_packages
@@ -71,6 +74,38 @@ def test_a_family_that_liger_does_not_know_is_refused(model: PreTrainedModel, mo
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", package)
     with pytest.raises(ConfigError, match="Liger has no kernels for qwen3; leave it out"):
         use_liger(model)
+
+
+def test_the_export_of_a_model_with_kernels_of_liger_is_computed_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need a GPU, and the exported model is verified in host memory."""
+    folder = save_tiny_model(tmp_path / "model")
+    train = TrainConfig.model_validate({"sequence_packing": False, "train_policy": {"type": "sft"}})
+    model = load_model(str(folder), dtype=torch.float32)
+    namespace, exact = vars(sys.modules[type(model).__module__]), model(input_ids=IDS, use_cache=False).logits
+    rotate, moves = namespace["apply_rotary_pos_emb"], list[Any]()
+    monkeypatch.setitem(namespace, "apply_rotary_pos_emb", rotate)
+    monkeypatch.setattr(nn.Module, "to", lambda module, device: moves.append(device) or module)
+
+    def triton(*arguments: Any, **keywords: Any) -> Any:
+        raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+
+    def patch(model: PreTrainedModel, **settings: Any) -> None:
+        namespace["apply_rotary_pos_emb"] = triton
+        for layer in model.model.layers:
+            layer.mlp.forward = MethodType(triton, layer.mlp)
+
+    triton.__module__ = "liger_kernel.ops"
+    package: Any = ModuleType("liger_kernel.transformers.monkey_patch")
+    package.MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen3": patch}
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", package)
+    use_liger(model)
+    adapter = CausalLM(model, train, InputProcessing(0, tokenizer=load_tokenizer(str(folder))))
+    monkeypatch.setattr(causal_lm, "verify_export", lambda model, *_, **__: [model(input_ids=IDS).logits])
+    export = adapter.export(tmp_path / "export")
+    assert export is not None and torch.equal(export.checks[0], exact) and moves == ["cpu"]
+    assert namespace["apply_rotary_pos_emb"] is rotate
 
 
 SFT = test_config_load.SFT
@@ -129,11 +164,11 @@ def test_a_hopper_takes_flash_attention_3_where_it_is_installed(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with caplog.at_level("INFO"):
+        assert not use_flash_attention(), "its package is not installed here"
     asked: list[str] = []
-    assert use_flash_attention(None, asked.append) and asked == ["FA3"]
-    assert not use_flash_attention(2, asked.append)
+    monkeypatch.setattr(kernels, "activate_flash_attention_impl", asked.append)
+    assert use_flash_attention() and asked == ["FA3"]
     capability = (8, 0)
-    assert not use_flash_attention(None, asked.append) and asked == ["FA3"]
-    capability = (9, 0)
-    assert not use_flash_attention(3), "its package is not installed here"
+    assert not use_flash_attention() and asked == ["FA3"]
     assert "FlashAttention 2, because 3 is not there" in caplog.text

@@ -18,6 +18,8 @@ from cosmos_core.run.manifest import commit
 from cosmos_core.types import Outcome
 from cosmos_core.upload.file import FileTarget
 from tasks.kinds import all_kinds
+from tasks.layout import prepare_stage_folder
+from tasks.reuse import fingerprint_of
 from tasks.stage import run_stage
 from tests.conftest import PROGRAMS
 from tests.unit.run_folder import counting_run, finish
@@ -90,6 +92,31 @@ def test_lineage_ends_at_the_data_and_the_model_that_no_stage_made(tmp_path: Pat
     assert lineage(run.stage_path("first"))[2].note == "altered since"
     rows.unlink()
     assert lineage(run.stage_path("first"))[2].note == "gone"
+
+
+def test_each_of_several_prompt_sets_is_compared_with_its_own_digest(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model_index.json").write_text("{}")
+    files = [tmp_path / "red.txt", tmp_path / "blue.txt"]
+    for file in files:
+        file.write_text(file.stem)
+    (tmp_path / "p.toml").write_text(f"""
+        [policy]
+        is_diffusers = true
+        model_name_or_path = "{tmp_path}/model"
+        [evaluate]
+        prompts = {json.dumps([str(file) for file in files])}
+        rewards = ["jpeg_size"]
+        [[pipeline.stages]]
+        name = "measure"
+        kind = "evaluate"
+    """)
+    pipeline = load_pipeline(tmp_path / "p.toml", [f"pipeline.output_dir={tmp_path}/outputs"], all_kinds())
+    run = create_run(pipeline)
+    stage = run.pipeline.stage("measure")
+    sources = prepare_stage_folder(run, stage, fingerprint_of(run, stage)).sources
+    expected = [(str(file), sha256(file)) for file in files]
+    assert [(each.name, each.digest) for each in sources if each.kind == "data"] == expected
 
 
 def test_the_files_of_a_published_model_are_hashed_before_its_run(

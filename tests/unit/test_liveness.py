@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cosmos_core.cli import app
+from cosmos_core.errors import ConfigError
 from cosmos_core.launch import worker
 from cosmos_core.launch.clean import _may_run
 from cosmos_core.launch.reap import _has_lost_launcher
@@ -27,6 +28,8 @@ from cosmos_core.run.directory import Run, claim, create_run
 from cosmos_core.run.liveness import (
     LEASE_SECONDS,
     Approval,
+    approval_of,
+    check_approval,
     note_approval,
     note_flow_state,
     note_stop,
@@ -121,6 +124,20 @@ def test_a_run_that_waits_for_a_person_or_was_declined_has_not_died(tmp_path: Pa
         assert "running" in status(run) and "person" not in status(run)
 
 
+def test_an_approval_that_a_publication_needs_outlives_the_commands_that_claim_the_run(tmp_path: Path) -> None:
+    run = training(tmp_path, state="done")
+    check_approval(run.path)
+    with claim(run):
+        note_approval(run.path, Approval(until=time.time() + 3600, flow_run="id"))
+    with claim(run), pytest.raises(ConfigError, match="publishes only what a person has approved"):
+        check_approval(run.path)
+    note_approval(run.path, Approval(approved_models="digest"))
+    claim(run).release()
+    check_approval(run.path)
+    note_approval(run.path, None)
+    assert approval_of(run.path) is None
+
+
 def test_what_the_worker_said_last_counts(tmp_path: Path) -> None:
     run = training(tmp_path, **gone(), saved=None)
     progress = Progress(run.stage_path("sft") / "progress.json")
@@ -157,16 +174,19 @@ def test_a_run_that_was_killed_before_its_first_stage_or_between_two_died(tmp_pa
         file.write_text(json.dumps(holder | {"since": holder["since"] - 600}))  # the command began before the run
         assert read_run(run.path).outcome == "running"
         flow.kill()
-    began = formatting.format_time(read_run(run.path).facts.started)
+    began = formatting.format_time(read_run(run.path).start_info.started)
     assert f"died after {began}, resume with: cosmos resume {run.path}" in status(run)
     assert time_overhead(read_run(run.path))["wall"] == 0.0, "its time does not grow after its death"
     update_state(run.stage_path("first"), state="done", ended=MOMENT)
     assert "died after 2025-10-09 20:14, resume with: " in status(run)
     with claim(run):
         assert read_run(run.path).outcome == "running"
-        with worker.stoppable(), ThreadPoolExecutor(1) as thread:  # outside of the main thread, whose signals it sets
+        with (
+            worker.register_active_run(),
+            ThreadPoolExecutor(1) as thread,
+        ):  # outside of the main thread, whose signals it sets
             thread.submit(stop_stages, run, []).result()
-        with worker.stoppable():
+        with worker.register_active_run():
             assert not worker.is_stopping(), "the next test begins without the request"
     assert read_run(run.path).outcome == "stopped" and is_inactive(read_run(run.path))
     claim(run).release()

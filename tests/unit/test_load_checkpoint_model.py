@@ -14,8 +14,11 @@ from cosmos_core.checkpoint import export
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.data import prepare
 from cosmos_core.errors import ModelError
-from cosmos_core.run.stage import Stage
+from cosmos_core.export.formats import _find_benchmarks, _find_prepared_rows
+from cosmos_core.run.manifest import adopt, commit
+from cosmos_core.run.stage import Stage, maker_of
 from cosmos_core.train.setup import run
+from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
 from tests.effects.change import SFT, recipe, stage_of
 from tests.unit.tiny_model import save_tiny_model
@@ -118,13 +121,32 @@ def test_best_is_the_step_that_validation_named(inputs: Path, tmp_path: Path) ->
     assert outcome.info["step"] == best["step"]
 
 
+def test_a_reused_training_has_its_checkpoints_and_settings_in_the_run_that_made_it(
+    inputs: Path, tmp_path: Path
+) -> None:
+    made, reused, third = (tmp_path / run / "stages/sft" for run in ("one", "two", "three"))
+    upstream = trained(made, inputs)
+    info, metrics = upstream["info"], {"evaluation/task/acc": 0.5}
+    result = commit(made, Outcome((info["model"],), metrics, info), kind="sft", fingerprint="f", inputs={})
+    adopt(reused, third, adopt(made, reused, result))
+    upstream |= {"path": str(third), "metrics": metrics}
+    stage = exporting(tmp_path / "three/stages/export", upstream, "2")
+    assert export.run(stage).info["step"] == 2
+    assert _find_prepared_rows(stage) == inputs / "rows/data" and _find_benchmarks(stage) is None
+    adopt(third, made, result)  # its own files were damaged
+    assert maker_of(made) == made
+    (made / "stage.toml").unlink()
+    assert maker_of(third) == third
+
+
 def test_what_is_not_there_is_said(inputs: Path, tmp_path: Path) -> None:
     upstream = trained(tmp_path / "run/stages/sft", inputs, **{"train.ckpt.max_keep": 2})
     with pytest.raises(ModelError) as caught:
         export.run(exporting(tmp_path / "run/stages/two", upstream, "2"))
     assert str(caught.value) == (
         "checkpoint = '2' of stage 'sft': there is no checkpoint of step 2, only 4, 6; train with "
-        "train.ckpt.enable_checkpoint = true, and raise train.ckpt.max_keep to keep more"
+        "train.ckpt.enable_checkpoint = true, and raise train.ckpt.max_keep to keep more; a finished training is made "
+        "again with --from-stage sft"
     )
     with pytest.raises(ModelError, match="it was not validated, so no step is the best"):
         export.run(exporting(tmp_path / "run/stages/best", upstream, "best"))

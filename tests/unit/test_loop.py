@@ -93,7 +93,7 @@ def train(at: Stage, values: Sequence[float], stop_after: int = 0, metric: str =
         assert stop_after
     finally:
         checkpointer.close()
-    return loop.best_step
+    return loop.validation.best
 
 
 def kept(at: Stage) -> list[int]:

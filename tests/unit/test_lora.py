@@ -211,7 +211,6 @@ def test_a_tied_head_that_is_trained_whole_stays_tied(tied_folder: Path, tmp_pat
         ({"alpha_pattern": {"mlp": 2.0}}, "policy.lora.alpha_pattern = 'mlp' matches no module; known: q_proj, v_proj"),
         ({"r_pattern": {"(": 2}}, "policy.lora"),
         ({"target_modules": ["self_attn"]}, "policy.lora: PEFT refuses Qwen3ForCausalLM: Target module Qwen3Attention"),
-        ({"init_lora_weights": "eva"}, "policy.lora.init_lora_weights = 'eva' needs data before the first step"),
         ({"target_modules": ["lm_head"], "lora_dropout": 0.1}, "policy.lora.lora_dropout = 0.1 excludes an adapter on "
          "the head"),
     ],

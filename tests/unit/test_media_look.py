@@ -11,6 +11,9 @@ from cosmos_core.data.media_source import Content
 from cosmos_core.data.prepare import run as run_stage
 from cosmos_core.data.prepare_media import Source, preview
 from cosmos_core.errors import ConfigError, DataError
+from cosmos_core.evaluate import diffusion
+from cosmos_core.run.progress import read_progress
+from cosmos_core.train import check
 from tests import tiny_pipelines
 from tests.unit.test_media_source import png, write_clip, write_pairs
 from tests.unit.test_prepare_media import FakeEncoders, make_stage, runs, stage_path
@@ -109,3 +112,17 @@ def test_a_size_beyond_the_position_embeddings_is_refused_by_the_first_stage(tmp
     for program in (run_stage, preview):
         with pytest.raises(ConfigError, match=r"inference_size = \[512, 64\]: the model has position embeddings"):
             program(stage)
+
+
+@pytest.mark.parametrize("program", [run_stage, preview, check.run, diffusion.check])
+def test_a_pipeline_is_downloaded_in_a_phase_that_may_be_silent_for_an_hour(tmp_path, runs, monkeypatch, program):
+    """A worker in the phase `start` counts as hung after five minutes; the weights may be tens of gigabytes."""
+
+    def download(*_):
+        raise DataError(f"phase {read_progress(stage.path).phase}")
+
+    monkeypatch.setattr("cosmos_core.models.pipeline_folder.locate_model", download)
+    stage = make_stage(stage_path(runs), tmp_path)
+    stage.progress.phase("start")
+    with pytest.raises(DataError, match=r"phase (load|prepare)$"):
+        program(stage)

@@ -28,7 +28,7 @@ from cosmos_core.models.causal_lm import CausalLM
 from cosmos_core.models.micro_batches import merge_prompts, prompt_length, split_by_length
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.trainer import Trainer
-from tests.unit.trainers import score_in, trainer_of
+from tests.unit.trainers import NoView, score_in, trainer_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -184,3 +184,11 @@ def test_ragged_padded_rows_are_cut_where_lengths_change_with_the_same_gradient(
 
 def test_rows_of_similar_length_stay_in_equal_micro_batches() -> None:
     assert split_by_length(samples([30, 29, 29, 28, 28, 28, 27, 27]), range(8), 4, 1) is None
+
+
+def test_each_optimizer_step_fills_its_micro_batches_of_tokens() -> None:
+    """Of both optimizer steps together, each micro-batch would have one row of either."""
+    settings = {"batch_size_per_optimize": 4, "max_token_len_per_mini_batch": 46, "use_rollout_logprobs_for_loss": True}
+    steps = Grpo(GrpoConfig.model_validate(settings)).updates(samples([20, 18, 16, 14] * 2), NoView())
+    batches = [[sample.micro_batch for sample in update.samples] for update in steps]
+    assert [len(set(each)) for each in batches] == [2, 2]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from configs.demo import arithmetic
+from cosmos_core.config.capabilities import unique_notices
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare, quick_check
@@ -220,6 +221,21 @@ def test_generated_rows_bring_their_reward_and_others_keep_theirs() -> None:
     assert recipe({"type": "grpo", "datasets": given, "reward_function": "format"}).train.train_policy.rewards == {
         "format": 1.0
     }
+
+
+def test_held_out_rows_that_a_default_scores_are_mentioned(tmp_path: Path) -> None:
+    def notices(settings: str = "", reward: str = "") -> list[str]:
+        (tmp_path / "r.toml").write_text(
+            f'[policy]\nmodel_name_or_path = "m"\n[validation]\nenable = true\n{settings}\n[train.train_policy]\n'
+            f'type = "grpo"\n{reward}\n[[train.train_policy.datasets]]\nname = "a"\nreward_function = "gsm8k"\n'
+        )
+        return unique_notices(load_pipeline(tmp_path / "r.toml", [], all_kinds()))
+
+    named = 'dataset.name = "held"'
+    [found] = [notice for notice in notices(named) if "datasets do not score its rows" in notice]
+    assert found.startswith("validation.dataset.name = 'held'") and found.endswith("set validation.reward_function")
+    for settings in (("",), (f'{named}\nreward_function = "gsm8k"',), (named, 'reward_function = "gsm8k"')):
+        assert not any("do not score" in notice for notice in notices(*settings))
 
 
 def test_each_stage_is_made_again_for_the_keys_that_it_reads(task: Path, tmp_path: Path) -> None:

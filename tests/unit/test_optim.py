@@ -207,10 +207,10 @@ def test_muon_takes_the_matrices_of_the_layers_and_adamw_all_else_whatever_is_re
             saved = optimizer.state_dict()
             optimizer = build_optimizer(model, train)
             optimizer.load_state_dict(saved)
-        set_learning_rate(optimizer, step, None, train)
+        set_learning_rate(optimizer, step, 20, train)
         for each, rates in zip(plain, peaks, strict=True):
             for group, rate in zip(each.param_groups, rates, strict=True):
-                group["lr"] = rate * learning_rate_factor(step, None, train)
+                group["lr"] = rate * learning_rate_factor(step, 20, train)
         for name, parameter in model.named_parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
             named[name].grad = parameter.grad.clone()

@@ -17,7 +17,7 @@ import pytest
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.dance_grpo import DanceGrpoReward
 from cosmos_core.rewards.hpsv3 import Hpsv3Reward
-from cosmos_core.rewards.reward_model import Item, Settings
+from cosmos_core.rewards.reward_model import RewardInput, Settings
 from tests.unit.tiny_vlms import picture, save_vlm
 
 MODEL = """
@@ -110,7 +110,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_hpsv3_gives_the_mean_of_each_image_and_the_spread_where_asked(tmp_path: Path, packages: Path) -> None:
     folder = save_vlm("qwen2.5-vl", tmp_path / "hpsv3")
     (folder / "HPSv3.safetensors").write_bytes(b"")
-    items = [Item(f"picture {i}", picture(i)) for i in range(3)]
+    items = [RewardInput(f"picture {i}", picture(i)) for i in range(3)]
     settings = Settings(download_path=str(tmp_path), device="cuda")
     columns = Hpsv3Reward(settings).score(items)
     assert list(columns) == ["hpsv3"], "as Cosmos-RL's service says it"
@@ -128,7 +128,7 @@ def test_dance_grpo_gives_quality_motion_fit_and_their_sum(tmp_path: Path, packa
     (tmp_path / "Qwen2-VL-2B-Instruct").mkdir()
     videos = [np.stack([np.asarray(picture(10 * i + j, 64, 48)) for j in range(3)]) for i in range(2)]
     reward = DanceGrpoReward(Settings(str(folder), download_path=str(tmp_path)))
-    columns = reward.score([Item("a cat runs", video, info={"video_fps": 8.0}) for video in videos])
+    columns = reward.score([RewardInput("a cat runs", video, info={"video_fps": 8.0}) for video in videos])
     assert list(columns) == ["vq_reward", "mq_reward", "ta_reward", "overall_reward"]
     for vq, mq, ta, overall in zip(*columns.values(), strict=True):
         assert overall == pytest.approx(vq + mq + ta)

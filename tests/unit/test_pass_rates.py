@@ -97,6 +97,13 @@ def test_a_file_of_another_form_is_named(content: str | None, tmp_path: Path) ->
     assert read_pass_rates(file) == {"a\u2028b": None}
 
 
+def test_a_prompt_that_comes_twice_has_the_rate_of_the_row_that_was_sampled(tmp_path: Path) -> None:
+    for rates in ((1.0, None), (None, 1.0)):
+        file = tmp_path / "rates.jsonl"
+        file.write_text("".join(json.dumps({"prompt": "p", "pass_rate": rate}) + "\n" for rate in rates))
+        assert read_pass_rates(file) == {"p": 1.0}
+
+
 def test_rates_of_another_stage_are_read_once_it_is_done_and_only_of_one_that_completes_prompts(tmp_path: Path) -> None:
     make_inputs(tmp_path)
     file = tmp_path / "p.toml"

@@ -22,6 +22,7 @@ from cosmos_core.errors import ModelError
 from cosmos_core.models.hf import load_model
 from cosmos_core.models.pipelined import PipelineRunner
 from cosmos_core.models.sharded_load import init_on_meta
+from cosmos_core.parallel import fsdp
 from cosmos_core.parallel.pipeline import apply_pp, layers_of, stage_of, stages_of_rank
 from cosmos_core.train import check
 from tests.effects.change import SFT, recipe
@@ -180,3 +181,17 @@ def test_hidden_states_are_received_on_the_device_that_computes() -> None:
         assert runner._build_schedule(2, 8, lambda output, number: None)._stage.device == torch.device("meta")
     finally:
         dist.destroy_process_group()
+
+
+def test_a_stage_receives_weights_of_another_stage_on_the_device_of_its_holder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the holder broadcasts by NCCL and the receiver by gloo, and both wait for ever."""
+    sent: list[Any] = []
+    received: list[str] = []
+    monkeypatch.setattr(fsdp, "num_ranks", lambda: 2)
+    monkeypatch.setattr(fsdp.dist, "broadcast", lambda tensor, src: received.append(f"{tensor.device} from {src}"))
+    monkeypatch.setattr(fsdp, "all_gather_object", lambda value: sent.append(value) or [{}, value])
+    holder = dict(fsdp.full_tensors({"layers.1.weight": torch.empty(2, 3, device="meta")}))
+    monkeypatch.setattr(fsdp, "all_gather_object", lambda value: [value, *sent])
+    receiver = dict(fsdp.full_tensors({}))
+    assert received == ["meta from 1"] * 2
+    assert [t.shape for t in receiver.values()] == [t.shape for t in holder.values()] == [(2, 3)]

@@ -24,6 +24,7 @@ from cosmos_core.train.propose import Machine, Options, propose
 from tasks.kinds import all_kinds
 from tests import tiny_pipelines
 from tests.unit.tiny_model import save_tiny_model
+from tests.unit.tiny_vlms import picture, save_vlm
 
 CPU = Machine(8 << 30, 0)
 
@@ -174,11 +175,60 @@ def test_rows_of_a_split_that_is_set_are_looked_at_and_named_in_the_recipe(
         settings(Options("sft", model, str(tmp_path), rows={"subset": 3}))
 
 
+@pytest.mark.parametrize(("method", "key"), [("sft", "conversation"), ("grpo", "prompt")])
+def test_the_only_column_of_turns_is_the_conversation_whatever_its_name(
+    tmp_path: Path, model: str, method: str, key: str
+) -> None:
+    turns = [{"from": "human", "value": "Is it?"}, {"from": "gpt", "value": "Yes."}]
+    for name, column, option in (("a", turns, ""), ("b", json.dumps(turns), ""), ("c", turns, "dialog")):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text(f"{json.dumps({'id': 'x', 'topic': 'y', 'dialog': column})}\n" * 2)
+        found = settings(Options(method, model, str(file), prompt=option, reward="exact_match" * (method == "grpo")))
+        assert (found[f"train.train_policy.{key}_column_name"], found["policy.chat_template"]) == ("dialog", "chatml")
+
+
 def test_a_null_in_the_first_row_is_left_to_the_preparation(tmp_path: Path, model: str) -> None:
     rows = [{"messages": None}, {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = settings(Options("sft", model, str(tmp_path / "rows.jsonl")))
     assert found["policy.chat_template"] == "chatml"
+
+
+def test_two_known_columns_of_text_need_a_template(tmp_path: Path, model: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
+    assert settings(Options("sft", model, str(tmp_path / "rows.jsonl")))["policy.chat_template"] == "chatml"
+
+
+def test_images_tools_and_calls_count_towards_the_length(tmp_path: Path) -> None:
+    vlm = save_vlm("qwen2.5-vl", tmp_path / "vlm")
+    picture(1, 64, 64).save(vlm / "a.png")
+    row: dict[str, Any] = {"question": "Same?", "answer": "Yes.", "images": ["a.png"] * 12}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    folder = {"dataset": {"media_path": str(vlm)}}
+    found = settings(Options("sft", str(vlm), str(tmp_path / "rows.jsonl"), custom=folder))
+    assert found["policy.model_max_length"] == 128 > len("Same?Yes.") + 12 * 4 > 56, "64 is less than 1.1 times that"
+    tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path / "text"))
+    tokenizer.chat_template = (
+        "{{ tools | tojson if tools else '' }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{{ m.tool_calls | tojson if m.tool_calls else '' }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "text")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": "1" * 70}}}
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": "add", "description": "x" * 70}}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns, "tools": tools}) + "\n")
+    found = settings(Options("sft", str(tmp_path / "text"), str(tmp_path / "rows.jsonl")))
+    assert found["policy.model_max_length"] == 256
+
+
+def test_a_pass_of_pairs_has_twice_the_sequences(tmp_path: Path, model: str) -> None:
+    turns = [{"prompt": "?", "chosen": "y" * 200, "rejected": "n" * 200, "response": "y" * 200}] * 64
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in turns))
+    small = Machine(26_000_000, 0)
+    sft, dpo = (settings(Options(each, model, str(tmp_path / "rows.jsonl")), small) for each in ("sft", "dpo"))
+    assert sft["policy.model_max_length"] == dpo["policy.model_max_length"] == 256
+    assert sft["train.train_policy.mini_batch"] == 2 * dpo["train.train_policy.mini_batch"] > 2
 
 
 def test_half_a_character_in_a_row_is_left_to_the_preparation(tmp_path: Path, model: str) -> None:
@@ -296,3 +346,10 @@ def test_the_size_of_a_pipeline_is_read_from_its_configuration(tmp_path: Path) -
     assert said[0] == said[1], "the dtype of the files does not count"
     found = settings(Options("diffusion-sft", str(wide), data))
     assert found["policy.diffusers.inference_size"] == [64, 64]
+
+
+def test_clips_have_the_size_that_the_pipeline_draws_and_one_at_a_time_fits_a_gpu(tmp_path: Path) -> None:
+    data = write_images(tmp_path / "images", dict.fromkeys(map(str, range(32)), "a square"))
+    found = settings(Options("diffusion-sft", str(tiny_pipelines.save("sana_video", tmp_path / "pipe")), data))
+    assert found["policy.diffusers.inference_size"] == [480, 832]
+    assert (found["train.train_batch_per_replica"], found["train.train_policy.mini_batch"]) == (4, 1)

@@ -10,6 +10,7 @@ import pytest
 
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import code_file, import_object
+from cosmos_core.upload.base import open_target
 
 
 def test_a_failed_import_is_tried_again(tmp_path: Path) -> None:
@@ -20,6 +21,20 @@ def test_a_failed_import_is_tried_again(tmp_path: Path) -> None:
             import_object(f"{file}:first")
     file.write_text("thing = 2\n# another size, as caches go by size and second\n")
     assert import_object(f"{file}:thing") == 2
+
+
+def test_a_target_of_a_package_in_the_current_folder_is_imported_where_only_scripts_are_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shelves").mkdir()
+    (tmp_path / "shelves/rooms.py").write_text("ROOM = 'attic'\n")
+    code = "from shelves.rooms import ROOM\n\nclass Shelf:\n    def __init__(self, where): self.where = ROOM + where\n"
+    (tmp_path / "shelves/shelf.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    for name in ("shelves.shelf:Shelf", "shelves/shelf.py:Shelf"):
+        monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in {"", str(tmp_path)}])
+        assert open_target(f"{name}://x").where == "atticx"
+        assert code_file(name).samefile("shelves/shelf.py")
 
 
 @pytest.mark.parametrize(

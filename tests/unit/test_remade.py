@@ -12,6 +12,7 @@ from cosmos_core.observe.record import read_run
 from cosmos_core.observe.report import build
 from cosmos_core.run.directory import Run
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint
+from cosmos_core.run.retrain_state import content_digest
 from cosmos_core.run.state import update_state
 from tasks.layout import prepare_stage_folder
 from tests.unit.run_folder import counting_run, fingerprint_of, finish, load_recipe, make_inputs
@@ -87,3 +88,30 @@ def test_rows_that_changed_or_were_replaced_are_named(tmp_path: Path) -> None:
     assert fingerprint_of(load_recipe(tmp_path), "prepare").describe_difference(old) == ["rows.jsonl changed"]
     without_inputs = Fingerprint(old.value, old.ingredients)  # as earlier versions saved it
     assert len(fingerprint_of(load_recipe(tmp_path), "prepare").describe_difference(without_inputs)) == 1
+
+
+def test_a_changed_model_of_a_built_in_reward_is_named(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    settings = ("validation.reward_function=clip_score", f"custom.clip_score.model_path='{tmp_path}/scorer'")
+    (tmp_path / "scorer").mkdir()
+    found: list[dict[str, Fingerprint]] = []
+    for weights in ("one", "two"):
+        (tmp_path / "scorer" / "model.bin").write_text(weights)
+        pipeline = load_recipe(tmp_path, *settings)
+        found.append({name: fingerprint_of(pipeline, name) for name in ("prepare", "sft", "validate")})
+    differences = {name: found[1][name].describe_difference(found[0][name]) for name in found[0]}
+    assert differences == {"prepare": [], "sft": ["scorer changed"], "validate": ["scorer changed"]}
+
+
+def test_a_changed_packer_or_reward_service_is_something_new_to_train_on(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    files = {"packer.py": ("Packer = 1\n", "Packer = 2\n"), "service.toml": ("", "port = 1\n")}
+    for name, (text, _) in files.items():
+        (tmp_path / name).write_text(text)
+    packer, service = tmp_path / "packer.py:Packer", tmp_path / "service.toml"
+    settings = (f"train.train_policy.data_packer='{packer}'", f"sft.reward_service='{service}'")
+    digests = {content_digest(load_recipe(tmp_path, *settings))}
+    for name, (_, text) in files.items():
+        (tmp_path / name).write_text(text)
+        digests.add(content_digest(load_recipe(tmp_path, *settings)))
+    assert len(digests) == 3

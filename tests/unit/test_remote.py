@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from cosmos_core import cli_train
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError, DataError, UploadError
 from cosmos_core.run.bucket import Bucket, translate_errors
@@ -197,3 +199,20 @@ def test_a_run_reads_its_model_and_its_rows_from_a_store(tmp_path: Path) -> None
     assert run_stage(create_run(moved), "prepare")[1]
     bucket.write("copy/rows.jsonl", (bucket.read("data/rows.jsonl") or b"") * 2)
     assert not run_stage(create_run(moved), "prepare")[1]
+
+
+def test_commands_that_write_a_recipe_or_try_a_model_read_from_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in filter(Path.is_file, save_tiny_model(tmp_path / "tiny").rglob("*")):
+        Bucket("models").write(f"tried/{file.name}", file.read_bytes())
+    data = put("asked", **{"rows.jsonl": '{"prompt": "a", "response": "b"}\n' * 4}) + "/rows.jsonl"
+    cli_train.sft(model="s3://models/tried", data=data, dry_run=True)
+    recipe = tomllib.loads(capsys.readouterr().out)
+    assert recipe["policy"]["model_name_or_path"] == "s3://models/tried"
+    assert recipe["train"]["train_policy"]["dataset"]["name"] == data
+    executed: list[list[str]] = []
+    monkeypatch.setattr(cli_train.os, "execv", lambda _, arguments: executed.append(arguments))
+    cli_train.try_model(["s3://models/tried"])
+    assert (Path(executed[0][-1]) / "config.json").is_file()

@@ -6,7 +6,7 @@ import json
 import shutil
 import uuid
 from contextlib import nullcontext, suppress
-from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,41 +65,16 @@ def test_a_stage_that_is_stopped_is_stopped_whatever_the_server_says(error: Exce
     remote_stage._cancel_child(server, remote_stage.Child(flow_run=str(uuid.uuid4()), attempt=1), 5.0)
 
 
-class Taken:
-    """A flow run that a worker of a pool of this type took so many seconds ago and has not started."""
-
-    def __init__(self, type_: str, seconds: float) -> None:
-        self.type, self.id, self.state_type = type_, uuid.uuid4(), StateType.PENDING
-        self.state = SimpleNamespace(timestamp=datetime.now(UTC) - timedelta(seconds=seconds))
-        self.reads = 0
-
-    def read_flow_run(self, flow_run: uuid.UUID) -> Any:
-        self.reads += 1
-        if self.reads == 3 and self.state_type == StateType.PENDING:
-            raise ObjectNotFound(Exception())  # it would be followed on
-        return self
-
-    def read_work_pool(self, name: str) -> Any:
-        return self
-
-    def set_flow_run_state(self, flow_run: uuid.UUID, state: Any, *, force: bool) -> None:
-        assert (flow_run, state.message, force) == (self.id, "pending for 600 s: its worker is gone", True)
-        self.state_type = state.type
-
-
-@pytest.mark.parametrize(("type_", "seconds", "is_lost"), [
-    ("process", 700.0, True), ("process", 500.0, False), ("kubernetes", 7000.0, False),
-])  # fmt: skip
-def test_a_flow_run_whose_machine_was_lost_before_its_process_began_is_not_followed_for_ever(
-    monkeypatch: pytest.MonkeyPatch, type_: str, seconds: float, is_lost: bool
-) -> None:
+@pytest.mark.parametrize("state", [StateType.SCHEDULED, StateType.PENDING])
+def test_what_a_flow_run_without_a_process_waits_for_is_told(state: StateType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that was lost after it took the flow run starts none."""
     monkeypatch.setattr(remote_stage, "_POLL_SECONDS", 0.0)
-    server: Any = Taken(type_, seconds)
-    try:
-        ended: Any = remote_stage._poll_child(server, STAGE, server.id, lambda: None, server, BUDGET)
-    except StageFailed:
-        ended = None
-    assert (ended is not None and ended.state_type == StateType.CRASHED) is is_lost
+    found: list[Any] = [SimpleNamespace(state_type=state)] * 3 + [SimpleNamespace(state_type=StateType.CRASHED)]
+    server: Any = SimpleNamespace(read_flow_run=lambda _: found.pop(0))
+    told: list[str] = []
+    report: Any = lambda last: told.append(last) or "none is live"  # noqa: E731
+    remote_stage._poll_child(server, STAGE, uuid.uuid4(), lambda: None, report, BUDGET)
+    assert told == [""], "once in ten seconds"
 
 
 class Deployments:
@@ -309,19 +284,16 @@ class Pool:
         return self
 
 
-def test_what_a_stage_waits_for_is_said_once_in_the_log_and_by_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_stage, "_REPORT_PERIOD_SECONDS", 0.0)
+def test_what_a_stage_waits_for_is_said_once_in_the_log_and_by_status(tmp_path: Path) -> None:
     lines: list[str] = []
     server: Any = Pool()
-    wait = remote_stage.WaitReporter(server, STAGE, tmp_path / "first", lines.append)
+    wait, said = partial(remote_stage.report_wait, server, "gpu", tmp_path / "first", lines.append), ""
     live, dead = SimpleNamespace(status="ONLINE"), SimpleNamespace(status="OFFLINE")
     for workers in ([], [dead], [live, dead], [live]):
         server.workers = workers
-        wait.report()
+        said = wait(said)
     server.is_paused = True
-    wait.report()
+    wait(said)
     assert lines == [
         "stage first: waits for a worker of pool gpu: none is live; start one: cosmos worker --pool gpu",
         "stage first: waits for a worker of pool gpu: 1 live",

@@ -118,6 +118,27 @@ def test_the_page_says_what_was_trained_from_what_and_how(tmp_path: Path) -> Non
     assert "What was trained" in page and "Qwen/Qwen3-0.6B" in page
 
 
+@pytest.mark.parametrize(
+    ("policy", "rewards"),
+    [
+        ("reward_function = { gsm8k = 1.0, 'a.py:f' = 0.5 }", "gsm8k x 1, a.py:f x 0.5"),
+        ("reward_function = { single_choice = 1.0 }, use_remote_reward = true, "
+         "remote_reward = { reward_fns = [{ name = 'ocr', weight = 0.5 }] }", "ocr x 0.5 of a reward service"),
+        ("reward_function = { single_choice = 1.0 }, datasets = [{ name = 'a', reward_function = { gsm8k = 1.0 } }, "
+         "{ name = 'b', reward_function = {} }]", "gsm8k x 1, single_choice x 1"),
+    ],
+)  # fmt: skip
+def test_the_page_names_the_rewards_and_the_weights_that_were_trained(
+    tmp_path: Path, policy: str, rewards: str
+) -> None:
+    run = finished_run(tmp_path)
+    text = (run / "pipeline.toml").read_text()
+    settings = f"overrides.policy.trainable_map = {{ visual = false }}\noverrides.train.train_policy = {{ {policy} }}\n"
+    (run / "pipeline.toml").write_text(text.replace('kind = "rl"\n', f'kind = "rl"\n{settings}'))
+    [(_, facts)] = training_properties(read_run(run))
+    assert (dict(facts)["reward"], dict(facts)["trains"]) == (rewards, "some weights")
+
+
 def test_what_was_measured_before_the_first_step_is_before_what_was_measured_after(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     start = {"step": 0, "validation/loss": 4.1, "time/validate": 1.0}

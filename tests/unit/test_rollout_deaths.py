@@ -164,3 +164,15 @@ def test_an_engine_that_cannot_be_opened_again_fails_the_attempt_and_is_no_error
         handle.kill()
         with pytest.raises(StageFailed, match="an engine that died cannot be opened again: vLLM refuses 'model': Free"):
             fleet.request(PROMPTS[0], SAMPLING, 1).result(60)
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["of the trainer", "of their own"])
+def test_a_slow_engine_is_waited_for_where_its_gpu_is_needed_for_the_training(shares: bool) -> None:
+    """vLLM that opens while its GPU trains finds no memory, and one that nobody puts to sleep leaves none."""
+
+    def open_late() -> Drawing:
+        time.sleep(0.5)
+        return Drawing()
+
+    with fleet_of(Threaded(), Threaded(open_late), sleeps_in_training=shares) as fleet:
+        assert len(fleet._pool.open_engines()) == 1 + shares

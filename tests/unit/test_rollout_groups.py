@@ -15,11 +15,11 @@ import torch
 from cosmos_core.algorithms.grpo import Grpo
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
-from cosmos_core.errors import ConfigError, StageFailed
+from cosmos_core.errors import ConfigError, RewardError, StageFailed
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout import publish
 from cosmos_core.rollout.base import Bucket, EngineSettings, EngineWrapper, LoadReceipt, Receiver, generate
-from cosmos_core.rollout.groups import FilteredGroupSource, SyncGroupSource
+from cosmos_core.rollout.groups import FilteredGroupSource, SyncGroupSource, check_scores
 from cosmos_core.rollout.publish import WeightPublisher, probe_tokens
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.run.progress import Progress
@@ -227,6 +227,17 @@ def test_without_a_full_reward_no_pass_rate_is_known(full: float | None, rate: f
         rates.write(tmp_path / str(number), PROMPTS[:1])
         line = json.loads((tmp_path / str(number) / "pass_rates.jsonl").read_text())
         assert (line["pass_rate"], line["mean_reward"], line["completions"]) == (rate, 1.0, 1)
+
+
+def test_a_step_may_lack_the_data_set_whose_rewards_report_the_metric_of_a_filter() -> None:
+    def scored(source: str) -> list[ScoredGroup]:
+        group = Group(Prompt(0, (1,), "", "", source=source), (Completion((turn((4,)),), "stop", ""),), 0)
+        return [ScoredGroup(group, (Score(1.0, {"length": 1.0}),))]
+
+    check_scores(0, scored("words"), ["accuracy", "accuracy/strict"])
+    for source, metric in (("", "accuracy"), ("words", "length/strict")):
+        with pytest.raises(RewardError, match=f"no reward reports '{metric}'; take of 'length'"):
+            check_scores(0, scored(source), [metric])
 
 
 def test_dynamic_sampling_goes_on_behind_the_prompts_of_a_training_without_it(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_rows_that_have_ended_leave_the_batch_and_change_no_other(
         found = generate(engine, PROMPTS, sampling, step=3)
         shrinking, sizes[:] = sizes[:], []
         with monkeypatch.context() as patch:
-            patch.setattr(hf, "_preallocate_layers", lambda cache: cache)
+            patch.setattr(hf, "DynamicLayer", None)  # no layer is replaced
             whole = generate(engine, PROMPTS, sampling, step=3)
     finally:
         hook.remove()
@@ -152,6 +152,11 @@ def test_rows_that_have_ended_leave_the_batch_and_change_no_other(
             )
     assert shrinking[0] == sizes[0] == len(PROMPTS) and set(sizes[1:]) == {15}
     assert shrinking[1:] == sorted(shrinking[1:], reverse=True) and len(set(shrinking[1:])) > 2
+
+
+def test_a_prompt_may_have_image_tokens_of_which_the_head_knows_nothing() -> None:
+    found = hf._token_mask(torch.tensor([[8, 2, 5]]), torch.tensor([[1, 1, 0]]), vocab_size=8)
+    assert found.shape == (1, 8) and found.nonzero().tolist() == [[0, 2]]
 
 
 def test_only_what_was_drawn_is_learned_whatever_its_ids_are(engine: HfEngine, folder: Path, tmp_path: Path) -> None:

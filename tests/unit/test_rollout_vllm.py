@@ -180,10 +180,22 @@ def test_what_follows_a_prompt_with_images_is_part_of_its_next_turn() -> None:
     Image.new("RGB", (2, 2)).save(png := io.BytesIO(), format="PNG")
     image = ImageRef(None, png.getvalue(), "")
     prompt = Prompt(1, (8, 9, 9, 5, 6), "two", "", (image,), later_token_ids=(5, 6))
-    engine: Any = SimpleNamespace(
-        _tokenizer=lambda text, **_: {"input_ids": [8, len(text)]}, _vllm=SimpleNamespace(TokensPrompt=dict)
-    )
-    assert VllmEngine._make_tokens_prompt(engine, prompt)["prompt_token_ids"] == [8, 3, 5, 6]
+
+    class Words:
+        """A tokenizer with this first token, of number 0, which it adds where it is told to."""
+
+        def __init__(self, bos_token: str | None) -> None:
+            self.bos_token = bos_token
+
+        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+            return {"input_ids": [0] * bool(self.bos_token and add_special_tokens) + [8, len(text)]}
+
+    def token_ids(bos_token: str | None) -> list[int]:
+        engine: Any = SimpleNamespace(_tokenizer=Words(bos_token), _vllm=SimpleNamespace(TokensPrompt=dict))
+        return list(VllmEngine._make_tokens_prompt(engine, prompt)["prompt_token_ids"])
+
+    assert token_ids(None) == [8, 3, 5, 6] == token_ids("two")
+    assert token_ids("<s>") == [0, 8, 3, 5, 6], "the template of LLaVA 1.5 leaves its first token to the tokenizer"
 
 
 def test_what_vllm_cannot_do_is_refused_in_our_words(found: dict[str, Any]) -> None:

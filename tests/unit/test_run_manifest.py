@@ -160,10 +160,13 @@ def test_a_damaged_manifest_is_no_result_and_an_altered_one_is_noticed(tmp_path:
 def test_taking_over_a_result_copies_its_files_and_either_side_survives_the_other(tmp_path: Path) -> None:
     source, target = made(tmp_path / "s"), tmp_path / "t"
     target.mkdir()
+    for folder, lines in ((source, "whole"), (target, "of an attempt that was killed")):
+        (folder / "metrics.jsonl").write_text(lines)
     result = read_result(source)
     assert result is not None
     adopted = adopt(source, target, result)
     assert adopted["reused_from"] == str(source)
+    assert (target / "metrics.jsonl").read_text() == "whole", "the report shows them"
     assert (target / "out" / "a.txt").read_text() == (source / "out" / "a.txt").read_text()
     assert problem_of(target, thorough=True) is None
     shutil.rmtree(source)

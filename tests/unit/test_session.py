@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 
 from cosmos_core import session
 from cosmos_core.cli import app
+from cosmos_core.launch.server import _wait_for_server
 
 
 def test_a_termination_is_not_swallowed_by_a_library_that_logs_any_error_of_its_plugins() -> None:
@@ -33,6 +36,15 @@ def test_an_interrupt_while_the_command_is_imported_is_one_line(tmp_path: Path) 
     command, environment = [sys.executable, "-m", "cosmos_core", "runs"], {**os.environ, "PYTHONPATH": str(tmp_path)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (75, "cosmos: interrupted\n")
+
+
+def test_a_server_whose_certificate_only_prefect_trusts_is_there() -> None:
+    """Prefect reads PREFECT_API_SSL_CERT_FILE and others; here is no TLS at all, which is an error of TLS too."""
+    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    _wait_for_server(f"https://127.0.0.1:{server.server_port}/api")
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.mark.parametrize(("command", "expected"), [("run", "8"), ("doctor", None)])

@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import GenerationConfig
 
 from cosmos_core.models.hf import load_model, named_weights
-from cosmos_core.models.sharded_load import init_on_meta, load_sharded
+from cosmos_core.models.sharded_load import _allocate_shards, init_on_meta, load_sharded
+from cosmos_core.parallel.fsdp import reshard
 from tests.unit.tiny_families import FAMILIES, save_family
 from tests.unit.tiny_model import save_tiny_model
 
@@ -50,9 +56,35 @@ def test_files_that_are_no_safetensors_are_loaded_whole_and_it_is_said(
     (folder / "model.safetensors").unlink()
     torch.save(whole.state_dict(), folder / "pytorch_model.bin")
     with caplog.at_level(logging.INFO, "cosmos_core"):
-        model = init_on_meta(str(folder), dtype=torch.float32, device=CPU)
+        model = init_on_meta(str(folder), dtype=torch.float32, device=torch.device("cuda"))  # too small for all of it
     assert "every rank loads the whole of" in caplog.text and "it has no model.safetensors" in caplog.text
     assert not any(parameter.is_meta for parameter in model.parameters())
     load_sharded(model)
     for name, tensor in whole.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_shards_that_are_offloaded_are_allocated_in_host_memory_on_a_mesh_of_gpus() -> None:
+    """FSDP refuses a shard that was made on the GPU: `train.fsdp_offload` would fail in the first forward pass."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh, module = init_device_mesh("cuda", (2,)), nn.Module()
+        shard = DTensor.from_local(torch.empty(2, 3, device="meta"), mesh, [Shard(0)])
+        module.weight = nn.Parameter(shard, requires_grad=False)
+        [weight] = _allocate_shards(module, CPU)["weight"]  # type: ignore[arg-type]
+        assert isinstance(weight, DTensor) and weight is module.weight
+        assert weight.device == weight.to_local().device == CPU
+        assert (weight.shape, weight.to_local().shape, weight.placements) == ((4, 3), (2, 3), (Shard(0),))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_weights_may_change_in_host_memory_once_the_gpu_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards are copied to the GPU in the background: a reference would be computed with weights of the policy."""
+    waits: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append("for the GPU"))
+    reshard(nn.Linear(2, 2, device="meta"))
+    assert not waits, "only for weights in host memory"
+    reshard(nn.Linear(2, 2))
+    assert waits == ["for the GPU"]

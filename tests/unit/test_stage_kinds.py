@@ -9,12 +9,12 @@ from pathlib import Path
 
 import tomli_w
 
-from cosmos_core.config.capabilities import unique_notices, unread_tables
+from cosmos_core.config.capabilities import unique_notices
 from cosmos_core.config.load import without_none
 from cosmos_core.run.stage import read_kind
 from tasks.kinds import all_kinds
 from tests.unit.test_config_compose import CHAIN, stages
-from tests.unit.test_config_load import GRPO, SFT, load
+from tests.unit.test_config_load import GRPO, load
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,15 +46,7 @@ def test_a_kind_that_a_stage_is_handed_is_the_declared_one() -> None:
         assert read_kind(tomllib.loads(tomli_w.dumps(without_none(asdict(kind))))) == kind
 
 
-def test_what_no_stage_of_a_pipeline_reads_is_said(tmp_path: Path) -> None:
-    only = "has no effect here: only stages of kind"
-    settings = ("evaluate.limit=3", "export.unproven=true", "distillation.enable=true")
-    assert [*unread_tables(load(tmp_path, SFT, *settings))] == [
-        f"distillation {only} 'rl' read it", f"evaluate {only} 'evaluate' read it"
-    ]  # fmt: skip
-    assert [*unread_tables(load(tmp_path, SFT, *settings[1:2], "train.ckpt.export_safetensors=false"))] == [
-        f"export {only} 'export' read it"
-    ]
+def test_what_a_stage_does_not_read_of_its_own_keys_is_said(tmp_path: Path) -> None:
     gate = stages('name = "gate"\nkind = "gate"\nafter = "grpo"\nrequire = ["a > 0"]\nconfidence = 0.9')
     assert unique_notices(load(tmp_path, CHAIN + gate, "grpo.reward_service='x.toml'")) == [
         "stage 'grpo': reward_service = 'x.toml' has no effect here: no reward of it comes from a service; leave it "

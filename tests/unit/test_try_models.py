@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -63,7 +65,34 @@ def test_prompts_and_completions_are_printed_as_they_are(
 def test_a_pipeline_without_a_t5_is_loaded_and_one_that_needs_a_package_is_refused_in_one_line(tmp_path: Path) -> None:
     bare = tiny_pipelines.save("sd3", tmp_path / "bare", has_t5=False)
     assert callable(try_models.open_image_generator(str(bare), "bare", torch.device("cpu")))
-    guarded = tiny_pipelines.save("cosmos_predict", tmp_path / "guarded")
-    with pytest.raises(ModelError, match=r"guarded: the pipeline cannot be loaded: .*cosmos_guardrail") as caught:
-        try_models.open_image_generator(str(guarded), "guarded", torch.device("cpu"))
+    index = bare / "model_index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"tokenizer": ["no_such_package", "Tokenizer"]}))
+    with pytest.raises(ModelError, match=r"bare: the pipeline cannot be loaded: .*no_such_package") as caught:
+        try_models.open_image_generator(str(bare), "bare", torch.device("cpu"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(tiny_pipelines.CLIPS))
+def test_a_pipeline_of_videos_is_refused_before_it_is_loaded_and_draws_for_minutes(tmp_path: Path, name: str) -> None:
+    folder = tiny_pipelines.save(name, tmp_path / "clips")
+    shutil.rmtree(folder / "vae")
+    with pytest.raises(ModelError, match="clips: this pipeline draws videos; cosmos try shows text and images"):
+        try_models.open_image_generator(str(folder), "clips", torch.device("cpu"))
+
+
+def test_a_pipeline_of_the_hub_draws_and_a_language_model_of_the_hub_completes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(try_models, "cached_file", lambda source, *_, **__: "file" if source == "org/pipe" else None)
+    monkeypatch.setattr(try_models, "open_chat", lambda *_: lambda prompt, index: "a completion")
+    monkeypatch.setattr(try_models, "open_image_generator", lambda *_: lambda prompt, index: "an image")
+    monkeypatch.setattr(try_models.logging, "disable", lambda level: None)
+    models = ["org/pipe", "org/text"]
+    options = {"prompt": "hi", "max_tokens": 1, "temperature": 0.0, "names": models}
+    monkeypatch.setattr(sys, "argv", ["try_models", json.dumps(options), *models])
+    assert try_models.main() == 0
+    assert re.search("an image.*a completion", capsys.readouterr().out)
+
+
+def test_two_pipelines_fit_a_gpu_in_half_precision_as_two_language_models_do() -> None:
+    assert [try_models.dtype_on(torch.device(kind)) for kind in ("cpu", "cuda")] == [torch.float32, torch.bfloat16]

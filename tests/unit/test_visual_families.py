@@ -30,6 +30,7 @@ from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.run.files import read_json
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.stage import Stage
+from cosmos_core.train import check
 from cosmos_core.train.trainer import Trainer
 from tasks.kinds import all_kinds
 from tests.unit.tiny_vlms import MIXED, PARTS, VLMS, picture, save_vlm
@@ -191,6 +192,10 @@ def test_what_rows_with_images_exclude_is_one_line(
     kind = all_kinds()["rl" if train.get("type") == "grpo" else stage.kind.name]
     with pytest.raises(ConfigError, match=said):
         open_image_reader(replace(stage, data=stage.path / "data", recipe=asked, kind=kind))
+
+
+def test_a_check_says_that_rows_have_images(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    assert check.run(prepared(folders("llava"), tmp_path)).info["has_images"] is True
 
 
 @pytest.mark.parametrize("template", [MIXED, PARTS], ids=["mixed", "parts"])

@@ -33,7 +33,7 @@ from tests.unit.test_train import StopsAt, curve, make_stage
 from tests.unit.tiny_vlms import picture, save_vlm
 from tests.unit.trainers import logprobs, trainer_of
 
-FAMILIES = ["llava", "llava-next", "qwen2.5-vl", "qwen3-vl", "internvl", "gemma3-vlm"]
+FAMILIES = ["llava", "llava-next", "qwen2.5-vl", "qwen3-vl", "internvl", "gemma3-vlm", "mllama"]
 REWARD = """
 def bright(completion, reference):
     return len(set(completion)) / 10 + (reference == "light")
@@ -64,7 +64,7 @@ def write(folder: Path) -> Path:
     for i in range(8):
         row = {"prompt": f"Is it light? {i}", "answer": "light", "chosen": f"Yes {i}.", "rejected": "No."}
         if i < 6:
-            picture(i, 20 + 8 * (i % 2), 30).save(folder / f"{i}.png")
+            picture(i, 20 + 10 * (i % 2), 30).save(folder / f"{i}.png")
             row["image"] = f"{i}.png"
         rows.append(row)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -123,6 +123,9 @@ def test_engine_and_trainer_agree_on_completions_of_prompts_with_images(family: 
         load_tokenizer(str(path)),
         load_processor(str(path)),
     )
+    for name, parameter in model.named_parameters():
+        if name.endswith("_gate"):  # images have no effect on the text until the gates of cross-attention open
+            parameter.data.fill_(1.0)
     assert processor is not None
     vision = ImageReader(processor)
     settings = EngineSettings(
