@@ -98,7 +98,7 @@ def samples(  # noqa: PLR0913 - options of a command
     most: Annotated[int, typer.Option(min=1, help="Number of completions to show.")] = 8,
     output_dir: OutputDir = Path("outputs"),
 ) -> None:
-    """Show completions of a training with their rewards; of a validation if no training has completions."""
+    """Show completions from training with their rewards, or from validation if no training has recorded any."""
     from cosmos_core.observe.completions import iter_completions
     from cosmos_core.run.directory import find_run
 

@@ -230,7 +230,7 @@ def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] 
 
     settings = {setting.keys: setting.value for setting in map(parse_setting, overrides)}
     rows = {keys[-1]: value for keys, value in settings.items() if keys[:-1] == _DATASET and keys[-1] in _ROW_KEYS}
-    # No shell expands `~` in an answer to `cosmos init`, or in `--model=~/model`.
+    # No shell expands `~` in what a person types into `cosmos init`, or in `--model=~/model`.
     paths = {name: os.path.expanduser(command_options.get(name, "")) for name in ("model", "data")}
     local_paths = {name: local_copy(path, Path("outputs")) for name, path in paths.items()}
     tables = (nest_value(k[1:], value) for k, value in settings.items() if ".".join(k).startswith("custom."))

@@ -332,7 +332,7 @@ class Completion:
 
     @property
     def version(self) -> int:
-        """Return the oldest version of the weights that sampled any token of the completion, a train step."""
+        """Return the train step of the oldest weights that sampled any token of the completion."""
         if self.diffusion_sample is not None:
             return self.diffusion_sample.version
         return min(segment.version for segment in self.segments if segment.is_sampled)
@@ -349,7 +349,7 @@ class Group:
 
     @property
     def version(self) -> int:
-        """Return the oldest version of the weights that sampled any token of the group, a train step."""
+        """Return the train step of the oldest weights that sampled any token of the group."""
         return min(completion.version for completion in self.completions)
 
 

@@ -170,7 +170,7 @@ class Checkpointer:
         rank_results = (
             [local_result] if self._process_group is None else exchange.all_gather(local_result, self._process_group)
         )
-        problem = next((rank_problem for _, rank_problem in rank_results if rank_problem), "")
+        problem = next((message for _, message in rank_results if message), "")
         if not is_first():
             if problem:
                 raise StageFailed(problem)

@@ -69,7 +69,7 @@ def service_variables(names: Sequence[str]) -> dict[str, str]:
     return {name: each for name, each in os.environ.items() if name in names or name.startswith(_SERVICE_PREFIXES)}
 
 
-def call_with_variables(variables: Mapping[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
+def call_with_environment(variables: Mapping[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
     """Set environment variables in this process, then call a function and return its result."""
     os.environ.update(variables)
     return function(*arguments)

@@ -26,7 +26,7 @@ from cosmos_core.config.schema.table import Table, all_fields, status, tables_in
 from cosmos_core.errors import ConfigError
 from cosmos_core.types import StageKind
 
-_GENERATION_NAMES = {"first": "Cosmos-RL", "later": "later Cosmos-RL", "ours": "ours"}
+_GENERATION_LABELS = {"first": "Cosmos-RL", "later": "later Cosmos-RL", "ours": "ours"}
 MAX_NAME = 200
 _TOML_TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "string"}
 
@@ -132,8 +132,8 @@ def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
 
 
 def _describe_field(name: str, table: type[Table], field: FieldInfo, table_statuses: Mapping[str, Status]) -> Key:
-    """Return the description of a field; a key is not used if its table, whose status is in `table_statuses`, is not
-    used."""
+    """Return the description of a field. The field of a table that this version does not use, by `table_statuses`, is
+    described as not used."""
     unit_mark: UnitMark | None = find_mark(field, UnitMark)
     introduced_in: IntroducedIn | None = find_mark(field, IntroducedIn)
     supported_values: SupportedValues | None = find_mark(field, SupportedValues)
@@ -150,7 +150,7 @@ def _describe_field(name: str, table: type[Table], field: FieldInfo, table_statu
         meaning=" ".join((field.description or _field_docstrings(table).get(name.rpartition(".")[2], "")).split()),
         status=key_status.name,
         note=key_status.note or (supported_values.note if supported_values else ""),
-        since=_GENERATION_NAMES["ours" if is_own_key else introduced_in.generation if introduced_in else "first"],
+        since=_GENERATION_LABELS["ours" if is_own_key else introduced_in.generation if introduced_in else "first"],
         is_table=bool(tables_in(field.annotation)),
     )
 

@@ -21,7 +21,7 @@ from cosmos_core.run.stage import PROFILES
 NUM_PROMPTS = 12
 """Number of prompts in the report; `samples.jsonl` contains all prompts."""
 _NUM_ROLLOUTS = 4  # number of rollouts shown from the first and from the last logged step of a training
-_NUM_OPERATORS = 10  # number of operators shown from a profiler trace
+_MAX_SHOWN_OPERATORS = 10  # number of operators shown from a profiler trace
 _MAX_SHOWN_SAMPLES = 4  # number of images or videos shown for one prompt
 _NUM_FILES = 40  # number of output files listed for a stage
 _REWARD_COLUMNS = ("items", "errors", "ready", "restarts", "retried", "seconds")
@@ -222,7 +222,7 @@ def operators(stage: StageRecord) -> list[ProfiledOperator]:
     """Return the operators that took the most time in the newest trace of a stage."""
     traces = sorted((stage.path / PROFILES).glob("*.operators.json"), key=lambda path: path.stat().st_mtime)
     entries = read_json(traces[-1]) if traces else None
-    return parsed(entries, ProfiledOperator)[:_NUM_OPERATORS] if isinstance(entries, list) else []
+    return parsed(entries, ProfiledOperator)[:_MAX_SHOWN_OPERATORS] if isinstance(entries, list) else []
 
 
 def completion_media(line: Sample) -> list[dict[str, Any]]:

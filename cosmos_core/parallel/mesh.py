@@ -138,7 +138,7 @@ def any_rank(flag: bool) -> bool:
 
 def first_error_of_ranks(problem: str | None) -> str | None:
     """Return on all ranks the `problem` of the lowest rank with a nonempty error message; None: no rank has one."""
-    return next((rank_problem for rank_problem in all_gather_object(problem) if rank_problem), None)
+    return next((message for message in all_gather_object(problem) if message), None)
 
 
 def send_heartbeat(beat: Callable[[], None]) -> None:

@@ -48,13 +48,13 @@ def boxed_math(to_be_evaluated: str, reference: str) -> float:
 def _keep_last_box(text: str) -> str:
     """Return the text from its last `\\boxed` on, because math-verify would combine several boxes to one result. The
     box and the numbers are normalised for its parser."""
-    box_matches = list(_BOX_COMMAND.finditer(text))
-    text = "\\boxed" + text[box_matches[-1].end() :] if box_matches else text
+    boxed_command_matches = list(_BOX_COMMAND.finditer(text))
+    text = "\\boxed" + text[boxed_command_matches[-1].end() :] if boxed_command_matches else text
     text = _SPACE_IN_NUMBER.sub("", re.sub("[°º]", r"^\\circ ", text))
     text = _SPACED_NUMBER.sub(lambda number: number[0].replace(" ", ""), text)
     text = _NUMBER_WITH_EXPONENT.sub(lambda n: format(Decimal(f"{n[1]}e{n[2] or n[3] or n[4]}"), "f"), text)
     text = _REPEATING_DECIMAL.sub(_convert_to_fraction, text)
-    if not box_matches:
+    if not boxed_command_matches:
         return text
     content, depth = text[len("\\boxed") :], 0
     for index, character in enumerate(content):

@@ -78,8 +78,8 @@ def _unscored_message(reward: str, name: str, groups: Sequence[ScoredGroup]) -> 
 
 
 def groups_of_rows(stage: Stage, splits: Sequence[str], num_frames: int | None) -> list[Group]:
-    """Return made-up completions of the first rows of splits. `num_frames`: number of frames of a made-up video, 1 for
-    an image; None if completions are text."""
+    """Return a group of made-up completions for each of the first rows of the splits, to try rewards without a model.
+    `num_frames`: number of frames of a made-up video, 1 for an image; None if completions are text."""
     prompts_of_split = _load_prompts(stage)
     size = stage.recipe.policy.diffusers.inference_size
     reference_column = getattr(stage.recipe.train.train_policy, "response_column_name", "")

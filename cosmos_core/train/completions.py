@@ -106,11 +106,11 @@ class CompletionLog:
             f"learned; take other prompts, rewards or a higher temperature",
         )  # fmt: skip
         completions = [each for scored_group in groups for each in scored_group.group.completions]
-        or_turns = " or rollout.multi_turn_config.max_assistant_turns" if completions[0].turns else ""
+        or_limit = " or rollout.multi_turn_config.max_assistant_turns" if completions[0].turns else ""
         self._warn_once(
             "truncated", all(each.finish_reason == "length" for each in completions),
             f"step {step}: all {len(completions)} completions end at the maximum length, none with the end token; "
-            f"raise rollout.max_response_length{or_turns} (with mask_truncated_completions nothing is learned of them)",
+            f"raise rollout.max_response_length{or_limit} (with mask_truncated_completions nothing is learned of them)",
         )  # fmt: skip
         self._recent_reward_means.append({name: mean for name, mean in reward_means(groups).items() if "/" not in name})
         opposed_message = _opposed_message(self._recent_reward_means)

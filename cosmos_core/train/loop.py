@@ -147,7 +147,7 @@ class Loop:
         it was validated."""
         if not self.validation.is_missing(self.step):
             return False
-        # The engine may lack the weights of the last step, because a further step was expected.
+        # The engine may lack the weights of the last step, which are sent before the next step only.
         self.validation.publish(self.step)
         self._log_validation(self.step, self._validation_metrics())
         return True

@@ -11,7 +11,7 @@ from cosmos_core.parallel.mesh import rank_number
 from cosmos_core.run.files import write_json
 from cosmos_core.run.stage import PROFILE_REQUEST_FILE, PROFILES, Stage
 
-_NUM_OPERATORS = 20
+_MAX_SAVED_OPERATORS = 20
 
 
 class StepProfiler:
@@ -96,5 +96,5 @@ def _slowest_operators(profile: profile) -> list[dict[str, Any]]:
             "ms": round(microseconds / 1000, 3),
             "share": round(microseconds / total_microseconds, 4),
         }
-        for microseconds, event in rows[:_NUM_OPERATORS]
+        for microseconds, event in rows[:_MAX_SAVED_OPERATORS]
     ]

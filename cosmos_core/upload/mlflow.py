@@ -20,7 +20,7 @@ from cosmos_core.upload.base import RECORD_FILE, is_publication_record, with_ver
 
 PUBLISHED_ALIAS = "published"
 VERSION = "cosmos.version"
-_HISTORY_TAG = "cosmos.history"
+_PUBLISHED_VERSIONS_TAG = "cosmos.history"
 _CHECK_TIMEOUT_SECONDS = 8.0
 
 
@@ -81,7 +81,7 @@ class MlflowTarget:
         """Return the versions to which the alias `published` has pointed, the current version last."""
         with self._translate_errors():
             current_version, registered_model = self._find_current_version(), self._model()
-            names = json.loads(registered_model.tags.get(_HISTORY_TAG, "[]")) if registered_model else []
+            names = json.loads(registered_model.tags.get(_PUBLISHED_VERSIONS_TAG, "[]")) if registered_model else []
         return with_version(names, current_version.tags.get(VERSION, "")) if current_version else []
 
     def versions(self) -> list[str]:
@@ -170,7 +170,7 @@ class MlflowTarget:
 
     def _move_alias(self, model_version: Any, history: list[str]) -> None:
         self.client.set_registered_model_alias(self.name, PUBLISHED_ALIAS, model_version.version)
-        self.client.set_registered_model_tag(self.name, _HISTORY_TAG, json.dumps(history))
+        self.client.set_registered_model_tag(self.name, _PUBLISHED_VERSIONS_TAG, json.dumps(history))
 
     def _list_artifact_sizes(self, run_id: str, path: str | None = None) -> dict[str, int]:
         sizes: dict[str, int] = {}

@@ -131,7 +131,7 @@ def _with_service_variables(stage: Stage, function: Callable[..., Any]) -> Calla
     need, because ranks and engines on a Ray cluster do not inherit them."""
     properties = importlib.import_module("cosmos_core.cluster.properties")
     names = (*stage.recipe.secret_env, *stage.recipe.rollout.multi_turn_config.tool_env)
-    return partial(properties.call_with_variables, properties.service_variables(names), function)
+    return partial(properties.call_with_environment, properties.service_variables(names), function)
 
 
 def run_rank(path: Path, program: Callable[..., Outcome], messages: Any) -> Outcome:

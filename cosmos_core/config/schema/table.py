@@ -102,7 +102,7 @@ class Table(BaseModel):
     def is_set(self, name: str) -> bool:
         """Return True if a field was set to another value than its default."""
         value, default = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
-        # A field whose default is None mostly takes its value from another table; False then counts as not set.
+        # A field whose default is None takes its value from another table if it is None; False then means the same.
         return name in self.model_fields_set and value != default and not (default is None and value is False)
 
     def derive(self, **values: Any) -> Self:
