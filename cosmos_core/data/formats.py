@@ -102,7 +102,7 @@ def _read_json_lines(path: Path) -> Iterator[Located]:
 
 def _parse_object(text: str, location: str) -> Row:
     try:
-        value = _JSON_DECODER.decode(text)
+        value = json.loads(text, parse_constant=_JSON_DECODER.parse_constant)
     except json.JSONDecodeError as error:
         if re.fullmatch(r"\s*\{(.*[\[{,])?\s*", text) and error.pos >= len(text.rstrip()):
             raise DataError(

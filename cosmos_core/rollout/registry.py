@@ -19,7 +19,7 @@ from cosmos_core.types import Group, Prompt, Sampling
 
 FALLBACK_ENGINE = "hf"
 _REMOVED_FROM_VLLM = frozenset({"MllamaForConditionalGeneration"})
-"""Architectures of Llama 3.2 Vision, which vLLM had; see `_PREVIOUSLY_SUPPORTED_MODELS` of its registry."""
+"""Architectures of Llama 3.2 Vision, which vLLM had; see its registry of models."""
 
 logger = logging.getLogger(__name__)
 

@@ -70,7 +70,9 @@ def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str,
     model, return the record of the version before it, so that a resumed run compares no model with itself."""
     target: Any = open_target(stage.config.target)
     record: dict[str, Any] | None = target.published()
-    versions = target.history() if hasattr(target, "record_of") else []
+    if not hasattr(target, "record_of"):  # a target of a user need not keep earlier versions
+        return record
+    versions = target.history()
     while record and record.get("run_id") == stage.run_path.name and metrics.items() <= record["metrics"].items():
         versions = versions[:-1]
         record = target.record_of(versions[-1]) if versions else None
