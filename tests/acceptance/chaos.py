@@ -69,6 +69,7 @@ class Chaos:
     def __init__(self, folder: Path, seed: int, database: str) -> None:
         self.random = random.Random(seed)
         self.orchestra = Orchestra(folder / "server")
+        del self.orchestra.environment["PREFECT_SERVER_EVENTS_PROACTIVE_GRANULARITY"]  # dead flow runs are looked for
         if database:
             self.orchestra.environment["PREFECT_API_DATABASE_CONNECTION_URL"] = database
         self.workspace = Workspace(folder / "runs")

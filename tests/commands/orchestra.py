@@ -39,6 +39,8 @@ class Orchestra:
             "PREFECT_API_URL": self.url,
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
             "PREFECT_WORKER_QUERY_SECONDS": "1",
+            # On SQLite a server that reads its automations again while one is changed waits for itself for ever.
+            "PREFECT_SERVER_EVENTS_PROACTIVE_GRANULARITY": "PT1H",
             "OMP_NUM_THREADS": "1",
         }
         mine = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT")}
