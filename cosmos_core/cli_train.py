@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -233,10 +232,12 @@ def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] 
     # No shell expands `~` in what a person types into `cosmos init`, or in `--model=~/model`.
     paths = {name: os.path.expanduser(command_options.get(name, "")) for name in ("model", "data")}
     local_paths = {name: local_copy(path, Path("outputs")) for name, path in paths.items()}
-    tables = (nest_value(k[1:], value) for k, value in settings.items() if ".".join(k).startswith("custom."))
-    custom: dict[str, Any] = reduce(lambda base, table: merge(base, table), tables, {})
-    options_by_name = dict(command_options, **local_paths, rows=rows, custom=custom)
-    options = json.dumps(options_by_name, default=str)
+    custom: dict[str, Any] = {}
+    for keys, value in settings.items():
+        table = nest_value(keys[1:], value)  # of `custom.dataset.media_path=images`, and of `custom={...}`
+        if f"{'.'.join(keys)}.".startswith("custom.") and isinstance(table, dict):
+            custom = merge(custom, table)
+    options = json.dumps(dict(command_options, **local_paths, rows=rows, custom=custom), default=str)
     command = [sys.executable, "-m", "cosmos_core.train.propose", options]
     completed_process = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed_process.returncode == EXIT_USAGE:
