@@ -102,7 +102,8 @@ def _read_json_lines(path: Path) -> Iterator[Located]:
 
 def _parse_object(text: str, location: str) -> Row:
     try:
-        value = json.loads(text, parse_constant=_JSON_DECODER.parse_constant)
+        # `json.loads` with arguments makes a decoder for each row; alone it names a byte order mark in its error.
+        value = json.loads(text) if text.startswith("\ufeff") else _JSON_DECODER.decode(text)
     except json.JSONDecodeError as error:
         if re.fullmatch(r"\s*\{(.*[\[{,])?\s*", text) and error.pos >= len(text.rstrip()):
             raise DataError(
