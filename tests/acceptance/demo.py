@@ -17,6 +17,7 @@ from cosmos_core.run.progress import read_metrics
 from tests.conftest import Workspace
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo" / "arithmetic.toml"
+ACCURACY = "validation/accuracy"
 DIFFERENCE = "rollout/logprob_difference_max"
 LARGEST_DIFFERENCE = 1e-4
 OVERHEAD_SECONDS = 25.0
@@ -76,6 +77,11 @@ def largest_difference(workspace: Workspace) -> float:
 def curves(workspace: Workspace, stage: str) -> list[dict[str, Any]]:
     """Lines of a stage's `metrics.jsonl`; none before it was begun."""
     return read_metrics(workspace.stage(stage) / "metrics.jsonl")
+
+
+def accuracy_before_grpo(workspace: Workspace) -> float:
+    """Held-out accuracy of the validation before the first step of GRPO, which is that after SFT."""
+    return float(next(line[ACCURACY] for line in curves(workspace, "grpo") if ACCURACY in line))
 
 
 def figures(workspace: Workspace, stage: str) -> list[dict[str, Any]]:

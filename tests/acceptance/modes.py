@@ -30,7 +30,6 @@ ALGORITHMS = {
         f"{_POLICY}.unbiased_loss_max_tokens=8",
     ],
 }
-_ACCURACY = "validation/accuracy"
 
 
 def prove(folder: Path) -> Proof:
@@ -45,9 +44,9 @@ def prove(folder: Path) -> Proof:
         after = {}
         for way, changed in {**MODES, **ALGORITHMS}.items():
             demo.run_to_end(workspace, [*settings(seed), *changed], config)
-            after[way] = 100 * demo.metrics(workspace, "grpo-accuracy")[_ACCURACY]
+            after[way] = 100 * demo.metrics(workspace, "grpo-accuracy")[demo.ACCURACY]
             logger.info("seed %d, %s: %.1f %%", seed, way, after[way])
-        before = 100 * demo.metrics(workspace, "sft-accuracy")[_ACCURACY]
+        before = 100 * demo.accuracy_before_grpo(workspace)
         of_modes = [after[way] for way in MODES]
         is_met &= max(of_modes) - min(of_modes) <= POINTS and min(after.values()) >= before + LIFT_POINTS
         rows.append([seed, *(f"{value:.1f} %" for value in (before, *after.values()))])

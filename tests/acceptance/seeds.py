@@ -14,7 +14,6 @@ logger = logging.getLogger(__name__)
 
 SEEDS = (41, 42, 43)
 LIFT_POINTS = 25.0
-_ACCURACY = "validation/accuracy"
 
 
 def settings(seed: int) -> list[str]:
@@ -30,7 +29,8 @@ def prove(folder: Path) -> Proof:
     for seed in SEEDS:
         workspace = Workspace(folder / f"seed_{seed}")
         timed = demo.run_to_end(workspace, settings(seed))
-        before, after = (100 * demo.metrics(workspace, f"{name}-accuracy")[_ACCURACY] for name in ("sft", "grpo"))
+        before = 100 * demo.accuracy_before_grpo(workspace)
+        after = 100 * demo.metrics(workspace, "grpo-accuracy")[demo.ACCURACY]
         difference, lift = demo.largest_difference(workspace), after - before
         is_met = (
             lift >= LIFT_POINTS
