@@ -36,7 +36,7 @@ from cosmos_core.models.compiled import compile_blocks
 from cosmos_core.models.denoiser import Denoiser
 from cosmos_core.models.flow import flow_schedule
 from cosmos_core.models.freeze import mark_trained_weights
-from cosmos_core.models.open_diffusion import recompute_blocks
+from cosmos_core.models.recompute import recompute_activations
 from cosmos_core.rollout.flow_path import denoise
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.rollout_feed import training_sampling
@@ -59,7 +59,7 @@ class Bench:
         torch.manual_seed(0)
         with self.device:
             model = shape.make(**({"layers": options.layers} if options.layers else {}))
-        recompute_blocks(model, True)
+        recompute_activations(model, True)
         mark_trained_weights(model, self.recipe.policy, family.lora_targets)
         if options.compile:
             compile_blocks(model)

@@ -210,13 +210,11 @@ def plan(
         from cosmos_core.launch.cost import cost_table, costs
         from cosmos_core.launch.estimate import estimate_stages_in_worker, estimate_table
         from cosmos_core.launch.gpus import num_reserved_gpus
-        from cosmos_core.run.estimated import save_estimate
+        from cosmos_core.run.gpu_time import save_estimate
 
         estimates, mesh_gpus = list(estimate_stages_in_worker(pipeline, decisions)), check_meshes(pipeline)
-        num_gpus = {
-            stage.name: num_reserved_gpus(pipeline.kind_of(stage), pipeline.recipes[stage.name])
-            for stage in unpinned_pipeline.stages
-        }
+        kind_of, recipes = pipeline.kind_of, pipeline.recipes
+        num_gpus = {s.name: num_reserved_gpus(kind_of(s), recipes[s.name]) for s in unpinned_pipeline.stages}
         console.print(estimate_table(estimates, mesh_gpus, pipeline.config.gpus_per_node))
         machine_spec = machine_of(pipeline.config, on, dict(estimates).values())
         stage_costs = costs(pipeline, decisions, dict(estimates), num_gpus | mesh_gpus, output_dir, machine_spec)

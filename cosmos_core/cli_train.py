@@ -123,17 +123,14 @@ def init() -> None:
     method = typer.prompt(f"What shall be done? {', '.join(METHODS)}", default=SFT.command)
     if method not in METHODS:
         raise ConfigError(f"{method!r} is none of {', '.join(METHODS)}")
-    command_options = {"method": method}
-    command_options["model"] = typer.prompt("Which model? A folder or a Hub id", default="Qwen/Qwen3-0.6B")
-    command_options["data"] = typer.prompt("Which rows? A file, a folder or a Hub id")
+    model = typer.prompt("Which model? A folder or a Hub id", default="Qwen/Qwen3-0.6B")
+    data = typer.prompt("Which rows? A file, a folder or a Hub id")
+    command_options = {"method": method, "model": model, "data": data}
     if METHODS[method].needs_reward:
         command_options["reward"] = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
     settings = _propose_settings(command_options)
-    path = _write_recipe(
-        command_options,
-        settings,
-        typer.prompt("Where to write the recipe?", default=str(_make_recipe_path(command_options, ""))),
-    )
+    default_path = str(_make_recipe_path(command_options, ""))
+    path = _write_recipe(command_options, settings, typer.prompt("Where to write the recipe?", default=default_path))
     if typer.confirm(f"saved as {path}. Run it now?"):
         _exec_run(path, [])
     typer.echo(f"run it with: cosmos run {path}")
@@ -290,15 +287,16 @@ def _write_recipe(command_options: dict[str, str], settings: list[tuple[str, Any
             except OSError as error:  # not every file system has locks
                 is_free = not isinstance(error, BlockingIOError)
             existing_text = path.read_text(encoding="utf-8", errors="replace")
-            if existing_text != text and not is_free:
+            if existing_text == text:
+                return path
+            if not is_free:
                 raise ConfigError(f"{path} is the recipe of a command that still runs; write another with --save FILE")
             first_line, _, recipe_body = existing_text.partition("\n")
             digest = hashlib.sha256(recipe_body.encode()).hexdigest()[:16]
-            if existing_text not in {"", text} and first_line != f"{_FILE_HEADER}{digest}":
+            if existing_text and first_line != f"{_FILE_HEADER}{digest}":
                 remedy = f"run it with cosmos run {path}, or write another with --save FILE"
                 raise ConfigError(f"{path} is there and was edited; {remedy}")
-            if existing_text != text:
-                path.write_text(text, encoding="utf-8")
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         remedy = "name a file in a folder that exists with --save"
         raise ConfigError(f"{path}: the recipe cannot be written: {error.strerror}; {remedy}") from error

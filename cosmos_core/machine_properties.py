@@ -49,7 +49,11 @@ class MachineProperties:
 
 def measure(libraries: Sequence[str] = ()) -> MachineProperties:
     """Return the hardware and the versions of the libraries as this process sees them."""
-    versions = {name: installed_version for name in libraries if (installed_version := _find_installed_version(name))}
+    versions = {}
+    for name in libraries:
+        with suppress(PackageNotFoundError):
+            if found := version(name):  # None if the metadata of the package are damaged
+                versions[name] = found
     gpus = tuple(name for name, _ in _list_visible_gpus())
     threads, missing_requirement = len(os.sched_getaffinity(0)), _find_missing_compiler(has_gpus=bool(gpus))
     return MachineProperties(platform.node(), gpus, threads, versions, missing_requirement)
@@ -58,12 +62,10 @@ def measure(libraries: Sequence[str] = ()) -> MachineProperties:
 def _find_missing_compiler(*, has_gpus: bool) -> str:
     """Return a description of what is missing for compiling kernels: a C compiler for Triton on a GPU, a C++ compiler
     on a CPU, or Python.h; empty if nothing is missing."""
-    compiler_variable, names, language_name = (
-        ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
-    )
-    command = os.environ.get(compiler_variable, "").split()
+    variable, names, language = ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
+    command = os.environ.get(variable, "").split()
     if not any(shutil.which(name) for name in command[:1] or names):
-        return f"a {language_name} compiler ({' '.join(command) or names[0]} was not found)"
+        return f"a {language} compiler ({' '.join(command) or names[0]} was not found)"
     header = Path(sysconfig.get_path("include")) / "Python.h"
     return "" if header.is_file() else f"Python's headers ({header} was not found)"
 
@@ -94,10 +96,8 @@ def _measure_machine(
     program_module = "cosmos_core.cluster.properties" if cluster else "cosmos_core.machine_properties"
     command = [python or sys.executable, "-m", program_module, *libraries]
     try:
-        completed_process = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=_MEASURE_TIMEOUT_SECONDS
-        )
-        properties = MachineProperties(**json.loads(completed_process.stdout.splitlines()[-1]))
+        output = subprocess.check_output(command, stderr=subprocess.PIPE, text=True, timeout=_MEASURE_TIMEOUT_SECONDS)
+        properties = MachineProperties(**json.loads(output.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
         if cluster:
             reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
@@ -148,21 +148,12 @@ def _find_gpu(pynvml: Any, gpu_handles: Sequence[Any], device_entry: str) -> Any
     if device_entry.isdigit():
         return gpu_handles[int(device_entry)] if int(device_entry) < len(gpu_handles) else None
     if device_entry.startswith("MIG-"):
-        with suppress(pynvml.NVMLError):
+        try:
             return pynvml.nvmlDeviceGetHandleByUUID(device_entry)
-        return None
-    matching_handles = [
-        gpu_handle
-        for gpu_handle in gpu_handles
-        if device_entry and str(pynvml.nvmlDeviceGetUUID(gpu_handle)).startswith(device_entry)
-    ]
-    return matching_handles[0] if len(matching_handles) == 1 else None
-
-
-def _find_installed_version(name: str) -> str | None:
-    with suppress(PackageNotFoundError):
-        return version(name)
-    return None
+        except pynvml.NVMLError:
+            return None
+    matches = [each for each in gpu_handles if str(pynvml.nvmlDeviceGetUUID(each)).startswith(device_entry)]
+    return matches[0] if device_entry and len(matches) == 1 else None
 
 
 @cache
@@ -170,11 +161,8 @@ def git_commit() -> str:
     """Return the commit of the clone that this process runs; empty outside of a clone."""
     if shutil.which("git") is None:
         return ""
-    folder = Path(__file__).parent
-    completed_process = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False
-    )
-    return completed_process.stdout.strip()
+    command, folder = ["git", "rev-parse", "HEAD"], Path(__file__).parent
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -66,9 +66,7 @@ def find_secret_spans(text: str) -> Iterator[tuple[int, int]]:
             yield match.span()
     for match in _LONG_WORD.finditer(text):
         adjacent_characters = text[max(0, match.start() - 1) : match.start()] + text[match.end() : match.end() + 1]
-        is_separate_word = match[0].rstrip("=").isalnum() and not any(
-            character in "/.:" for character in adjacent_characters
-        )
+        is_separate_word = match[0].rstrip("=").isalnum() and not any(c in "/.:" for c in adjacent_characters)
         alphanumeric_runs = re.findall("[A-Za-z0-9]{10,}", match[0])
         is_random_base64 = len(match[0]) >= 32 and _mean_piece_length(match[0]) < 2.4
         if any(_is_secret_word(run, is_separate_word) for run in alphanumeric_runs if len(run) >= 20) or (

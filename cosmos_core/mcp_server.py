@@ -138,11 +138,9 @@ async def _run_if_confirmed(response: ElicitationResult[Confirmation], *command:
 
 def _build_command(*command_words: str) -> list[str]:
     """Return the command line of a `cosmos` command without empty words at its end; refuse options among the words."""
-    if option_words := [command_word for command_word in command_words if command_word.startswith("-")]:
+    if option_words := [word for word in command_words if word.startswith("-")]:
         raise ToolError(f"{option_words[0]!r} begins with a hyphen, as an option does; give a name or a path")
-    num_words = max(
-        (word_number for word_number, command_word in enumerate(command_words, start=1) if command_word), default=0
-    )
+    num_words = max((i for i, word in enumerate(command_words, start=1) if word), default=0)
     return [sys.executable, "-m", "cosmos_core", *command_words[:num_words]]
 
 
@@ -153,12 +151,9 @@ async def _run_cosmos(*command_words: str) -> str:
         ToolError: the command failed; the message is its output.
     """
     command = _build_command(*command_words)
-    completed_process = await asyncio.to_thread(
+    done = await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, stdin=subprocess.DEVNULL
     )
-    if completed_process.returncode:
-        raise ToolError(
-            f"exit code {completed_process.returncode}: "
-            f"{completed_process.stderr.strip() or completed_process.stdout.strip()}"
-        )
-    return f"{completed_process.stderr}{completed_process.stdout}".strip()
+    if done.returncode:
+        raise ToolError(f"exit code {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
+    return f"{done.stderr}{done.stdout}".strip()

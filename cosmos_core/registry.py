@@ -186,13 +186,13 @@ def _find_code_file(path: str) -> Path:
         if not os.path.isfile(module_name):  # Path.is_file raises an error for a name that is too long
             raise ConfigError(f"{path!r}: file {module_name} does not exist")
         return Path(module_name)
-    search_folders: list[str] | None = [os.getcwd(), *sys.path]
-    spec: ModuleSpec | None = None
-    for name_part in module_name.split("."):
-        spec = PathFinder.find_spec(name_part, search_folders) if search_folders is not None else None
-        if spec is None and search_folders is not None and name_part == module_name.split(".")[0]:
-            spec = importlib.util.find_spec(name_part) if name_part else None  # an import hook may provide the module
-        search_folders = list(spec.submodule_search_locations) if spec and spec.submodule_search_locations else None
+    package, *names = module_name.split(".")
+    spec: ModuleSpec | None = PathFinder.find_spec(package, [os.getcwd(), *sys.path])
+    if spec is None and package:  # an import hook may provide the module
+        spec = importlib.util.find_spec(package)
+    for name in names:
+        folders = spec.submodule_search_locations if spec else None
+        spec = PathFinder.find_spec(name, list(folders)) if folders else None
     if spec is None or not spec.origin or not Path(spec.origin).is_file():
         raise ConfigError(f"{path!r}: module {module_name!r} was not found")
     return Path(spec.origin)

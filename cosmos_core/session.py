@@ -232,11 +232,11 @@ def _run_to_completion(run_flow: Callable[[], Any], folder: Path, function: Any 
         raise flow_result
     if isinstance(flow_result, UnfinishedRun):
         return "a stage was called with the future of a stage that failed"
-    is_user_error = (
-        function is not None and isinstance(flow_result, Exception) and flow_result.__traceback__ is not None
-    )
-    location = f" ({location_of(flow_result, function)})" if is_user_error and state.name != "TimedOut" else ""
-    return "" if state.is_completed() else f"{state.message}{location}"
+    if state.is_completed():
+        return ""
+    is_located = function is not None and isinstance(flow_result, Exception) and flow_result.__traceback__ is not None
+    location = f" ({location_of(flow_result, function)})" if is_located and state.name != "TimedOut" else ""
+    return f"{state.message}{location}"
 
 
 def _raise_interrupt(signal_number: int, stack_frame: object) -> None:

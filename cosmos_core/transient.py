@@ -75,10 +75,9 @@ def _find_http_status(error: BaseException) -> int:
     the response table of botocore; 0 if the error has no status."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
-        response = response.get("ResponseMetadata")
-        status = response.get("HTTPStatusCode") if isinstance(response, dict) else None
+        metadata = response.get("ResponseMetadata")
+        found = [metadata.get("HTTPStatusCode") if isinstance(metadata, dict) else None]
     else:
-        status = (
-            getattr(response, "status_code", None) or getattr(error, "code", None) or getattr(error, "status", None)
-        )
+        found = [getattr(response, "status_code", None), getattr(error, "code", None), getattr(error, "status", None)]
+    status = next(filter(None, found), None)
     return status if isinstance(status, int) else 0

@@ -67,12 +67,9 @@ def post_train(
 
 def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: str = "") -> Run:
     """Return the run to execute: an existing run directory, the run that an earlier attempt of the same flow run
-    created, the existing run `run_id` if its configuration is the same, or a new run.
-
-    Raises:
-        ConfigError: the configuration is wrong or differs from that of the existing run, or a publication target or
-            an artifact store cannot be written.
-    """
+    created, the existing run `run_id` if its configuration is the same, or a new run. Raises `ConfigError` if the
+    configuration is wrong or differs from that of the existing run, or a publication target or an artifact store cannot
+    be written."""
     kinds = all_kinds()
     path = Path(config).expanduser()
     if path.is_dir():

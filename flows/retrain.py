@@ -1,5 +1,4 @@
-"""Flow `retrain`, started by a schedule: if data or settings have changed, train, compare with the published model, and
-publish.
+"""Flow `retrain` for a schedule: if data or settings have changed, train, compare with the published model, publish.
 
 Data is compared by content: a new modification time, or a new listing of the same content, starts no training; a new
 commit of a data set on the Hub does. Only one flow run of a schedule works at a time, on all machines; see
@@ -28,6 +27,7 @@ from prefect.states import Completed, State
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.inputs import source_of
 from cosmos_core.config.mesh import resolve_gpus
+from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import EXIT_REFUSED, ConfigError, DataError, ModelError
 from cosmos_core.run import liveness
 from cosmos_core.run.directory import Run, claim, open_run
@@ -137,14 +137,14 @@ def _find_idle_state(
     return None
 
 
-def _open_unfinished_run(pipeline: Pipeline, digest: str, latest_state: RetrainState | None) -> Run | None:
+def _open_unfinished_run(pipeline: Pipeline, digest: str, latest: RetrainState | None) -> Run | None:
     """Return the run of the last retraining if it has the same content digest and has not ended; otherwise None."""
-    if latest_state is None or latest_state.digest != digest:
+    if latest is None or latest.digest != digest:
         return None
-    path = _get_run_path(pipeline, latest_state.run_id)
+    path = _get_run_path(pipeline, latest.run_id)
     if not (path / "pipeline.toml").is_file():
         return None
-    get_run_logger().info("run %s did not end: it is continued", latest_state.run_id)
+    get_run_logger().info("run %s did not end: it is continued", latest.run_id)
     return open_run(path, all_kinds())
 
 
@@ -164,12 +164,13 @@ def _has_same_content(pipeline: Pipeline, digest: str) -> bool:
 
 def _stages_before_publication(run: Run) -> list[str]:
     """Return the names of the stages that neither publish a model nor depend on a stage that publishes one."""
-    last = set[str]().union(*map(run.pipeline.with_dependents, _list_publishing_stages(run)))
+    publishing_stages = [stage.name for stage in _list_publishing_stages(run.pipeline)]
+    last = set[str]().union(*map(run.pipeline.with_dependents, publishing_stages))
     return [stage.name for stage in run.pipeline.stages if stage.name not in last]
 
 
-def _list_publishing_stages(run: Run) -> list[str]:
-    return [stage.name for stage in run.pipeline.stages if run.pipeline.kind_of(stage).makes == "publication"]
+def _list_publishing_stages(pipeline: Pipeline) -> list[StageConfig]:
+    return [stage for stage in pipeline.stages if pipeline.kind_of(stage).makes == "publication"]
 
 
 def _train_and_publish(
@@ -183,10 +184,9 @@ def _train_and_publish(
         liveness.note_approval(run.path, approval)  # without an approval, `cosmos resume` refuses to publish
         state = run_stages(run, first_stages)
         if not state.is_completed():
-            states = map(read_state, map(run.stage_path, first_stages))
-            failed_states = [stage_state for stage_state in states if stage_state.state == "failed"]
-            if failed_states and all(stage_state.exit_code == EXIT_REFUSED for stage_state in failed_states):
-                message = f"run {run.id}: {'; '.join(stage_state.error for stage_state in failed_states)}"
+            failed = [each for name in first_stages if (each := read_state(run.stage_path(name))).state == "failed"]
+            if failed and all(each.exit_code == EXIT_REFUSED for each in failed):
+                message = f"run {run.id}: {'; '.join(each.error for each in failed)}"
                 return Completed(name="NotPromoted", message=message), "refused"
             return state, ""
     if approval is not None and not _is_approved(run, approval):
@@ -229,7 +229,7 @@ def _list_stages_to_run(run: Run, names: list[str]) -> list[str]:
 
 def _compute_models_digest(run: Run) -> str:
     """Return one digest of all models to publish. An approval is valid only for the models with this digest."""
-    references = sorted({run.pipeline.stage(name).model for name in _list_publishing_stages(run)})
+    references = sorted({stage.model for stage in _list_publishing_stages(run.pipeline)})
     results = [read_result(run.stage_path(source_of(model) or "")) for model in references]
     digests = [(model, result["digest"] if result else "") for model, result in zip(references, results, strict=True)]
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
@@ -238,7 +238,7 @@ def _compute_models_digest(run: Run) -> str:
 def starting_from_published(pipeline: Pipeline) -> list[str]:
     """Return overrides that start each training that depends on no other training from the published model; an empty
     list if no model was published yet, or if the publication target lacks `where`, which returns a model's address."""
-    targets = [s.target for s in pipeline.stages if pipeline.kind_of(s).makes == "publication"]
+    targets = [stage.target for stage in _list_publishing_stages(pipeline)]
     readable_targets = [target for target in targets if not target.startswith("mlflow://")]
     if targets and not readable_targets:
         raise ConfigError(f"start = 'published': no training reads {targets[-1]}; publish to a folder or s3:// too")
@@ -246,25 +246,24 @@ def starting_from_published(pipeline: Pipeline) -> list[str]:
     record, get_address = (target.published() if target else None), getattr(target, "where", None)
     if record is None or get_address is None or "version" not in record:
         return []
-    published_address, revision = str(get_address(str(record["version"]))), ""
-    if published_address.startswith("hub://"):
-        published_address, _, revision = published_address.removeprefix("hub://").partition("@")
+    address, revision = str(get_address(str(record["version"]))), ""
+    if address.startswith("hub://"):
+        address, _, revision = address.removeprefix("hub://").partition("@")
     overrides = []
     for stage in pipeline.stages:
-        if not pipeline.kind_of(stage).trains_model or _depends_on_training(pipeline, stage.name):
+        if not pipeline.kind_of(stage).trains_model or _depends_on_training(pipeline, stage):
             continue
         key = "model" if stage.model else "policy.model_name_or_path"
-        choice = pipeline.branch_selector(stage.name)
+        name, choice = stage.name, pipeline.branch_selector(stage.name)
         # Overrides use stage names of the file: branches of a grid come from one stage, named like the select stage.
-        is_grid = choice is not None and choice.sweep is not None and any(b.settings for b in choice.sweep.branches)
-        name = choice.name if choice is not None and is_grid else stage.name
-        overrides.append(f"{name}.{key}={published_address}")
+        if choice is not None and choice.sweep is not None and any(each.settings for each in choice.sweep.branches):
+            name = choice.name
+        overrides.append(f"{name}.{key}={address}")
         overrides += [f"{name}.policy.model_revision={revision}"] if revision else []
     return list(dict.fromkeys(overrides))
 
 
-def _depends_on_training(pipeline: Pipeline, name: str) -> bool:
-    stage = pipeline.stage(name)
+def _depends_on_training(pipeline: Pipeline, stage: StageConfig) -> bool:
     while (source_stage := source_of(pipeline.starts_from(stage))) is not None:
         stage = pipeline.stage(source_stage)
         if pipeline.kind_of(stage).trains_model:

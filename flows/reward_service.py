@@ -73,9 +73,6 @@ def _is_service_needed(client: SyncPrefectClient, block: str, of_flow_run: str) 
 def _get_local_address() -> str:
     """Return the IP address of this machine in the network of the Prefect server."""
     server_url = urlsplit(get_current_settings().api.url or "http://127.0.0.1:4200/api")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
-        probe_socket.connect(
-            (server_url.hostname or "127.0.0.1", server_url.port or 443)
-        )  # a UDP connect sends no packet
-        address: str = probe_socket.getsockname()[0]
-    return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:  # a UDP connect sends no packet
+        probe_socket.connect((server_url.hostname or "127.0.0.1", server_url.port or 443))
+        return str(probe_socket.getsockname()[0])

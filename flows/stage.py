@@ -36,15 +36,11 @@ def stage(run: str, name: str) -> Any:
 
 
 def check_inputs(run: Run, name: str) -> None:
-    """Verify that every stage in `after` has an unaltered result.
-
-    Raises:
-        ConfigError: the stage does not exist, or a stage in its `after` has no result or an altered one.
-    """
+    """Verify that every stage in `after` has an unaltered result. Raises `ConfigError` if the stage does not exist, or
+    a stage in its `after` has no result or an altered one."""
     for upstream in run.pipeline.stage(name).after:
         result = read_result(run.stage_path(upstream))
-        problem = "it is not done" if result is None else find_damage(run.stage_path(upstream), result)
-        if problem:
+        if problem := find_damage(run.stage_path(upstream), result) if result else "it is not done":
             raise ConfigError(
                 f"{run.path}: stage {name!r} starts from {upstream!r}, but {problem}; run stage {upstream!r} first, or "
                 f"the whole: cosmos resume {shlex.quote(str(run.path))}"

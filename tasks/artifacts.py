@@ -1,8 +1,7 @@
-"""Publish artifacts in Prefect's UI: for each stage a progress bar, a table of metrics, the curves as an image, samples
-and a final card; for the run one card at its end.
+"""Artifacts in Prefect's UI: for each stage a progress bar, a table of metrics, the curves as an image, samples and a
+final card; for the run one card at its end. If the Prefect server does not respond, a warning is logged.
 
-Prefect keeps every version of an artifact, so each artifact except the progress bar is written at most twice per
-minute. If the Prefect server does not respond, a warning is logged and the stage continues.
+Prefect keeps every version of an artifact, so each one except the progress bar is written at most twice per minute.
 """
 
 import hashlib
@@ -11,7 +10,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import copy_context
 from functools import partial
@@ -43,9 +42,7 @@ from tasks.naming import user_name
 
 logger = logging.getLogger(__name__)
 
-_PROGRESS_PERIOD_SECONDS = 3.0
-_TABLE_PERIOD_SECONDS = 30.0
-_SAMPLES_PERIOD_SECONDS = 600.0
+_PERIOD_SECONDS = {"progress": 3.0, "metrics": 30.0, "samples": 600.0}
 _MAX_TABLE_ROWS = 20
 _MAX_PLOTTED_LINES = 10_000
 _MAX_LETTERS = 1000  # maximum number of characters of one prompt or completion in a table
@@ -64,34 +61,33 @@ class StageArtifacts:
         self._key = _make_artifact_key(pipeline.name, stage_path.name)
         self._is_private = bool(pipeline.private)
         self._run_description = f"run {stage_path.parent.parent.name} of {user_name()}"
-        self._next_samples_time = time.monotonic() + _SAMPLES_PERIOD_SECONDS
         self._progress_id: UUID | None = None
-        self._next_progress_time = 0.0
-        self._next_table_time = time.monotonic() + _TABLE_PERIOD_SECONDS
+        self._next_times = {name: time.monotonic() + seconds for name, seconds in _PERIOD_SECONDS.items()}
+        self._next_times["progress"] = 0.0
         self._thread: threading.Thread | None = None
 
     def update(self, progress: Position) -> None:
         """Publish the progress of the worker every 3 s, its metrics every 30 s and its samples every 10 minutes, in a
         thread: Prefect repeats a request to a server that does not respond for minutes."""
-        is_due = time.monotonic() >= min(self._next_progress_time, self._next_table_time, self._next_samples_time)
+        is_due = time.monotonic() >= min(self._next_times.values())
         if is_due and not (self._thread and self._thread.is_alive()):
-            run_publish = partial(copy_context().run, self._publish, progress)
-            self._thread = threading.Thread(target=run_publish, name="artifacts", daemon=True)
+            arguments = (self._publish, progress)
+            self._thread = threading.Thread(target=copy_context().run, args=arguments, name="artifacts", daemon=True)
             self._thread.start()
 
     def _publish(self, progress: Position) -> None:
+        percent = 100.0 * progress.step / progress.total if progress.total else None
         now = time.monotonic()
+        shows: dict[str, Callable[[], None]] = {
+            "progress": partial(self._show_progress, percent),
+            "metrics": self._show_metrics,
+            "samples": self._show_samples,
+        }
         with log_ui_errors():
-            if now >= self._next_progress_time:
-                self._next_progress_time = now + _PROGRESS_PERIOD_SECONDS
-                if progress.total:
-                    self._show_progress(100.0 * progress.step / progress.total)
-            if now >= self._next_table_time:
-                self._next_table_time = now + _TABLE_PERIOD_SECONDS
-                self._show_metrics()
-            if now >= self._next_samples_time:
-                self._next_samples_time = now + _SAMPLES_PERIOD_SECONDS
-                self._show_samples()
+            for name, show in shows.items():
+                if now >= self._next_times[name]:
+                    self._next_times[name] = now + _PERIOD_SECONDS[name]
+                    show()
 
     def finish(self, result: Result) -> None:
         """Publish the final artifacts of a stage: the full progress bar, the last metrics, the curves and a card."""
@@ -119,27 +115,19 @@ class StageArtifacts:
         if self._is_private:
             return
         if lines := completions.newest_completions(self._stage_path, _MAX_TABLE_ROWS):
-            create_table_artifact(
-                [_make_sample_row(line, self._stage_path) for line in lines],
-                key=f"{self._key}-samples",
-                description=f"Samples, {self._run_description}",
-            )
+            rows = [_make_sample_row(line, self._stage_path) for line in lines]
+            create_table_artifact(rows, f"{self._key}-samples", f"Samples, {self._run_description}")
         if (grid_path := gallery.newest_grid_file(self._stage_path)) is not None:
-            create_image_artifact(
-                image_url=gallery.make_data_uri("image/png", grid_path.read_bytes()),
-                key=f"{self._key}-drawings",
-                description=f"{grid_path.parent.name}, {self._run_description}",
-            )
+            image_url = gallery.make_data_uri("image/png", grid_path.read_bytes())
+            description = f"{grid_path.parent.name}, {self._run_description}"
+            create_image_artifact(image_url, f"{self._key}-drawings", description)
 
-    def _show_progress(self, percent: float) -> None:
-        if self._progress_id is None:
-            artifact_id = create_progress_artifact(
-                progress=percent,
-                key=f"{self._key}-progress",
-                description=f"{self._stage_path.name}, {self._run_description}",
-            )
+    def _show_progress(self, percent: float | None) -> None:
+        if percent is not None and self._progress_id is None:
+            description = f"{self._stage_path.name}, {self._run_description}"
+            artifact_id = create_progress_artifact(percent, f"{self._key}-progress", description)
             self._progress_id = artifact_id if isinstance(artifact_id, UUID) else None
-        else:
+        elif percent is not None and self._progress_id is not None:
             update_progress_artifact(self._progress_id, progress=percent)
 
     def _show_metrics(self) -> None:
@@ -148,17 +136,12 @@ class StageArtifacts:
             return
         while len(lines) > _MAX_PLOTTED_LINES:  # a long training must not slow down the flow or fill its memory
             del lines[: len(lines) // 2 : 2]
-        keys = ["step", *sorted({key for line in lines[-_MAX_TABLE_ROWS:] for key in line} - {"step", "time"})]
-        create_table_artifact(
-            [{key: _to_json_value(line.get(key)) for key in keys} for line in lines[-_MAX_TABLE_ROWS:]],
-            key=f"{self._key}-metrics",
-            description=f"Newest steps, {self._run_description}",
-        )
-        create_image_artifact(
-            image_url=gallery.make_data_uri("image/png", curves(lines)),
-            key=f"{self._key}-curves",
-            description=f"Curves, {self._run_description}",
-        )
+        newest_lines = lines[-_MAX_TABLE_ROWS:]
+        keys = ["step", *sorted({key for line in newest_lines for key in line} - {"step", "time"})]
+        rows = [{key: _to_json_value(line.get(key)) for key in keys} for line in newest_lines]
+        create_table_artifact(rows, f"{self._key}-metrics", f"Newest steps, {self._run_description}")
+        image_url = gallery.make_data_uri("image/png", curves(lines))
+        create_image_artifact(image_url, f"{self._key}-curves", f"Curves, {self._run_description}")
 
 
 def show_run(run_path: Path) -> None:
@@ -193,12 +176,12 @@ def _make_artifact_key(*parts: str) -> str:
 
 def conditions_table(conditions: Sequence[Condition]) -> str:
     """Return the conditions of a gate as a table in Markdown."""
-    table_header = "| condition | measured | bound | holds |\n|---|---|---|---|\n"
-    bound_texts = ["–" if condition.bound is None else f"{condition.bound:.6g}" for condition in conditions]
-    return table_header + "".join(
-        f"| {condition.title} | {condition.value:.6g} | {bound_text} | {'yes' if condition.passed else '**no**'} |\n"
-        for condition, bound_text in zip(conditions, bound_texts, strict=True)
-    )
+    lines = ["| condition | measured | bound | holds |", "|---|---|---|---|"]
+    for condition in conditions:
+        bound = "–" if condition.bound is None else f"{condition.bound:.6g}"
+        verdict = "yes" if condition.passed else "**no**"
+        lines.append(f"| {condition.title} | {condition.value:.6g} | {bound} | {verdict} |")
+    return "\n".join([*lines, ""])
 
 
 def _make_sample_row(line: dict[str, Any], stage: Path) -> dict[str, Any]:
@@ -257,11 +240,9 @@ def _metrics(stage: StageRecord) -> str:
 
 def _render_result_card(result: Result) -> str:
     metric_rows = "\n".join(f"| {key} | {value:.6g} |" for key, value in sorted(result["metrics"].items()))
-    file_lines = "\n".join(
-        f"- `{file['path']}` {file['size']:,} bytes, sha256 `{file['sha256'][:12]}`"
-        for file in result["outputs"][:_MAX_TABLE_ROWS]
-    )
+    files = result["outputs"][:_MAX_TABLE_ROWS]
+    lines = [f"- `{file['path']}` {file['size']:,} bytes, sha256 `{file['sha256'][:12]}`" for file in files]
+    file_lines, conditions = "\n".join(lines), result["info"].get("conditions")
     table_header = f"# {result['name']} ({result['kind']})\n\n| metric | value |\n|---|---|"
-    gate_table = conditions_table(parsed(result["info"].get("conditions", []), Condition))
-    gate_text = f"\n\n{gate_table}" if "conditions" in result["info"] else ""
+    gate_text = "" if conditions is None else f"\n\n{conditions_table(parsed(conditions, Condition))}"
     return f"{table_header}\n{metric_rows}{gate_text}\n\n{file_lines}\n\nfingerprint `{result['fingerprint'][:16]}`\n"

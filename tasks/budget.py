@@ -41,10 +41,6 @@ class Budget:
         )
 
     def check(self) -> None:
-        """Raise an error if the budget of the run is spent, so that the stage does not start or does not continue.
-
-        Raises:
-            OverBudget: the budget is spent.
-        """
+        """Raise `OverBudget` if the budget is spent, so that the stage does not start or does not continue."""
         if error := self.budget_error():
             raise error

@@ -1,8 +1,7 @@
-"""Detect that the current flow run was cancelled or suspended, by polling the Prefect server from the process of the
-flow.
+"""Detect in the process of a flow, by polling the Prefect server, that its flow run was cancelled or suspended.
 
-Prefect's worker process stops the process of a cancelled flow run. But it stops polling permanently, without an error,
-when the server was unreachable for half a minute.
+Prefect's worker stops the process of a cancelled flow run, but stops polling for good, without an error, when the
+server was unreachable for half a minute.
 """
 
 import atexit
@@ -11,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
@@ -40,8 +39,7 @@ _SUSPENDED = "Suspended"  # name of the state; the process of a flow run that is
 _MAX_UNREACHABLE_SECONDS = 600.0
 _POLL_SECONDS = 1.0
 _MAX_REQUEST_SECONDS = 5.0
-_SCHEDULER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that cluster schedulers send before they end a job."""
+_SCHEDULER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # signals that cluster schedulers send before they end a job
 _executed_flow_runs: set[UUID] = set()
 
 
@@ -77,8 +75,7 @@ def _must_stop(run: FlowRun) -> bool:
 
 
 def raise_if_suspended() -> None:
-    """Raise the signal with which Prefect ends the process of a suspended flow run, if the current flow run was
-    suspended: a final state would prevent a person from resuming it."""
+    """Let Prefect end a suspended flow run: a final state would prevent a person from resuming it."""
     with suppress(httpx.HTTPError, ObjectNotFound), _open_client() as client:
         run = client.read_flow_run(UUID(flow_run.id))
         if run.state_name == _SUSPENDED:
@@ -102,6 +99,13 @@ def confirm_cancellations() -> None:
                 client.set_flow_run_state(flow_run_id, CancelledState(message="cancelled: its process ends"))
 
 
+def _set_handler(numbers: Iterable[int], handler: Callable[[int, Any], None] | signal.Handlers) -> None:
+    """Set the handler of signals, which only the main thread can; Prefect restores that of SIGTERM when a flow ends."""
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            signal.signal(number, handler)
+
+
 def stop_on_signals(
     read_signal_names: Callable[[], Collection[str]], on_stop: Callable[[], None] = lambda: None
 ) -> None:
@@ -117,34 +121,26 @@ def stop_on_signals(
         on_stop()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        # SIGTERM is ignored until the flow ends, when Prefect restores its handler.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _set_handler([signal.SIGTERM], signal.SIG_IGN)
         raise TerminationSignal(signal=number)
 
-    if threading.current_thread() is threading.main_thread():
-        for signal_number in (signal.SIGTERM, signal.SIGINT, *_SCHEDULER_SIGNALS):
-            signal.signal(signal_number, stop)
+    _set_handler((signal.SIGTERM, signal.SIGINT, *_SCHEDULER_SIGNALS), stop)
 
 
 def listen_for_stop(run: Run) -> None:
-    """Install handlers that end the flow on the signals of `train.signal_to_handle`, as Prefect does on SIGTERM, and
-    confirm a cancellation when the process exits."""
+    """End the flow on the signals of `train.signal_to_handle`, as on SIGTERM; confirm a cancellation at exit."""
     confirm_cancellation_at_exit()
 
     def terminate(number: int, frame: object) -> None:
         raise TerminationSignal(signal=number)
 
-    if threading.current_thread() is threading.main_thread():
-        for name in {name for recipe in run.pipeline.recipes.values() for name in recipe.train.signal_to_handle}:
-            signal.signal(signal.Signals[name], terminate)
+    names = {name for recipe in run.pipeline.recipes.values() for name in recipe.train.signal_to_handle}
+    _set_handler((signal.Signals[name] for name in names), terminate)
 
 
 def stop_stages(run: Run, stages: list[PrefectConcurrentFuture[Any]]) -> None:
-    """Ask the workers of this process to save a checkpoint and exit, wait for their tasks `stages`, and ignore any
-    further SIGTERM."""
-    if threading.current_thread() is threading.main_thread():
-        # SIGTERM is ignored until the flow ends, when Prefect restores its handler.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Ask the workers of this process to save and exit, wait for their tasks `stages`, and ignore any later SIGTERM."""
+    _set_handler([signal.SIGTERM], signal.SIG_IGN)
     worker.stop_all()
     grace_seconds = max(run.pipeline.config.grace_seconds, worker.longest_grace())
     # `prefect.futures.wait` does not wait in a suspended flow run.
@@ -153,14 +149,9 @@ def stop_stages(run: Run, stages: list[PrefectConcurrentFuture[Any]]) -> None:
 
 
 def publication_check() -> Callable[[], None]:
-    """Return a function, callable from any thread, that raises an error if a publication must not continue. While the
-    server does not respond, the function waits, since the flow run may have been cancelled shortly before.
-
-    The function raises:
-        Cancelled: the flow run was cancelled.
-        Preempted: this process was requested to stop.
-        StageFailed: the server did not respond for ten minutes.
-    """
+    """Return a function, callable from any thread, that raises `Cancelled`, or `Preempted` if this process was
+    requested to stop. While the server does not respond, the function waits, since the flow run may have been cancelled
+    shortly before, and after ten minutes it raises `StageFailed`."""
     context = copy_context()  # a copy, because other threads do not see the current flow run and its client
 
     def check() -> None:
@@ -181,8 +172,7 @@ def publication_check() -> Callable[[], None]:
 
 @contextmanager
 def _open_client() -> Iterator[SyncPrefectClient]:
-    """Yield the Prefect client of the current flow run. In a thread without the context of the flow run, yield a new
-    client and close it afterwards."""
+    """Yield the Prefect client of the current flow run, or a new one in a thread without the flow run's context."""
     if context := SyncClientContext.get():
         yield context.client
         return

@@ -39,18 +39,17 @@ def set_credentials(pipeline: Pipeline | None) -> None:
     if not isinstance(variables, dict):
         logger.warning("the Secret block %s is no object of variables and their values: it is not used", BLOCK)
         return
+    prefixes = "*, ".join(_CREDENTIAL_PREFIXES)
     for name, variable_value in variables.items():
         if name.startswith(_CREDENTIAL_PREFIXES):
             os.environ.setdefault(name, str(variable_value))
         else:
-            prefixes = "*, ".join(_CREDENTIAL_PREFIXES)
             logger.warning("the Secret block %s: %s is none of %s*: it is not used", BLOCK, name, prefixes)
 
 
 def set_command_credentials(pipeline: Pipeline | None) -> None:
     """Set the environment variables of the Secret block before a command accesses stores and Hubs, if a Prefect server
-    is configured. If the server does not respond, log a warning: the environment may contain all credentials
-    already."""
+    is configured. One that does not respond is a warning: the environment may contain all credentials already."""
     if not os.environ.get("PREFECT_API_URL"):
         return
     import httpx

@@ -54,16 +54,15 @@ def stage_failed(run: Run, name: str, error: CosmosError) -> None:
 def run_ended(run: Run, *, is_failed: bool) -> None:
     """Emit an event that a run failed, or that all its stages have results, with the metrics of the last stage that
     reported metrics."""
-    stage_names = [stage.name for stage in run.pipeline.stages]
+    states = {stage.name: read_state(run.stage_path(stage.name)).state for stage in run.pipeline.stages}
     if is_failed:
-        failed_stages = [name for name in stage_names if read_state(run.stage_path(name)).state == "failed"]
+        failed_stages = [name for name, state in states.items() if state == "failed"]
         if failed_stages:  # in a run that was only stopped, no stage has failed
             _emit_event(RUN_FAILED, run, "", {"failed": failed_stages})
-    elif all(read_state(run.stage_path(name)).state in FINISHED for name in stage_names):
-        results = [read_result(run.stage_path(name)) for name in stage_names]
-        no_metrics: dict[str, float] = {}
-        metrics = next((result["metrics"] for result in reversed(results) if result and result["metrics"]), no_metrics)
-        _emit_event(RUN_COMPLETED, run, "", {"metrics": _keep_finite_metrics(metrics)})
+    elif FINISHED.issuperset(states.values()):
+        results = [result for name in states if (result := read_result(run.stage_path(name)))]
+        metrics = [result["metrics"] for result in results if result["metrics"]]
+        _emit_event(RUN_COMPLETED, run, "", {"metrics": _keep_finite_metrics(metrics[-1] if metrics else {})})
 
 
 def run_waiting(run: Run) -> None:
@@ -79,21 +78,21 @@ def run_over_budget(run: Run) -> None:
 
 
 def _emit_event(event: str, run: Run, stage: str, details: dict[str, Any]) -> None:
-    pipeline = run.pipeline.config.name
+    pipeline, ui_url = run.pipeline.config.name, get_current_settings().ui_url
     resource = {
         "prefect.resource.id": f"cosmos.stage.{run.id}.{stage}" if stage else f"cosmos.run.{run.id}",
         "prefect.resource.name": stage or run.id,
         "cosmos.pipeline": pipeline,
         "cosmos.run": run.id,
-    } | ({"cosmos.stage": stage} if stage else {})
-    ui_url = get_current_settings().ui_url
-    links = {"report": report_url(run.path) or str(run.path / REPORT_FILE)} | (
-        {"card": f"{ui_url}/artifacts/key/{card_key(pipeline)}"} if ui_url else {}
-    )
-    run_fields = {"run": run.id, "pipeline": pipeline, "path": str(run.path), **links}
-    payload = run_fields | ({"stage": stage} if stage else {}) | details
+    }
+    report = report_url(run.path) or str(run.path / REPORT_FILE)
+    payload = {"run": run.id, "pipeline": pipeline, "path": str(run.path), "report": report}
+    if ui_url:
+        payload["card"] = f"{ui_url}/artifacts/key/{card_key(pipeline)}"
+    if stage:
+        resource["cosmos.stage"] = payload["stage"] = stage
     with log_errors(partial(logger.warning, "event %s is not sent: %s", event)):
-        emit_event(event, resource, payload=payload)
+        emit_event(event, resource, payload=payload | details)
 
 
 def _keep_finite_metrics(metrics: dict[str, float]) -> dict[str, float]:

@@ -41,8 +41,7 @@ def has_result(future: PrefectFuture[Any]) -> bool:
 
 
 def state_of(future: PrefectFuture[Any]) -> State[Any]:
-    """Return the current state of a task run. `wait` is called first, because the attribute `state` is otherwise the
-    last state that the server received."""
+    """Return the current state of a task run; without `wait` it is the last one that the server received."""
     future.wait(timeout=0)
     return future.state
 
@@ -65,8 +64,7 @@ def flow_state(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is_cancel
 
 
 def completed(run: Run, names: Sequence[str]) -> State[Any]:
-    """Return the final state of a flow run whose stages `names` are complete; its message contains the number of stages
-    that were reused from earlier runs."""
+    """Return the final state of a flow run whose stages `names` are complete; its message says how many were reused."""
     num_reused = sum(read_state(run.stage_path(name)).state == "reused" for name in names)
     reuse_text = f", {num_reused} of them reused from earlier runs" if num_reused else ""
     return Completed(message=f"run {run.id}: {len(names)} stages completed{reuse_text}", data=str(run.path))

@@ -22,11 +22,7 @@ RUN_ID = "COSMOS_RUN_ID"
 
 
 def run_name_and_parameters(flow: Flow[..., Any], arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the run name of a flow that is called with `arguments`, and all its parameters including defaults.
-
-    Raises:
-        ConfigError: the flow has other parameters.
-    """
+    """Return the run name of a flow called with `arguments`, and all its parameters; `ConfigError`: it has others."""
     try:
         return derive_run_identity(flow, flow.validate_parameters(get_call_parameters(flow.fn, (), dict(arguments))))
     except (ParameterBindError, ParameterTypeError) as error:

@@ -5,6 +5,7 @@ settings of an earlier call uses the stage of that call, and results are reused 
 """
 
 import atexit
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -106,8 +107,7 @@ class FlowInPython:
         return Path(self.entrypoint.rpartition(":")[0]).parent
 
     def watch_for_cancellation(self) -> None:
-        """Start a thread, unless one is running, that asks the workers of this process to stop if the flow run is
-        cancelled while submitted stages run."""
+        """Stop the workers of this process if the flow run is cancelled while submitted stages run, in one thread."""
         with self._lock:
             if self._watcher is None:
                 context = copy_context()  # holds the flow run whose state is read
@@ -117,8 +117,7 @@ class FlowInPython:
     def _stop_if_cancelled(self) -> None:
         while True:
             with self._lock:
-                futures = [each.wrapped_future for each in [*self.futures.values()]]
-                pending = [each for each in futures if not each.done()]
+                pending = [each.wrapped_future for each in [*self.futures.values()] if not each.wrapped_future.done()]
                 if not pending:
                     self._watcher = None
                     return
@@ -128,18 +127,13 @@ class FlowInPython:
 
     def reserve_stage_name(self, kind: str, name: str) -> str:
         """Reserve the name of the stage of a call: `name` or, if `name` is empty, the kind, with a number from the
-        second use on. Return the reserved name.
-
-        Raises:
-            ConfigError: an earlier call of this execution uses the name.
-        """
+        second use on. Return the reserved name. Raises `ConfigError` if an earlier call of this execution uses the
+        name."""
         with self._lock:
             if name in self._names:
                 raise ConfigError(f"stage {name!r}: the name is used twice in flow {self.name!r}; take another one")
-            number = 1
-            while not name or name in self._names:
-                name = kind if number == 1 else f"{kind}-{number}"
-                number += 1
+            candidates = itertools.chain([kind], (f"{kind}-{number}" for number in itertools.count(2)))
+            name = name or next(each for each in candidates if each not in self._names)
             self._names.add(name)
             return name
 
@@ -147,12 +141,8 @@ class FlowInPython:
     def stage(self, call: Call, source: Path) -> Iterator[tuple[Run, list[str]]]:
         """Add the stage of a call to the run unless the run has it, and yield the run and the names of the stages that
         the call adds. During the block this process claims the run, so that no other process works on it. After the
-        last active call, write the report and release the run.
-
-        Raises:
-            ConfigError: the settings are wrong, the run has a finished stage of this name with other settings, or
-                another process works on the run.
-        """
+        last active call, write the report and release the run. Raises `ConfigError` if the settings are wrong, the run
+        has a finished stage of this name with other settings, or another process works on the run."""
         with worker.register_active_run():
             with self._lock:
                 self._num_active += 1
@@ -193,8 +183,7 @@ class FlowInPython:
         if run is not None:
             self._claim_run(run)
             run = self.run
-        saved_calls = read_document(run.path / _CALLS_FILE, _CallRecords) if run else None
-        calls = saved_calls.calls if saved_calls else {}
+        calls = ((read_document(run.path / _CALLS_FILE, _CallRecords) if run else None) or _CallRecords()).calls
         if run is not None:
             if earlier_call := calls.get(name):
                 if (earlier_call.stage, earlier_call.tables) == (call.stage, call.tables):
@@ -231,29 +220,20 @@ class FlowInPython:
         return True
 
     def _find_run(self, call: Call, source: Path) -> Run | None:
-        """Return the run of an earlier execution of the flow, in the output folder that the settings of the first stage
-        imply; None if there is no such run."""
+        """Return the run of an earlier execution in the output folder that the first stage implies; None: no run."""
         pipeline = self._compose(None, call, source)
         path = pipeline.output_dir.expanduser().absolute() / self.run_id
         if not (path / "pipeline.toml").is_file():
             return None
         run = open_run(path, all_kinds())
         old_config, new_config = run.pipeline.config, pipeline.config
-        keys = {
-            key for key in self.settings if key != "output_dir" and getattr(old_config, key) != getattr(new_config, key)
-        }
-        if changed_keys := sorted(keys - BUDGET_KEYS):
-            raise ConfigError(
-                f"run {run.id} has other settings ({', '.join(changed_keys)}); give the flow another run_id"
-            )
+        fixed_keys = self.settings.keys() - BUDGET_KEYS - {"output_dir"}
+        if changed := [key for key in sorted(fixed_keys) if getattr(old_config, key) != getattr(new_config, key)]:
+            raise ConfigError(f"run {run.id} has other settings ({', '.join(changed)}); give the flow another run_id")
         return with_budget(run, new_config)
 
     def config(self) -> PipelineConfig:
-        """Return the `[pipeline]` settings of the run.
-
-        Raises:
-            ConfigError: `configure_run` has set an unknown key or a wrong value.
-        """
+        """Return the `[pipeline]` settings of the run; raise `ConfigError` for an unknown key or a wrong value."""
         folder = os.environ.get(OUTPUT_DIR) or self.settings.get("output_dir", "")
         values = {**self.settings, "name": self.name, "output_dir": folder}
         return parse(PipelineConfig, values, source=f"{self.entrypoint}: configure_run", prefix="pipeline")
@@ -287,11 +267,7 @@ def _keep_stages_of_calls(run: Run, calls: Mapping[str, Call]) -> Run:
 
 
 def current_flow() -> FlowInPython:
-    """Return the state of the Python flow that is being executed.
-
-    Raises:
-        ConfigError: no flow is being executed.
-    """
+    """Return the state of the Python flow that is being executed. Raises `ConfigError` if no flow is being executed."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or context.flow is None:
         raise ConfigError("a stage is called in a Prefect flow: decorate the function that calls it with @flow")
@@ -304,18 +280,13 @@ def current_flow() -> FlowInPython:
 
 def configure_run(**settings: Any) -> None:
     """Set keys of `[pipeline]`, such as `artifact_store`, `threads` and `private`, for the run of the current flow.
-    Call this before the first stage of the flow.
-
-    Raises:
-        ConfigError: a key or a value is wrong, or a stage was already called.
-    """
+    Call this before the first stage of the flow. Raises `ConfigError` if a key or a value is wrong, or a stage was
+    already called."""
     flow = current_flow()
     if flow.run is not None:
         raise ConfigError(f"configure_run is called in flow {flow.name!r} after its first stage; call it before")
-    if refused_keys := sorted({"name", "stages"} & settings.keys()):
-        raise ConfigError(
-            f"configure_run: {refused_keys[0]} follows from the flow; see `run_id` and the calls of tasks"
-        )
+    if refused := sorted({"name", "stages"} & settings.keys()):
+        raise ConfigError(f"configure_run: {refused[0]} follows from the flow; see `run_id` and the calls of tasks")
     flow.settings = {key: value for key, value in settings.items() if value is not None}
     flow.config()
 
@@ -331,10 +302,9 @@ def unfinished_stage() -> str:
     """Return a line about a submitted stage that is not done and that no flow waited for; empty if there is none."""
     latest_attempts = {flow.flow_run: flow for flow in _flows_by_attempt.values()}  # the last attempt of each flow run
     for name, future in (item for flow in latest_attempts.values() for item in flow.futures.items()):
-        if future._final_state is None:  # neither the flow nor a later stage has waited for the future
-            wrapped_future = future.wrapped_future
-            if wrapped_future.cancelled() or wrapped_future.exception() or not wrapped_future.result().is_completed():
-                return f"stage {name!r} is not done, and the flow did not wait for it: call .result() of its future"
+        ended, has_waited = future.wrapped_future, future._final_state is not None  # the flow, or a later stage
+        if not has_waited and (ended.cancelled() or ended.exception() or not ended.result().is_completed()):
+            return f"stage {name!r} is not done, and the flow did not wait for it: call .result() of its future"
     return ""
 
 
@@ -356,8 +326,7 @@ def _create_flow_state(context: FlowRunContext) -> FlowInPython:
 
 
 def _read_signal_names() -> set[str]:
-    """Return the signals on which the recipes of all executed flows ask to stop; before the first stage, the default
-    of a recipe."""
+    """Return the signals on which the recipes of all executed flows ask to stop; at first, the default of a recipe."""
     runs = [flow.run for flow in [*_flows_by_attempt.values()] if flow.run is not None]
     recipes = [recipe for run in runs for recipe in run.pipeline.recipes.values()] or [Recipe()]
     return {name for recipe in recipes for name in recipe.train.signal_to_handle}

@@ -33,11 +33,7 @@ _SOURCE_KIND_BY_ROLE: dict[str, Literal["model", "data"]] = {"model": "model", "
 
 def results_of(run: Run, stage: StageConfig) -> dict[str, Result]:
     """Return the manifests of the stages in `after` by stage name, each with the added key `path`, the folder of that
-    stage.
-
-    Raises:
-        StageFailed: a stage in `after` has no result.
-    """
+    stage. Raises `StageFailed` if a stage in `after` has no result."""
     inputs = {}
     for name in stage.after:
         result = read_result(run.stage_path(name))
@@ -53,22 +49,20 @@ def prepare_stage_folder(
     """Write the folder of a stage that is about to run, and return the stage as its program receives it. Files of a
     training with another fingerprint are moved to `superseded/`. If the stage has a result already, the reason to make
     it again is recorded as an event and passed to `on_line`."""
-    path, kind = run.stage_path(stage.name), run.pipeline.kind_of(stage)
-    reason = reason_to_rerun(run, stage, expected)
+    path, kind, reason = run.stage_path(stage.name), run.pipeline.kind_of(stage), reason_to_rerun(run, stage, expected)
     supersede_if_changed(path, expected)
     if reason:
         record_event(path, RERUN_EVENT, reason)
         on_line(f"{RERUN_EVENT}: {reason}")
     (path / manifest.RESULT).unlink(missing_ok=True)
     save_fingerprint(path, expected, stage.work_pool)
-    inputs = results_of(run, stage)
+    inputs, kinds = results_of(run, stage), _SOURCE_KIND_BY_ROLE
     # Several inputs may have the same key: the fingerprint has them in the same order.
-    digests = [digest for role, *_, digest in expected.inputs if role in _SOURCE_KIND_BY_ROLE and not source_of(digest)]
-    external_inputs = [each for each in run.pipeline.inputs(stage) if each.form != "stage"]
-    source_inputs = [each for each in external_inputs if each.role in _SOURCE_KIND_BY_ROLE]
+    digests = [digest for role, *_, digest in expected.inputs if role in kinds and not source_of(digest)]
+    external_inputs = [each for each in run.pipeline.inputs(stage) if each.form != "stage" and each.role in kinds]
     sources = tuple(
-        Source(kind=_SOURCE_KIND_BY_ROLE[each.role], name=each.location, digest=digest)
-        for each, digest in zip(source_inputs, digests, strict=True)
+        Source(kind=kinds[each.role], name=each.location, digest=digest)
+        for each, digest in zip(external_inputs, digests, strict=True)
     )
     origin_of_stage = model_origin(run.pipeline, stage)
     stage, recipe = download_inputs(run.pipeline, stage, partial(sleep_unless_stopping, 0))
@@ -84,25 +78,16 @@ def prepare_stage_folder(
     data = output_folder(stage.name, "data", stage.data, inputs)
     merged_model_path = link_weights_over_model(inputs_of(stage, recipe, kind), path / "base_model")
     prepared_stage = Stage(
-        path=path,
-        config=stage,
-        recipe=recipe,
-        model=merged_model_path or model or recipe.policy.model_name_or_path,
-        data=Path(data) if data else None,
-        inputs=inputs,
-        fingerprint=expected.value,
-        of_training=expected.training_hash,
-        kind=kind,
-        sources=sources,
-        origin=origin_of_stage,
-    )
+        path=path, config=stage, recipe=recipe, model=merged_model_path or model or recipe.policy.model_name_or_path,
+        data=Path(data) if data else None, inputs=inputs, fingerprint=expected.value,
+        of_training=expected.training_hash, kind=kind, sources=sources, origin=origin_of_stage,
+    )  # fmt: skip
     prepared_stage.save()
     return prepared_stage
 
 
 def supersede_if_changed(path: Path, expected: Fingerprint) -> None:
-    """Move the folder of a stage to `superseded/`, with a warning, if the fingerprint of its training has changed, so
-    that its checkpoints are not continued."""
+    """Move the folder of a stage with another training to `superseded/`: its checkpoints must not be continued."""
     saved_fingerprint = read_fingerprint(path)
     if saved_fingerprint is not None and saved_fingerprint.training_hash != expected.training_hash:
         supersede_stage(path)
@@ -116,14 +101,10 @@ def output_folder(stage: str, key: str, reference: str, inputs: dict[str, Result
     name = source_of(reference)
     if name is None:
         return reference
-    info = inputs[name]["info"]
+    info, setting = inputs[name]["info"], f"stage {stage!r}: {key} = {reference!r}"
     output = info.get(key) if model_format in {"", UNQUANTIZED_FORMAT} else info.get("formats", {}).get(model_format)
     if not output:
-        raise ConfigError(
-            f"stage {stage!r}: {key} = {reference!r}, but stage {name!r} (kind {inputs[name]['kind']}) makes no {key}"
-        )
+        raise ConfigError(f"{setting}, but stage {name!r} (kind {inputs[name]['kind']}) makes no {key}")
     if "://" in str(output):
-        raise ConfigError(
-            f"stage {stage!r}: {key} = {reference!r} is published at {output}; name the stage that {name!r} publishes"
-        )
+        raise ConfigError(f"{setting} is published at {output}; name the stage that {name!r} publishes")
     return str(Path(inputs[name]["path"]) / str(output))

@@ -15,8 +15,7 @@ _USER_TAG_PREFIX = "cosmos-user:"
 def flow_run_name() -> str:
     """Return the name of a flow run before its run is created: the flow, followed by its config or stage. A name that a
     person has set, for example with `prefect deployment run --flow-run-name`, is kept."""
-    current_name = str(flow_run.name)
-    return _make_initial_name() if is_generated_name(current_name) else current_name
+    return _make_initial_name() if is_generated_name(str(flow_run.name)) else str(flow_run.name)
 
 
 def is_generated_name(name: str) -> bool:
@@ -30,10 +29,9 @@ def label_flow_run(pipeline: str, run_id: str, *words: str) -> list[str]:
     to the pipeline, the run and `words`. An existing tag `cosmos-user:NAME` is kept."""
     with get_client(sync_client=True) as client:
         current_run = client.read_flow_run(UUID(flow_run.id))
-        tags = [f"cosmos-pipeline:{pipeline}", f"cosmos-run:{run_id}"]
-        tags += [tag for tag in current_run.tags if tag.startswith(_USER_TAG_PREFIX)] or [
-            f"{_USER_TAG_PREFIX}{user_name()}"
-        ]
+        user_tags = [tag for tag in current_run.tags if tag.startswith(_USER_TAG_PREFIX)]
+        user_tags = user_tags or [f"{_USER_TAG_PREFIX}{user_name()}"]
+        tags = [f"cosmos-pipeline:{pipeline}", f"cosmos-run:{run_id}", *user_tags]
         has_own_name = not is_generated_name(current_run.name) and current_run.name != _make_initial_name()
         name = current_run.name if has_own_name else " ".join((pipeline, run_id, *words))
         client.update_flow_run(current_run.id, name=name, tags=list(dict.fromkeys([*current_run.tags, *tags])))

@@ -1,9 +1,8 @@
 """Run a stage on another work pool: the deployment `stage/POOL` executes the stage as a child flow run, which the task
-in this flow polls.
+in this flow polls. The stage is complete when the child has written its manifest.
 
 The id of the child flow run is saved in the folder of the stage, so that a parent that is resumed after a crash polls
-the same child flow run. The child decides about reuse and retries, since fingerprints depend on the hardware of its
-machine. The stage is complete when the child has written its manifest.
+the same child flow run. The child decides about reuse and retries, since fingerprints depend on its hardware.
 """
 
 import logging
@@ -26,6 +25,7 @@ from prefect.states import Cancelling
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import BY_NAME, Cancelled, ConfigError, CosmosError, OverBudget, Preempted, StageFailed
 from cosmos_core.launch.worker import max_grace_seconds, sleep_unless_stopping
+from cosmos_core.launch.worker_report import is_online
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import Document, read_document, write_json
 from cosmos_core.run.manifest import Result, find_damage
@@ -74,39 +74,38 @@ def run_remote_stage(run: Run, stage: StageConfig, on_line: Callable[[str], None
         ended_flow_run = _wait_for_child(run, stage, stage_sync, on_line)
     except httpx.HTTPError as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        stage_description = f"stage {stage.name!r} on {stage.work_pool!r}"
-        raise StageFailed(f"{stage_description}: the Prefect server does not respond: {reason}") from error
+        raise StageFailed(f"{_describe(stage)}: the Prefect server does not respond: {reason}") from error
     result = stage_sync.receive_result()
     if ended_flow_run.state_type == StateType.COMPLETED and result is not None:
         if damage_message := find_damage(path, result):
-            raise StageFailed(
-                f"stage {stage.name!r} on {stage.work_pool!r}: {damage_message}: do both machines share {path}?"
-            )
+            raise StageFailed(f"{_describe(stage)}: {damage_message}: do both machines share {path}?")
         return result, read_state(path).state == "reused"
     raise _make_child_error(stage, path, ended_flow_run)
 
 
+def _describe(stage: StageConfig) -> str:
+    return f"stage {stage.name!r} on {stage.work_pool!r}"
+
+
 def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_line: Callable[[str], None]) -> FlowRun:
     """Poll the running child flow run, or a new one if there is none, and return it when it has ended."""
+    path, budget = run.stage_path(stage.name), Budget(run, stage)
     with get_client(sync_client=True) as client:
-        if (child := _find_running_child(client, run.stage_path(stage.name))) is None:
-            Budget(run, stage).check()
+        if (child := _find_running_child(client, path)) is None:
+            budget.check()
             child = _start_child(run, stage, stage_sync)
         try:
-            report = partial(report_wait, client, stage.work_pool, run.stage_path(stage.name), report_line)
-            return _poll_child(client, stage, UUID(child.flow_run), stage_sync.mirror(), report, Budget(run, stage))
+            report = partial(report_wait, client, stage.work_pool, path, report_line)
+            return _poll_child(client, stage, UUID(child.flow_run), stage_sync.mirror(), report, budget)
         except Preempted:
-            _cancel_child(
-                client, child, max_grace_seconds(run.stage_path(stage.name), run.pipeline.config.grace_seconds)
-            )
+            _cancel_child(client, child, max_grace_seconds(path, run.pipeline.config.grace_seconds))
             stage_sync.mirror()()
             raise
 
 
 def count_lost_child(path: Path) -> int:
     """Count the loss of a child flow run that recorded no error, because its machine or process was lost, and return
-    the number of consecutive losses. The number is kept in `pool.json`, because `state.json` restarts with each
-    child."""
+    the number of consecutive losses; `pool.json` has it, because `state.json` restarts with each child."""
     child, step = read_document(path / CHILD_RUN_FILE, Child), read_state(path).checkpoint_step or 0
     if child is None:
         return 1
@@ -127,37 +126,31 @@ def _find_running_child(client: SyncPrefectClient, path: Path) -> Child | None:
 
 
 def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> Child:
-    path = run.stage_path(stage.name)
-    previous_child = read_document(path / CHILD_RUN_FILE, Child)
-    if previous_child and previous_child.failures:
-        sleep_unless_stopping(backoff_seconds(previous_child.failures))
-    requested_child = previous_child or Child(flow_run="", attempt=0)
-    if (
-        requested_child.flow_run or not requested_child.token
-    ):  # else an earlier parent flow run died before it got the response
-        changes = {"flow_run": "", "attempt": requested_child.attempt + 1, "token": uuid4().hex}
-        requested_child = requested_child.model_copy(update=changes)
+    path, pool = run.stage_path(stage.name), stage.work_pool
+    child = read_document(path / CHILD_RUN_FILE, Child) or Child(flow_run="", attempt=0)
+    if child.failures:
+        sleep_unless_stopping(backoff_seconds(child.failures))
+    if child.flow_run or not child.token:  # else an earlier parent flow run died before it got the response
+        changes = {"flow_run": "", "attempt": child.attempt + 1, "token": uuid4().hex}
+        child = child.model_copy(update=changes)
     try:
         run_address = stage_sync.send_run()
         path.mkdir(parents=True, exist_ok=True)
         # The file is written before the request, so that a retry after a kill requests the same flow run.
-        write_json(path / CHILD_RUN_FILE, requested_child.model_dump())
+        write_json(path / CHILD_RUN_FILE, child.model_dump())
         created_run: Any = run_deployment(
-            f"stage/{stage.work_pool}",
-            parameters={"run": run_address, "name": stage.name},
-            timeout=0,
-            idempotency_key=f"{run_address}/{stage.name}/{requested_child.attempt}/{requested_child.token}",
+            f"stage/{pool}", parameters={"run": run_address, "name": stage.name}, timeout=0,
+            idempotency_key=f"{run_address}/{stage.name}/{child.attempt}/{child.token}",
             tags=sorted({f"cosmos-run:{run.id}", *task_run.tags}),
-        )
+        )  # fmt: skip
     except ObjectNotFound as error:
-        pool = stage.work_pool
         raise ConfigError(
             f"stage {stage.name!r}: work_pool = {pool!r}: the server has no deployment stage/{pool}; add one like "
             f"stage/cpu to prefect.yaml, then: cosmos bootstrap --pool {pool}, prefect deploy -n stage/{pool}"
         ) from error
-    child = requested_child.model_copy(update={"flow_run": str(created_run.id)})
+    child = child.model_copy(update={"flow_run": str(created_run.id)})
     write_json(path / CHILD_RUN_FILE, child.model_dump())
-    record_event(path, "sent", f"to work pool {stage.work_pool}, flow run {child.flow_run}")
+    record_event(path, "sent", f"to work pool {pool}, flow run {child.flow_run}")
     return child
 
 
@@ -171,11 +164,11 @@ def report_wait(
 ) -> str:
     """Report why a stage waits for a worker of its work pool, in the flow's log and in `state.json`, unless the reason
     is that of the last message; return the message."""
-    workers = client.read_workers_for_work_pool(pool)
-    num_online = sum(getattr(worker.status, "value", worker.status) == "ONLINE" for worker in workers)
+    num_online = sum(map(is_online, client.read_workers_for_work_pool(pool)))
     reason = f"{num_online} live" if num_online else f"none is live; start one: cosmos worker --pool {pool}"
-    is_paused = client.read_work_pool(pool).is_paused
-    message = f"waits for {f'work pool {pool}, which is paused' if is_paused else f'a worker of pool {pool}: {reason}'}"
+    message = f"waits for a worker of pool {pool}: {reason}"
+    if client.read_work_pool(pool).is_paused:
+        message = f"waits for work pool {pool}, which is paused"
     if message != last_message:
         report_line(f"stage {path.name}: {message}")
         update_state(path, state="waiting", error=message)
@@ -198,8 +191,7 @@ def _poll_child(
                 next_report_time, last_message = time.monotonic() + _REPORT_PERIOD_SECONDS, report(last_message)
             last_response_time = time.monotonic()
         except ObjectNotFound as error:  # the flow run was deleted
-            stage_description = f"stage {stage.name!r} on {stage.work_pool!r}"
-            raise StageFailed(f"{stage_description}: its flow run {flow_run_id} is gone from the server") from error
+            raise StageFailed(f"{_describe(stage)}: its flow run {flow_run_id} is gone from the server") from error
         except httpx.HTTPError:  # the server may be restarting; the child flow run continues meanwhile
             if time.monotonic() - last_response_time > _MAX_UNREACHABLE_SECONDS:
                 raise
@@ -228,19 +220,15 @@ def _make_child_error(stage: StageConfig, path: Path, ended_flow_run: FlowRun) -
     """Return the error that the stage recorded in `state.json`, or an error made from the state of the child flow run
     if the stage recorded none because its machine was lost."""
     state, message = read_state(path), ended_flow_run.state.message if ended_flow_run.state else ""
-    stage_description = f"stage {stage.name!r} on {stage.work_pool!r}"
+    where = _describe(stage)
     if state.state == "failed" and state.error_type in BY_NAME:
         return BY_NAME[state.error_type](state.error)
     if ended_flow_run.state_type == StateType.CANCELLED:
-        return Cancelled(f"{stage_description}: its flow run was cancelled")
-    if state.state == "stopped" and state.error_type == OverBudget.__name__:
+        return Cancelled(f"{where}: its flow run was cancelled")
+    if state.is_over_budget:
         return OverBudget(state.error)
     if state.state == "stopped":
-        return Preempted(f"{stage_description}: {state.error or 'stopped'}")
+        return Preempted(f"{where}: {state.error or 'stopped'}")
     if ended_flow_run.state_type == StateType.COMPLETED and state.state in FINISHED:
-        return StageFailed(
-            f"{stage_description}: it is done there, but {path} has no result: the machines share no disk"
-        )
-    return StageFailed(
-        f"{stage_description}: its flow run {ended_flow_run.state_name}: {' '.join(str(message).split())}"
-    )
+        return StageFailed(f"{where}: it is done there, but {path} has no result: the machines share no disk")
+    return StageFailed(f"{where}: its flow run {ended_flow_run.state_name}: {' '.join(str(message).split())}")

@@ -1,10 +1,8 @@
-"""Allow only one flow run of a schedule to retrain at a time, with a file lock on this machine and a lease on the
-Prefect server for all machines.
+"""Let one flow run of a schedule retrain at a time: a file lock for this machine, a lease on the server for all.
 
 The lease is a Prefect variable, whose name is unique on the server, with the id of the flow run that holds it. It
 expires when that flow run is in a final state on the server: the automation of `cosmos bootstrap` marks a flow run
-without heartbeats as crashed. Machines without a shared disk still decide separately whether data or settings have
-changed.
+without heartbeats as crashed. Machines without a shared disk still decide separately whether data or settings changed.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ _POLL_SECONDS = 5.0
 
 
 class RetrainLease:
-    """Exclusive right of a flow run to retrain and publish for one retraining note; a context manager that releases the
-    right at its end."""
+    """Exclusive right of a flow run to retrain and publish for one retraining note, released at the end of a block."""
 
     def __init__(self, note: Path, flow_run: str, deployment: str = "") -> None:
         """Prepare lock and lease of the file `note`, which records the last retraining, for the flow run with the id
@@ -47,11 +44,7 @@ class RetrainLease:
         return self._lock.try_acquire() and self._try_acquire_lease()
 
     def acquire(self) -> None:
-        """Wait until the lock and the lease are acquired.
-
-        Raises:
-            Preempted: this process was requested to stop.
-        """
+        """Wait until the lock and the lease are acquired. Raises `Preempted` if this process was requested to stop."""
         self._lock.acquire(poll=lambda: sleep_unless_stopping(0))
         while not self._try_acquire_lease():
             sleep_unless_stopping(_POLL_SECONDS)
@@ -65,24 +58,22 @@ class RetrainLease:
                 with get_client(sync_client=True) as client:
                     _delete_variable(client, self._lease_id)
             except httpx.HTTPError as failure:
-                logger.warning(
-                    "the lease %s was not removed; it expires with this flow run: %s", self._variable_name, failure
-                )
+                message = "the lease %s was not removed; it expires with this flow run: %s"
+                logger.warning(message, self._variable_name, failure)
         self._lock.release()
 
     def _try_acquire_lease(self) -> bool:
+        lease = VariableCreate(name=self._variable_name, value=self._variable_value)
         with get_client(sync_client=True) as client:
             while self._lease_id is None:
                 try:
-                    self._lease_id = client.create_variable(
-                        VariableCreate(name=self._variable_name, value=self._variable_value)
-                    ).id
+                    self._lease_id = client.create_variable(lease).id
                 except ObjectAlreadyExists:
-                    variable = client.read_variable_by_name(self._variable_name)
-                    if variable is not None and not self._has_expired(client, variable.value):
+                    if (variable := client.read_variable_by_name(self._variable_name)) is None:
+                        continue
+                    if not self._has_expired(client, variable.value):
                         return False
-                    if variable is not None:
-                        _delete_variable(client, variable.id)
+                    _delete_variable(client, variable.id)
         return True
 
     def _has_expired(self, client: SyncPrefectClient, holder: Any) -> bool:

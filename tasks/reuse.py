@@ -1,11 +1,9 @@
 """Look up a verified result with the same fingerprint in this run and other runs, to reuse it instead of running the
-stage.
-
-A result of a stage with a work pool is looked up before the flow run on that pool is requested, because the request may
-start a machine.
+stage. For a stage with a work pool this happens before a flow run on the pool is requested, which may start a machine.
 """
 
 import time
+from contextlib import suppress
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import CosmosError
@@ -34,16 +32,15 @@ def find_result(run: Run, stage: StageConfig, expected: Fingerprint) -> Result |
         return None
     decision = decide_from_results(run.output_dir, path, expected, ignores_cache=run.verify)
     if decision is None or decision.action == "run":
-        result = StageSync(run, stage).find_result(expected)
-        decision = Decision("adopt", result["reused_from"]) if result else None
+        if (result := StageSync(run, stage).find_result(expected)) is None:
+            return None
+        decision = Decision("adopt", result["reused_from"])
     elif decision.action == "adopt":
         assert decision.result is not None and decision.source is not None
         supersede_if_changed(path, expected)
         result = manifest.adopt(decision.source, path, decision.result)
         register_result(run.output_dir, path, expected.value)
-    else:
-        result = decision.result
-    if decision is None or result is None:
+    elif (result := decision.result) is None:
         return None
     if state.state not in FINISHED or decision.action == "adopt":
         save_fingerprint(path, expected, stage.work_pool)
@@ -55,14 +52,10 @@ def find_result(run: Run, stage: StageConfig, expected: Fingerprint) -> Result |
 def find_result_of_pool(run: Run, stage: StageConfig) -> Result | None:
     """Return a verified result that any machine of the stage's work pool has made from the same inputs and settings;
     None if no such result exists, or if an input can be read only on the machines of the pool."""
-    with stage_lock(run.path, stage.name) as lock:
-        if not lock.try_acquire():
-            return None
-        try:
+    with stage_lock(run.path, stage.name) as lock, suppress(CosmosError):  # this machine may lack inputs of the pool
+        if lock.try_acquire():
             local_fingerprint = fingerprint_of(run, stage)
             for pool_fingerprint in pool_fingerprints(run.output_dir, run.pipeline, stage, local_fingerprint):
                 if result := find_result(run, stage, pool_fingerprint):
                     return result
-        except CosmosError:  # machines of the work pool may have inputs that this machine lacks
-            return None
     return None

@@ -1,8 +1,7 @@
-"""Provide the reward service of a stage: a running service, or a service started on this machine or on another work
-pool.
+"""Provide the reward service of a stage: a running one, or one started on this machine or on another work pool.
 
-On another work pool, the deployment `reward-service/POOL` serves rewards until the stage ends. A Prefect block contains
-its address and token. The block is deleted when the stage ends, which is the signal for the service to end.
+On another work pool, the deployment `reward-service/POOL` serves rewards. A Prefect block contains its address and
+token; it is deleted when the stage ends, which is the signal for the service to end.
 """
 
 import contextlib
@@ -38,20 +37,17 @@ _LOAD_TIMEOUT_SECONDS = 1800.0
 @contextlib.contextmanager
 def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
     """Provide the reward service of a stage during the `with` block; yield the environment variables with its address
-    and token.
-
-    Raises:
-        RewardError: the service does not start.
-        ConfigError: the block or the deployment does not exist.
-    """
-    path, check_stop = run.stage_path(stage.name), partial(sleep_unless_stopping, 0)
-    recipe = run.pipeline.recipes[stage.name]
-    has_remote_rewards = recipe.train.train_policy.remote_rewards or recipe.validation.remote_rewards
-    # The environment of this process may contain the address of a reward service.
-    environment = os.environ if has_remote_rewards and run.pipeline.kind_of(stage).scores else {}
-    service_context = _run_remote_service(stage, path) if stage.reward_service_pool else managed_service(
-        stage.reward_service, path, run.pipeline.config.python, check_stop, environment
-    )  # fmt: skip
+    and token. Raises `RewardError` if the service does not start, and `ConfigError` if the block or the deployment does
+    not exist."""
+    path, recipe = run.stage_path(stage.name), run.pipeline.recipes[stage.name]
+    if stage.reward_service_pool:
+        service_context = _run_remote_service(stage, path)
+    else:
+        has_remote_rewards = recipe.train.train_policy.remote_rewards or recipe.validation.remote_rewards
+        # The environment of this process may contain the address of a reward service.
+        environment = os.environ if has_remote_rewards and run.pipeline.kind_of(stage).scores else {}
+        python, check_stop = run.pipeline.config.python, partial(sleep_unless_stopping, 0)
+        service_context = managed_service(stage.reward_service, path, python, check_stop, environment)
     with service_context as variables:
         yield variables
 
@@ -93,12 +89,9 @@ def _start_flow_run(stage: StageConfig, block_name: str) -> UUID:
 def _wait_for_service(
     client: SyncPrefectClient, stage: StageConfig, service_run_id: UUID, block_name: str
 ) -> dict[str, str]:
-    """Wait until the service accepts requests, and return the environment variables with its address and token.
-
-    Raises:
-        RewardError: a reward or its configuration is wrong.
-        StageFailed: the service ended for another reason, its machine was lost, or it was not ready in time.
-    """
+    """Wait until the service accepts requests, and return the environment variables with its address and token. Raises
+    `RewardError` if a reward or its configuration is wrong, and `StageFailed` if the service ended for another reason,
+    its machine was lost, or it was not ready in time."""
     where, deadline = f"the reward service on {stage.reward_service_pool!r}", time.monotonic() + _LOAD_TIMEOUT_SECONDS
     while (variables := read_service(client, block_name)) is None:
         state = client.read_flow_run(service_run_id).state

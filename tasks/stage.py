@@ -67,8 +67,7 @@ from tasks.store_sync import StageSync
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAMED_STAGES = 3
-"""Largest number of stages that the name of a flow run lists."""
+_MAX_NAMED_STAGES = 3  # largest number of stages that the name of a flow run lists
 MAX_RETRIES = 100_000  # practically unlimited: `should_retry` decides about retries
 
 
@@ -94,13 +93,12 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
     futures: dict[str, PrefectConcurrentFuture[Any]] = {}
     slots = branch_slots(run.pipeline)
     # A signal reaches only the main thread, while the tasks wait in other threads.
-    with cleanup_on_error(lambda: stop_stages(run, list(futures.values()))):
+    with cleanup_on_error(lambda: stop_stages(run, list(futures.values()))), tags(*run_tags):
         listen_for_stop(run)
         for name in names:
             upstream = {other: futures[other] for other in run.pipeline.stage(name).after if other in futures}
             task_of_stage = stage_task(run, name, upstream, is_local=is_local, slot=slots.get(name))
-            with tags(*run_tags):
-                futures[name] = task_of_stage.submit(wait_for=[allow_failure(future) for future in upstream.values()])
+            futures[name] = task_of_stage.submit(wait_for=[allow_failure(future) for future in upstream.values()])
         was_cancelled = wait_unless_cancelled([future.wrapped_future for future in futures.values()])
         if was_cancelled:
             get_run_logger().warning("the flow run was cancelled or suspended: its stages are asked to stop")
@@ -123,42 +121,31 @@ def stage_task(
     slot: threading.Semaphore | None = None,
 ) -> Any:
     """Return a Prefect task that runs the stage `name` until it has its result. A call of `.submit()` first waits for
-    the futures of the `upstream` stages, whether they succeed or fail.
-
-    The run is not a parameter of the task, because opening it in each task takes time quadratic in the number of
-    stages.
-    """
+    the futures of the `upstream` stages, whether they succeed or fail. The run is no parameter of the task, because
+    opening it in each task takes time quadratic in the number of stages."""
 
     def condition(_task: object, _run: object, state: State[Any]) -> bool:
         return should_retry(run, name, getattr(state.data, "result", state.data))
 
-    decorate = task(
-        name=name,
-        task_run_name=name,
-        retries=MAX_RETRIES,
-        retry_condition_fn=condition,
-        cache_policy=NO_CACHE,
+    @task(
+        name=name, task_run_name=name, retries=MAX_RETRIES, retry_condition_fn=condition, cache_policy=NO_CACHE,
         persist_result=False,
-    )
-
+    )  # fmt: skip
     def hold_slot_and_run() -> State[Any] | Result:
-        missing_stages = [other for other, future in upstream.items() if not has_result(future)]
-        if missing_stages:
+        if missing_stages := [other for other, future in upstream.items() if not has_result(future)]:
             return skipped_state(f"it starts from {', '.join(missing_stages)}")
         with hold_slot(slot):
             if is_cancelled():
                 return skipped_state("the flow run was cancelled")
             return produce_result(run, name, is_local=is_local)
 
-    return decorate(hold_slot_and_run)
+    return hold_slot_and_run
 
 
 def should_retry(run: Run, name: str, error: object) -> bool:
-    """Return True if a failed stage is to be retried.
-
-    A preempted stage is always retried. A crashed stage is retried until `retries` consecutive attempts made no
-    progress. There is no retry after a user error, a cancellation, a spent budget, or the same error at the same step.
-    """
+    """Return True if a failed stage is to be retried: a preempted stage always, a crashed one until `retries`
+    consecutive attempts made no progress; there is no retry after a user error, a cancellation, a spent budget, or the
+    same error at the same step."""
     if worker.is_stopping() or not isinstance(error, CosmosError) or error.exit_code in {EXIT_USAGE, EXIT_REFUSED}:
         return False
     if isinstance(error, (Cancelled, OverBudget, DiskFull)):  # on a full disk, the number of failures cannot be saved
@@ -171,11 +158,8 @@ def should_retry(run: Run, name: str, error: object) -> bool:
 
 def produce_result(run: Run, name: str, *, is_local: bool = False) -> State[Any] | Result:
     """Run a stage until it has its result, on its work pool if it has one; return the result, or the final state of its
-    task run. `is_local` is that of `run_stages`.
-
-    Raises:
-        CosmosError: the attempt failed, and the stage is to be retried.
-    """
+    task run. `is_local` is that of `run_stages`. Raises `CosmosError` if the attempt failed, and the stage is to be
+    retried."""
     return (_run_on_work_pool if run.pipeline.stage(name).work_pool and not is_local else _run_stage)(run, name)
 
 
@@ -205,13 +189,15 @@ def _run_on_work_pool(run: Run, name: str) -> State[Any] | Result:
         result, was_reused = run_remote_stage(run, stage, lambda line: get_run_logger().info(line))
     except Exception as error:
         failure = _to_cosmos_error(error, path)
-        if isinstance(failure, OverBudget) or read_state(path).state not in {"failed", "stopped"}:
+        # A child that recorded its error has emitted the event itself.
+        is_unrecorded = isinstance(failure, OverBudget) or read_state(path).state not in {"failed", "stopped"}
+        if is_unrecorded:
             record_failure(path, failure)
             if not isinstance(failure, Preempted):
                 update_state(path, failures=count_lost_child(path))
-            if not should_retry(run, name, failure):  # a child that recorded its error has emitted the event itself
-                events.stage_failed(run, name, failure)
         if not should_retry(run, name, failure):
+            if is_unrecorded:
+                events.stage_failed(run, name, failure)
             return failed_state(failure)
         if failure is error:
             raise
@@ -231,10 +217,17 @@ def run_stage(
     Raises:
         CosmosError: `launch.worker.run` raised this error, or an input is missing.
     """
-    stage, path = run.pipeline.stage(name), run.stage_path(name)
+    stage, path, start_time = run.pipeline.stage(name), run.stage_path(name), time.monotonic()
     stage_sync = StageSync(run, stage)
+
+    def kill_orphaned_worker() -> None:
+        """Kill a worker that holds the lock for longer than the grace period, unless its launcher is alive."""
+        worker.sleep_unless_stopping(0)
+        if time.monotonic() - start_time > run.pipeline.config.grace_seconds:
+            worker.reap(path)
+
     with stage_lock(run.path, name) as lock:
-        lock.acquire(poll=_make_owner_check(path, run.pipeline.config.grace_seconds))
+        lock.acquire(poll=kill_orphaned_worker)
         try:
             stage_sync.receive_inputs()
             is_finished = read_state(path).state in FINISHED
@@ -265,11 +258,10 @@ def _to_cosmos_error(error: Exception, path: Path) -> CosmosError:
     """Convert any error to a CosmosError, so that a bug or disk error counts as one failed attempt."""
     if isinstance(error, CosmosError):
         return error
-    failure: StageFailed | None = disk_full(error, path)
-    if failure is None:
-        logger.exception("stage %r", path.name)
-        failure = StageFailed(f"stage {path.name!r}: {type(error).__name__}: {' '.join(str(error).split())}")
-    return failure
+    if (failure := disk_full(error, path)) is not None:
+        return failure
+    logger.exception("stage %r", path.name)
+    return StageFailed(f"stage {path.name!r}: {type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def _make_result_under_lock(
@@ -292,27 +284,19 @@ def _make_result_under_lock(
             if has_waited and (reused_result := find_result(run, stage, expected_fingerprint)):
                 return stage_sync.send(reused_result), True
             prepare_stage_folder(run, stage, expected_fingerprint, on_line)
+            config, kind, recipe = run.pipeline.config, run.pipeline.kind_of(stage), run.pipeline.recipes[stage.name]
             launch = worker.AttemptSettings(
-                stage_path=path,
-                python=run.pipeline.config.python,
-                threads=threads(run.pipeline),
-                grace_seconds=run.pipeline.config.grace_seconds,
-                timeout_seconds=stage.timeout_seconds,
+                stage_path=path, python=config.python, threads=threads(run.pipeline),
+                grace_seconds=config.grace_seconds, timeout_seconds=stage.timeout_seconds,
                 inherited=environment_for_user_code(stage.env) if stage.entry else os.environ,
-                secrets=(*stage.env, *run.pipeline.recipes[stage.name].secret_env),
-                locks=(lock.descriptor, fingerprint_lock.descriptor),
-                on_progress=on_progress,
-                on_line=on_line,
-                must_end=stage_sync.loss,
-                must_stop=budget.budget_error,
-            )
-            kind, recipe = run.pipeline.kind_of(stage), run.pipeline.recipes[stage.name]
+                secrets=(*stage.env, *recipe.secret_env), locks=(lock.descriptor, fingerprint_lock.descriptor),
+                on_progress=on_progress, on_line=on_line, must_end=stage_sync.loss, must_stop=budget.budget_error,
+            )  # fmt: skip
             with ExitStack() as device_stack, ExitStack() as service_stack:
                 gpu_environment, gpu_locks = device_stack.enter_context(gpus.hold_stage_gpus(kind, recipe, path))
                 budget.check()
-                device_stack.enter_context(
-                    record_gpu_time(path, len(gpu_locks) or gpus.num_reserved_gpus(kind, recipe))
-                )
+                num_gpus = len(gpu_locks) or gpus.num_reserved_gpus(kind, recipe)
+                device_stack.enter_context(record_gpu_time(path, num_gpus))
                 update_state(path, error="its reward service starts" if stage.reward_service else "")
                 service_stack.enter_context(upload_checkpoints_during(path, _get_checkpoint_url(run, stage)))
                 service_stack.enter_context(stage_sync.sync_checkpoints(expected_fingerprint))
@@ -327,10 +311,10 @@ def _make_result_under_lock(
 
 def _get_checkpoint_url(run: Run, stage: StageConfig) -> str:
     """Return the URL to which checkpoints are sent during a training; empty if the recipe does not send them."""
-    checkpoint_config = run.pipeline.recipes[stage.name].train.ckpt
-    should_upload = checkpoint_config.upload_s3 == "all" and run.pipeline.kind_of(stage).trains_model
-    root_url = checkpoint_config.s3_url(run.pipeline.config.name)
-    return checkpoint_url(root_url, stage.name, run.id) if should_upload else ""
+    config = run.pipeline.recipes[stage.name].train.ckpt
+    if config.upload_s3 != "all" or not run.pipeline.kind_of(stage).trains_model:
+        return ""
+    return checkpoint_url(config.s3_url(run.pipeline.config.name), stage.name, run.id)
 
 
 def _run_in_process(
@@ -367,26 +351,10 @@ def _finish_stage(run: Run, stage: StageConfig, expected_fingerprint: Fingerprin
 
 def _record_launcher(path: Path) -> None:
     """Record this process as the launcher of the stage. After a failed attempt of the same process, first wait 1, 2, 4
-    ... 60 s.
-
-    A new process, such as one that a user starts to resume the run, has the full number of retries and does not wait.
-    """
+    ... 60 s; a new process, such as one that resumes the run, has the full number of retries and does not wait."""
     state, launcher = read_state(path), identify_process()
     if state.model_dump(include={*launcher}) != launcher:  # in containers the pid is often the same
         update_state(path, **launcher, failures=0, failed_with="", is_repeated=False)
     elif state.state == "failed":
         update_state(path, state="retrying")
         worker.sleep_unless_stopping(backoff_seconds(state.failures))
-
-
-def _make_owner_check(path: Path, grace_seconds: float) -> Callable[[], None]:
-    """Return a function to call repeatedly while waiting for the lock of a stage. After `grace_seconds` seconds, the
-    function kills a worker whose launcher has ended; a worker with a live launcher is not killed."""
-    start_time = time.monotonic()
-
-    def kill_orphaned_worker() -> None:
-        worker.sleep_unless_stopping(0)
-        if time.monotonic() - start_time > grace_seconds:
-            worker.reap(path)
-
-    return kill_orphaned_worker

@@ -106,16 +106,15 @@ class StageTask(Task[Any, StageHandle]):
     def map(self, *arguments: Any, wait_for: Any = None, return_state: bool = False, **settings: Any) -> Any:
         """Submit a stage for each element of the arguments that are lists, in their order; return the futures."""
         parameters = get_call_parameters(self.fn, arguments, settings, apply_defaults=False)
-        calls = [
-            {"first": each["first"], "name": each["name"], "overrides": each["overrides"], **each.get("settings", {})}
-            for each in expand_mapping_parameters(self.fn, parameters)
-        ]
-        submitted_futures = [self.submit(each.pop("first"), wait_for=wait_for, **each) for each in calls]
+        futures = []
+        for call in expand_mapping_parameters(self.fn, parameters):
+            keys = {"name": call["name"], "overrides": call["overrides"], **call.get("settings", {})}
+            futures.append(self.submit(call["first"], wait_for=wait_for, **keys))
         if not return_state:
-            return PrefectFutureList(submitted_futures)  # type: ignore[abstract]
-        for future in submitted_futures:
+            return PrefectFutureList(futures)  # type: ignore[abstract]
+        for future in futures:
             future.wait()
-        return [future.state for future in submitted_futures]
+        return [future.state for future in futures]
 
     def with_options(self, **options: Any) -> Any:
         """Return a task of the same stage kind with other options of Prefect, such as `tags` and `on_failure`."""
@@ -147,9 +146,7 @@ def _should_retry_task(_task: object, _task_run: object, state: State[Any]) -> b
 
 
 def _make_stage_function(kind: StageKind) -> Callable[..., Any]:
-    def call_stage(
-        first: Any = None, *, name: str = "", overrides: Mapping[str, Any] | None = None, **settings: Any
-    ) -> Any:
+    def call_stage(first: Any = None, *, name: str = "", overrides: Mapping[str, Any] = {}, **settings: Any) -> Any:
         try:
             if first is not None:
                 key = _positional_key(kind)
@@ -181,45 +178,38 @@ def _positional_key(kind: StageKind) -> str:
 
 def _run_tasks_of_call(run: Run, name: str, stages: Sequence[str]) -> State[Any] | StageHandle:
     """Run `stages` in topological order: the stage `name`, and the stages that a call added implicitly, as separate
-    tasks. Return the handle of the stage `name`, or the final state of the first stage without a result.
-
-    Raises:
-        CosmosError: an attempt of the stage failed, and the stage is to be retried.
-    """
+    tasks. Return the handle of the stage `name`, or the final state of the first stage without a result. Raises
+    `CosmosError` if an attempt of the stage failed, and the stage is to be retried."""
     if is_cancelled():
         raise Cancelled("the flow run was cancelled")
-    outcome: Any = None
+    outcomes: dict[str, Any] = {}
     for stage_name in stages:
-        state = produce_result(run, name) if stage_name == name else stage_task(run, stage_name, {})(return_state=True)
-        if isinstance(state, State) and not state.is_completed():
-            return state
-        outcome = state if stage_name == name else outcome
-    handle = _make_handle(run, name)
-    return Completed(name=outcome.name, message=outcome.message, data=handle) if isinstance(outcome, State) else handle
-
-
-def _make_handle(run: Run, name: str) -> StageHandle:
-    path = run.stage_path(name)
+        is_own = stage_name == name
+        outcome = produce_result(run, name) if is_own else stage_task(run, stage_name, {})(return_state=True)
+        if isinstance(outcome, State) and not outcome.is_completed():
+            return outcome
+        outcomes[stage_name] = outcome
+    path, state = run.stage_path(name), outcomes.get(name)
     result = read_result(path)
     assert result is not None
     paths = {key: str(result["info"][key]) for key in ("model", "data") if result["info"].get(key)}
     outputs = {key: value if "://" in value else str(path / value) for key, value in paths.items()}
-    return StageHandle(name, path, dict(result["metrics"]), outputs)
+    handle = StageHandle(name, path, dict(result["metrics"]), outputs)
+    return Completed(name=state.name, message=state.message, data=handle) if isinstance(state, State) else handle
 
 
 def _make_call(
     flow: FlowInPython, kind: StageKind, name: str, keys: dict[str, Any], overrides: Mapping[str, Any]
 ) -> tuple[Call, Path]:
     """Return a call of a task with plain JSON values, and the file to which relative paths in its recipe refer."""
-    recipe, after_argument = keys.pop("recipe", None), keys.pop("after", ())
-    if "sweep" in keys:
-        raise ConfigError(f"stage {name!r}: sweep is no argument of a task; a sweep is a loop of the flow")
-    if "kind" in keys:
-        raise ConfigError(f"stage {name!r}: kind is no argument of a task; call the task of that kind")
+    recipe, after = keys.pop("recipe", None), keys.pop("after", ())
+    for key, remedy in (("sweep", "a sweep is a loop of the flow"), ("kind", "call the task of that kind")):
+        if key in keys:
+            raise ConfigError(f"stage {name!r}: {key} is no argument of a task; {remedy}")
     source = Path(flow.entrypoint.rpartition(":")[0])
     tables: Values = {}
-    after_handles = [after_argument] if isinstance(after_argument, StageHandle | str) else list(after_argument or ())
-    predecessors = [_get_stage_name(flow, name, "after", after_handle) for after_handle in after_handles]
+    handles = [after] if isinstance(after, StageHandle | str) else after or ()
+    predecessors = [_get_stage_name(flow, name, "after", handle) for handle in handles]
     is_after_positional = _positional_key(kind) == "after"
     if is_after_positional and kind.reads_model and predecessors and not recipe and "model" not in keys and flow.run:
         pipeline = flow.run.pipeline  # start from the same model as the first predecessor, with its recipe
@@ -278,11 +268,8 @@ def _find_recipe_file(flow: FlowInPython, name: str, recipe: str | Path) -> Path
 
 
 def _get_stage_name(flow: FlowInPython, name: str, key: str, handle: StageHandle | str) -> str:
-    """Return the name of the stage to which a handle, a name or a reference `stage:NAME` refers.
-
-    Raises:
-        ConfigError: the handle belongs to a stage of another run.
-    """
+    """Return the name of the stage to which a handle, a name or a reference `stage:NAME` refers. Raises `ConfigError`
+    if the handle belongs to a stage of another run."""
     if isinstance(handle, str):
         return handle.removeprefix(STAGE_PREFIX)
     run = flow.run

@@ -48,11 +48,8 @@ class StageSync:
 
     def receive_inputs(self) -> None:
         """Fetch the manifests of the stages in `after`, and the output files of those stages whose files this stage
-        reads.
-
-        Raises:
-            ConfigError, UploadError: the store refuses access, cannot be reached, or has lost a file.
-        """
+        reads. Raises `ConfigError` or `UploadError` if the store refuses access, cannot be reached, or has lost a
+        file."""
         stages_read = {source_of(each.location) for each in self._run.pipeline.inputs(self._stage)}
         for name in self._stage.after:
             path = self._run.stage_path(name)
@@ -81,11 +78,8 @@ class StageSync:
     @contextmanager
     def lease_result(self, expected: Fingerprint) -> Iterator[bool]:
         """Hold the exclusive right among all machines to make the result with the expected fingerprint during the
-        block. Yield True if this machine had to wait for another machine that held the right.
-
-        Raises:
-            Preempted: this process was requested to stop while it waited.
-        """
+        block. Yield True if this machine had to wait for another machine that held the right. Raises `Preempted` if
+        this process was requested to stop while it waited."""
         if self._store is None:
             yield False
             return
@@ -121,14 +115,11 @@ class StageSync:
         elif name := checkpoints.pull():
             record_event(self._path, "fetched", f"{name} from {self._store.url}")
         stop_event, stored_record = threading.Event(), self._open_stored_record()
+        push_checkpoints = partial(self._push_checkpoints, checkpoints, stop_event)
+        periods = ((push_checkpoints, _CHECKPOINT_POLL_SECONDS), (stored_record.push, _RECORD_PERIOD_SECONDS))
         sync_threads = [
-            threading.Thread(
-                target=_call_periodically, args=(sync_function, seconds, stop_event, self._path), daemon=True
-            )
-            for sync_function, seconds in (
-                (partial(self._push_checkpoints, checkpoints, stop_event), _CHECKPOINT_POLL_SECONDS),
-                (stored_record.push, _RECORD_PERIOD_SECONDS),
-            )
+            threading.Thread(target=_call_periodically, args=(*each, stop_event, self._path), daemon=True)
+            for each in periods
         ]
         for sync_thread in sync_threads:
             sync_thread.start()
@@ -144,12 +135,8 @@ class StageSync:
 
     def send(self, result: Result) -> Result:
         """Store a result of this stage and return it. The manifest is stored last, which makes the stage complete for
-        all machines.
-
-        Raises:
-            ConfigError, UploadError: the store refuses access or cannot be reached.
-            StageFailed: another machine has taken over the stage.
-        """
+        all machines. Raises `ConfigError` or `UploadError` if the store refuses access or cannot be reached, and
+        `StageFailed` if another machine has taken over the stage."""
         if self._store is None:
             return result
         if self._lease:
@@ -173,22 +160,17 @@ class StageSync:
     def send_run(self) -> str:
         """Store the files that another machine needs to run this stage. Return the address of the run for that machine:
         the directory of the run, or its URL in the store."""
-        if self._store is None:
-            self._forget_failure()
-            return str(self._run.path)
-        stored_record = self._open_stored_record()
-        stored_state = stored_record.state()
-        if stored_state is not None and stored_state.forced_by == read_state(self._path).forced_by:
+        stored_record = self._open_stored_record() if self._store else None
+        stored_state = stored_record.state() if stored_record else None
+        if stored_record and stored_state and stored_state.forced_by == read_state(self._path).forced_by:
             stored_record.pull()  # another machine may have made progress since the last pull
-        self._forget_failure()
-        stored_record.push(is_final=True)
-        return self._store.put_run(self._run.path, has_grown=True)
-
-    def _forget_failure(self) -> None:
-        """Clear the error of an earlier attempt, which would be taken for the error of a machine that is lost before it
-        has recorded one."""
+        # The error of an earlier attempt would be taken for that of a machine that is lost before it records one.
         if read_state(self._path).state in {"failed", "stopped"}:
             update_state(self._path, state="waiting", error="", error_type="")
+        if self._store is None or stored_record is None:
+            return str(self._run.path)
+        stored_record.push(is_final=True)
+        return self._store.put_run(self._run.path, has_grown=True)
 
     def mirror(self) -> Callable[[], None]:
         """Return a function that copies state and progress of the stage from the machine that runs it, for display."""
@@ -198,11 +180,8 @@ class StageSync:
         return partial(_call_and_log, lambda: open_record().pull(), self._path)
 
     def receive_result(self) -> Result | None:
-        """Return the manifest of this stage from any machine; None if the stage is not complete.
-
-        Raises:
-            ConfigError, UploadError: the store refuses access or cannot be reached.
-        """
+        """Return the manifest of this stage from any machine; None if the stage is not complete. Raises `ConfigError`
+        or `UploadError` if the store refuses access or cannot be reached."""
         if self._store is None:
             return read_result(self._path)
         self._open_stored_record().pull()
@@ -216,8 +195,7 @@ class StageSync:
         if self._store is None:
             return
         local_state, stored_record = read_state(self._path), self._open_stored_record()
-        stored_state = stored_record.state()
-        if stored_state is None:
+        if (stored_state := stored_record.state()) is None:
             return
         if stored_state.forced and stored_state.forced_by != local_state.forced_by:
             supersede_stage(self._path)
@@ -226,8 +204,7 @@ class StageSync:
             stored_record.pull()
 
     def _fetch_missing_outputs(self, result: Result, path: Path) -> bool:
-        """Fetch outputs that are missing or damaged on this machine from the store that has them; return True if files
-        were fetched."""
+        """Fetch outputs that are missing or damaged here from the store that has them; return True if any were."""
         url = result.get(STORE_KEY)
         is_complete = all((path / record["path"]).is_file() for record in result["outputs"])
         if not url or (is_complete and find_damage(path, result) is None):
@@ -256,22 +233,16 @@ class StageSync:
 
     def _local_output_files(self) -> dict[str, Path]:
         """Return the output files of the run's stages on this machine, by digest."""
-        files = {}
-        for stage in self._run.pipeline.stages:
-            path = self._run.stage_path(stage.name)
-            for record in (read_result(path) or {"outputs": ()})["outputs"]:
-                if (path / record["path"]).is_file():
-                    files[record["sha256"]] = path / record["path"]
-        return files
+        paths = [self._run.stage_path(stage.name) for stage in self._run.pipeline.stages]
+        results = [(path, result) for path in paths if (result := read_result(path))]
+        files = [(each["sha256"], path / each["path"]) for path, result in results for each in result["outputs"]]
+        return {digest: file for digest, file in files if file.is_file()}
 
 
 def open_received_run(url: str, name: str) -> Run:
     """Open the run at a URL in an artifact store, on a machine that may not have its files yet, and fetch the state of
-    the stage `name`.
-
-    Raises:
-        ConfigError, UploadError: the store refuses access, cannot be reached, or has no such run.
-    """
+    the stage `name`. Raises `ConfigError` or `UploadError` if the store refuses access, cannot be reached, or has no
+    such run."""
     path = open_stored_run(url, os.environ.get(OUTPUT_DIR, ""), partial(sleep_unless_stopping, 0))
     run = open_run(path, all_kinds())
     StageSync(run, run.pipeline.stage(name)).receive_state()

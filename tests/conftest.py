@@ -283,18 +283,29 @@ def no_stop_is_left() -> Iterator[None]:
             pass
 
 
+def one_certificate(folder: Path) -> dict[str, str]:
+    """A setting for clients of a Prefect server without TLS: each of them, of which a stage makes ten, loads one
+    certificate in a millisecond, and not all in forty."""
+    import certifi
+
+    end = "-----END CERTIFICATE-----\n"
+    file = folder / "certificate.pem"
+    file.write_text(certifi.contents().partition(end)[0] + end)
+    return {"PREFECT_API_SSL_CERT_FILE": str(file)}
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
     """The variables of one server of Prefect, such as `cosmos run` starts, for all the commands of a test process."""
     from cosmos_core.launch.server import prefect_server
 
-    before = dict(os.environ)
-    with prefect_server(tmp_path_factory.mktemp("server")) as wait:
+    before, folder = dict(os.environ), tmp_path_factory.mktemp("server")
+    with prefect_server(folder) as wait:
         wait()
         added = {name: value for name, value in os.environ.items() if before.get(name) != value}
         for name in added:
             del os.environ[name]  # nothing in this process talks to it
-        yield added
+        yield added | one_certificate(folder)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
@@ -108,9 +109,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
         content = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
-        for name, text in (
-            {"Content-Type": "application/json", "Content-Length": str(len(content))} | (headers or {})
-        ).items():
+        usual = {"Content-Type": "application/json", "Content-Length": str(len(content))}
+        for name, text in (usual | (headers or {})).items():
             self.send_header(name, text)
         self.end_headers()
         if self.command != "HEAD":
@@ -226,7 +226,7 @@ def hub() -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     found.url = f"http://127.0.0.1:{server.server_address[1]}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield found
     finally:
@@ -235,8 +235,10 @@ def hub() -> Iterator[Hub]:
 
 
 def use(url: str, patch: pytest.MonkeyPatch) -> None:
-    """Let this process and those that it starts talk to the Hub."""
+    """Let this process and those that it starts talk to the Hub; this one tries again at once."""
     import huggingface_hub.constants
+
+    patch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
 
     patch.setenv("HF_ENDPOINT", url)
     patch.setenv("HF_TOKEN", TOKEN)

@@ -69,7 +69,7 @@ class Proxy:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
 
     def stop(self) -> None:
         assert self.server is not None
@@ -132,11 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         if request.fault in {"500", "501", "503", "403"}:
             self._refuse(int(request.fault))
             return
-        body = request.body
-        if request.fault == "flip" and body:
-            middle = len(body) // 2
-            body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
-        self._forward(request, body)
+        self._forward(request, _flipped(request.body) if request.fault == "flip" else request.body)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _any
 
@@ -146,9 +142,8 @@ class _Handler(BaseHTTPRequestHandler):
         behind.request(self.command, self.path, body=body, headers=headers)
         response = behind.getresponse()
         content = response.read()
-        if request.fault == "flip" and self.command == "GET" and content:
-            middle = len(content) // 2
-            content = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        if request.fault == "flip" and self.command == "GET":
+            content = _flipped(content)
         if request.fault == "lost":
             self._reset()
             return
@@ -183,8 +178,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.close()
 
 
+def _flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :] if content else content
+
+
 def use(proxy_url: str, patch: pytest.MonkeyPatch) -> None:
-    """Let this process and those that it starts talk to the store."""
+    """Let this process and those that it starts talk to the store; this one tries again at once."""
+    patch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.0)
     for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "PROD_S3_CHECKPOINT_ACCESS_KEY_ID"):
         patch.delenv(name, raising=False)
     values = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_ENDPOINT_URL_S3": proxy_url}

@@ -32,6 +32,8 @@ from transformers import (
     T5Tokenizer,
 )
 
+from tests.written_once import write_once
+
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 """Modules that every family has."""
 _BYTES = sorted(ByteLevel.alphabet())
@@ -59,12 +61,15 @@ class NoChecker(ModelMixin, ConfigMixin):
 
 def save(name: str, folder: Path, *, seed: int = 0, **settings: Any) -> Path:
     """Write the pipeline of a family to `folder` and return it; `settings` are those of its function here."""
-    make(name, seed=seed, **settings).save_pretrained(folder)
+    return write_once(folder, _write, name, seed, *settings.items())
+
+
+def _write(folder: Path, name: str, seed: int, *settings: tuple[str, Any]) -> None:
+    make(name, seed=seed, **dict(settings)).save_pretrained(folder)
     index = folder / "model_index.json"
     components = json.loads(index.read_text())
     if components.pop("safety_checker", None):
         index.write_text(json.dumps(components, indent=2) + "\n")
-    return folder
 
 
 def make(name: str, *, seed: int = 0, **settings: Any) -> Any:

@@ -3,14 +3,14 @@
 Rewards are float64 on the CPU. A completion with an invalid reward (None, NaN, infinite) has the advantage None and is
 dropped; the remaining completions of its group are compared with each other. A group with one valid reward, or whose
 valid rewards are all equal, has advantages of exactly 0. Equality is tested on the rewards, because rounding makes the
-standard deviation of equal rewards non-zero. If the KL penalty is part of the reward, `whitened_returns` returns an
-advantage for each token, as in REINFORCE++ (arXiv 2501.03262).
+standard deviation of equal rewards non-zero.
 
 Shapes: G completions of a group, S predicted tokens of a sample.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TypeGuard
 
 import numpy as np
@@ -46,19 +46,13 @@ def advantages(
     valid_rewards = [list(filter(_is_valid, rewards)) for rewards in groups]
     advantage_fn = _centre if algo == "grpo" and not normalise_std else ADVANTAGE_RULES[algo]
     group_advantages = advantage_fn([np.asarray(each, dtype=np.float64) for each in valid_rewards])
+    values_N = np.concatenate([*group_advantages, np.zeros(0)])
     if algo.startswith("reinforce++"):
         token_counts = num_tokens or [[1] * len(rewards) for rewards in groups]
-        pairs = (zip(*each, strict=True) for each in zip(groups, token_counts, strict=True))
-        lengths = [[token_count for reward, token_count in each if _is_valid(reward)] for each in pairs]
-        whitened_values = iter(
-            whiten(np.concatenate([*group_advantages, np.zeros(0)]), np.concatenate([*lengths, np.zeros(0)]))
-        )
-        group_advantages = [np.array([next(whitened_values) for _ in each]) for each in valid_rewards]
-    advantage_iterators = map(iter, group_advantages)
-    advantage_rows = [
-        [float(next(values_of_group)) if _is_valid(reward) else None for reward in rewards]
-        for rewards, values_of_group in zip(groups, advantage_iterators, strict=True)
-    ]
+        pairs = zip(chain(*groups), chain(*token_counts), strict=True)
+        values_N = whiten(values_N, np.array([count for reward, count in pairs if _is_valid(reward)], dtype=np.float64))
+    values = iter(values_N.tolist())
+    advantage_rows = [[next(values) if _is_valid(reward) else None for reward in rewards] for rewards in groups]
     num_constant_groups = sum(len(each) > 1 and max(each) == min(each) for each in valid_rewards)
     return advantage_rows, num_constant_groups / max(1, len(valid_rewards))
 
@@ -68,11 +62,9 @@ def _is_valid(reward: float | None) -> TypeGuard[float]:
 
 
 def whiten(values_N: np.ndarray, counts_N: np.ndarray) -> np.ndarray:
-    """Return (value - mean) / sqrt(sample variance + 1e-8), where `counts_N` weights the values in mean and variance.
-
-    The result is exactly 0 if all values with a count above 0 are equal (REINFORCE++, arXiv 2501.03262, equation 10,
-    with the variance estimator of verl).
-    """
+    """Return (value - mean) / sqrt(sample variance + 1e-8), where `counts_N` weights the values in mean and variance
+    (REINFORCE++, arXiv 2501.03262, equation 10, with the variance estimator of verl). The result is exactly 0 if all
+    values with a count above 0 are equal."""
     if _is_constant(values_N[counts_N > 0]):
         return np.zeros_like(values_N)
     mean = np.average(values_N, weights=counts_N)
@@ -88,7 +80,7 @@ def whitened_returns(
 
     The reward of a trained token is -`kl_beta` * (log pi_old - log pi_reference), plus the completion's reward for the
     last token. The return of a token is the sum of rewards from this token to the end. The advantages are the returns,
-    normalized by `whiten` over the trained tokens of all `samples`.
+    normalized by `whiten` over the trained tokens of all `samples` (REINFORCE++, arXiv 2501.03262).
     """
     masks = [torch.as_tensor(sample.loss_mask[1:]).bool() for sample in samples]
     returns = []
@@ -181,7 +173,5 @@ ADVANTAGE_RULES: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
     "reinforce++-baseline": _centre,
     "maxrl": _max_rl_advantages,
 }
-"""Functions that turn the rewards of all groups into advantages, by the name of the rule (`algo`).
-
-`advantages` then applies `whiten` over tokens to the results of both REINFORCE++ rules.
-"""
+"""Functions that turn the rewards of all groups into advantages, by the name of the rule (`algo`); `advantages` then
+applies `whiten` over tokens to the results of both REINFORCE++ rules."""

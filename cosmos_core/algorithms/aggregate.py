@@ -16,24 +16,19 @@ from torch import Tensor
 LossType = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"]
 
 Metrics = dict[str, Tensor]
-"""Metrics by name, each a float64 tensor `[sum, count]`.
-
-Sums and counts are added over micro-batches and ranks; `means` divides each sum by its count at the end.
-"""
+"""Metrics by name, each a float64 tensor `[sum, count]` that is added over micro-batches and ranks; `means` divides
+each sum by its count at the end."""
 
 
 def denominator(loss_type: LossType, lengths: Iterable[int], max_tokens: int | None = None) -> float:
-    """Return the denominator D of the loss of an optimizer step.
+    """Return the denominator D of the loss of an optimizer step; `lengths`: number of unmasked tokens of each sequence.
 
-    `lengths`: number of unmasked tokens of each sequence. D is, by `loss_type`: for `token-mean` the number of tokens;
-    for `seq-mean-token-sum` the number of sequences with at least one token; for `seq-mean-token-mean` the same number,
-    times the constant `max_tokens` if that is set (Dr. GRPO, arXiv 2503.20783); for `token-sum` 1. A step without
-    tokens has D = 1, so that its loss is 0 rather than NaN.
-    """
-    positive_lengths = [length for length in lengths if length > 0]
+    D is, by `loss_type`: for `token-mean` the number of tokens; for `seq-mean-token-sum` the number of sequences with
+    at least one token; for `seq-mean-token-mean` the same number, times the constant `max_tokens` if that is set (Dr.
+    GRPO, arXiv 2503.20783); for `token-sum` 1. Without tokens D is 1, so that the loss is 0 rather than NaN."""
     if loss_type == "token-sum":
         return 1.0
-    total = sum(positive_lengths) if loss_type == "token-mean" else len(positive_lengths)
+    total = sum(lengths) if loss_type == "token-mean" else sum(length > 0 for length in lengths)
     if loss_type == "seq-mean-token-mean" and max_tokens is not None:
         total *= max_tokens
     return float(max(total, 1))
@@ -42,10 +37,8 @@ def denominator(loss_type: LossType, lengths: Iterable[int], max_tokens: int | N
 def weighted_sum(
     values_BT: Tensor, mask_BT: Tensor, loss_type: LossType, denominator: float, max_tokens: int | None = None
 ) -> Tensor:
-    """Return the contribution of a micro-batch to the loss of the optimizer step.
-
-    `denominator` is the result of the function `denominator` for the same `loss_type` and `max_tokens`.
-    """
+    """Return the contribution of a micro-batch to the loss of the optimizer step. `denominator` is the result of the
+    function `denominator` for the same `loss_type` and `max_tokens`."""
     masked_values_BT = apply_mask(values_BT, mask_BT)
     if loss_type == "seq-mean-token-mean" and max_tokens is None:
         return (masked_values_BT.sum(-1) / mask_BT.bool().sum(-1).clamp(min=1)).sum() / denominator
@@ -53,10 +46,8 @@ def weighted_sum(
 
 
 def apply_mask(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Return `values_BT` with exact zeros, in value and gradient, where the mask is 0, even for NaN or infinity.
-
-    The result is at least float32: in half precision, sums over many tokens are inexact and exp overflows.
-    """
+    """Return `values_BT` with exact zeros, in value and gradient, where the mask is 0, even for NaN or infinity. The
+    result is at least float32: in half precision, sums over many tokens are inexact and exp overflows."""
     upcast_values_BT = values_BT.to(torch.promote_types(values_BT.dtype, torch.float32))
     return torch.where(mask_BT.bool(), upcast_values_BT, torch.zeros_like(upcast_values_BT))
 
@@ -68,8 +59,8 @@ def token_metric(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def source_masks(sources: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the label of each data set of a mixture with a mask of its samples. `sources` has the data set's label of
-    each sample. Samples of a single data set have an empty label, for which nothing is yielded."""
+    """Yield the label of each data set of a mixture with a mask of its samples, from the label of each sample. Samples
+    of a single data set have an empty label, for which nothing is yielded."""
     for name in dict.fromkeys(filter(None, sources)):
         yield name, torch.tensor([source == name for source in sources])
 
@@ -80,11 +71,9 @@ def add_metrics(total: Metrics, other: Metrics) -> Metrics:
 
 
 def means(metric_totals: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the mean (sum over count) of each metric; metrics with count 0 are left out.
-
-    If importance weights have the metrics NAME (mean) and `NAME_square` (mean square), the result also has the
-    effective sample size as a fraction of the tokens: the squared mean over the mean square (Kish).
-    """
+    """Return the mean (sum over count) of each metric; metrics with count 0 are left out. If importance weights have
+    the metrics NAME (mean) and `NAME_square` (mean square), the result also has the effective sample size as a fraction
+    of the tokens: the squared mean over the mean square (Kish)."""
     sums_and_counts = {name: metric.tolist() for name, metric in metric_totals.items()}
     averages = {name: metric_sum / count for name, (metric_sum, count) in sums_and_counts.items() if count}
     for key, mean in list(averages.items()):

@@ -36,10 +36,8 @@ class Loss:
     """Loss and metrics of one micro-batch."""
 
     value: Tensor
-    """Loss of the micro-batch, already divided by the denominator of the optimizer step.
-
-    The losses of micro-batches are therefore summed, never averaged.
-    """
+    """Loss of the micro-batch, already divided by the denominator of the optimizer step: the losses of micro-batches
+    are summed, never averaged."""
     metrics: Metrics
     values: dict[str, Tensor] = field(default_factory=dict)
     """Per-token values whose quantiles are reported: metric name to a one-dimensional tensor."""
@@ -51,25 +49,17 @@ class Update:
 
     samples: Sequence[Any]
     loss: Callable[[MicroBatch], Loss]
-    """Function from a micro-batch to its loss.
-
-    The denominator of the loss is computed over all samples of the optimizer step, before the first backward pass.
-    """
+    """Function from a micro-batch to its loss, whose denominator is computed over all samples of the optimizer step,
+    before the first backward pass."""
     request: AnyWants = None
-    """Model outputs that the loss needs, as an instance of the `Wants` class of the model's adapter.
-
-    None: log-probabilities for a token model, the velocity for a diffusion model.
-    """
+    """Model outputs that the loss needs, as an instance of the `Wants` class of the model's adapter; None:
+    log-probabilities for a token model, the velocity for a diffusion model."""
     has_constant_gradient: bool = False
-    """Whether the derivative of the loss with respect to the log-probabilities is independent of their values.
-
-    If True, the backward pass does not run the output head a second time.
-    """
+    """Whether the derivative of the loss with respect to the log-probabilities is independent of their values, so that
+    the backward pass need not run the output head a second time."""
     extra_weights: tuple[str, ...] = ()
-    """Names of further weight sets, such as `old`, under which the model's outputs are computed without gradient.
-
-    A micro-batch has the outputs as `NAME/OUTPUT`, such as `old/velocity`; they precede the outputs of the policy.
-    """
+    """Names of further weight sets, such as `old`, under which the model's outputs are computed without gradient. A
+    micro-batch has the outputs as `NAME/OUTPUT`, such as `old/velocity`; they precede the outputs of the policy."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the optimizer step that do not depend on the model's outputs."""
     data: Update | None = None
@@ -90,29 +80,21 @@ class TrainerView(Protocol):
             weights: name of the weight set to use, such as `policy`, `reference` or `teacher`.
             size: number of samples in a forward pass; None: `mini_batch`.
         """
-        ...
 
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
-        """Set the weight set named `weights` to the policy's current weights.
-
-        `optimizer`: whether to also reset the moments of the optimizer.
-        """
-        ...
+        """Set the weight set named `weights` to the policy's current weights, and reset the moments of the optimizer if
+        `optimizer` is True."""
 
     def move_towards_policy(self, weights: str, fraction: float) -> None:
         """Move the weight set W named `weights` towards the policy: W + `fraction` * (policy - W)."""
-        ...
 
 
 class Algorithm:
-    """Base class of algorithms, which compute the advantages of rollouts and the losses of optimizer steps.
-
-    The parameter class of an algorithm, an `AlgorithmConfig`, declares its other needs, such as a reference policy.
-    """
+    """Base class of algorithms, which compute the advantages of rollouts and the losses of optimizer steps. The
+    parameter class of an algorithm, an `AlgorithmConfig`, declares its other needs, such as a reference policy."""
 
     teacher: DistillationConfig | None = None
     """Settings of distillation from a teacher model, the weight set `teacher`; None: no distillation."""
-
     max_tokens: int
     """Maximum number of tokens in a sequence (`policy.model_max_length`)."""
     diffusers: DiffusersConfig = DiffusersConfig()
@@ -123,11 +105,9 @@ class Algorithm:
     null_text: Mapping[str, Tensor] | None = None
     """Embedding of the empty prompt, tensors by name, for classifier-free guidance; None for text models."""
     data_term: Callable[[int, int], Update] | None = None
-    """Function that returns the supervised loss on data rows that a diffusion model adds to an optimizer step.
-
-    Its arguments are the numbers of the train step and of the optimizer step, counted from 0. None: no such loss. Text
-    models use `data_term.WithDataTerm` instead.
-    """
+    """Function that returns the supervised loss on data rows that a diffusion model adds to an optimizer step, from the
+    numbers of the train step and of the optimizer step, counted from 0. None: no such loss. Text models use
+    `data_term.WithDataTerm` instead."""
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         """Store the settings of the algorithm.
@@ -145,36 +125,30 @@ class Algorithm:
         raise AssertionError(f"{type(self).__name__} does not learn from rollouts")
 
     def updates(self, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
-        """Yield the optimizer steps of one train step.
-
-        `view` computes outputs with the current weights, those after the optimizer steps that were already yielded.
-        """
+        """Yield the optimizer steps of one train step. `view` computes outputs with the current weights, those after
+        the optimizer steps that were already yielded."""
         raise AssertionError(f"{type(self).__name__} has no updates")
 
     def after_train_step(self, step: int, view: TrainerView) -> None:
-        """End train step `step`, counted from 1, which may have had no samples and thus no update.
-
-        The default resets the reference policy at the steps that the config sets.
-        """
+        """End train step `step`, counted from 1, which may have had no samples and thus no update. The default resets
+        the reference policy at the steps that the config sets."""
         config = self.config
         if isinstance(config, GrpoConfig) and (interval := config.reference_reset_interval) and step % interval == 0:
             view.reset("reference", optimizer=config.reset_optimizer_with_reference)
 
     def measure(self, chunks: Iterable[Sequence[Any]], view: TrainerView, size: int) -> dict[str, float]:
         """Return metrics of held-out samples: loss in nats per token, perplexity, and top-1 accuracy of the labels.
-
-        `chunks`: lists of samples that are evaluated together; `size`: number of samples in a forward pass.
-        """
+        `chunks`: lists of samples that are evaluated together; `size`: number of samples in a forward pass."""
         loss_sum, num_correct, num_tokens = 0.0, 0.0, 0
-        sums_by_source: dict[str, list[float]] = {}
+        sums_by_source: dict[str, tuple[float, int]] = {}
         for samples in chunks:
             rows = view.evaluate(samples, RequestedOutputs(is_top=True), size=size)
             losses = [-row["logprobs"].sum(dtype=torch.float64).item() for row in rows]
             loss_sum += sum(losses)
             for sample, value in zip(samples, losses, strict=True):
                 if source := getattr(sample, "source", ""):
-                    source_sums = sums_by_source.setdefault(source, [0.0, 0.0])
-                    source_sums[:] = source_sums[0] + value, source_sums[1] + sample.num_learned
+                    total, count = sums_by_source.get(source, (0.0, 0))
+                    sums_by_source[source] = total + value, count + sample.num_learned
             num_correct += sum(row["is_top"].sum().item() for row in rows)
             num_tokens += sum(sample.num_learned for sample in samples)
         loss = loss_sum / max(1, num_tokens)
@@ -183,7 +157,7 @@ class Algorithm:
             "perplexity": math.exp(min(loss, 700.0)),
             "token_accuracy": num_correct / max(1, num_tokens),
             "tokens": float(num_tokens),
-            **{f"loss/{source}": value / max(1.0, count) for source, (value, count) in sums_by_source.items()},
+            **{f"loss/{source}": value / max(1, count) for source, (value, count) in sums_by_source.items()},
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,21 +169,17 @@ class Algorithm:
 
 
 def equal_batches(num_samples: int, size: int | None) -> list[slice]:
-    """Return the slices of samples of each optimizer step of a train step.
-
-    There are as few slices as possible with at most `size` samples each; `size` None: one slice. Their sizes differ by
-    at most 1, because otherwise a few remaining samples could get a whole optimizer step.
-    """
+    """Return the slices of samples of each optimizer step of a train step: as few as possible with at most `size`
+    samples each; `size` None: one slice. Their sizes differ by at most 1, because otherwise a few remaining samples
+    could get a whole optimizer step."""
     num_batches = -(-num_samples // (size or max(1, num_samples)))
     bounds = [-(-i * num_samples // num_batches) for i in range(num_batches + 1)] if num_batches else []
     return [slice(*slice_bounds) for slice_bounds in pairwise(bounds)]
 
 
 def align_rows(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
-    """Return rows of different lengths as one tensor, padded with zeros to the shape, dtype and device of `like_BS`.
-
-    If each token of a row has a vector instead of a number, the result has the dimensions of the vector too.
-    """
+    """Return rows of different lengths as one tensor, padded with zeros to the shape, dtype and device of `like_BS`. If
+    each token of a row has a vector instead of a number, the result has the dimensions of the vector too."""
     padded_BS = like_BS.new_zeros((*like_BS.shape, *rows[0].shape[1:]))
     for row_index, row in enumerate(rows):
         padded_BS[row_index, : len(row)] = row

@@ -14,7 +14,6 @@ token counts 1 / kept mass times too much, and the gradient is that of the trunc
 Shapes: B sequences, T tokens.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -45,15 +44,11 @@ class Correction:
     low: float = 0.0
     high: float = 2.0
     geometric_mean_range: tuple[float, float] | None = None
-    """Accepted range of the geometric mean of w over a sequence, such as (0.99, 1.01); None: any mean.
-
-    Sequences outside the range get weight 0.
-    """
+    """Accepted range of the geometric mean of w over a sequence, such as (0.99, 1.01), outside which the sequence gets
+    weight 0; None: any mean."""
     mean_k3: float | None = None
-    """Upper bound of the mean of w - 1 - log w, the k3 estimate of KL(mu || pi_old), over a sequence.
-
-    Sequences above the bound get weight 0. None: no bound.
-    """
+    """Upper bound of the mean of w - 1 - log w, the k3 estimate of KL(mu || pi_old), over a sequence, above which the
+    sequence gets weight 0; None: no bound."""
     max_k3: float | None = None
     """Upper bound of w - 1 - log w of each token in a sequence; other sequences get weight 0; None: no bound."""
     scale: float = 1.0
@@ -86,18 +81,16 @@ def importance_weights(
         weights_BT = torch.ones_like(ratio_BT)
     elif correction.rule.endswith("mask"):
         accepted_mask_BT = valid_mask_BT & (ratio_BT >= correction.low) & (ratio_BT <= correction.high)
+    num_valid_B1 = valid_mask_BT.sum(-1, keepdim=True).clamp(min=1)
     if correction.geometric_mean_range is not None:
         low, high = correction.geometric_mean_range
-        sequence_mean_B1 = (log_ratio_BT.sum(-1, keepdim=True) / valid_mask_BT.sum(-1, keepdim=True).clamp(min=1)).exp()
-        accepted_mask_BT = accepted_mask_BT & (sequence_mean_B1 >= low) & (sequence_mean_B1 <= high)
-    if correction.mean_k3 is not None or correction.max_k3 is not None:
-        k3_BT = apply_mask(k3(rollout_logprobs_BT, old_logprobs_BT)[0], valid_mask_BT)
-        sequence_mean_B1 = k3_BT.sum(-1, keepdim=True) / valid_mask_BT.sum(-1, keepdim=True).clamp(min=1)
-        accepted_mask_BT = accepted_mask_BT & (
-            sequence_mean_B1 <= (math.inf if correction.mean_k3 is None else correction.mean_k3)
-        )
-        max_k3 = math.inf if correction.max_k3 is None else correction.max_k3
-        accepted_mask_BT = accepted_mask_BT & (k3_BT.amax(-1, keepdim=True) <= max_k3)
+        mean_ratio_B1 = (log_ratio_BT.sum(-1, keepdim=True) / num_valid_B1).exp()
+        accepted_mask_BT = accepted_mask_BT & (mean_ratio_B1 >= low) & (mean_ratio_B1 <= high)
+    k3_BT = apply_mask(k3(rollout_logprobs_BT, old_logprobs_BT)[0], valid_mask_BT)
+    if correction.mean_k3 is not None:
+        accepted_mask_BT = accepted_mask_BT & (k3_BT.sum(-1, keepdim=True) / num_valid_B1 <= correction.mean_k3)
+    if correction.max_k3 is not None:
+        accepted_mask_BT = accepted_mask_BT & (k3_BT.amax(-1, keepdim=True) <= correction.max_k3)
     weights_BT = apply_mask(weights_BT, accepted_mask_BT) / correction.scale
     metrics = {
         "rollout/weight": token_metric(weights_BT, mask_BT),
@@ -110,22 +103,16 @@ def importance_weights(
 
 
 def self_normalise(correction: Correction, rows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Correction:
-    """Return `correction` with the `scale` for which the weights of all trained tokens of a step have the mean 1.
-
-    With sequence rules the mean is over sequences. The mean includes sequences that are rejected later. Each of `rows`
-    has the log-probabilities of a sample under the old policy, those under the rollout policy, and the loss mask, shape
-    T each.
-    """
+    """Return `correction` with the `scale` for which the weights of all trained tokens of a step have the mean 1; with
+    sequence rules, the mean over sequences. The mean includes sequences that are rejected later. Each of `rows` has the
+    log-probabilities of a sample under the old policy, those under the rollout policy, and the loss mask, shape T."""
     unlimited_correction = replace(correction, geometric_mean_range=None, mean_k3=None, max_k3=None)
     weight_sum, num_weights = 0.0, 0
+    is_sequence = correction.rule.startswith("sequence")
     for old_logprobs_T, rollout_logprobs_T, mask_T in rows:
         num_tokens = int(mask_T.sum())
-        sample_weight_sum = (
-            importance_weights(old_logprobs_T[None], rollout_logprobs_T[None], mask_T[None], unlimited_correction)[0]
-            .sum(dtype=torch.float64)
-            .item()
-        )
-        is_sequence = correction.rule.startswith("sequence")
+        rows_1T = old_logprobs_T[None], rollout_logprobs_T[None], mask_T[None]
+        sample_weight_sum = importance_weights(*rows_1T, unlimited_correction)[0].sum(dtype=torch.float64).item()
         weight_sum += sample_weight_sum / (num_tokens + _MEAN_EPSILON) if is_sequence else sample_weight_sum
         num_weights += min(1, num_tokens) if is_sequence else num_tokens
     return replace(correction, scale=weight_sum / num_weights if weight_sum else 1.0)

@@ -1,6 +1,5 @@
-"""Data term for text models: the SFT loss on rows of a dataset, added to every optimizer step of an RL algorithm.
-
-The number of an optimizer step determines its data rows, so that a checkpoint only stores the number. The data term of
+"""Data term for text models: the SFT loss on rows of a dataset, added to every optimizer step of an RL algorithm. The
+number of an optimizer step determines its data rows, so that a checkpoint only stores the number. The data term of
 diffusion models is `train.diffusion_setup.data_term`.
 """
 
@@ -17,10 +16,8 @@ from cosmos_core.types import ScoredGroup
 
 
 def sft_term(samples: Sequence[Sample], weight: float) -> Update:
-    """Return an update whose loss is `weight` times the mean of -log p over all trained tokens of the samples.
-
-    The metric `data/nll` is the mean without the factor `weight`.
-    """
+    """Return an update whose loss is `weight` times the mean of -log p over all trained tokens of the samples. The
+    metric `data/nll` is the mean without the factor `weight`."""
     loss_denominator = denominator("token-mean", [sample.num_learned for sample in samples])
 
     def loss(micro_batch: MicroBatch) -> Loss:
@@ -34,10 +31,8 @@ class WithDataTerm(Algorithm):
     """Algorithm that adds a data term (supervised loss on data rows) to each optimizer step of another algorithm."""
 
     def __init__(self, algorithm: Algorithm, term: Callable[[int], Update]) -> None:
-        """Wrap `algorithm`.
-
-        `term` returns the data term for the number of an optimizer step, counted from 0 over all train steps.
-        """
+        """Wrap `algorithm`; `term` returns the data term for the number of an optimizer step, counted from 0 over all
+        train steps."""
         super().__init__(algorithm.config, algorithm.custom, algorithm.sampling)
         self.teacher, self.diffusers = algorithm.teacher, algorithm.diffusers
         self._algorithm, self._make_data_term = algorithm, term
@@ -48,8 +43,8 @@ class WithDataTerm(Algorithm):
 
     def updates(self, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
         for update in self._algorithm.updates(samples, view):
-            update_index, self._num_updates = self._num_updates, self._num_updates + 1
-            yield replace(update, data=self._make_data_term(update_index))
+            self._num_updates += 1
+            yield replace(update, data=self._make_data_term(self._num_updates - 1))
 
     def after_train_step(self, step: int, view: TrainerView) -> None:
         self._algorithm.after_train_step(step, view)

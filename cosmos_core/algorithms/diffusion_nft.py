@@ -30,16 +30,16 @@ class DiffusionNft(FlowRl):
             return None
         samples = [sample for rollout in rollouts for sample in self._make_samples(rollout)]
         config, beta, num_samples = self.config, self.diffusers.nft_beta, float(len(samples))
+        low, high, mode = config.advantage_low, config.advantage_high, config.advantage_mode
 
         def loss(micro: MicroBatch) -> Loss:
             outputs = micro.outputs
-            low, high, mode = config.advantage_low, config.advantage_high, config.advantage_mode
             advantages_B = torch.tensor([sample.rollout.advantage for sample in micro.samples], dtype=torch.float64)
             sigma_B = torch.tensor([sample.sigma for sample in micro.samples], dtype=torch.float64)
             velocities = outputs["velocity"], outputs[f"{OLD_POLICY}/velocity"], outputs.get("reference/velocity")
             optimality_B = optimality_probability(advantages_B, low, high, mode)
             inputs = NftInputs(*velocities, outputs["noisy"], outputs["latents"], sigma_B, optimality_B, micro.mask)
-            loss_terms = nft_loss(inputs, beta, config.advantage_high)
+            loss_terms = nft_loss(inputs, beta, high)
             value = (loss_terms.policy_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
             metrics = sum_metrics(
                 policy_loss=loss_terms.policy_B,
@@ -62,11 +62,9 @@ class DiffusionNft(FlowRl):
         sample, embedding = rollout.diffusion_sample, rollout.prompt.embedding
         sigmas, num_frames = sample.sigmas[:-1], sample.num_conditioning_frames
         num_selected = int(self.diffusers.timesteps_fraction * len(sigmas))
-        selected_steps = random_order(len(sigmas), rollout.seed)[:num_selected]
-        seeds = [(rollout.seed + 1 + i) & _SEED_BITS for i in selected_steps]
         return [
-            SeededSample(sample.latents, sigmas[i], embedding, rollout, seed, num_frames)
-            for i, seed in zip(selected_steps, seeds, strict=True)
+            SeededSample(sample.latents, sigmas[i], embedding, rollout, (rollout.seed + 1 + i) & _SEED_BITS, num_frames)
+            for i in random_order(len(sigmas), rollout.seed)[:num_selected]
         ]
 
 

@@ -1,7 +1,6 @@
 """Supervised flow matching: the network is trained on the velocity between data and noise at random noise levels.
 
-Not here: sampling of noise and noise levels and prompt dropout (`data/flow_sample.py`), and adding noise to latents,
-which the model adapter does.
+Not here: sampling of noise, noise levels and prompt dropout (`data/flow_sample.py`), and adding noise (the adapter).
 
 Shapes: B samples, dots for the dimensions of a latent.
 """
@@ -18,20 +17,15 @@ from cosmos_core.models.flow import mean_per_sample, velocity
 
 
 def flow_error(predicted: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean squared error of the predicted velocity per sample (shape B, at least float32).
-
-    `mask` is 1 for trained frames and 0 for conditioning frames.
-    """
+    """Return the mean squared error of the predicted velocity per sample (shape B, at least float32). `mask` is 1 for
+    trained frames and 0 for conditioning frames."""
     loss_dtype = torch.promote_types(predicted.dtype, torch.float32)
     return mean_per_sample((predicted.to(loss_dtype) - target.to(loss_dtype)).square(), mask)
 
 
 def flow_loss(micro_batch: MicroBatch, num_samples: int) -> Loss:
-    """Return the weighted sum of the velocity errors of a micro-batch, divided by `num_samples`.
-
-    `num_samples` is the number of samples of the whole optimizer step. SFT has this loss, and RL algorithms can add it
-    as data term, a supervised loss on data rows.
-    """
+    """Return the weighted sum of the velocity errors of a micro-batch, divided by `num_samples`, the number of samples
+    of the whole optimizer step. SFT has this loss, and RL algorithms can add it as data term."""
     target = velocity(micro_batch.outputs["latents"], micro_batch.outputs["noise"])
     error_B = flow_error(micro_batch.outputs["velocity"], target, micro_batch.mask)
     weights_B = torch.tensor(

@@ -21,7 +21,8 @@ Shapes: B samples, S predicted tokens, K token ids, E = K + 1 events.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +37,7 @@ from cosmos_core.models.scorer import RequestedOutputs
 from cosmos_core.models.teacher import TEACHER
 
 
-@dataclass(frozen=True, slots=True)
-class TeacherLoss:
+class TeacherLoss(NamedTuple):
     """Contribution of the teacher model to the loss of a micro-batch."""
 
     advantages_BS: Tensor | None
@@ -64,21 +64,18 @@ def teacher_loss(
         mask_BS: 1 at trained tokens.
         is_sampled_BS: 1 where the policy sampled the token; other tokens get no penalties of later tokens.
     """
+    coefficient, discount = config.kl_penalty_coef, config.kl_discount_factor
     if not config.top_k:
         penalty_BS = apply_mask(policy_logprobs_BS.detach() - teacher_logprobs_BS, mask_BS)
+        penalty_sum_BS = penalty_BS + apply_mask(discounted_sums(penalty_BS, discount), is_sampled_BS)
         metrics = {"teacher/reverse_kl": token_metric(penalty_BS, mask_BS)}
-        discounted_sum_BS = penalty_BS + apply_mask(
-            discounted_sums(penalty_BS, config.kl_discount_factor), is_sampled_BS
-        )
-        return TeacherLoss(-config.kl_penalty_coef * discounted_sum_BS, None, metrics)
+        return TeacherLoss(-coefficient * penalty_sum_BS, None, metrics)
     divergence_BS = jensen_shannon(append_rest(policy_logprobs_BS), append_rest(teacher_logprobs_BS), config.jsd_beta)
     divergence_BS = apply_mask(divergence_BS, mask_BS)
     metrics = {"teacher/divergence": token_metric(divergence_BS, mask_BS)}
-    loss_BS = config.kl_penalty_coef * divergence_BS
-    if not config.kl_discount_factor:
-        return TeacherLoss(None, loss_BS, metrics)
-    discounted_sum_BS = apply_mask(discounted_sums(divergence_BS.detach(), config.kl_discount_factor), is_sampled_BS)
-    return TeacherLoss(-config.kl_penalty_coef * discounted_sum_BS, loss_BS, metrics)
+    later_sum_BS = apply_mask(discounted_sums(divergence_BS.detach(), discount), is_sampled_BS) if discount else None
+    advantages_BS = None if later_sum_BS is None else -coefficient * later_sum_BS
+    return TeacherLoss(advantages_BS, coefficient * divergence_BS, metrics)
 
 
 def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
@@ -91,20 +88,13 @@ def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
 
 
 def append_rest(logprobs_BSK: Tensor) -> Tensor:
-    """Append the log of the total probability of all other tokens to the log-probabilities of K token ids.
-
-    The result has the shape BSE and is at least float32. A total probability below the dtype's epsilon is replaced by
-    the epsilon, without gradient.
-    """
+    """Append the log of the total probability of all other tokens to the log-probabilities of K token ids; the result
+    has the shape BSE and is at least float32. A total probability below the dtype's epsilon is replaced by the epsilon,
+    without gradient."""
     upcast_logprobs_BSK = logprobs_BSK.to(torch.promote_types(logprobs_BSK.dtype, torch.float32))
     neg_probability_sum_BS1 = -upcast_logprobs_BSK.exp().sum(-1, keepdim=True)
-    return torch.cat(
-        [
-            upcast_logprobs_BSK,
-            neg_probability_sum_BS1.clamp(min=torch.finfo(upcast_logprobs_BSK.dtype).eps - 1).log1p(),
-        ],
-        dim=-1,
-    )
+    rest_BS1 = neg_probability_sum_BS1.clamp(min=torch.finfo(upcast_logprobs_BSK.dtype).eps - 1).log1p()
+    return torch.cat([upcast_logprobs_BSK, rest_BS1], dim=-1)
 
 
 def jensen_shannon(policy_logprobs_BSE: Tensor, teacher_logprobs_BSE: Tensor, beta: float) -> Tensor:
@@ -128,11 +118,9 @@ def _kl(logprobs_BSE: Tensor, other_logprobs_BSE: Tensor) -> Tensor:
 def score_with_teacher(
     config: DistillationConfig, samples: Sequence[Sample], view: TrainerView, request: RequestedOutputs
 ) -> tuple[list[Sample], list[Tensor]]:
-    """Return the samples and, for each sample, the teacher's log-probabilities.
-
-    Without `top_k` these are the log-probabilities of the sample's tokens. With `top_k`, samples are returned with
-    `top_ids`, the K token ids at which policy and teacher are compared, and the log-probabilities are of those ids.
-    """
+    """Return the samples and, for each sample, the teacher's log-probabilities of its tokens. With `top_k`, samples are
+    returned with `top_ids`, the K token ids at which policy and teacher are compared, and the log-probabilities are of
+    those ids."""
     teacher_samples, max_batch_tokens = list(samples), config.max_token_len_per_mini_batch
     size = config.mini_batch if max_batch_tokens is None else None
     if config.top_k:
@@ -148,10 +136,8 @@ def score_with_teacher(
 
 
 def unmask_prompt(sample: Sample, num_prompt_tokens: int) -> Sample:
-    """Return the sample with its prompt tokens also in the loss mask, except the first.
-
-    The policy did not sample prompt tokens, so their rollout log-probabilities are NaN.
-    """
+    """Return the sample with its prompt tokens also in the loss mask, except the first. The policy did not sample
+    prompt tokens, so their rollout log-probabilities are NaN."""
     mask = sample.loss_mask.copy()
     mask[1:num_prompt_tokens] = 1
     assert sample.rollout_logprobs is not None

@@ -1,5 +1,4 @@
-"""Direct preference optimization (DPO, arXiv 2305.18290) and its variants: the chosen response is ranked above the
-rejected.
+"""Direct preference optimization (DPO, arXiv 2305.18290) and its variants: rank chosen above rejected responses.
 
 The reward of a response is beta times the difference between its log-probability under the policy and under the fixed
 reference, or without a reference beta times its log-probability. Formulas and names of the losses are those of TRL. If
@@ -10,7 +9,7 @@ Shapes: B sequences, T tokens, P pairs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +25,7 @@ _MIN_NEG_LOGPROB = 1e-12
 """Lower bound of -log p in ORPO, because a response with probability 1 would have infinite odds p / (1 - p)."""
 
 
-@dataclass(frozen=True, slots=True)
-class PairLogprobs:
+class PairLogprobs(NamedTuple):
     """Log-probabilities of both responses of each pair, summed over the trained tokens; each tensor has the shape P."""
 
     chosen: Tensor
@@ -40,8 +38,7 @@ class PairLogprobs:
     rejected_tokens: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Denominators:
+class Denominators(NamedTuple):
     """Denominators of the loss of an optimizer step: the numbers of pairs and of tokens of chosen responses."""
 
     pairs: float
@@ -49,10 +46,8 @@ class Denominators:
 
 
 def preference_loss(pairs: PairLogprobs, config: DpoLossConfig, denominators: Denominators) -> tuple[Tensor, Metrics]:
-    """Return the loss of the pairs of a micro-batch, and metrics that are summed over micro-batches.
-
-    `denominators`: denominators of the whole optimizer step.
-    """
+    """Return the loss of the pairs of a micro-batch, and metrics that are summed over micro-batches. `denominators` are
+    those of the whole optimizer step."""
     chosen_P = config.beta * (pairs.chosen - pairs.reference_chosen)
     rejected_P = config.beta * (pairs.rejected - pairs.reference_rejected)
     loss = pairs.chosen.new_zeros(())
@@ -75,17 +70,13 @@ def preference_loss(pairs: PairLogprobs, config: DpoLossConfig, denominators: De
 
 
 def loss_of_sources(pairs: PairLogprobs, sources: Sequence[str], config: DpoLossConfig, total: Denominators) -> Metrics:
-    """Return the mean loss of the pairs of each data set of a mixture, as metric `loss/SOURCE`.
-
-    `sources` has the label of the data set of each pair. The mean of these losses, weighted by the numbers of pairs, is
-    the loss of the optimizer step with the denominators `total`.
-    """
+    """Return the mean loss of the pairs of each data set of a mixture, as metric `loss/SOURCE`; `sources` has the label
+    of the data set of each pair. The mean of these losses, weighted by the numbers of pairs, is the loss of the
+    optimizer step with the denominators `total`."""
     pair_denominators = Denominators(1.0, total.chosen_tokens / total.pairs)
     metrics = {}
     for name, mask_P in source_masks(sources):
-        source_pairs = PairLogprobs(
-            *(getattr(pairs, logprob_field.name).detach()[mask_P] for logprob_field in fields(pairs))
-        )
+        source_pairs = PairLogprobs(*(values_P.detach()[mask_P] for values_P in pairs))
         loss, _ = preference_loss(source_pairs, config, pair_denominators)
         metrics[f"loss/{name}"] = torch.stack([loss.double(), mask_P.sum().to(loss.device, torch.float64)])
     return metrics
@@ -134,49 +125,33 @@ _PAIR_LOSSES: dict[str, Callable[[PairLogprobs, Tensor, Tensor, DpoLossConfig], 
 """Loss functions by the name of the loss; each returns the loss of every pair from the rewards of its responses."""
 
 
-def step_denominators(samples: Sequence[Sample]) -> Denominators:
-    """Return the denominators of an optimizer step, whose samples alternate between chosen and rejected responses."""
-    num_chosen_tokens = denominator("token-mean", [sample.num_learned for sample in samples[::2]])
-    return Denominators(max(1.0, len(samples) / 2), num_chosen_tokens)
-
-
 class Dpo(Algorithm):
-    """DPO: one optimizer step per train step, with the mean loss over all pairs of the train step.
-
-    The chosen sample of a pair comes before the rejected one, and both are in the same micro-batch.
-    """
+    """DPO: one optimizer step per train step, with the mean loss over all pairs of the train step. The chosen sample of
+    a pair comes before the rejected one, and both are in the same micro-batch."""
 
     config: DpoConfig
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
-        denominators = step_denominators(samples)
+        num_chosen_tokens = denominator("token-mean", [sample.num_learned for sample in samples[::2]])
+        denominators = Denominators(max(1.0, len(samples) / 2), num_chosen_tokens)
 
         def loss(micro_batch: MicroBatch) -> Loss:
-            row_by_sample_index = {index: row_index for row_index, index in enumerate(micro_batch.indices)}
-            chosen_indices = [i for i in sorted(row_by_sample_index) if i % 2 == 0]
-            assert sorted(row_by_sample_index) == [j for i in chosen_indices for j in (i, i + 1)], "a pair was split"
+            ordered = sorted(micro_batch.indices)
+            assert ordered == [j for i in ordered if i % 2 == 0 for j in (i, i + 1)], "a pair was split"
+            rows = sorted(range(len(ordered)), key=lambda row: micro_batch.indices[row])
             logps_B = apply_mask(micro_batch.logprobs_BS, micro_batch.mask_BS).sum(-1, dtype=torch.float64)
             reference_B = logps_B.new_tensor([sample.reference_logprob for sample in micro_batch.samples])
-            rows_by_response = (
-                [row_by_sample_index[i] for i in chosen_indices],
-                [row_by_sample_index[i + 1] for i in chosen_indices],
-            )
             value_columns = (logps_B, reference_B, micro_batch.mask_BS.sum(-1).to(logps_B))
-            pairs = PairLogprobs(
-                *(values_B[row_indices] for values_B in value_columns for row_indices in rows_by_response)
-            )
+            pairs = PairLogprobs(*(values_B[own] for values_B in value_columns for own in (rows[::2], rows[1::2])))
             value, metrics = preference_loss(pairs, self.config.dpo, denominators)
-            sources = [micro_batch.samples[row_index].source for row_index in rows_by_response[0]]
+            sources = [micro_batch.samples[row].source for row in rows[::2]]
             return Loss(value, metrics | loss_of_sources(pairs, sources, self.config.dpo, denominators))
 
         yield Update(samples, loss)
 
     def measure(self, chunks: Iterable[Sequence[Sample]], view: TrainerView, size: int) -> dict[str, float]:
         """Return metrics of held-out pairs: the loss (in total and of each data set), mean rewards, and the fraction of
-        pairs whose chosen response has the higher reward.
-
-        `size`: number of pairs in a forward pass.
-        """
+        pairs whose chosen response has the higher reward. `size`: number of pairs in a forward pass."""
         logps, references, tokens, sources = [], [], [], []
         for samples in chunks:
             rows = view.evaluate(samples, size=2 * size)

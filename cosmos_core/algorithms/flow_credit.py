@@ -36,8 +36,7 @@ class FlowRollout:
     @property
     def latents(self) -> Tensor:
         """Return the clean latents, whose size determines the cost of the sample."""
-        clean_latents: Tensor = self.diffusion_sample.latents
-        return clean_latents
+        return self.diffusion_sample.latents  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +48,8 @@ class CreditSettings:
     divides_by_std: bool = True
     """Whether to divide by the standard deviation; False: advantages are differences to the mean of the group."""
     each: Mapping[str, float] = field(default_factory=dict)
-    """Weights of the reward functions whose values are normalized individually before summing, by metric name.
-
-    Empty: the weighted sum of all reward functions is normalized.
-    """
+    """Weights of the reward functions whose values are normalized individually before summing, by metric name; empty:
+    the weighted sum of all reward functions is normalized."""
     keeps_constant: bool = False
     """Whether completions of a group with equal rewards get the advantage 0; False: they get None and are excluded."""
 
@@ -61,19 +58,16 @@ def diffusion_advantages(
     groups: Sequence[Sequence[Score]], settings: CreditSettings
 ) -> tuple[list[list[float | None]], dict[str, float]]:
     """Return the advantage of each completion, (reward - mean of its group) / (std + 1e-4), and metrics of the rewards.
-
-    The advantage is None if the reward is invalid, or if the group's rewards are all equal without `keeps_constant`.
-    """
+    The advantage is None if the reward is invalid, or if the group's rewards are all equal without `keeps_constant`."""
     rewards_by_group = [[score.value for score in scores] for scores in groups]
     normalised = (
         _sum_normalised_rewards(groups, settings) if settings.each else _normalise_rewards(rewards_by_group, settings)
     )
-    is_constant = [not any(row) for row in normalised]
     advantages: list[list[float | None]] = [
-        [None] * len(row) if is_constant[g] and not settings.keeps_constant else row for g, row in enumerate(normalised)
+        row if any(row) or settings.keeps_constant else [None] * len(row) for row in normalised
     ]
     valid_rewards = [[value for value in values if value is not None] for values in rewards_by_group]
-    constant_flags = [float(is_constant[g]) for g, values in enumerate(valid_rewards) if values]
+    constant_flags = [float(not any(row)) for row, values in zip(normalised, valid_rewards, strict=True) if values]
     return advantages, {
         "reward/constant_groups": float(np.mean(constant_flags or [0.0])),
         "reward/group_std": float(np.mean([float(np.std(values)) for values in valid_rewards if values] or [0.0])),
@@ -94,20 +88,16 @@ def _sum_normalised_rewards(groups: Sequence[Sequence[Score]], settings: CreditS
 
 def _normalise_rewards(groups: Sequence[Sequence[float | None]], settings: CreditSettings) -> list[list[float | None]]:
     """Return (reward - mean of its group) / standard deviation, or exactly 0 in groups of equal rewards."""
-    valid_rewards = [
-        np.array([reward for reward in rewards if reward is not None], dtype=np.float64) for rewards in groups
-    ]
+    valid_rewards = [np.array([each for each in rewards if each is not None], dtype=np.float64) for rewards in groups]
     all_rewards = np.concatenate([*valid_rewards, np.zeros(0)])
-    std_of_batch = float(all_rewards.std()) if all_rewards.size else 0.0
     normalised_rewards: list[list[float | None]] = []
     for rewards, values_G in zip(groups, valid_rewards, strict=True):
-        is_constant = not values_G.size or values_G.max() == values_G.min()
-        std = std_of_batch if settings.std_scope == "batch" else float(values_G.std()) if values_G.size else 0.0
-        divisor = std + STD_EPSILON if settings.divides_by_std else 1.0
-        mean = float(values_G.mean()) if values_G.size else 0.0
-        normalised_rewards.append(
-            [None if reward is None else 0.0 if is_constant else (reward - mean) / divisor for reward in rewards]
-        )
+        if not values_G.size or values_G.max() == values_G.min():
+            normalised_rewards.append([None if reward is None else 0.0 for reward in rewards])
+            continue
+        std = float((all_rewards if settings.std_scope == "batch" else values_G).std())
+        mean, divisor = float(values_G.mean()), std + STD_EPSILON if settings.divides_by_std else 1.0
+        normalised_rewards.append([None if reward is None else (reward - mean) / divisor for reward in rewards])
     return normalised_rewards
 
 
@@ -118,10 +108,8 @@ def _weighted_total(values: Sequence[float | None], weights: Mapping[str, float]
 
 
 def diversity(groups: Sequence[ScoredGroup]) -> float:
-    """Return the mean over prompts of the root mean square difference between the latents of two completions.
-
-    A falling value shows that the policy generates ever more similar images or videos for different seeds.
-    """
+    """Return the mean over prompts of the root mean square difference between the latents of two completions. A falling
+    value shows that the policy generates ever more similar images or videos for different seeds."""
     distances = []
     for group in groups:
         samples = [completion.diffusion_sample for completion in group.group.completions]
@@ -133,11 +121,9 @@ def diversity(groups: Sequence[ScoredGroup]) -> float:
 
 class RewardMonitor:
     """Monitor for reward hacking: diversity of the samples falls, or a monitored reward falls while the reward rises.
-
     The rewards `monitored_rewards` are reward functions with weight 0. The baseline of each value is its mean over the
     first `num_baseline_steps` train steps; a fall below the fraction `min_fraction` of the baseline raises the alarm,
-    the metric `watch/alarm`. A warning is logged when the alarm starts.
-    """
+    the metric `watch/alarm`. A warning is logged when the alarm starts."""
 
     def __init__(self, min_fraction: float, monitored_rewards: Sequence[str], num_baseline_steps: int = 5) -> None:
         self._min_fraction, self._num_baseline_steps = min_fraction, num_baseline_steps
@@ -147,12 +133,9 @@ class RewardMonitor:
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return the monitoring metrics of the groups of a train step, and log a warning if the alarm starts."""
-        current = {
-            "reward": _mean([score.value for group in groups for score in group.scores]),
-            "diversity": diversity(groups),
-        }
-        for name in self._monitored_rewards:
-            current[name] = _mean([score.metrics.get(name) for group in groups for score in group.scores])
+        scores = [score for group in groups for score in group.scores]
+        current = {"reward": _mean([score.value for score in scores]), "diversity": diversity(groups)}
+        current |= {name: _mean([score.metrics.get(name) for score in scores]) for name in self._monitored_rewards}
         for name, value in current.items():
             first_values = self._baseline_values.setdefault(name, [])
             if len(first_values) < self._num_baseline_steps and math.isfinite(value):
@@ -178,16 +161,12 @@ class RewardMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the baseline values and whether the alarm is on, to be saved in a checkpoint."""
-        return {
-            "first": {name: list(values) for name, values in self._baseline_values.items()},
-            "is_told": self._is_alarm_on,
-        }
+        first_values = {name: list(values) for name, values in self._baseline_values.items()}
+        return {"first": first_values, "is_told": self._is_alarm_on}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
-        self._baseline_values = {
-            str(name): [float(value) for value in values] for name, values in state.get("first", {}).items()
-        }
+        self._baseline_values = {name: list(map(float, values)) for name, values in state.get("first", {}).items()}
         self._is_alarm_on = bool(state.get("is_told", False))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cosmos_core.algorithms.base import Loss, Update
 from cosmos_core.algorithms.flow_credit import FlowRollout
-from cosmos_core.algorithms.flow_objectives import ADVANTAGE_TRANSFORMS, RatioSettings, StepInputs, flow_grpo_loss
+from cosmos_core.algorithms.flow_objectives import ADVANTAGE_TRANSFORMS, StepInputs, flow_grpo_loss
 from cosmos_core.algorithms.flow_rl import FlowRl, sum_metrics
 from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 from cosmos_core.data.flow_sample import FlowSample
@@ -57,19 +57,19 @@ class FlowGrpo(FlowRl):
         if not steps:
             return None
         is_guided = flow_sampling.guidance_scale > 1
-        negative_embedding = self.null_text if is_guided else None
         samples = [
             FlowSample(
-                step.sample.before[step.n], step.levels[0], step.rollout.prompt.embedding, negative=negative_embedding,
+                step.sample.before[step.n], step.levels[0], step.rollout.prompt.embedding,
+                negative=self.null_text if is_guided else None,
                 num_conditioning_frames=step.sample.num_conditioning_frames, extra={_STEP_KEY: step},
             )
             for step in steps
         ]  # fmt: skip
-        settings = RatioSettings(config.epsilon_low, config.epsilon_high, is_guarded=self.diffusers.flow_rl.guard)
-        num_samples = float(len(samples))
+        is_guarded, num_samples = self.diffusers.flow_rl.guard, float(len(samples))
 
         def loss(micro_batch: MicroBatch) -> Loss:
-            loss_terms = flow_grpo_loss(self._make_step_inputs(micro_batch), settings)
+            inputs = self._make_step_inputs(micro_batch)
+            loss_terms = flow_grpo_loss(inputs, config.epsilon_low, config.epsilon_high, is_guarded=is_guarded)
             value = (loss_terms.policy_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
             metrics = sum_metrics(
                 policy_loss=loss_terms.policy_B,
@@ -90,20 +90,21 @@ class FlowGrpo(FlowRl):
         advantages_B = torch.tensor([step.rollout.advantage for step in steps], dtype=torch.float64, device=x.device)
         clipped_advantages_B = advantages_B.clamp(config.advantage_low, config.advantage_high)
         has_means = steps[0].sample.means is not None
+
+        def transition(velocity: Tensor) -> Transition:
+            assert self.sampling is not None and self.sampling.flow is not None
+            return compute_transition(self.sampling.flow.kernel, x, velocity, levels, self.sampling.flow.eta)
+
         return StepInputs(
-            self._compute_transition(x, micro_batch.outputs["velocity"], levels),
+            transition(micro_batch.outputs["velocity"]),
             torch.stack([step.sample.after[step.n] for step in steps]).to(x),
             torch.tensor([step.sample.log_probs[step.n] for step in steps], dtype=x.dtype, device=x.device),
             ADVANTAGE_TRANSFORMS[config.advantage_mode](clipped_advantages_B),
             torch.stack([step.sample.means[step.n] for step in steps]).to(x) if has_means else None,
-            self._compute_transition(x, reference_velocity, levels) if reference_velocity is not None else None,
+            transition(reference_velocity) if reference_velocity is not None else None,
             levels.sigma - levels.next,
             micro_batch.mask,
         )
-
-    def _compute_transition(self, noisy_latents: Tensor, velocity: Tensor, levels: NoiseLevels) -> Transition:
-        assert self.sampling is not None and self.sampling.flow is not None
-        return compute_transition(self.sampling.flow.kernel, noisy_latents, velocity, levels, self.sampling.flow.eta)
 
 
 ALGORITHM = FlowGrpo

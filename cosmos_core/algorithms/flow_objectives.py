@@ -30,9 +30,7 @@ ADVANTAGE_TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def optimality_probability(advantages_B: Tensor, low: float, high: float, mode: str = "all") -> Tensor:
     """Return the probability r that a sample is optimal: 0.5 for an advantage of 0, 1 for an advantage of `high`.
-
-    Advantages are clipped to `low` and `high` and transformed by `ADVANTAGE_TRANSFORMS[mode]` (arXiv 2509.16117).
-    """
+    Advantages are clipped to `low` and `high` and transformed by `ADVANTAGE_TRANSFORMS[mode]` (arXiv 2509.16117)."""
     clipped_advantages_B = ADVANTAGE_TRANSFORMS[mode](advantages_B.clamp(low, high))
     return (clipped_advantages_B / high / 2 + 0.5).clamp(0, 1)
 
@@ -98,17 +96,6 @@ def _normalised_error(inputs: NftInputs, velocity: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class RatioSettings:
-    """Settings of the probability ratio in FlowGRPO."""
-
-    epsilon_low: float
-    epsilon_high: float
-    """Width of the clip range [1 - epsilon_low, 1 + epsilon_high] above 1; a negative width disables the bound."""
-    is_guarded: bool = False
-    """Whether to normalize the log-ratio as in GRPO-Guard (arXiv 2510.22319)."""
-
-
-@dataclass(frozen=True, slots=True)
 class StepInputs:
     """Inputs of the FlowGRPO loss: one stochastic step of each sample."""
 
@@ -139,15 +126,18 @@ class StepLosses:
     """Whether clipping of the ratio removed the gradient of the sample."""
 
 
-def flow_grpo_loss(inputs: StepInputs, settings: RatioSettings) -> StepLosses:
+def flow_grpo_loss(
+    inputs: StepInputs, epsilon_low: float, epsilon_high: float, *, is_guarded: bool = False
+) -> StepLosses:
     """Return the clipped loss of a sampler step of each sample (arXiv 2505.05470), and its KL to the reference policy.
 
-    The KL is mean (mu - mu_ref)^2 / (2 rate^2), or mean (mu - mu_ref)^2 / 2 for steps without a density, where mu is
-    the mean of the step.
+    The ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]; a negative width disables the bound. If `is_guarded`,
+    the log-ratio is normalized as in GRPO-Guard (arXiv 2510.22319). The KL is mean (mu - mu_ref)^2 / (2 rate^2), or
+    mean (mu - mu_ref)^2 / 2 for steps without a density, where mu is the mean of the step.
     """
     log_prob_B = log_prob(inputs.transition, inputs.next_latents, inputs.mask)
     log_ratio_B = log_prob_B - inputs.old_log_prob_B.to(inputs.next_latents)
-    if settings.is_guarded:
+    if is_guarded:
         assert inputs.old_mean is not None
         std_B = inputs.transition.std.to(log_ratio_B)
         bias_B = mean_per_sample((inputs.transition.mean - inputs.old_mean) ** 2, inputs.mask)
@@ -155,11 +145,11 @@ def flow_grpo_loss(inputs: StepInputs, settings: RatioSettings) -> StepLosses:
             bias_B = bias_B / (2 * std_B**2)
         log_ratio_B = (log_ratio_B + bias_B) * std_B
     ratio_B, advantages_B = log_ratio_B.exp(), inputs.advantages_B.to(log_ratio_B)
-    min_ratio = 1 - settings.epsilon_low if settings.epsilon_low >= 0 else 0.0
-    max_ratio = 1 + settings.epsilon_high if settings.epsilon_high >= 0 else math.inf
+    min_ratio = 1 - epsilon_low if epsilon_low >= 0 else 0.0
+    max_ratio = 1 + epsilon_high if epsilon_high >= 0 else math.inf
     unclipped_B, clipped_B = -advantages_B * ratio_B, -advantages_B * ratio_B.clamp(min_ratio, max_ratio)
     policy_B = torch.maximum(unclipped_B, clipped_B)
-    if settings.is_guarded:
+    if is_guarded:
         assert inputs.sizes_B is not None
         policy_B = policy_B / inputs.sizes_B.to(policy_B)
     kl_B = torch.zeros_like(policy_B)

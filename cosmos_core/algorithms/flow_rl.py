@@ -36,10 +36,8 @@ _MAX_EXPONENT = 100.0
 
 @dataclass(frozen=True, slots=True)
 class SeededSample:
-    """Sample with the attributes of `data.flow_sample.FlowSample`, whose noise is created on access.
-
-    Noise is not stored because a train step has many times more noise than latents.
-    """
+    """Sample with the attributes of `data.flow_sample.FlowSample`, whose noise is created on access instead of stored,
+    because a train step has many times more noise than latents."""
 
     latents: Tensor
     sigma: float
@@ -71,10 +69,8 @@ class FlowRl(Algorithm):
         self._step = self._num_updates = 0
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Any], dict[str, float]]:
-        """Return the completions that have a valid reward, with their advantages, and metrics of the groups.
-
-        Groups whose rewards are all equal are included only if `keeps_equal_groups` is set.
-        """
+        """Return the completions that have a valid reward, with their advantages, and metrics of the groups. Groups
+        whose rewards are all equal are included only if `keeps_equal_groups` is set."""
         if groups:
             self._step = groups[0].group.step
         settings = CreditSettings(
@@ -95,10 +91,8 @@ class FlowRl(Algorithm):
         return rollouts, metrics | self._reward_monitor.metrics(groups)
 
     def updates(self, samples: Sequence[FlowRollout], view: TrainerView) -> Iterator[Update]:
-        """Yield optimizer steps of at most `batch_size_per_optimize` completions.
-
-        Batches without a learning signal, for which `make_optimizer_update` returns None, are skipped.
-        """
+        """Yield optimizer steps of at most `batch_size_per_optimize` completions. Batches without a learning signal,
+        for which `make_optimizer_update` returns None, are skipped."""
         for batch in equal_batches(len(samples), self.config.batch_size_per_optimize):
             if (update := self.make_optimizer_update(samples[batch])) is not None:
                 if self.data_term is not None:

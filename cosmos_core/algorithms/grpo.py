@@ -1,5 +1,4 @@
-"""Group relative policy optimization (GRPO, arXiv 2402.03300) and its variants: credit within groups, then a policy
-loss.
+"""Group relative policy optimization (GRPO, arXiv 2402.03300) and its variants.
 
 This module computes credit, old and reference log-probabilities, denominators, and the optimizer steps of a train step.
 The formulas are in `advantages`, `objectives/`, `policy_loss`, `correction` and `aggregate`.
@@ -155,20 +154,21 @@ class Grpo(Algorithm):
         may_be_idle = self.has_separate_gradients and is_scaled_by_advantage
         samples, batches, metrics = exclude_idle(all_samples, may_be_idle=may_be_idle)
         samples = batch_within_token_limit(samples, self.config.max_token_len_per_mini_batch)
+
+        def evaluate_logprobs(weights: str) -> list[Tensor]:
+            return [row["logprobs"] for row in view.evaluate(samples, self._requested_outputs, weights=weights)]
+
         # If a train step has a single update, pi_old is the current policy and needs no separate forward pass.
         has_one_update = len(batches) * self.config.mu_iterations == 1 and not self.config.self_normalised_weights
         old_logprobs = None
         if self.config.use_rollout_logprobs_for_loss:
             old_logprobs = [_rollout_logprob_row(sample) for sample in samples]
         elif not has_one_update:
-            old_logprobs = _evaluate_logprobs(view, samples, self._requested_outputs, "policy")
-        has_reference = "reference" in self.config.named_weights
-        reference_logprobs = (
-            _evaluate_logprobs(view, samples, self._requested_outputs, "reference") if has_reference else None
-        )
+            old_logprobs = evaluate_logprobs("policy")
+        reference_logprobs = evaluate_logprobs("reference") if "reference" in self.config.named_weights else None
         returns = None
         if self.config.kl_in_reward and reference_logprobs is not None:
-            logprobs_before = old_logprobs or _evaluate_logprobs(view, samples, self._requested_outputs, "policy")
+            logprobs_before = old_logprobs or evaluate_logprobs("policy")
             returns = whitened_returns(samples, logprobs_before, reference_logprobs, self.config.kl_beta)
         correction = self._correction
         if correction is not None and old_logprobs is not None and self.config.self_normalised_weights:
@@ -178,16 +178,13 @@ class Grpo(Algorithm):
             samples, teacher_logprobs = score_with_teacher(self.teacher, samples, view, self._requested_outputs)
         iterations = [*zip(batches, all_samples, strict=True)] * self.config.mu_iterations
         for iteration_index, (batch, step_samples) in enumerate(iterations):
-            logprob_inputs = (
-                old_logprobs and old_logprobs[batch],
-                reference_logprobs and reference_logprobs[batch],
-                teacher_logprobs and teacher_logprobs[batch],
-            )
-            other_inputs = (returns and returns[batch], self._high_entropy_masks(samples[batch], view), correction)
-            batch_inputs = (samples[batch], step_samples, *logprob_inputs, *other_inputs)
-            yield replace(
-                self._make_update(_UpdateInputs(*batch_inputs, is_first=iteration_index == 0)), metrics=metrics
-            )
+            inputs = _UpdateInputs(
+                samples[batch], step_samples, old_logprobs and old_logprobs[batch],
+                reference_logprobs and reference_logprobs[batch], teacher_logprobs and teacher_logprobs[batch],
+                returns and returns[batch], self._high_entropy_masks(samples[batch], view), correction,
+                is_first=iteration_index == 0,
+            )  # fmt: skip
+            yield replace(self._make_update(inputs), metrics=metrics)
 
     def _high_entropy_masks(self, samples: Sequence[Sample], view: TrainerView) -> list[Tensor] | None:
         if self.config.top_entropy_quantile == 1:
@@ -228,15 +225,9 @@ class Grpo(Algorithm):
     def _has_constant_gradient(self, inputs: _UpdateInputs) -> bool:
         """Return True if the derivative of the loss with respect to the log-probabilities is independent of them."""
         settings = self._settings
-        return (
-            inputs.old_logprobs is None
-            and inputs.reference is None
-            and inputs.teacher is None
-            and inputs.correction is None
-            and settings.off_policy_masking_delta is None
-            and not settings.entropy_coeff
-            and settings.objective != "aipo"
-        )
+        factors = (inputs.old_logprobs, inputs.reference, inputs.teacher, inputs.correction)
+        has_factor = any(each is not None for each in (*factors, settings.off_policy_masking_delta))
+        return not has_factor and not settings.entropy_coeff and settings.objective != "aipo"
 
     def _policy_loss(
         self, micro_batch: MicroBatch, inputs: _UpdateInputs, reference_logprobs: _ReferenceLogprobs
@@ -251,14 +242,14 @@ class Grpo(Algorithm):
             weights_BS = torch.where(is_sampled_BS, weights_BS, 1.0)
         if (high_entropy_BS := _align_micro_batch_rows(inputs.high_entropy, micro_batch)) is not None:
             weights_BS = high_entropy_BS if weights_BS is None else high_entropy_BS * weights_BS
-        teacher_terms: TeacherLoss | None = None
+        teacher_terms = TeacherLoss(None, None, {})
         if self.teacher and (teacher_logprobs := _align_micro_batch_rows(inputs.teacher, micro_batch)) is not None:
             outputs, before_BS = micro_batch.outputs, reference_logprobs.before_BS
             policy_logprobs = outputs["top_logprobs"] if self.teacher.top_k else before_BS
             masks = micro_batch.mask_BS, reference_logprobs.sampled_BS
             teacher_terms = teacher_loss(self.teacher, policy_logprobs, teacher_logprobs, *masks)
         advantages_B = micro_batch.logprobs_BS.new_tensor([sample.advantage for sample in micro_batch.samples])
-        token_advantages_BS = teacher_terms.advantages_BS if teacher_terms else None
+        token_advantages_BS = teacher_terms.advantages_BS
         if (returns_BS := _align_micro_batch_rows(inputs.returns, micro_batch)) is not None:
             advantages_B = torch.zeros_like(advantages_B)
             token_advantages_BS = returns_BS if token_advantages_BS is None else returns_BS + token_advantages_BS
@@ -270,11 +261,8 @@ class Grpo(Algorithm):
             token_advantages_BT=token_advantages_BS,
         )  # fmt: skip
         policy = policy_loss(policy_inputs, self._settings)
-        metrics = add_metrics(policy.metrics, metrics)
-        if teacher_terms is None:
-            return policy.loss_BT, metrics
         loss_BT = policy.loss_BT if teacher_terms.loss_BS is None else policy.loss_BT + teacher_terms.loss_BS
-        return loss_BT, add_metrics(metrics, teacher_terms.metrics)
+        return loss_BT, add_metrics(add_metrics(policy.metrics, metrics), teacher_terms.metrics)
 
 
 ALGORITHM = Grpo
@@ -283,11 +271,9 @@ ALGORITHM = Grpo
 def make_sample(
     prompt: Prompt, completion: Completion, advantage: float, reward: float, num_ignored: int = 0
 ) -> Sample:
-    """Return a completion as a sample whose loss mask has the tokens that the policy sampled.
-
-    The mask excludes the first `num_ignored` tokens, and tokens without a finite log-probability from the engine: the
-    sampling probability of such a token is unknown, and a ratio of 1 would treat the token as on-policy.
-    """
+    """Return a completion as a sample whose loss mask has the tokens that the policy sampled, except the first
+    `num_ignored` tokens, and tokens without a finite log-probability from the engine: the sampling probability of such
+    a token is unknown, and a ratio of 1 would treat the token as on-policy."""
     token_ids = np.array([*prompt.token_ids, *completion.token_ids], dtype=np.int64)
     sampled_mask = np.array(completion.loss_mask, dtype=np.uint8)
     loss_mask = sampled_mask.copy()
@@ -305,23 +291,17 @@ def _make_correction(config: GrpoConfig, sampling: Sampling | None) -> Correctio
     off = config.geometric_mask
     sequence_limits = (None if off is None else (1 - off, 1 + off), config.mean_k3_mask, config.max_k3_mask)
     correction = Correction("none", 0.0, math.inf, *sequence_limits)
+    # An objective with the ratio to the rollout policy needs no importance weights, which would repeat the ratio.
+    has_rollout_ratio = config.use_rollout_logprobs_for_loss or (config.aipo_rho and config.aipo_form == "weighted")
     if config.use_decoupled_loss:
         correction = replace(correction, rule="mask", high=config.behav_imp_weight_cap or math.inf)
     elif config.rollout_correction:
         min_weight, max_weight = config.rollout_correction_low, config.rollout_correction_high
         correction = replace(correction, rule=config.rollout_correction, low=min_weight, high=max_weight)
-    elif config.use_rollout_logprobs_for_loss or (config.aipo_rho and config.aipo_form == "weighted"):
-        pass  # the objective already contains the ratio to the rollout policy, so importance weights would repeat it
-    elif sampling is not None and sampling.is_off_policy:
+    elif sampling is not None and sampling.is_off_policy and not has_rollout_ratio:
         correction = replace(correction, rule="truncate", high=config.rollout_correction_high)
     has_limits = any(limit is not None for limit in sequence_limits)
     return correction if has_limits or correction.rule != "none" else None
-
-
-def _evaluate_logprobs(
-    view: TrainerView, samples: Sequence[Sample], request: RequestedOutputs, weights: str
-) -> list[Tensor]:
-    return [row["logprobs"] for row in view.evaluate(samples, request, weights=weights)]
 
 
 def _align_micro_batch_rows(values: Sequence[Tensor] | None, micro_batch: MicroBatch) -> Tensor | None:
@@ -362,10 +342,8 @@ def _reference_logprobs(micro_batch: MicroBatch, old_logprobs: Sequence[Tensor] 
 def _compare_with_engine(
     references: _ReferenceLogprobs, min_ratio: float, max_ratio: float
 ) -> tuple[dict[str, Tensor], Metrics]:
-    """Return |log pi_old - log mu| of each sampled token, of trainer (pi_old) and engine (mu), and metrics.
-
-    The metrics of the ratio pi_old / mu are its mean, its mean square, and the fraction outside `min_ratio` to
-    `max_ratio`."""
+    """Return |log pi_old - log mu| of each sampled token, of trainer (pi_old) and engine (mu), and metrics of the ratio
+    pi_old / mu: its mean, its mean square, and the fraction outside `min_ratio` to `max_ratio`."""
     if references.rollout_BS is None:
         return {}, {}
     log_ratio_BS, is_sampled_BS = references.before_BS - references.rollout_BS, references.sampled_BS

@@ -19,11 +19,9 @@ MIN_COMPARED_COMPLETIONS = 4
 
 
 def has_advantage_factor(config: GrpoConfig, settings: PolicySettings) -> bool:
-    """Return whether a completion with an advantage of 0 has no gradient and changes the loss of no other completion.
-
-    A loss term without the advantage always has a gradient. A reference policy adds such a term or changes the
-    advantages of tokens; entropy quantiles and normalised weights depend on all completions of the step.
-    """
+    """Return whether a completion with an advantage of 0 has no gradient and changes the loss of no other completion. A
+    loss term without the advantage always has a gradient; a reference policy adds such a term or changes the advantages
+    of tokens; entropy quantiles and normalised weights depend on all completions of the step."""
     return (
         scales_with_advantage(settings)
         and "reference" not in config.named_weights
@@ -37,11 +35,8 @@ def exclude_idle(
     steps: Sequence[Sequence[Sample]], *, may_be_idle: bool
 ) -> tuple[list[Sample], list[slice], dict[str, float]]:
     """Return a list of the samples to run through the model, the slice of the list for each optimizer step, and the
-    metric with the name `METRIC`.
-
-    `steps` are the samples of each optimizer step; `may_be_idle`: whether an advantage of 0 means that there is no
-    gradient.
-    """
+    metric `METRIC`. `steps` are the samples of each optimizer step; `may_be_idle`: whether an advantage of 0 means that
+    there is no gradient."""
 
     def is_idle(sample: Sample) -> bool:
         return may_be_idle and sample.advantage == 0

@@ -19,8 +19,7 @@ def k3(logprobs_BT: Tensor, other_logprobs_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Return the k3 estimate of KL(policy || other) per token, and a mask of the tokens whose log-ratio was clamped.
 
     A clamped token has no gradient, so nothing pulls it back to the other policy: callers report the mask as a metric.
-    Cosmos-RL also clamps the estimate itself to 10, which removes the gradient at a log-ratio of only 2.5 nats; this
-    function does not.
+    Unlike in Cosmos-RL, the estimate itself is not clamped to 10, which would remove the gradient at 2.5 nats.
     """
     difference_BT = other_logprobs_BT - logprobs_BT
     clamped_log_ratio_BT = difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -1,5 +1,4 @@
-"""Kahneman-Tversky optimization (KTO, arXiv 2402.01306) and unpaired APO: each response alone is desirable or
-undesirable.
+"""Kahneman-Tversky optimization (KTO, arXiv 2402.01306) and unpaired APO: a response is desirable or undesirable.
 
 The formulas are those of TRL's `KTOTrainer`. KL is estimated over all rows of a train step, independently of
 micro-batches. The label of a row is the reward of its sample, 1 or 0 (`data/preferences.py`).
@@ -8,7 +7,7 @@ Shapes: B sequences, T tokens.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,16 +19,14 @@ from cosmos_core.data.sample import Sample, swap_responses
 from cosmos_core.models.base import MicroBatch
 
 
-@dataclass(frozen=True, slots=True)
-class LabelledLogprobs:
-    """Log-probabilities of responses, and whether each response is desirable."""
+class LabelledLogprobs(NamedTuple):
+    """Log-probabilities of responses, summed over the trained tokens of each, and whether each response is
+    desirable."""
 
     logps_B: Tensor
-    """Log-probabilities of responses under the policy, summed over the trained tokens of each."""
     reference_B: Tensor
-    """Log-probabilities of responses under the reference policy, summed over the trained tokens of each."""
+    """Log-probabilities under the reference policy."""
     is_desirable_B: Tensor
-    """Labels of responses: True for desirable, False for undesirable."""
 
 
 def unpaired_loss(responses: LabelledLogprobs, kl: Tensor, config: KtoLossConfig, total: int) -> tuple[Tensor, Metrics]:
@@ -60,9 +57,7 @@ def loss_of_sources(responses: LabelledLogprobs, sources: Sequence[str], kl: Ten
     label of the data set of each response."""
     metrics = {}
     for name, mask_B in source_masks(sources):
-        source_responses = LabelledLogprobs(
-            *(getattr(responses, each.name).detach()[mask_B] for each in fields(responses))
-        )
+        source_responses = LabelledLogprobs(*(values_B.detach()[mask_B] for values_B in responses))
         loss, _ = unpaired_loss(source_responses, kl, config, total=1)
         metrics[f"loss/{name}"] = torch.stack([loss.double(), mask_B.sum().to(loss.device, torch.float64)])
     return metrics
@@ -90,10 +85,8 @@ class Kto(Algorithm):
 
     def measure(self, chunks: Iterable[Sequence[Sample]], view: TrainerView, size: int) -> dict[str, float]:
         """Return loss (total and per data set) and mean rewards of held-out rows, with one KL estimate for all rows.
-
         `chunks` alternate between the labelled sample of a row and a sample with the response of another row; both
-        carry their reference log-probabilities. `size`: number of samples in a forward pass.
-        """
+        carry their reference log-probabilities. `size`: number of samples in a forward pass."""
         labels: list[bool] = []
         sources: list[str] = []
         logps, references, divergences = [], [], []
@@ -104,10 +97,8 @@ class Kto(Algorithm):
             logps.append(_sum_logprobs(view, labelled_samples, "policy", size))
             references.append(logps[-1].new_tensor([sample.reference_logprob for sample in labelled_samples]))
             if self.config.kto.loss_type == "kto" and len(mismatched_samples) > 1:  # one row has no mismatched response
-                mismatched_reference_B = logps[-1].new_tensor(
-                    [sample.reference_logprob for sample in mismatched_samples]
-                )
-                divergences.append(_sum_logprobs(view, mismatched_samples, "policy", size) - mismatched_reference_B)
+                mismatched_B = logps[-1].new_tensor([sample.reference_logprob for sample in mismatched_samples])
+                divergences.append(_sum_logprobs(view, mismatched_samples, "policy", size) - mismatched_B)
         logps_B = torch.cat(logps)
         responses = LabelledLogprobs(logps_B, torch.cat(references), torch.tensor(labels, device=logps_B.device))
         kl = torch.cat(divergences).mean().clamp(min=0) if divergences else logps_B.new_zeros(())
@@ -116,11 +107,8 @@ class Kto(Algorithm):
         return {"loss": loss.item(), **means(metrics)}
 
     def _evaluate_reference(self, samples: Sequence[Sample], view: TrainerView) -> tuple[Tensor, Tensor]:
-        """Return two tensors: the reference log-probabilities of responses, and log-ratios for the KL estimate.
-
-        The log-ratios are those of policy to reference for mismatched responses; they are 0 for losses without KL and
-        for a step of one row.
-        """
+        """Return the reference log-probabilities of responses, and the log-ratios of policy to reference of mismatched
+        responses, for the KL estimate; these are 0 for losses without KL and for a step of one row."""
         if self.config.kto.loss_type != "kto" or len(samples) < 2:  # one row has no mismatched response
             reference_logprobs_B = _sum_logprobs(view, samples, "reference")
             return reference_logprobs_B, torch.zeros_like(reference_logprobs_B)

@@ -9,6 +9,7 @@ Shapes: B sequences, T tokens.
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,10 +29,8 @@ class PolicyInputs:
     mask_BT: Tensor
     """Loss mask: 1 where the policy sampled the token; 0 in rows whose completion has no valid reward."""
     old_logprobs_BT: Tensor | None = None
-    """Log-probabilities under the old policy, the policy before the first update on the samples.
-
-    None: the current policy is the old policy, so that the probability ratio is 1.
-    """
+    """Log-probabilities under the old policy, the policy before the first update on the samples; None: the current
+    policy is the old policy, so that the probability ratio is 1."""
     ref_logprobs_BT: Tensor | None = None
     """Log-probabilities under the reference policy; required if `kl_beta` > 0, otherwise used for the metric `kl`."""
     entropy_BT: Tensor | None = None
@@ -44,8 +43,7 @@ class PolicyInputs:
     """Per-token values that are added to the advantage of the sequence; None: nothing is added."""
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
+class PolicyLoss(NamedTuple):
     """Loss of each token, 0 where the mask is 0, and metrics that are summed over micro-batches."""
 
     loss_BT: Tensor
@@ -54,10 +52,8 @@ class PolicyLoss:
 
 def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
     """Return the objective's loss per token, plus `kl_beta` times the KL to the reference, minus `entropy_coeff` times
-    entropy.
-
-    Weights and the off-policy mask apply only to the objective. Gradients reach only `logprobs_BT` and `entropy_BT`.
-    """
+    entropy. Weights and the off-policy mask apply only to the objective. Gradients reach only `logprobs_BT` and
+    `entropy_BT`."""
     mask_BT = inputs.mask_BT.bool()
     logprobs_BT = apply_mask(inputs.logprobs_BT, mask_BT)
     old_logprobs_BT = inputs.logprobs_BT if inputs.old_logprobs_BT is None else inputs.old_logprobs_BT
@@ -96,10 +92,8 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
 
 
 def scales_with_advantage(settings: PolicySettings) -> bool:
-    """Return True if a token with an advantage of 0 has a loss and a gradient of exactly 0, as its objective declares.
-
-    The KL penalty and the entropy bonus have a gradient at every token.
-    """
+    """Return True if a token with an advantage of 0 has a loss and a gradient of exactly 0, as its objective declares;
+    the KL penalty and the entropy bonus have a gradient at every token."""
     is_objective_scaled: bool = getattr(_objective_module(settings), "SCALES_WITH_ADVANTAGE", False)
     return is_objective_scaled and not settings.kl_beta and not settings.entropy_coeff
 
@@ -109,11 +103,9 @@ def _objective_module(settings: PolicySettings) -> ModuleType:
 
 
 def _off_policy_mask(terms: ObjectiveInputs, delta: float) -> Tensor:
-    """Return a mask of the sequences that off-policy masking excludes (DeepSeek-V3.2, arXiv 2512.02556), shape (B, 1).
-
-    An excluded sequence has a negative advantage (mean over tokens) and a mean log(mu / pi) above `delta`, where mu is
-    the rollout policy: the policy is already too far from mu to be pushed further away from the sequence.
-    """
+    """Return a mask of the sequences that off-policy masking excludes (DeepSeek-V3.2, arXiv 2512.02556), shape (B, 1):
+    those of a negative advantage (mean over tokens) and a mean log(mu / pi) above `delta`, where mu is the rollout
+    policy. The policy is already too far from mu to be pushed further away from the sequence."""
     assert terms.rollout_log_ratio_BT is not None, "the off-policy mask needs the log-probabilities of the rollouts"
     lengths_B1 = terms.mask_BT.sum(-1, keepdim=True).clamp(min=1)
     mean_log_ratio_B1 = -torch.where(terms.mask_BT, terms.rollout_log_ratio_BT, 0.0).sum(-1, keepdim=True) / lengths_B1
@@ -122,10 +114,7 @@ def _off_policy_mask(terms: ObjectiveInputs, delta: float) -> Tensor:
 
 
 def positive_nll_loss(logprobs_BT: Tensor, mask_BT: Tensor, rewards_B: Tensor, denominator: float) -> Tensor:
-    """Return the sum of -log pi over the tokens of completions with a reward above 0, divided by `denominator`.
-
-    `denominator` is the number of such tokens in the whole optimizer step, which differs from the denominator of the
-    policy loss (VAPO, arXiv 2504.05118). The key `positive_nll_coef` is the weight of this loss.
-    """
+    """Return the sum of -log pi over the tokens of completions with a reward above 0, divided by `denominator`, the
+    number of such tokens in the whole optimizer step (VAPO, arXiv 2504.05118)."""
     has_positive_reward_BT = mask_BT.bool() & (rewards_B > 0).unsqueeze(-1)
     return -apply_mask(logprobs_BT, has_positive_reward_BT).sum() / denominator

@@ -12,11 +12,8 @@ from cosmos_core.types import Sampling
 
 
 def algorithm_class(policy: AlgorithmConfig) -> type[Algorithm]:
-    """Return the class that `train.train_policy.trainer_type` names.
-
-    Raises:
-        ConfigError: the import path of a user-defined algorithm does not name a subclass of `Algorithm`.
-    """
+    """Return the class that `train.train_policy.trainer_type` names. Raise ConfigError if the import path of a
+    user-defined algorithm does not name a subclass of `Algorithm`."""
     if not is_import_path(policy.trainer_type):
         module: Any = importlib.import_module(f"cosmos_core.algorithms.{policy.algorithm}")
         return module.ALGORITHM  # type: ignore[no-any-return]
@@ -30,13 +27,8 @@ def algorithm_class(policy: AlgorithmConfig) -> type[Algorithm]:
 
 
 def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorithm:
-    """Return the algorithm that `train.train_policy.trainer_type` names, with its settings.
-
-    `sampling`: sampling settings of the completions to train on; None: the training has no rollouts.
-
-    Raises:
-        ConfigError: there is no such algorithm, see `algorithm_class`.
-    """
+    """Return the algorithm that `train.train_policy.trainer_type` names, with its settings; see `algorithm_class`.
+    `sampling`: sampling settings of the completions to train on; None: the training has no rollouts."""
     policy = recipe.train.train_policy
     algorithm = algorithm_class(policy)(policy, recipe.custom, sampling)
     algorithm.diffusers, algorithm.max_tokens = recipe.policy.diffusers, recipe.policy.model_max_length

@@ -1,7 +1,5 @@
-"""Selection of the tokens that the policy loss includes.
-
-The loss can be limited to the tokens with the highest entropy (arXiv 2506.01939). A token prefix that completions of a
-group share although their rewards differ can be excluded, because it does not explain the difference of the rewards.
+"""Selection of the tokens that the policy loss includes: those with the highest entropy (arXiv 2506.01939), without a
+token prefix that completions of a group share although their rewards differ, which the prefix does not explain.
 
 Shapes: S predicted tokens of a sample.
 """
@@ -17,12 +15,10 @@ from cosmos_core.data.sample import Sample
 
 
 def high_entropy_masks(samples: Sequence[Sample], entropies: Sequence[Tensor], fraction: float) -> list[Tensor]:
-    """Return a mask of shape S per sample: True at trained tokens whose entropy reaches the quantile 1 - `fraction`.
-
-    The quantile is computed over all trained tokens of `samples`, so that masks do not depend on micro-batches.
-    """
-    masks = [torch.as_tensor(sample.loss_mask[1:], device=row_S.device).bool()
-             for sample, row_S in zip(samples, entropies, strict=True)]  # fmt: skip
+    """Return a mask of shape S per sample: True at trained tokens whose entropy reaches the quantile 1 - `fraction`
+    over all trained tokens of `samples`, so that masks do not depend on micro-batches."""
+    pairs = zip(samples, entropies, strict=True)
+    masks = [torch.as_tensor(sample.loss_mask[1:], device=row_S.device).bool() for sample, row_S in pairs]
     trained_entropies = torch.cat([row_S[mask_S] for row_S, mask_S in zip(entropies, masks, strict=True)])
     if not trained_entropies.numel():
         return masks
@@ -40,9 +36,12 @@ def shared_prefixes(
     kept whole. This is the rule of `min_filter_prefix_tokens` in Cosmos-RL.
     """
     numbers = range(len(completions))
-    shared_lengths = [
-        [_shared_prefix_length(completions[i], completions[j]) if i != j else 0 for j in numbers] for i in numbers
-    ]
+
+    def shared_length(i: int, j: int) -> int:
+        pairs = zip(completions[i], completions[j], strict=False)
+        return 0 if i == j else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    shared_lengths = [[shared_length(i, j) for j in numbers] for i in numbers]
     excluded_token_counts = [0] * len(completions)
     for i in numbers:
         longest_shared = max(shared_lengths[i], default=0)
@@ -51,7 +50,3 @@ def shared_prefixes(
         if longest_shared >= min_tokens and is_longest and len({rewards[j] for j in sharing_indices} - {None}) > 1:
             excluded_token_counts[i] = longest_shared if len(completions[i]) > longest_shared else 0
     return excluded_token_counts
-
-
-def _shared_prefix_length(token_ids: Sequence[int], other_token_ids: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, other_token_ids, strict=False)))

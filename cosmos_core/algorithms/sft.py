@@ -1,6 +1,4 @@
-"""Supervised fine-tuning: the negative log-likelihood of the labels.
-
-Not here: shifting labels, building the mask, log-softmax. The inputs are log-probabilities of the labels.
+"""Supervised fine-tuning: the negative log-likelihood of the labels, from the log-probabilities of the labels.
 
 Shapes: B sequences, T tokens.
 """
@@ -17,10 +15,7 @@ from cosmos_core.models.base import MicroBatch
 
 def sft_loss(logprobs_BT: Tensor, loss_mask_BT: Tensor, loss_denominator: float) -> tuple[Tensor, Metrics]:
     """Return the sum of -log p over the labels where the mask is 1, divided by `loss_denominator`
-    (`aggregate.denominator`).
-
-    The metric `nll` is always the mean over tokens in nats.
-    """
+    (`aggregate.denominator`). The metric `nll` is always the mean over tokens in nats."""
     loss = -apply_mask(logprobs_BT, loss_mask_BT).sum() / loss_denominator
     return loss, {"nll": token_metric(-logprobs_BT, loss_mask_BT)}
 

@@ -1,7 +1,5 @@
-"""Selection of the best step by validation metrics.
-
-The file `best.json` names the best step. Its checkpoint is kept even beyond the limit `max_keep` of checkpoints.
-"""
+"""Selection of the best step by validation metrics; `best.json` names it, and its checkpoint is kept even beyond the
+limit `max_keep` of checkpoints."""
 
 import math
 from collections.abc import Mapping
@@ -21,11 +19,9 @@ class BestStep:
 
 
 def select_best(best: BestStep | None, step: int, metrics: Mapping[str, float]) -> BestStep | None:
-    """Return `step` as the new best if its metrics are better than those of `best`, otherwise return `best`.
-
-    On a tie the earlier step wins. A metric that is NaN or infinite never wins. If `metrics` has a reward and a loss,
-    the reward alone decides; values of different metrics are never compared.
-    """
+    """Return `step` as the new best if its metrics are better than those of `best`, otherwise `best`. On a tie the
+    earlier step wins; NaN and infinity never win. If `metrics` has a reward and a loss, the reward alone decides;
+    values of different metrics are never compared."""
     for metric, metric_direction in _METRIC_SIGNS.items():
         value, is_same_metric = metrics.get(metric, math.nan), best is not None and best.metric == metric
         if math.isfinite(value) and (

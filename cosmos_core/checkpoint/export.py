@@ -6,7 +6,8 @@ import importlib
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,9 +46,8 @@ def run(stage: Stage) -> Outcome:
 
 
 def export_causal_lm(stage: Stage) -> Outcome:
-    """Export the upstream model, or the model of a checkpoint of the upstream training, in `train.param_dtype`.
-
-    The export is verified, and contains a model card and, if the upstream stage trained an adapter, the adapter.
+    """Export the upstream model, or the model of a checkpoint of the upstream training, in `train.param_dtype`,
+    verified, with a model card and, if the upstream stage trained an adapter, the adapter.
 
     Raises:
         ModelError: the upstream model or checkpoint cannot be loaded.
@@ -81,19 +81,30 @@ def _export(stage: Stage, step: int) -> Outcome:
     readme_content = model_card(stage, loading_instructions(stage, auto_class(model.config).__name__)).encode()
     extra_files = {"README.md": readme_content, **adapter, **processor_files(stage.model, revision, chat_template)}
     export_model(model, tokenizer, target, dtype=dtype, extra_files=extra_files)
+    verify = partial(verify_export, model, target, dtype=dtype, tokenizer=tokenizer)
+    return verified_outcome(stage, step, verify, adapter, target.glob("*.safetensors"), has_adapter=bool(adapter))
+
+
+def verified_outcome(
+    stage: Stage,
+    step: int,
+    verify: Callable[[], list[str]],
+    adapter: Mapping[str, bytes],
+    weights: Iterable[Path],
+    *,
+    has_adapter: bool,
+) -> Outcome:
+    """Verify the export of step `step`, and return its outcome; errors are those of `export_causal_lm`. `verify`
+    returns the names of its checks, `adapter` has the copied files of an adapter by path, and `weights` are the
+    export's safetensors files."""
     if stage.stop_requested:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
-    checks = verify_export(model, target, dtype=dtype, tokenizer=tokenizer)
+    checks, folder = verify(), export_folder(step)
+    if differing := [name for name, content in adapter.items() if (stage.path / folder / name).read_bytes() != content]:
+        remedy = "check the disk and run the stage again"
+        raise StageFailed(f"export {stage.path / folder}: {differing[0]} is not what was copied; {remedy}")
     if adapter:
-        checks.append(verify_copied_files(adapter, target))
-    return export_outcome(stage, step, checks, target.glob("*.safetensors"), has_adapter=bool(adapter))
-
-
-def export_outcome(
-    stage: Stage, step: int, checks: list[str], weights: Iterable[Path], *, has_adapter: bool
-) -> Outcome:
-    """Return the outcome of a verified export of step `step`; `weights` are its safetensors files."""
-    folder = export_folder(step)
+        checks.append("adapter: bytes")
     logger.info("exported %s %s; checks: %s", stage.path / folder, precision(stage), ", ".join(checks))
     size, dtype = sum(file.stat().st_size for file in weights), stage.recipe.train.param_dtype
     info: dict[str, JsonValue] = {"model": folder, "step": step, "checks": list(checks), "dtype": dtype}
@@ -110,15 +121,13 @@ def export_folder(step: int) -> str:
 def loading_instructions(stage: Stage, auto_class_name: str) -> LoadingInstructions:
     """Return the instructions for loading a stage's model; `auto_class_name` names the model's auto class in
     transformers."""
-    preprocessor_class = (
-        "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
-    )
+    reader = "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
     return LoadingInstructions(
         "transformers",
         (
-            f"from transformers import {auto_class_name}, Auto{preprocessor_class}", "",
+            f"from transformers import {auto_class_name}, Auto{reader}", "",
             f'model = {auto_class_name}.from_pretrained(path, dtype="auto")',
-            f"{preprocessor_class.lower()} = Auto{preprocessor_class}.from_pretrained(path)",
+            f"{reader.lower()} = Auto{reader}.from_pretrained(path)",
         ),
         f"The adapter is merged into these weights; `{FOLDER}/` has it alone, in PEFT's format.",
     )  # fmt: skip
@@ -153,9 +162,7 @@ def _describe_input(name: str, stage_result: Mapping[str, Any]) -> list[str]:
     """Return the lines of a model card about the upstream stage `name`: digests, its inputs, and its metrics."""
     lines = [f"## From stage `{name}` ({stage_result['kind']})", ""]
     lines += [f"- {key}: `{stage_result[key]}`" for key in ("digest", "fingerprint")]
-    lines += [
-        f"- made from `{source}`: `{entry['digest']}`" for source, entry in sorted(stage_result["inputs"].items())
-    ]
+    lines += [f"- made from `{source}`: `{each['digest']}`" for source, each in sorted(stage_result["inputs"].items())]
     if metrics := stage_result["metrics"]:
         lines += ["", "| metric | value |", "|---|---|"]
         lines += [f"| {key} | {value:.6g} |" for key, value in sorted(metrics.items())]
@@ -180,10 +187,8 @@ def _upstream_info(stage: Stage) -> Mapping[str, Any]:
 
 
 def adapter_files(stage: Stage) -> dict[str, bytes]:
-    """Return the content of the adapter files that the upstream stage exported, by path in the export.
-
-    The config of the adapter names the base model by its public name instead of a local folder.
-    """
+    """Return the content of the adapter files that the upstream stage exported, by path in the export; the adapter's
+    config names the base model by its public name instead of a local folder."""
     files = {f"{FOLDER}/{file.name}": file.read_bytes() for file in sorted(Path(stage.model, FOLDER).glob("*"))}
     if content := files.get(name := f"{FOLDER}/adapter_config.json"):
         adapter_config = json.loads(content) | {"base_model_name_or_path": _get_adapter_base_model(stage)}
@@ -193,15 +198,3 @@ def adapter_files(stage: Stage) -> dict[str, bytes]:
 
 def _get_adapter_base_model(stage: Stage) -> str:
     return str(_upstream_info(stage).get("base") or public_name(stage.origin.get("base_model", "")))
-
-
-def verify_copied_files(files: Mapping[str, bytes], target: Path) -> str:
-    """Check that the files below `target` equal `files`, which has their content by path; return the check's name.
-
-    Raises:
-        StageFailed: a file below `target` has other content.
-    """
-    if differing_files := [name for name, content in files.items() if (target / name).read_bytes() != content]:
-        remedy = "check the disk and run the stage again"
-        raise StageFailed(f"export {target}: {differing_files[0]} is not what was copied; {remedy}")
-    return "adapter: bytes"

@@ -3,6 +3,7 @@ pipeline, and add a model card."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,11 @@ from cosmos_core.checkpoint.export import (
     LoadingInstructions,
     adapter_files,
     export_folder,
-    export_outcome,
     model_card,
     trained_step,
-    verify_copied_files,
+    verified_outcome,
 )
 from cosmos_core.checkpoint.load_checkpoint_model import pinned_model, pinned_step, training_of
-from cosmos_core.errors import Preempted
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.export_pipeline import ADAPTER_FILE, export_pipeline
 from cosmos_core.models.families import open_family
@@ -30,10 +29,8 @@ from cosmos_core.types import Outcome
 
 
 def run(stage: Stage) -> Outcome:
-    """Export the upstream pipeline, or the pipeline of a checkpoint of the upstream training.
-
-    The function raises the same errors as `export.export_causal_lm`, its counterpart for language models.
-    """
+    """Export the upstream pipeline, or the pipeline of a checkpoint of the upstream training; errors are those of
+    `export.export_causal_lm`."""
     stage.progress.phase("load")
     policy = stage.recipe.policy
     if stage.config.checkpoint:
@@ -49,13 +46,9 @@ def run(stage: Stage) -> Outcome:
     adapter = {} if stage.config.checkpoint else adapter_files(stage)
     readme_content = model_card(stage, _loading_instructions(family)).encode()
     export_pipeline(family, model, target, dtype=dtype, extra_files={"README.md": readme_content, **adapter})
-    if stage.stop_requested:
-        raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
-    checks = verify_pipeline(family, model, target, dtype=dtype, model_class=policy.model_class)
-    if adapter:
-        checks.append(verify_copied_files(adapter, target))
+    verify = partial(verify_pipeline, family, model, target, dtype=dtype, model_class=policy.model_class)
     has_adapter = bool(adapter) or is_adapted(model)
-    return export_outcome(stage, step, checks, target.rglob("*.safetensors"), has_adapter=has_adapter)
+    return verified_outcome(stage, step, verify, adapter, target.rglob("*.safetensors"), has_adapter=has_adapter)
 
 
 def _load_initial_denoiser(family: DiffusionModel, training_stage: Stage) -> Any:

@@ -22,45 +22,34 @@ from cosmos_core.run.stage import Stage, load_stage, maker_of
 
 
 def pinned_step(stage: Stage) -> int:
-    """Return the step of the upstream checkpoint that a stage's setting `checkpoint` (a number or `best`) selects.
-
-    Raises:
-        ModelError: the upstream training has no complete checkpoint of the step, or, without validation, no best step.
-    """
-    checkpoint_choice, name = stage.config.checkpoint, source_of(stage.config.model)
-    key = f"checkpoint = {checkpoint_choice!r} of stage {name!r}"
+    """Return the step of the upstream checkpoint that a stage's setting `checkpoint` (a number or `best`) selects;
+    raise a `ModelError` if it is not complete or, without validation, no step is the best."""
+    choice, name = stage.config.checkpoint, source_of(stage.config.model)
+    key = f"checkpoint = {choice!r} of stage {name!r}"
     upstream_result = stage.inputs[str(name)]
-    if checkpoint_choice == "best":
-        best_record = upstream_result["info"].get("best")
-        if not best_record:
+    if choice == "best":
+        if not (best_record := upstream_result["info"].get("best")):
             raise ModelError(f"{key}: it was not validated, so no step is the best; set validation.enable = true")
-        checkpoint_choice = best_record["step"]
-    folder = maker_of(Path(upstream_result["path"])) / "checkpoints"
-    if int(checkpoint_choice) not in saved_steps(folder):
+        choice = best_record["step"]
+    step, folder = int(choice), maker_of(Path(upstream_result["path"])) / "checkpoints"
+    if step not in saved_steps(folder):
         steps = ", ".join(map(str, saved_steps(folder))) or "none"
         raise ModelError(
-            f"{key}: there is no checkpoint of step {checkpoint_choice}, only {steps}; train with "
+            f"{key}: there is no checkpoint of step {choice}, only {steps}; train with "
             f"train.ckpt.enable_checkpoint = true, and raise train.ckpt.max_keep to keep more; a finished training is "
             f"made again with --from-stage {name}"
         )
-    if reason := resume_obstacle(folder, int(checkpoint_choice), None):
-        raise ModelError(f"{key}: {step_folder(folder, int(checkpoint_choice))}: {reason}; choose another step")
-    return int(checkpoint_choice)
+    if reason := resume_obstacle(folder, step, None):
+        raise ModelError(f"{key}: {step_folder(folder, step)}: {reason}; choose another step")
+    return step
 
 
 def pinned_model(stage: Stage, step: int, load_initial_model: Callable[[Stage], Any] | None = None) -> Any:
-    """Return the model of the upstream training after `step` steps, on the CPU in its training dtype.
+    """Return the model of the upstream training after `step` steps, on the CPU in its training dtype, with the moving
+    average of the weights if the training kept one.
 
-    If the training kept a moving average of the weights, the model has the average instead of the weights.
-
-    Args:
-        stage: stage whose setting `checkpoint` selects the checkpoint.
-        step: training step of the checkpoint.
-        load_initial_model: function that loads the initial model of the training stage; None: load a causal language
-            model.
-
-    Raises:
-        ModelError: the initial model of the training cannot be loaded, or has changed.
+    `load_initial_model` loads the initial model of the training stage; None: a causal language model. Raise a
+    `ModelError` if the initial model cannot be loaded, or has changed.
     """
     training_stage = training_of(stage)
     train = training_stage.recipe.train
@@ -92,9 +81,7 @@ def training_of(stage: Stage) -> Stage:
 
 def _load_causal_lm(training_stage: Stage) -> PreTrainedModel:
     """Return the initial causal language model of a training stage, with its trainable parameters marked."""
-    train_config, policy = training_stage.recipe.train, training_stage.recipe.policy
-    model = load_model(
-        training_stage.model, revision=policy.model_revision, dtype=getattr(torch, train_config.master_dtype)
-    )
+    policy, dtype = training_stage.recipe.policy, getattr(torch, training_stage.recipe.train.master_dtype)
+    model = load_model(training_stage.model, revision=policy.model_revision, dtype=dtype)
     mark_trained_weights(model, policy)
     return model

@@ -42,33 +42,27 @@ def run(stage: Stage) -> Outcome:
         ModelError: the models differ in names or shapes of tensors.
         Preempted: a stop was requested; nothing is written.
     """
-    config = stage.recipe.merge
-    upstream_results = _get_upstream_results(stage)
-    folders = [
-        Path(upstream_result["path"]) / str(upstream_result["info"]["model"]) for upstream_result in upstream_results
-    ]
+    config, revision = stage.recipe.merge, stage.recipe.policy.model_revision
+    sources = _get_upstream_results(stage)
+    folders = [Path(source["path"]) / str(source["info"]["model"]) for source in sources]
     weights = model_weights(config, len(folders))
     stage.progress.phase("export")
     target = stage.path / _MODEL_FOLDER
     with (
         translate_disk_errors(f"merge {target}", lambda: "nothing is left of it"),
         replaced_folder(target) as temporary_folder,
-        ExitStack() as exit_stack,
+        ExitStack() as stack,
     ):
-        models = [_Tensors(str(folder), None, exit_stack) for folder in folders]
-        base_model = (
-            _Tensors(stage.model, stage.recipe.policy.model_revision, exit_stack) if config.method in _METHODS else None
-        )
+        models = [_Tensors(str(folder), None, stack) for folder in folders]
+        base_model = _Tensors(stage.model, revision, stack) if config.method in _METHODS else None
         for other_model in models[1:]:
             _check_same_tensors(models[0], other_model)
         if base_model is not None:
             _check_same_tensors(models[0], base_model, allow_extra_tensors=True)
-        for file_number, (file, tensor_names) in enumerate(models[0].files.items(), start=1):
-            merged_tensors = {
-                name: combine_tensors(config, weights, models, base_model, name, stage.seed) for name in tensor_names
-            }
-            save_file(merged_tensors, temporary_folder / Path(file).name, metadata={"format": "pt"})
-            stage.progress.step(file_number, len(models[0].files))
+        for number, (file, names) in enumerate(models[0].files.items(), start=1):
+            merged = {name: combine_tensors(config, weights, models, base_model, name, stage.seed) for name in names}
+            save_file(merged, temporary_folder / Path(file).name, metadata={"format": "pt"})
+            stage.progress.step(number, len(models[0].files))
             if stage.stop_requested:
                 raise Preempted(f"stage {stage.name!r} was asked to stop; run again to merge")
         for other_file in folders[0].iterdir():
@@ -78,11 +72,8 @@ def run(stage: Stage) -> Outcome:
     # init_on_meta raises an error if tensors of the merged model and of its transformers class differ in name or shape.
     init_on_meta(str(target), dtype=torch.float32, device=torch.device("cpu"))
     num_bytes = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    info: dict[str, Any] = {
-        "model": _MODEL_FOLDER,
-        "checks": ["keys"],
-        "merged": [Path(upstream_result["path"]).name for upstream_result in upstream_results],
-    }
+    merged_names = [Path(source["path"]).name for source in sources]
+    info: dict[str, Any] = {"model": _MODEL_FOLDER, "checks": ["keys"], "merged": merged_names}
     metrics = {"merge/bytes": float(num_bytes), "merge/models": float(len(folders))}
     return Outcome(outputs=(_MODEL_FOLDER,), metrics=metrics, info=info)
 
@@ -97,17 +88,17 @@ class _Tensors:
             raise ModelError(f"merge: {model}: {problem}; merge models in safetensors format")
         self.files: dict[str, list[str]] = {}
         """Names of the tensors in each safetensors file, by path."""
-        self._reader_by_tensor: dict[str, Any] = {}
+        self._readers: dict[str, Any] = {}
         for file in files:
             reader = exit_stack.enter_context(safe_open(file, framework="pt"))
             self.files[file] = list(reader.keys())
-            self._reader_by_tensor |= dict.fromkeys(self.files[file], reader)
+            self._readers |= dict.fromkeys(self.files[file], reader)
 
     def shapes(self) -> dict[str, list[int]]:
-        return {name: reader.get_slice(name).get_shape() for name, reader in self._reader_by_tensor.items()}
+        return {name: reader.get_slice(name).get_shape() for name, reader in self._readers.items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._reader_by_tensor[name].get_tensor(name)  # type: ignore[no-any-return]
+        return self._readers[name].get_tensor(name)  # type: ignore[no-any-return]
 
 
 def combine_tensors(
@@ -118,11 +109,9 @@ def combine_tensors(
     name: str,
     seed: int,
 ) -> Tensor:
-    """Return the combination of the tensor `name` of all models, computed in float32, in the dtype of the first model.
-
-    An integer tensor is copied from the first model. The random choices of DARE depend on `seed` and `name` only. TIES
-    and DARE combine the differences of the models from `base_model`; `base_model` None: the tensors are summed with
-    `weights`.
+    """Return the combination of the tensor `name` of all models, computed in float32, in the dtype of the first model,
+    from which an integer tensor is copied. The random choices of DARE depend on `seed` and `name` only. TIES and DARE
+    combine the differences from `base_model`; None: the tensors are summed with `weights`.
 
     Raises:
         ModelError: the combined tensor has a value that is not finite.
@@ -147,25 +136,18 @@ def combine_tensors(
 
 def _get_upstream_results(stage: Stage) -> list[dict[str, Any]]:
     """Return the results of the stages to merge: all stages in `after` with a model, except that of the base model."""
-    base_stage = source_of(stage.config.model)
-    stage_names = [
-        name for name in stage.config.after if name != base_stage and stage.inputs[name]["info"].get("model")
-    ]
-    if len(stage_names) < 2:
-        base_model_notice = f" besides the base {base_stage!r}" if base_stage in stage.config.after else ""
-        raise ConfigError(
-            f"stage {stage.name!r}: after = {json.dumps(stage.config.after)} names {len(stage_names)} models to "
-            f"merge; name at least two{base_model_notice}"
-        )
-    return [stage.inputs[name] for name in stage_names]
+    base, after = source_of(stage.config.model), stage.config.after
+    results = [stage.inputs[name] for name in after if name != base and stage.inputs[name]["info"].get("model")]
+    if len(results) < 2:
+        notice = f" besides the base {base!r}" if base in after else ""
+        problem = f"after = {json.dumps(after)} names {len(results)} models to merge"
+        raise ConfigError(f"stage {stage.name!r}: {problem}; name at least two{notice}")
+    return results
 
 
 def model_weights(config: MergeConfig, num_models: int) -> Sequence[float]:
-    """Return the weight of each of `num_models` models; without configured weights all models have the same weight.
-
-    Raises:
-        ConfigError: the number of configured weights is not `num_models`.
-    """
+    """Return the weight of each of `num_models` models; without configured weights all have the same. Raise a
+    `ConfigError` if the number of configured weights is not `num_models`."""
     if not config.weights:
         return [1 / num_models if config.method in _AVERAGING_METHODS else 1.0] * num_models
     if len(config.weights) != num_models:
@@ -174,15 +156,14 @@ def model_weights(config: MergeConfig, num_models: int) -> Sequence[float]:
 
 
 def _check_same_tensors(first_model: _Tensors, other_model: _Tensors, *, allow_extra_tensors: bool = False) -> None:
-    """Check that two models have tensors of the same names and shapes; with `allow_extra_tensors`, the model
-    `other_model` may have further tensors, such as an output layer that is stored although it is tied to the
-    embedding."""
-    shapes, other_shapes = first_model.shapes(), other_model.shapes()
-    names = shapes.keys() if allow_extra_tensors else {*shapes, *other_shapes}
-    if differing_names := sorted(name for name in names if shapes.get(name) != other_shapes.get(name)):
-        name = differing_names[0]
+    """Check that two models have tensors of the same names and shapes; with `allow_extra_tensors`, `other_model` may
+    have further tensors, such as an output layer that is stored although it is tied to the embedding."""
+    shapes, others = first_model.shapes(), other_model.shapes()
+    names = shapes.keys() if allow_extra_tensors else {*shapes, *others}
+    if differing := sorted(name for name in names if shapes.get(name) != others.get(name)):
+        name = differing[0]
         raise ModelError(
-            f"merge: {len(differing_names)} tensors differ, such as {name}: {shapes.get(name, 'missing')} in "
-            f"{first_model.model}, {other_shapes.get(name, 'missing')} in {other_model.model}; merge models of one "
+            f"merge: {len(differing)} tensors differ, such as {name}: {shapes.get(name, 'missing')} in "
+            f"{first_model.model}, {others.get(name, 'missing')} in {other_model.model}; merge models of one "
             f"architecture"
         )

@@ -36,36 +36,29 @@ class LocalTensor(NamedTuple):
 
 def owned_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalTensor]:
     """Return the local tensors that this rank writes, by name; the lowest rank with a replica of a tensor writes it.
-
-    The function is collective: every rank calls it.
-    """
-    local_tensors = {}
-    for name, tensor in tensors.items():
-        if (tensor_shard := local_shard(tensor)).numel() or not tensor.numel():
-            local_tensors[name] = LocalTensor(
-                tensor_shard, tuple(shard_bound.start for shard_bound in shard_bounds(tensor))
-            )
-    owner_ranks: dict[tuple[str, tuple[int, ...]], int] = {}
-    for rank, keys in enumerate(all_gather_object([(name, local.offsets) for name, local in local_tensors.items()])):
-        for shard_key in keys:
-            owner_ranks.setdefault(shard_key, rank)
-    return {name: local for name, local in local_tensors.items() if owner_ranks[name, local.offsets] == rank_number()}
+    The function is collective: every rank calls it."""
+    local_tensors = {
+        name: LocalTensor(shard, tuple(bound.start for bound in shard_bounds(tensor)))
+        for name, tensor in tensors.items()
+        if (shard := local_shard(tensor)).numel() or not tensor.numel()
+    }
+    shards_by_rank = all_gather_object([(name, local.offsets) for name, local in local_tensors.items()])
+    shards_of_lower_ranks = {shard for shards in shards_by_rank[: rank_number()] for shard in shards}
+    return {name: each for name, each in local_tensors.items() if (name, each.offsets) not in shards_of_lower_ranks}
 
 
 def write_rank(folder: Path, tensors: Mapping[str, LocalTensor], extra_json: str) -> dict[str, dict[str, object]]:
-    """Write this rank's files to the disk; return size and digest of each file, by file name.
-
-    `extra_json` is the content of the JSON file; without `tensors` no safetensors file is written.
-    """
+    """Write this rank's files to the disk; return size and digest of each file, by file name. `extra_json` is the
+    content of the JSON file; without `tensors` no safetensors file is written."""
     rank = rank_number()
     folder.mkdir(parents=True, exist_ok=True)
     file_records = {extra_name(rank): _write_file(folder / extra_name(rank), [extra_json.encode()])}
     if tensors:
-        offsets = {name: {SAVED_OFFSETS_KEY: local_tensor.offsets} for name, local_tensor in tensors.items()}
+        offsets = {name: {SAVED_OFFSETS_KEY: local.offsets} for name, local in tensors.items()}
         metadata = {"format": "pt", CUSTOM_METADATA_KEY: json.dumps(offsets)}
-        name = f"rank_{rank}.safetensors"
-        file_blocks = safetensors_blocks({key: local_tensor.tensor for key, local_tensor in tensors.items()}, metadata)
-        file_records[name] = _write_file(folder / name, file_blocks)
+        blocks = safetensors_blocks({name: local.tensor for name, local in tensors.items()}, metadata)
+        file = folder / f"rank_{rank}.safetensors"
+        file_records[file.name] = _write_file(file, blocks)
     return file_records
 
 
@@ -77,8 +70,7 @@ def extra_name(rank: int) -> str:
 def safetensors_blocks(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> Iterable[memoryview | bytes]:
-    """Yield the blocks of a safetensors file: eight bytes with the length of the header, the header, then each
-    tensor."""
+    """Yield the blocks of a safetensors file: eight bytes with the length of the header, the header, the tensors."""
     # Tensors of wide dtypes come first, so that the offset of each tensor is a multiple of its element size.
     sorted_tensors = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, object] = {"__metadata__": metadata}
@@ -98,8 +90,8 @@ def _write_file(file: Path, blocks: Iterable[memoryview | bytes]) -> dict[str, o
     digest, num_bytes = hashlib.sha256(), 0
     with open(file, "wb") as output_file, ThreadPoolExecutor(1) as hash_executor:
         for block in blocks:
-            for chunk_start in range(0, len(block), _CHUNK_BYTES):
-                chunk = block[chunk_start : chunk_start + _CHUNK_BYTES]
+            for start in range(0, len(block), _CHUNK_BYTES):
+                chunk = block[start : start + _CHUNK_BYTES]
                 hash_future = hash_executor.submit(digest.update, chunk)  # a thread hashes the chunk during the write
                 num_bytes += output_file.write(chunk)
                 hash_future.result()

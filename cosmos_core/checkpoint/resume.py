@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,9 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool = False) -> str | None:
-    """Return the reason why training cannot resume from the checkpoint of a step; None: the checkpoint is intact.
-
-    Args:
-        folder: folder of all checkpoints.
-        step: step of the checkpoint to check.
-        fingerprint: configuration fingerprint that the checkpoint must have; None: any fingerprint is accepted.
-        is_hashed: whether to compare only sizes of files and no digests, because this process wrote the files.
-    """
+    """Return the reason why training cannot resume from the checkpoint of a step in `folder`; None: it is intact. With
+    a `fingerprint`, the checkpoint must have this one. `is_hashed`: whether to compare only sizes of files and no
+    digests, because this process wrote the files."""
     policy_folder = step_folder(folder, step) / "policy"
     manifest = read_manifest(policy_folder)
     if not manifest:
@@ -68,10 +64,9 @@ def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hash
         return f"{MANIFEST} is of step {manifest.get('step')}"
     if not _has_complete_records(manifest):
         return f"{MANIFEST} is damaged: it does not say how many ranks saved which files, of which size and digest"
-    files = {policy_folder / name: file_record for name, file_record in manifest["files"].items()}
-    return next(
-        (p for file, file_record in files.items() if (p := _find_file_problem(file, file_record, is_hashed))), None
-    )
+    files = manifest["files"].items()
+    problems = (_find_file_problem(policy_folder / name, record, is_hashed=is_hashed) for name, record in files)
+    return next(filter(None, problems), None)
 
 
 def read_manifest(policy_folder: Path) -> dict[str, Any]:
@@ -88,11 +83,7 @@ def _has_complete_records(manifest: dict[str, Any]) -> bool:
 
 def newest_complete_step(folder: Path, steps: Sequence[int], find_obstacle: Callable[[int], str | None]) -> int | None:
     """Return the newest of `steps` whose checkpoint `find_obstacle` finds intact; the first rank logs a warning for
-    each newer checkpoint.
-
-    Raises:
-        ModelError: a checkpoint folder has pickled shards of Cosmos-RL, which are not read.
-    """
+    each newer one. Raise a `ModelError` if a checkpoint folder has pickled shards of Cosmos-RL, which are not read."""
     for step in reversed(steps):
         if is_first():
             refuse_pickled_shards(step_folder(folder, step) / "policy")
@@ -107,18 +98,15 @@ def newest_complete_step(folder: Path, steps: Sequence[int], find_obstacle: Call
 def newest_complete_step_on_ranks(folder: Path, fingerprint: str, send_heartbeat: Callable[[], None]) -> int | None:
     """Return the step of the newest intact checkpoint on every rank, as a collective; None: no intact checkpoint."""
     steps = broadcast_object(saved_steps(folder))
-    return newest_complete_step(
-        folder, steps, lambda step: resume_obstacle_on_ranks(folder, step, fingerprint, send_heartbeat)
-    )
+    find_obstacle = partial(resume_obstacle_on_ranks, folder, fingerprint=fingerprint, send_heartbeat=send_heartbeat)
+    return newest_complete_step(folder, steps, find_obstacle)
 
 
 def resume_obstacle_on_ranks(
     folder: Path, step: int, fingerprint: str | None, send_heartbeat: Callable[[], None]
 ) -> str | None:
-    """Return the result of `resume_obstacle` on every rank, as a collective.
-
-    Every rank hashes only some of the files, because a single rank would take longer than the timeout of a collective.
-    """
+    """Return the result of `resume_obstacle` on every rank, as a collective. Every rank hashes only some of the files,
+    because a single rank would take longer than the timeout of a collective."""
     reason = broadcast_object(resume_obstacle(folder, step, fingerprint, is_hashed=True) if is_first() else None)
     policy_folder = step_folder(folder, step) / "policy"
     return reason or first_error_of_ranks(find_damaged_file(policy_folder, rank_number(), num_ranks(), send_heartbeat))
@@ -128,39 +116,33 @@ def find_damaged_file(
     policy: Path, rank: int, num_ranks: int, send_heartbeat: Callable[[], None] = lambda: None
 ) -> str | None:
     """Return what is wrong with the first file of a checkpoint that differs from its digest; None: no file differs.
-
-    Rank `rank` checks only its share, every `num_ranks`-th file. `send_heartbeat` is called before each file, as a
-    heartbeat."""
+    Rank `rank` checks only every `num_ranks`-th file, and calls `send_heartbeat` before each."""
     if (file_records := read_manifest(policy).get("files")) is None:
         return f"{MANIFEST} is gone"
-    for name, file_record in sorted(file_records.items())[rank::num_ranks]:
+    for name, record in sorted(file_records.items())[rank::num_ranks]:
         send_heartbeat()
-        if reason := _find_file_problem(policy / name, file_record, is_hashed=False):
+        if reason := _find_file_problem(policy / name, record, is_hashed=False):
             return reason
     return None
 
 
 def load_from(policy_folder: Path, state: TrainState, send_heartbeat: Callable[[], None] = lambda: None) -> int:
-    """Load the checkpoint in the folder `policy_folder` (`.../step_N/policy`) into `state` on every rank, and return
-    its step N.
-
-    The configuration fingerprint of the checkpoint is not compared. `send_heartbeat` is called before each file is
-    hashed.
+    """Load the checkpoint in the folder `policy_folder` (`.../step_N/policy`), of any configuration, into `state` on
+    every rank, and return its step N; call `send_heartbeat` before each file is hashed.
 
     Raises:
         ModelError: the checkpoint is damaged, of another model, was written by Cosmos-RL, or is deleted meanwhile.
     """
-    step = int(policy_folder.parent.name.removeprefix("step_"))
+    step, remedy = int(policy_folder.parent.name.removeprefix("step_")), "name another one, or none"
     refuse_pickled_shards(policy_folder)
     if reason := resume_obstacle_on_ranks(policy_folder.parent.parent, step, None, send_heartbeat):
-        raise ModelError(f"checkpoint {policy_folder}: {reason}; name another one, or none")
+        raise ModelError(f"checkpoint {policy_folder}: {reason}; {remedy}")
     try:
         fill_state(state, policy_folder)
     except Exception as error:  # of several types if another run, which still trains, has deleted its checkpoint
         if policy_folder.is_dir():
             raise
-        reason = f"{policy_folder.parent.name} is gone"
-        raise ModelError(f"checkpoint {policy_folder}: {reason}; name another one, or none") from error
+        raise ModelError(f"checkpoint {policy_folder}: {policy_folder.parent.name} is gone; {remedy}") from error
     return step
 
 
@@ -184,37 +166,29 @@ def fill_state(state: TrainState, policy_folder: Path) -> None:
 def _read_extra(policy: Path) -> dict[str, Any]:
     """Return the JSON values that this rank saved. If the number of ranks has changed, return the first rank's values
     without the states of its random generators."""
-    saved_num_ranks = read_manifest(policy).get("ranks", 1)
-    has_same_ranks = saved_num_ranks == num_ranks()
-    extra_file = policy / (extra_name(rank_number()) if has_same_ranks else EXTRA_FILE)
-    extra_values: dict[str, Any] = json.loads(extra_file.read_bytes())  # the digest was verified before
-    if not has_same_ranks:
-        logger.info(
-            "%s was saved by %d ranks, here are %d: random numbers begin anew", policy, saved_num_ranks, num_ranks()
-        )
-        extra_values["rng"] = None
-    return extra_values
+    saved_ranks, ranks = read_manifest(policy).get("ranks", 1), num_ranks()
+    file = policy / (extra_name(rank_number()) if saved_ranks == ranks else EXTRA_FILE)
+    values: dict[str, Any] = json.loads(file.read_bytes())  # the digest was verified before
+    if saved_ranks != ranks:
+        logger.info("%s was saved by %d ranks, here are %d: random numbers begin anew", policy, saved_ranks, ranks)
+        values["rng"] = None
+    return values
 
 
 def refuse_pickled_shards(policy_folder: Path) -> None:
-    """Refuse a folder that holds a checkpoint of Cosmos-RL, whose pickled files could run code when read.
-
-    Raises:
-        ModelError: the folder `policy_folder` holds `.pth` files.
-    """
-    pickled_shard = next(iter(sorted(policy_folder.glob("*.pth"))), None) if policy_folder.is_dir() else None
-    if pickled_shard is not None:
+    """Raise a `ModelError` if a folder holds a checkpoint of Cosmos-RL, whose pickled `.pth` files could run code when
+    read."""
+    if policy_folder.is_dir() and (shards := sorted(policy_folder.glob("*.pth"))):
         raise ModelError(
-            f"{pickled_shard} is a pickled checkpoint of Cosmos-RL, which could run any code when read; "
+            f"{shards[0]} is a pickled checkpoint of Cosmos-RL, which could run any code when read; "
             "start from the safetensors folder of that run: policy.model_name_or_path = '.../safetensors/step_N'"
         )
 
 
-def _find_file_problem(file: Path, file_record: dict[str, Any], is_hashed: bool) -> str | None:
+def _find_file_problem(file: Path, record: dict[str, Any], *, is_hashed: bool) -> str | None:
     if os.path.isfile(file):  # unlike Path.is_file, os.path.isfile returns False for an invalid file name
         with suppress(FileNotFoundError):  # another run that still trains may delete its checkpoint meanwhile
-            size = file.stat().st_size
-            if size != file_record["size"]:
-                return f"{file.name} has {size} bytes instead of {file_record['size']}"
-            return None if is_hashed or sha256(file) == file_record["sha256"] else f"{file.name} was altered"
+            if (size := file.stat().st_size) != record["size"]:
+                return f"{file.name} has {size} bytes instead of {record['size']}"
+            return None if is_hashed or sha256(file) == record["sha256"] else f"{file.name} was altered"
     return f"{file.name} is gone"

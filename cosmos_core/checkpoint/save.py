@@ -42,10 +42,8 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Writer and reader of all checkpoints of a training, in a folder to which no other process writes.
-
-    All public methods are collective: every rank calls them.
-    """
+    """Writer and reader of all checkpoints of a training, in a folder to which no other process writes. All public
+    methods are collective: every rank calls them."""
 
     def __init__(
         self,
@@ -59,13 +57,9 @@ class Checkpointer:
     ) -> None:
         """Create the folder, and clean up files that a killed process left in it.
 
-        Args:
-            folder: folder of all checkpoints.
-            fingerprint: fingerprint of the configuration, recorded in each manifest.
-            max_keep: maximum number of checkpoints; -1: no limit.
-            asynchronous: whether a background thread writes the checkpoints.
-            on_saved: function that the first rank calls with the step after a checkpoint is complete.
-            beat: heartbeat of the process, called before each file is hashed.
+        `fingerprint` is that of the configuration, recorded in each manifest. `max_keep`: maximum number of
+        checkpoints; -1: no limit. `asynchronous`: whether a background thread writes them. The first rank calls
+        `on_saved` with the step after a checkpoint is complete; `beat` is called before each file is hashed.
         """
         self._folder, self._fingerprint, self._max_keep = folder, fingerprint, max_keep
         self._on_saved, self._send_heartbeat = on_saved, beat
@@ -76,18 +70,16 @@ class Checkpointer:
         should_pin_memory = asynchronous and torch.cuda.is_available()
         self._stager = DefaultStager(StagingOptions(use_shared_memory=False)) if should_pin_memory else None
         # Collectives of the writer threads overlap with those of the training, so they need a separate process group.
-        self._process_group = (
-            None if is_single_rank() else dist.new_group(backend="gloo", timeout=_SLOWEST_RANK_TIMEOUT)
-        )
+        has_ranks = not is_single_rank()
+        self._process_group = dist.new_group(backend="gloo", timeout=_SLOWEST_RANK_TIMEOUT) if has_ranks else None
         if is_first():
             folder.mkdir(parents=True, exist_ok=True)
             _clean_unfinished_saves(folder)
 
     def save(self, step: int, state: TrainState, best: BestStep | None = None) -> None:
-        """Save the training state after `step` steps.
-
-        `best` is the best step so far, which is written to `best.json` and whose checkpoint is kept. In asynchronous
-        mode, this method returns after the previous save has ended and the state is copied.
+        """Save the training state after `step` steps, and write `best`, the best step so far, to `best.json`; its
+        checkpoint is kept. In asynchronous mode, this method returns after the previous save has ended and the state is
+        copied.
 
         Raises:
             StageFailed: this save, or the previous asynchronous save, failed because a disk is full or broken.
@@ -99,18 +91,12 @@ class Checkpointer:
         extra_json = json.dumps(json_values(state))
         if self._writer is None:
             self._write_checkpoint(step, tensors, extra_json, best)
-        else:
-            # The writer thread gets copies, because the optimizer changes the tensors in place.
-            self._pending = self._writer.submit(
-                self._write_checkpoint, step, self._copy_to_host(tensors), extra_json, best
-            )
+        else:  # the writer thread gets copies, because the optimizer changes the tensors in place
+            copies = self._copy_to_host(tensors)
+            self._pending = self._writer.submit(self._write_checkpoint, step, copies, extra_json, best)
 
     def wait(self) -> None:
-        """Wait until no rank is writing a checkpoint.
-
-        Raises:
-            StageFailed: the last asynchronous save failed.
-        """
+        """Wait until no rank is writing a checkpoint; raise a `StageFailed` if the last asynchronous save failed."""
         self._wait_for_pending_save()
         broadcast_object(None)  # a barrier: if one rank exited now, ranks that are still writing files would be killed
 
@@ -119,11 +105,8 @@ class Checkpointer:
         return broadcast_object(self._newest_complete_step() if is_first() else None)
 
     def load_latest(self, state: TrainState) -> int | None:
-        """Load the newest complete checkpoint into `state` and return its step; None: no checkpoint.
-
-        Raises:
-            ModelError: the checkpoint is of another model, or was written by Cosmos-RL.
-        """
+        """Load the newest complete checkpoint into `state` and return its step; None: no checkpoint. Raise a
+        `ModelError` if it is of another model, or was written by Cosmos-RL."""
         step = resume.newest_complete_step_on_ranks(self._folder, self._fingerprint, self._send_heartbeat)
         if step is not None:
             resume.fill_state(state, step_folder(self._folder, step) / "policy")
@@ -155,33 +138,29 @@ class Checkpointer:
             pending_save.result()
 
     def _write_checkpoint(self, step: int, tensors: dict[str, LocalTensor], extra: str, best: BestStep | None) -> None:
-        """Write this rank's files of a checkpoint, and wait until the files of all ranks are on the disk.
-
-        The first rank then commits the checkpoint, records the best step, deletes old checkpoints, and calls
-        `on_saved`. If the disk of a rank is full or broken, all ranks raise the same `StageFailed`.
-        """
-        file_records, problem, name = {}, "", f"checkpoint step_{step} in {self._folder}"
+        """Write this rank's files of a checkpoint, and wait until the files of all ranks are on the disk. The first
+        rank then commits the checkpoint, records the best step, deletes old checkpoints, and calls `on_saved`. If the
+        disk of a rank is full or broken, all ranks raise the same `StageFailed`."""
+        folder, name = self._temporary_folder(step), f"checkpoint step_{step} in {self._folder}"
+        records, problem = dict[str, dict[str, object]](), ""
         try:
             with translate_disk_errors(name, self._describe_newest_complete):
-                file_records = write_rank(self._temporary_folder(step), tensors, extra)
+                records = write_rank(folder, tensors, extra)
         except StageFailed as error:
             problem = str(error)
-        local_result = (file_records, problem)
-        rank_results = (
-            [local_result] if self._process_group is None else exchange.all_gather(local_result, self._process_group)
-        )
-        problem = next((message for _, message in rank_results if message), "")
-        if not is_first():
-            if problem:
-                raise StageFailed(problem)
-            return
+        results = [(records, problem)]
+        if self._process_group is not None:
+            results = exchange.all_gather((records, problem), self._process_group)
         try:
-            if problem:
+            if problem := next((message for _, message in results if message), ""):
                 raise StageFailed(problem)
+            if not is_first():
+                return
             with translate_disk_errors(name, self._describe_newest_complete):
-                self._commit(step, [rank_records for rank_records, _ in rank_results])
+                self._commit(step, [rank_records for rank_records, _ in results])
         finally:
-            shutil.rmtree(self._temporary_folder(step), ignore_errors=True)
+            if is_first():
+                shutil.rmtree(folder, ignore_errors=True)
         with translate_disk_errors(f"{BEST} in {self._folder.parent}", self._describe_newest_complete):
             self.name_best(best)
         self._delete_old_checkpoints(step, best)
@@ -189,24 +168,18 @@ class Checkpointer:
             self._on_saved(step)
 
     def _copy_to_host(self, tensors: dict[str, LocalTensor]) -> dict[str, LocalTensor]:
-        """Return copies of the tensors in host memory.
-
-        From a GPU, the copies are made on a separate stream into pinned memory, which the next save reuses.
-        """
-        device_tensors = {name: local_tensor.tensor for name, local_tensor in tensors.items()}
+        """Return copies of the tensors in host memory; from a GPU they are made on a separate stream into pinned
+        memory, which the next save reuses."""
         if self._stager is None:
-            host_tensors = {name: tensor.to("cpu", copy=True) for name, tensor in device_tensors.items()}
-        else:
-            torch.cuda.current_stream().synchronize()  # the stager's CUDA stream does not wait for the current one
-            staged_tensors: Any = self._stager.stage(device_tensors)
-            host_tensors = staged_tensors.result()
-        return {name: LocalTensor(host_tensors[name], local_tensor.offsets) for name, local_tensor in tensors.items()}
+            return {name: local._replace(tensor=local.tensor.to("cpu", copy=True)) for name, local in tensors.items()}
+        torch.cuda.current_stream().synchronize()  # the stager's CUDA stream does not wait for the current one
+        staged: Any = self._stager.stage({name: local.tensor for name, local in tensors.items()})
+        host_tensors = staged.result()
+        return {name: local._replace(tensor=host_tensors[name]) for name, local in tensors.items()}
 
     def _commit(self, step: int, records: list[dict[str, Any]]) -> None:
-        """Move the files of all ranks into the folder of the checkpoint, and write its manifest.
-
-        `records` has, for each rank, the size and digest of its files by name.
-        """
+        """Move the files of all ranks into the folder of the checkpoint, and write its manifest. `records` has, for
+        each rank, the size and digest of its files by name."""
         target = step_folder(self._folder, step)
         with replaced_folder(target) as temporary_folder:
             policy_folder = temporary_folder / "policy"
@@ -228,11 +201,8 @@ class Checkpointer:
         return self._folder / f".step_{step}.parts.tmp"
 
     def _delete_old_checkpoints(self, newest: int, best: BestStep | None) -> None:
-        """Delete the oldest checkpoints beyond `max_keep`, except the checkpoint of the best step.
-
-        Nothing is deleted unless the checkpoint of step `newest`, just written, is complete. Checkpoints of later
-        steps and of other configurations are neither counted nor deleted.
-        """
+        """Delete the oldest checkpoints beyond `max_keep`, except that of the best step, if the checkpoint of step
+        `newest`, just written, is complete. Later steps and other configurations are neither counted nor deleted."""
         if self._max_keep == -1:
             return
         policies = {n: step_folder(self._folder, n) / "policy" for n in saved_steps(self._folder) if n <= newest}

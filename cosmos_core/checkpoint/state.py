@@ -50,56 +50,45 @@ class TrainState:
     named_weights: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """Weight sets other than the policy's, by the name of the set ("ema", "old", "reference") and of the parameter."""
     feed: dict[str, Any] = field(default_factory=dict)
-    """State of the feed, the source of training samples: nested dictionaries and lists of JSON values and tensors.
-
-    The state is equal on all ranks, except for DTensors.
+    """State of the feed: nested dictionaries and lists of JSON values and tensors, equal on all ranks except DTensors.
     """
     algorithm: dict[str, Any] = field(default_factory=dict)
-    """State of the algorithm: nested dictionaries and lists of JSON values and tensors, equal on all ranks except
-    DTensors."""
+    """State of the algorithm, of the same form as that of the feed."""
 
 
 def named_tensors(state: TrainState) -> dict[str, Tensor]:
-    """Return every tensor of a training state by its name in a checkpoint, without copies.
-
-    The names are `model.NAME`, `SET.NAME` (weight set), `optimizer.SLOT.NAME`, `feed.KEY` and `algorithm.KEY`.
-    """
+    """Return every tensor of a training state by its name in a checkpoint, without copies: `model.NAME`, `SET.NAME`
+    (weight set), `optimizer.SLOT.NAME`, `feed.KEY` and `algorithm.KEY`."""
     tensors = model_tensors(state.model) | _flatten_named_weights(state)
     for name, parameter in state.model.named_parameters():
-        for optimizer_slot, slot_value in state.optimizer.state.get(parameter, {}).items():
-            tensors |= {
-                f"{_OPTIMIZER_PREFIX}{optimizer_slot}{slot_suffix}.{name}": tensor
-                for slot_suffix, tensor in _split_optimizer_tensor(slot_value).items()
-            }
-    for state_field in _STATE_FIELDS:
-        _extract_tensors(getattr(state, state_field), state_field, tensors)
+        for slot, value in state.optimizer.state.get(parameter, {}).items():
+            parts = _split_optimizer_tensor(value).items()
+            tensors |= {f"{_OPTIMIZER_PREFIX}{slot}{suffix}.{name}": tensor for suffix, tensor in parts}
+    for field_name in _STATE_FIELDS:
+        _extract_tensors(getattr(state, field_name), field_name, tensors)
     return tensors
 
 
 def json_values(state: TrainState) -> dict[str, JsonValue]:
     """Return the JSON values of a training state: `extra` and the states of feed and algorithm, in which a JSON object
     with the name of the tensor represents each tensor."""
-    state_by_field = {state_field: getattr(state, state_field) for state_field in _STATE_FIELDS}
-    return state.extra | {
-        state_field: _extract_tensors(value, state_field, {}) for state_field, value in state_by_field.items() if value
-    }
+    values = {name: getattr(state, name) for name in _STATE_FIELDS}
+    return state.extra | {name: _extract_tensors(value, name, {}) for name, value in values.items() if value}
 
 
 def restore_json_values(state: TrainState, saved_values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Set `extra`, `feed` and `algorithm` of `state` from a result of `json_values` and the loaded tensors."""
-    for state_field in _STATE_FIELDS:
-        setattr(state, state_field, _restore_tensors(saved_values.pop(state_field, {}), tensors))
+    for name in _STATE_FIELDS:
+        setattr(state, name, _restore_tensors(saved_values.pop(name, {}), tensors))
     state.extra = saved_values
 
 
 def allocate_tensors(
     state: TrainState, saved_metadata: Mapping[str, tuple[torch.Size, torch.dtype]]
 ) -> dict[str, Tensor]:
-    """Return the tensors into which this rank loads a checkpoint, by name.
-
-    Tensors of the model and of the named weights are the existing ones; those of optimizer, feed and algorithm are new.
-    `saved_metadata` has shape and dtype of each tensor in the checkpoint. The function is collective: every rank calls
-    it.
+    """Return the tensors into which this rank loads a checkpoint, by name: the existing ones of the model and of the
+    named weights, and new ones of optimizer, feed and algorithm. `saved_metadata` has shape and dtype of each tensor in
+    the checkpoint. The function is collective: every rank calls it.
 
     Raises:
         ModelError: the tensors of checkpoint and model differ in name or shape.
@@ -111,51 +100,50 @@ def allocate_tensors(
     saved_shapes = {name: shape for name, (shape, _) in saved_metadata.items() if name.startswith(_MODEL_PREFIX)}
     if expected_shapes != saved_shapes:
         names = expected_shapes.keys() | saved_shapes.keys()
-        differing_names = sorted(name for name in names if expected_shapes.get(name) != saved_shapes.get(name))
+        differing = sorted(name for name in names if expected_shapes.get(name) != saved_shapes.get(name))
         raise ModelError(
-            f"the checkpoint is of another model: {len(differing_names)} tensors differ in name or shape, "
-            f"first {differing_names[0].removeprefix(_MODEL_PREFIX)!r}; start from one of this model, or from none"
+            f"the checkpoint is of another model: {len(differing)} tensors differ in name or shape, "
+            f"first {differing[0].removeprefix(_MODEL_PREFIX)!r}; start from one of this model, or from none"
         )
     current_tensors: dict[str, Tensor] = {}
-    for state_field in _STATE_FIELDS:
-        _extract_tensors(getattr(state, state_field), state_field, current_tensors)
+    for field_name in _STATE_FIELDS:
+        _extract_tensors(getattr(state, field_name), field_name, current_tensors)
+    named_weights = _flatten_named_weights(state)
     for name, (shape, dtype) in saved_metadata.items():
         parameter = parameters.get(name.removeprefix(_OPTIMIZER_PREFIX).partition(".")[2])
-        if name.startswith(_OPTIMIZER_PREFIX) and parameter is not None:
+        if name in named_weights:
+            target_tensors[name] = named_weights[name]
+        elif name.startswith(_OPTIMIZER_PREFIX) and parameter is not None:
             template = parameter if parameter.shape == shape else torch.empty(shape)
             target_tensors[name] = torch.empty_like(template, dtype=dtype, requires_grad=False)
-        elif name.startswith(tuple(f"{state_field}." for state_field in _STATE_FIELDS)):
+        elif name.partition(".")[0] in _STATE_FIELDS:
             is_sharded = isinstance(current_tensors.get(name), DTensor)
             target_tensors[name] = current_tensors[name] if is_sharded else torch.empty(shape, dtype=dtype)
-    return target_tensors | {
-        name: tensor for name, tensor in _flatten_named_weights(state).items() if name in saved_metadata
-    }
+    return target_tensors
 
 
 def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
-    """Load `tensors`, a result of `allocate_tensors` filled from a checkpoint, into the optimizer of `state`.
-
-    Moments that the optimizer cannot continue, because another kind of optimizer saved them, are left out.
-    """
-    current_state = state.optimizer.state_dict()
-    parameters = [parameter for param_group in state.optimizer.param_groups for parameter in param_group["params"]]
-    indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+    """Load `tensors`, a result of `allocate_tensors` filled from a checkpoint, into the optimizer of `state`, without
+    moments that it cannot continue, because another kind of optimizer saved them."""
+    groups = state.optimizer.state_dict()["param_groups"]
+    parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
+    indices = {parameter: index for index, parameter in enumerate(parameters)}
     parameters_by_name = dict(state.model.named_parameters())
-    states_by_index: dict[int, dict[str, Tensor]] = {}
+    slots_by_index: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         if key.startswith(_OPTIMIZER_PREFIX):
-            optimizer_slot, _, name = key.removeprefix(_OPTIMIZER_PREFIX).partition(".")
-            states_by_index.setdefault(indices[id(parameters_by_name[name])], {})[optimizer_slot] = tensor
+            slot, _, name = key.removeprefix(_OPTIMIZER_PREFIX).partition(".")
+            slots_by_index.setdefault(indices[parameters_by_name[name]], {})[slot] = tensor
     is_8bit = type(state.optimizer).__name__.endswith("8bit")
-    is_muon = {i: group.get("is_matrix", False) for group in current_state["param_groups"] for i in group["params"]}
+    is_muon = {index: group.get("is_matrix", False) for group in groups for index in group["params"]}
     optimizer_state = {
         index: _merge_slots(slots)
-        for index, slots in states_by_index.items()
+        for index, slots in slots_by_index.items()
         if ("momentum_buffer" in slots) == is_muon[index] and (is_8bit or not any(":" in slot for slot in slots))
     }
-    if num_dropped := len(states_by_index) - len(optimizer_state):
+    if num_dropped := len(slots_by_index) - len(optimizer_state):
         logger.warning("the checkpoint has moments of another optm_name: those of %d weights begin anew", num_dropped)
-    state.optimizer.load_state_dict({"state": optimizer_state, "param_groups": current_state["param_groups"]})
+    state.optimizer.load_state_dict({"state": optimizer_state, "param_groups": groups})
 
 
 def init_missing_weight_sets(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
@@ -180,10 +168,7 @@ def capture_rng() -> dict[str, JsonValue]:
 
 
 def restore_rng(rng_states: Mapping[str, Any]) -> None:
-    """Restore the random generators from a result of `capture_rng`.
-
-    If the number of GPUs has changed, only generators of GPUs that were also present at capture are restored.
-    """
+    """Restore the random generators from a result of `capture_rng`; of GPUs only those that were present at capture."""
     version, state_words, gauss_next = rng_states["python"]
     random.setstate((version, tuple(state_words), gauss_next))
     key_words, position, has_gauss, cached_gauss = rng_states["numpy"]
@@ -194,11 +179,9 @@ def restore_rng(rng_states: Mapping[str, Any]) -> None:
 
 
 def seed_rng(seed: int, step: int, rank: int, *, keeps_torch: bool = False) -> None:
-    """Seed the random generators of Python and NumPy with a digest of `seed` and `step`, those of torch also of `rank`.
-
-    The generators of Python and NumPy are equal on all ranks, which call the algorithm, user code, with the same
-    samples and need the same results. `keeps_torch`: whether to leave the generators of torch unchanged.
-    """
+    """Seed the random generators of Python and NumPy with a digest of `seed` and `step`, and those of torch, unless
+    `keeps_torch`, also of `rank`. Those of Python and NumPy are equal on all ranks, which call the algorithm, user
+    code, with the same samples and need the same results."""
     digest, rank_digest = (hashlib.sha256(repr(each).encode()).digest() for each in ((seed, step), (seed, step, rank)))
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[:4]))
@@ -208,9 +191,7 @@ def seed_rng(seed: int, step: int, rank: int, *, keeps_torch: bool = False) -> N
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the trained weights and persistent buffers of a model by name; tied weights have their first name only.
-
-    Weights that are not trained are left out, because a resumed stage loads them with its initial model.
-    """
+    Weights that are not trained are left out, because a resumed stage loads them with its initial model."""
     tensors: dict[str, Tensor] = {}
     seen_ids: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -229,18 +210,16 @@ def _flatten_named_weights(state: TrainState) -> dict[str, Tensor]:
 
 
 def _extract_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValue:
-    """Return `value` as JSON, with each tensor replaced by an object with its name, and add the tensors to `tensors`.
-
-    `name` is the prefix of the tensor names.
-    """
+    """Return `value` as JSON, with each tensor replaced by an object with its name, which begins with `name`, and add
+    the tensors to `tensors`."""
     if isinstance(value, Tensor):
         tensors[name] = value.detach()
         return {_TENSOR_KEY: name}
     if isinstance(value, dict):
         assert all(isinstance(key, str) for key in value), f"{name}: JSON has no other keys than strings"
-        return {key: _extract_tensors(child_value, f"{name}.{key}", tensors) for key, child_value in value.items()}
+        return {key: _extract_tensors(child, f"{name}.{key}", tensors) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_extract_tensors(child_value, f"{name}.{i}", tensors) for i, child_value in enumerate(value)]
+        return [_extract_tensors(child, f"{name}.{i}", tensors) for i, child in enumerate(value)]
     json_value: JsonValue = value
     return json_value
 
@@ -250,15 +229,13 @@ def _restore_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_TENSOR_KEY}:
             return tensors[value[_TENSOR_KEY]]
-        return {key: _restore_tensors(child_value, tensors) for key, child_value in value.items()}
-    return [_restore_tensors(child_value, tensors) for child_value in value] if isinstance(value, list) else value
+        return {key: _restore_tensors(child, tensors) for key, child in value.items()}
+    return [_restore_tensors(child, tensors) for child in value] if isinstance(value, list) else value
 
 
 def _split_optimizer_tensor(state_tensor: Tensor) -> dict[str, Tensor]:
-    """Return the plain tensors that represent a tensor of optimizer state, by suffix of its slot name.
-
-    An 8-bit state of torchao consists of three tensors; any other tensor is returned itself with an empty suffix.
-    """
+    """Return the plain tensors that represent a tensor of optimizer state, by suffix of its slot name: three of an
+    8-bit state of torchao, and any other tensor itself with an empty suffix."""
     if not hasattr(state_tensor, "qmap"):
         return {"": state_tensor}
     return {f":{attribute}": getattr(state_tensor, attribute) for attribute in ("codes", "scale", "qmap")}
@@ -267,13 +244,13 @@ def _split_optimizer_tensor(state_tensor: Tensor) -> dict[str, Tensor]:
 def _merge_slots(slot_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the optimizer state of one parameter by slot; 8-bit states are assembled from the tensors of
     `_split_optimizer_tensor`."""
-    slots = {optimizer_slot: tensor for optimizer_slot, tensor in slot_tensors.items() if ":" not in optimizer_slot}
-    for optimizer_slot in [slot.removesuffix(":codes") for slot in slot_tensors if slot.endswith(":codes")]:
+    slots = {slot: tensor for slot, tensor in slot_tensors.items() if ":" not in slot}
+    for slot in [name.removesuffix(":codes") for name in slot_tensors if name.endswith(":codes")]:
         state_class = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
-        codes, scale, qmap = (slot_tensors[f"{optimizer_slot}:{name}"] for name in ("codes", "scale", "qmap"))
+        codes, scale, qmap = (slot_tensors[f"{slot}:{name}"] for name in ("codes", "scale", "qmap"))
         # Only `codes` has the shape of the parameter and thus its device; torchao moves none of the three later.
         scale, is_signed = scale.to(codes.device), bool(qmap.min() < 0)
-        slots[optimizer_slot] = state_class(codes, scale, qmap.to(codes.device), is_signed, torch.float32)
+        slots[slot] = state_class(codes, scale, qmap.to(codes.device), is_signed, torch.float32)
     return slots
 
 

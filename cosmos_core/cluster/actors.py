@@ -41,10 +41,8 @@ class ActorGroup:
 
 
 class _ObjectActor:
-    """Ray actor that holds one object, created by `make_object`, and calls its methods.
-
-    `num_threads`: number of CPU threads of the process, 0: the default. `visible_devices`: value of
-    `CUDA_VISIBLE_DEVICES`, empty: the value that Ray sets."""
+    """Ray actor that holds one object, created by `make_object`, and calls its methods. `num_threads`: CPU threads of
+    the process, 0: the default. `visible_devices`: value of `CUDA_VISIBLE_DEVICES`, empty: the value that Ray sets."""
 
     def __init__(self, make_object: Callable[[], Any], num_threads: int, visible_devices: str = "") -> None:
         if visible_devices:  # Ray allocated these GPUs to ranks and does not make them visible to this process
@@ -66,11 +64,9 @@ class ActorHandle:
     actor: Any
 
     def call(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
-        """Call a method of the object and return a future of its result.
-
-        The future raises `ConnectionError` if the process has died, or `ConnectionRefusedError` if the process is not
-        available yet, for example during a restart. `shared`, a reference from `put`, is passed as the last argument.
-        """
+        """Call a method of the object and return a future of its result, which raises `ConnectionError` if the process
+        has died, or `ConnectionRefusedError` if it is not available yet, for example during a restart. `shared`, a
+        reference from `put`, is passed as the last argument."""
         result_future: Future[Any] = Future()
 
         def set_reply(finished_call: Future[Any]) -> None:
@@ -90,8 +86,7 @@ class ActorHandle:
         return result_future
 
     def put(self, value: Any) -> Any:
-        """Store a value for all actors and return a reference; actors on this machine read its arrays without a
-        copy."""
+        """Store a value for all actors and return a reference; actors on this machine read its arrays in place."""
         return ray.put(value)
 
     def kill(self) -> None:
@@ -100,10 +95,8 @@ class ActorHandle:
 
 
 def _find_bundle_gpus(scheduling_strategies: Sequence[Any], gpus_per_bundle: int) -> list[str]:
-    """Return `gpus_per_bundle` free GPUs for each bundle of resources, as values of `CUDA_VISIBLE_DEVICES`.
-
-    `scheduling_strategies` are Ray's scheduling strategies, one per reserved bundle.
-    """
+    """Return `gpus_per_bundle` free GPUs for each bundle of resources, as values of `CUDA_VISIBLE_DEVICES`;
+    `scheduling_strategies` are those of Ray, one per reserved bundle."""
     ray_remote: Any = ray.remote
     get_gpus = ray_remote(num_cpus=0, num_gpus=gpus_per_bundle)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
     return list(ray.get([get_gpus.options(scheduling_strategy=each).remote() for each in scheduling_strategies]))
@@ -115,15 +108,9 @@ class Actors:
     def __init__(
         self, actor_group: ActorGroup, *, is_embedded: bool, threads: int = 0, placements: Sequence[Any] = ()
     ) -> None:
-        """Start the actors that `actor_group` describes.
-
-        Args:
-            actor_group: description of the actors.
-            is_embedded: whether this process started the Ray cluster.
-            threads: number of CPU threads per process; 0: the default of the process.
-            placements: Ray's scheduling strategies that start the first actors in reserved bundles of resources; one
-                for each possible actor if actors share the GPUs of ranks.
-        """
+        """Start the actors that `actor_group` describes, each with `threads` CPU threads (0: the default), on a cluster
+        that this process started (`is_embedded`) or on another one. `placements` are Ray's scheduling strategies that
+        start the first actors in reserved bundles; one for each possible actor if actors share the GPUs of ranks."""
         self._actor_group, self._num_threads = actor_group, threads
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         shares_gpus = has_gpus and actor_group.shares_gpus
@@ -146,28 +133,21 @@ class Actors:
         self.resize(lambda handles: None)
 
     def resize(self, on_change: Callable[[list[ActorHandle]], object]) -> None:
-        """Start or kill actors until their number is the target number of the group.
-
-        If the number changes, `on_change` is called to pass the new handles to the ranks. Surplus actors are killed
-        after `on_change` has returned.
-        """
-        requested_count, previous_count = max(0, self._actor_group.target_size()), len(self.handles)
-        target = int(min(requested_count, self._max_actors))
-        if requested_count > target and requested_count != self._num_requested:
-            logger.warning(
-                "%d processes are asked for; each shares GPUs of ranks, so there are %d", requested_count, target
-            )
-        self._num_requested = requested_count
+        """Start or kill actors until their number is the target number of the group. If the number changes, `on_change`
+        is called to pass the new handles to the ranks; surplus actors are killed after it has returned."""
+        num_requested, previous_count = max(0, self._actor_group.target_size()), len(self.handles)
+        target = int(min(num_requested, self._max_actors))
+        if num_requested > target and num_requested != self._num_requested:
+            message = "%d processes are asked for; each shares GPUs of ranks, so there are %d"
+            logger.warning(message, num_requested, target)
+        self._num_requested = num_requested
         if target == previous_count:
             return
-        for actor_index in range(previous_count, target):
-            is_placed = actor_index < len(self._placements)
-            options = {"scheduling_strategy": self._placements[actor_index]} if is_placed else {}
-            visible_devices = self._visible_devices[actor_index] if is_placed else ""
-            actor = self._remote_class.options(**options).remote(
-                self._actor_group.make, self._num_threads, visible_devices
-            )
-            self.handles.append(ActorHandle(actor))
+        for index in range(previous_count, target):
+            is_placed = index < len(self._placements)
+            options = {"scheduling_strategy": self._placements[index]} if is_placed else {}
+            arguments = (self._actor_group.make, self._num_threads, self._visible_devices[index] if is_placed else "")
+            self.handles.append(ActorHandle(self._remote_class.options(**options).remote(*arguments)))
         surplus_handles, self.handles = self.handles[target:], self.handles[:target]
         on_change(self.handles)
         for handle in surplus_handles:

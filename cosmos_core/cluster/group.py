@@ -100,8 +100,8 @@ class WorkerGroup:
                     must_restart = isinstance(error, RanksMustRestart) or _has_dead_rank(ray, run_refs)
                     if actors is None or attempt == _MAX_RESTARTS or not must_restart:
                         raise
-                    restart_notice = "the ranks start again from their newest checkpoint, and those beside them stay"
-                    logger.warning("%s; %s", error, restart_notice)
+                    notice = "%s; the ranks start again from their newest checkpoint, and those beside them stay"
+                    logger.warning(notice, error)
                     for rank_actor in rank_actors:
                         ray.kill(rank_actor)
 
@@ -131,30 +131,28 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
 
 def network_interface_to(address: str) -> str | None:
     """Return the name of this machine's network interface that routes to an address; None: it cannot be determined."""
-    address_family = socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
-    with socket.socket(address_family, socket.SOCK_DGRAM) as probe_socket:
+    with socket.socket(_address_family(address), socket.SOCK_DGRAM) as probe_socket:
         try:
             probe_socket.connect((address, 9))  # connecting a UDP socket sends no packet
         except OSError:
             return None
         source_address = probe_socket.getsockname()[0]
-    addresses = psutil.net_if_addrs().items()
-    return next(
-        (name for name, entries in addresses if any(each.address.split("%")[0] == source_address for each in entries)),
-        None,
-    )
+    for name, entries in psutil.net_if_addrs().items():
+        if source_address in {each.address.split("%")[0] for each in entries}:
+            return name
+    return None
+
+
+def _address_family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
 
 
 def open_store(address: str, size: int) -> dist.TCPStore:
     """Return a new TCP store, on a free port of `address`, through which `size` ranks form a process group. It listens
     only on this address, because it trusts all clients."""
-    family = socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family)
-    port = listener.getsockname()[1]
-    socket_descriptor = listener.detach()
-    return dist.TCPStore(
-        address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=socket_descriptor
-    )
+    listener = socket.create_server((address, 0), family=_address_family(address))
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def run_as_rank(program: Program, messages: Messages, rendezvous: Rendezvous) -> tuple[bool, Any]:
@@ -195,9 +193,8 @@ def _connect_to_cluster(size: int, actor_group: ActorGroup | None) -> Iterator[t
                     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
                 ray.init(
                     address="local", num_cpus=size, num_gpus=torch.cuda.device_count(), include_dashboard=False,
-                    logging_level=logging.WARNING,
+                    logging_level=logging.WARNING, log_to_driver=True,
                     object_store_memory=_OBJECT_STORE_BYTES if actor_group else 128 << 20,
-                    log_to_driver=True,
                 )  # fmt: skip
             signal.signal(signal.SIGTERM, sigterm_handler)  # the handler that ray.init sets ends this process
             yield ray, is_embedded, actor_threads
@@ -206,11 +203,9 @@ def _connect_to_cluster(size: int, actor_group: ActorGroup | None) -> Iterator[t
 
 
 def num_threads(cores: int, num_ranks: int, num_actors: int, *, overlaps: bool) -> tuple[int, int]:
-    """Return the number of threads of a rank and of an actor process, on one machine with `cores` CPU cores.
-
-    The ranks together use all cores, because engines (the actors) pause often. Engines that compute only while ranks
-    wait also use all cores. Engines that overlap with ranks use half: a second thread speeds up decoding little but
-    takes a core from a rank. This makes training on completions of uneven length a fifth faster (docs/benchmarks.md).
+    """Return the number of threads of a rank and of an actor process, on one machine with `cores` CPU cores: all cores,
+    because engines (the actors) pause often, but half for engines that overlap with ranks. A second thread speeds up
+    decoding little and takes a core from a rank: training on uneven completions is a fifth faster (docs/benchmarks.md).
     """
     return max(1, cores // max(num_ranks, num_actors)), max(1, cores // max(1, num_actors * (1 + overlaps)))
 
@@ -218,10 +213,8 @@ def num_threads(cores: int, num_ranks: int, num_actors: int, *, overlaps: bool) 
 def _make_rank_starter(
     ray: Any, placements: list[Any], gpu_fraction: float
 ) -> Callable[[Program], tuple[list[Any], list[Any]]]:
-    """Return a function that starts a program on all ranks and returns their Ray actors and pending calls.
-
-    `placements`: Ray scheduling strategies, one per rank. `gpu_fraction`: fraction of a GPU per rank, if there are
-    GPUs."""
+    """Return a function that starts a program on all ranks and returns their Ray actors and pending calls. `placements`
+    are Ray scheduling strategies, one per rank; `gpu_fraction` is the fraction of a GPU per rank, if there are GPUs."""
     size, gpus_per_rank = len(placements), gpu_fraction if ray.cluster_resources().get("GPU", 0) else 0
     ray_remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
     rank_actor_class = ray_remote(num_cpus=1, num_gpus=gpus_per_rank, max_concurrency=2)(Rank)
@@ -231,22 +224,16 @@ def _make_rank_starter(
     def start(program: Program) -> tuple[list[Any], list[Any]]:
         rank_actors = [rank_actor_class.options(scheduling_strategy=placement).remote() for placement in placements]
         tcp_stores.append(open_store(address, size))
-        run_refs = [
-            rank_actor.run.remote(
-                program, Rendezvous(rank, size, address, tcp_stores[-1].port, 0)
-            )  # Ray makes one GPU visible
-            for rank, rank_actor in enumerate(rank_actors)
-        ]
-        return rank_actors, run_refs
+        # Each rank computes on device 0, because Ray makes one GPU visible to it.
+        points = [Rendezvous(rank, size, address, tcp_stores[-1].port, 0) for rank in range(size)]
+        return rank_actors, [each.run.remote(program, point) for each, point in zip(rank_actors, points, strict=True)]
 
     return start
 
 
 def _restrict_ray_access() -> None:
-    """Restrict the Ray clusters that this process starts to the loopback interface, and require an access token.
-
-    Ray reads both settings only once, partly at import, and another library may already have imported Ray.
-    """
+    """Restrict the Ray clusters that this process starts to the loopback interface, and require an access token. Ray
+    reads both settings only once, partly at import, and another library may already have imported Ray."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # 0 restricts Ray to the loopback interface
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -311,9 +298,8 @@ def _wait_for_ranks(
 def _is_cluster_dead(ray: Any) -> bool:
     """Return True if the Ray cluster reports that no machine is alive; return False if the cluster does not respond."""
     ray_nodes: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: ray_nodes.extend(ray.nodes()), daemon=True
-    )  # ray.nodes() may block forever
+    # `ray.nodes()` may block forever.
+    thread = threading.Thread(target=lambda: ray_nodes.extend(ray.nodes()), daemon=True)
     thread.start()
     thread.join(_REPLY_SECONDS)
     return bool(ray_nodes) and not any(ray_node["Alive"] for ray_node in ray_nodes)

@@ -31,9 +31,7 @@ _GCS_ADDRESS_FLAG = "--gcs-address="
 def is_cluster_node(address: str) -> bool:
     """Return True if this machine runs a raylet of the cluster with the address `host:port`."""
     cluster_address = _resolve_address(address)
-    local_addresses = {
-        each.address for interface_addresses in psutil.net_if_addrs().values() for each in interface_addresses
-    }
+    local_addresses = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
     if cluster_address[0].startswith("127.") or cluster_address[0] in local_addresses:  # the head node of the cluster
         return True
     arguments = (each for process in psutil.process_iter(["cmdline"]) for each in process.info["cmdline"] or ())
@@ -43,14 +41,8 @@ def is_cluster_node(address: str) -> bool:
 
 @contextmanager
 def join_cluster(has_joined: Callable[[str], bool] = is_cluster_node) -> Iterator[None]:
-    """Add this machine as a node to the Ray cluster at `RAY_ADDRESS` for the duration of the block.
-
-    Nothing is added if `has_joined` returns True for the address, which means that this machine is already in the
-    cluster.
-
-    Raises:
-        StageFailed: the machine cannot join the cluster.
-    """
+    """Add this machine as a node to the Ray cluster at `RAY_ADDRESS` for the duration of the block, unless `has_joined`
+    returns True for the address: the machine is in the cluster already. Raises `StageFailed` if it cannot join."""
     address = os.environ.get("RAY_ADDRESS", "")
     # An address such as `auto` (a cluster on this machine) or `ray://HOST:PORT` (Ray Client) needs no local node.
     if ":" not in address or "://" in address or has_joined(address):

@@ -18,11 +18,8 @@ def resource_bundles(ray: Any, size: int, actor_group: ActorGroup | None, *, is_
 
     An actor that shares GPUs with ranks is in one bundle with these ranks. Otherwise each rank and the first actor have
     separate bundles. The resources of the first actor are reserved together with those of the ranks: otherwise two
-    trainings could block each other, each with ranks but without an engine.
-
-    Raises:
-        ConfigError: the bundles exceed the GPUs or CPUs of the cluster, or one exceeds those of each machine, so that
-            Ray would wait forever.
+    trainings could block each other, each with ranks but without an engine. Raises `ConfigError` if the bundles exceed
+    the GPUs or CPUs of the cluster, or one exceeds those of each machine, so that Ray would wait forever.
     """
     resources = ray.cluster_resources()
     num_gpus, num_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
@@ -34,31 +31,29 @@ def resource_bundles(ray: Any, size: int, actor_group: ActorGroup | None, *, is_
         required_bundles = [{"CPU": count + actor_cpus * gpus_per_rank, "GPU": gpus_per_rank * count}] * (size // count)
     else:
         required_bundles = [{"CPU": 1, "GPU": gpus_per_rank}] * size + [{"CPU": actor_cpus, "GPU": actor_gpus}]
-    required_bundles = [
-        nonzero for bundle in required_bundles if (nonzero := {name: count for name, count in bundle.items() if count})
-    ]
-    total_amounts = {name: sum(bundle.get(name, 0) for bundle in required_bundles) for name in ("CPU", "GPU")}
-    engine_description = f", and a rollout engine {actor_gpus}" if total_amounts["GPU"] > size else ""
-    if total_amounts["GPU"] > num_gpus:
+    bundles = [{name: count for name, count in bundle.items() if count} for bundle in required_bundles]
+    bundles = [bundle for bundle in bundles if bundle]
+    total_cpus, total_gpus = (sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU"))
+    if total_gpus > num_gpus:
+        engine_description = f", and a rollout engine {actor_gpus}" if total_gpus > size else ""
         raise ConfigError(
             f"the mesh takes {size} GPUs{engine_description}, of {num_gpus} that the Ray cluster has; make "
             f"policy.parallelism smaller"
         )
-    if total_amounts["CPU"] > num_cpus:
+    if total_cpus > num_cpus:
         raise ConfigError(
-            f"{size} ranks and what is beside them take {total_amounts['CPU']} CPUs, of {num_cpus} that the Ray "
+            f"{size} ranks and what is beside them take {total_cpus} CPUs, of {num_cpus} that the Ray "
             f"cluster has; give it more, or make policy.parallelism smaller"
         )
-    largest_bundle, machines = required_bundles[-1], [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if actor_group is not None and not any(
-        all(machine.get(name, 0) >= count for name, count in largest_bundle.items()) for machine in machines
-    ):
-        amounts_text = " and ".join(f"{count} {name}s" for name, count in largest_bundle.items())
+    largest, machines = bundles[-1].items(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fits_machine = any(all(machine.get(name, 0) >= count for name, count in largest) for machine in machines)
+    if actor_group is not None and not fits_machine:
+        amounts_text = " and ".join(f"{count} {name}s" for name, count in largest)
         raise ConfigError(
             f"rollout.parallelism.tp_size = {actor_group.processes}: an engine takes {amounts_text} of one machine, "
             f"and no machine of the Ray cluster has them; make it smaller"
         )
-    return required_bundles
+    return bundles
 
 
 def ranks_of_bundle(actor_group: ActorGroup | None, *, has_gpus: bool) -> int:
@@ -72,10 +67,8 @@ def reserve_bundles(
     """Reserve all resource bundles at once, and return Ray's scheduling strategy for each bundle; of equal bundles,
     those on one machine are neighbours.
 
-    `should_stop` and `poll` are called repeatedly while the cluster lacks free resources.
-
-    Raises:
-        Preempted: a stop was requested while this function waited.
+    `should_stop` and `poll` are called repeatedly while the cluster lacks free resources. Raises `Preempted` if a stop
+    was requested while this function waited.
     """
     from ray.util.placement_group import placement_group, placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

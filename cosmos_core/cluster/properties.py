@@ -1,14 +1,12 @@
 """`python -m cosmos_core.cluster.properties LIBRARY ...`: print the properties of the Ray cluster at `RAY_ADDRESS` as
-one line of JSON.
-
-The properties are measured on a machine on which a rank could run: with a GPU if the cluster has GPUs.
+one line of JSON, measured on a machine on which a rank could run: with a GPU if the cluster has GPUs.
 """
 
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -25,10 +23,8 @@ _SERVICE_PREFIXES = ("COSMOS_", "HF_", "MLFLOW_", "REMOTE_REWARD_", "TRACKIO_", 
 
 
 def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
-    """Return the properties of one machine of the cluster, with the GPUs of all machines of the cluster.
-
-    `libraries`: names of the Python packages whose versions are measured.
-    """
+    """Return the properties of one machine of the cluster, with the versions of the Python packages `libraries`, and
+    with the GPUs of all machines of the cluster."""
     import ray
 
     with join_cluster():
@@ -49,24 +45,19 @@ def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
 
 
 def variables_of_ranks() -> dict[str, str]:
-    """Return the environment variables of this process that ranks and actors on other machines need.
-
-    These are variables that a worker sets for its stage, and the user's settings of numeric libraries.
-    """
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in _VARIABLE_NAMES or name.startswith(_VARIABLE_PREFIXES)
-    }
+    """Return the environment variables of this process that ranks and actors on other machines need: those that a
+    worker sets for its stage, and the user's settings of numeric libraries."""
+    return _select_variables(_VARIABLE_NAMES, _VARIABLE_PREFIXES)
 
 
-def service_variables(names: Sequence[str]) -> dict[str, str]:
+def service_variables(names: Collection[str]) -> dict[str, str]:
     """Return the environment variables of this process with which ranks and actors reach services and metric sinks, and
-    those in `names`.
+    those in `names`. They may be secrets, so they are arguments of a call: Ray logs its runtime environment."""
+    return _select_variables(names, _SERVICE_PREFIXES)
 
-    They may be secrets, so they are sent as arguments of a call: Ray logs the variables of its runtime environment.
-    """
-    return {name: each for name, each in os.environ.items() if name in names or name.startswith(_SERVICE_PREFIXES)}
+
+def _select_variables(names: Collection[str], prefixes: tuple[str, ...]) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name in names or name.startswith(prefixes)}
 
 
 def call_with_environment(variables: Mapping[str, str], function: Callable[..., Any], *arguments: Any) -> Any:

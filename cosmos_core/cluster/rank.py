@@ -1,7 +1,6 @@
 """Ray actor that runs the program of one rank.
 
-The module imports no large package. Large packages are imported with the program of the rank, while garbage collection
-is disabled, which is faster.
+Large packages are imported with the program, not by this module: garbage collection is disabled then, which is faster.
 """
 
 import threading

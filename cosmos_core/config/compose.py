@@ -34,7 +34,6 @@ from cosmos_core.config.load import (
 from cosmos_core.config.media import with_absolute_media
 from cosmos_core.config.override import (
     IMPLIED_SUFFIX,
-    apply_overrides,
     drop_dead,
     notices_of_grid,
     parse_setting,
@@ -90,10 +89,8 @@ class Pipeline:
         for stage in self.stages:
             if stage.name == name:
                 return stage
-        raise ConfigError(
-            f"{self.source}: no stage {name!r} in this "
-            f"pipeline{suggestion(name, [known_stage.name for known_stage in self.stages])}"
-        )
+        names = [stage.name for stage in self.stages]
+        raise ConfigError(f"{self.source}: no stage {name!r} in this pipeline{suggestion(name, names)}")
 
     def kind_of(self, stage: StageConfig) -> StageKind:
         """Return the properties of the kind of a stage."""
@@ -208,16 +205,15 @@ def _compose_pipeline(
         tables = with_algorithm_keys(merge(shared, values_for_all_stages(parsed_settings)), [])
         recipe = parse(Recipe, tables, source=str(path), notices=[])
         entries = [stage.model_dump(exclude_defaults=True) for stage in _stages_of_recipe(recipe, kinds)]
-    settings = sort_settings(
-        parsed_settings, [entry["name"] for entry in entries if isinstance(entry.get("name"), str)]
-    )
+    names = [entry["name"] for entry in entries if isinstance(entry.get("name"), str)]
+    settings = sort_settings(parsed_settings, names)
     values = merge({"name": path.stem, **{k: v for k, v in pipeline_table.items() if k != "stages"}}, settings.pipeline)
     config = parse(PipelineConfig, values, source=str(path), prefix="pipeline")
     stages, recipes, tables_by_stage, recipe_folders = [], {}, {}, {"": list[Path]()}
     for number, entry in enumerate(entries):
         name = entry.get("name")
         location = f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{number}]"
-        stage = parse(StageConfig, apply_overrides(entry, settings), source=location)
+        stage = parse(StageConfig, merge(entry, settings.entries.get(str(name), {})), source=location)
         recipe_values, recipe_folders[stage.recipe] = _read_recipe_file(path, stage, notices)
         tables = tables_by_stage[stage.name] = merge(merge(shared, recipe_values), stage.overrides)
         recipe_note = f" (recipe {stage.recipe})" if stage.recipe else ""
@@ -258,7 +254,7 @@ def _read_recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> tup
 
 def _stages_of_recipe(recipe: Recipe, kinds: StageKinds) -> tuple[StageConfig, ...]:
     """Return one stage for each step that a recipe without `[pipeline]` needs, named like its kind."""
-    prepare, train = _find_kind_name(kinds, makes="data"), _find_kind_name(kinds, feed=_find_required_feed(recipe))
+    prepare, train = _find_kind_name(kinds, makes="data"), _find_kind_name(kinds, feed=_required_feed(recipe))
     data = f"{STAGE_PREFIX}{prepare}"
     stages = [StageConfig(name=prepare, kind=prepare), StageConfig(name=train, kind=train, after=(prepare,), data=data)]
     model_settings: Values = {"after": (train,), "model": f"{STAGE_PREFIX}{train}"}
@@ -294,7 +290,7 @@ def _row_references(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield f"{key}.pass_rates", dataset.pass_rates
 
 
-def _find_required_feed(recipe: Recipe) -> str:
+def _required_feed(recipe: Recipe) -> str:
     """Return the value of `StageKind.feed` that the recipe's algorithm needs."""
     return "rollouts" if recipe.train.train_policy.has_rollouts else "dataset"
 
@@ -334,18 +330,15 @@ def _check_stage_kind(location: str, stage: StageConfig, recipe: Recipe, kinds: 
     stage_kind = kinds[stage.kind]
     for key in dict.fromkeys(key for other_kind in kinds.values() for key in other_kind.allowed_keys):
         if getattr(stage, key) and key not in stage_kind.allowed_keys:
-            supporting_kinds = [
-                repr(other_kind.name) for other_kind in kinds.values() if key in other_kind.allowed_keys
-            ]
-            raise ConfigError(f"{location}: {key} has a meaning only with kind = {' or '.join(supporting_kinds)}")
+            supporting_kinds = " or ".join(repr(each.name) for each in kinds.values() if key in each.allowed_keys)
+            raise ConfigError(f"{location}: {key} has a meaning only with kind = {supporting_kinds}")
     for key, example_value in stage_kind.required_keys.items():
         if not getattr(stage, key):
             raise ConfigError(f"{location}: kind {stage_kind.name!r} needs {key} = {example_value}")
-    if stage_kind.trains_model and stage_kind.feed != _find_required_feed(recipe):
+    if stage_kind.trains_model and stage_kind.feed != _required_feed(recipe):
         raise ConfigError(
             f"{location}: kind {stage_kind.name!r} does not train with train.train_policy.type = "
-            f"{recipe.train.train_policy.type!r}; take kind = "
-            f"{_find_kind_name(kinds, feed=_find_required_feed(recipe))!r}"
+            f"{recipe.train.train_policy.type!r}; take kind = {_find_kind_name(kinds, feed=_required_feed(recipe))!r}"
         )
 
 
@@ -353,10 +346,9 @@ def _with_output_dir(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with the `output_dir` that its recipes set; refuse recipes that set different folders."""
     if folder := pipeline.config.output_dir:
         others = {recipe.train.output_dir for recipe in pipeline.recipes.values()} - {folder, _DEFAULT_OUTPUT_DIR}
-        notices = [
-            f"train.output_dir = {each!r} has no effect here: pipeline.output_dir = {folder!r}" for each in others
-        ]
-        return replace(pipeline, notices=(*pipeline.notices, *sorted(notices)))
+        effect = f"has no effect here: pipeline.output_dir = {folder!r}"
+        notices = sorted(f"train.output_dir = {each!r} {effect}" for each in others)
+        return replace(pipeline, notices=(*pipeline.notices, *notices))
     stage_by_folder: dict[str, str] = {}
     for name, recipe in pipeline.recipes.items():
         if "output_dir" in recipe.train.model_fields_set:
@@ -372,23 +364,20 @@ def _with_output_dir(pipeline: Pipeline) -> Pipeline:
 def _sort_topologically(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline in topological order, which keeps the file's order where possible; refuse a cycle, and a
     reference to a stage that is missing from `after`."""
-    ordered_pipeline = pipeline.with_stages(_topological_order(pipeline))
-    sorted_stages = []
-    for stage in ordered_pipeline.stages:
+    pipeline, sorted_stages = pipeline.with_stages(_topological_order(pipeline)), []
+    for stage in pipeline.stages:
         predecessors = list(stage.after)
-        for key, input_reference in stage_references(
-            stage, ordered_pipeline.recipes[stage.name], ordered_pipeline.kind_of(stage)
-        ):
-            upstream_stage = source_of(input_reference)
-            if upstream_stage is not None and stage.name not in ordered_pipeline.with_dependents(upstream_stage):
+        for key, reference in stage_references(stage, pipeline.recipes[stage.name], pipeline.kind_of(stage)):
+            upstream_stage = source_of(reference)
+            if upstream_stage is not None and stage.name not in pipeline.with_dependents(upstream_stage):
                 raise ConfigError(
-                    f"{pipeline.source}: stage {stage.name!r}: {key} = {input_reference!r} but {upstream_stage!r} is "
-                    f'not in its `after`; write after = ["{upstream_stage}"]'
+                    f"{pipeline.source}: stage {stage.name!r}: {key} = {reference!r} but {upstream_stage!r} is not in "
+                    f'its `after`; write after = ["{upstream_stage}"]'
                 )
             predecessors += [upstream_stage] if upstream_stage else []
-        target = _find_gate_target(ordered_pipeline, stage)
-        sorted_stages.append(stage.model_copy(update={"after": tuple(dict.fromkeys(predecessors)), "target": target}))
-    return ordered_pipeline.with_stages(sorted_stages)
+        updated_fields = {"after": tuple(dict.fromkeys(predecessors)), "target": _find_gate_target(pipeline, stage)}
+        sorted_stages.append(stage.model_copy(update=updated_fields))
+    return pipeline.with_stages(sorted_stages)
 
 
 def _inherit_export_dtype(pipeline: Pipeline) -> Pipeline:
@@ -423,15 +412,13 @@ def _topological_order(pipeline: Pipeline) -> list[StageConfig]:
 
 def _find_gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
     """Return the publication target of a gate, by default that of the first upload stage that depends on the gate."""
-    dependents = pipeline.with_dependents(stage.name)
-    upload_targets = [
-        s.target for s in pipeline.stages if pipeline.kind_of(s).makes == "publication" and s.name in dependents
-    ]
-    target = stage.target or (upload_targets[0] if stage.require and upload_targets else "")
-    location = f"{pipeline.source}: stage {stage.name!r}"
+    dependents = pipeline.with_dependents(stage.name) if stage.require else set[str]()
+    uploads = [each for each in pipeline.stages if pipeline.kind_of(each).makes == "publication"]
+    target = stage.target or next((each.target for each in uploads if each.name in dependents), "")
     if not target and any(parse_condition(text).needs_published_model for text in stage.require):
         raise ConfigError(
-            f"{location}: require compares with `published`, but there is no target to read it from; set target"
+            f"{pipeline.source}: stage {stage.name!r}: require compares with `published`, but there is no target to "
+            f"read it from; set target"
         )
     return target
 
@@ -470,16 +457,12 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
             raise ConfigError(
                 f"{pipeline.source}: stage {name!r}: the name is taken by the data of stage {stage.name!r}"
             )
-        origin_model = _find_origin_model(pipeline, stages_by_name, stage)
+        model = _find_origin_model(pipeline, stages_by_name, stage)
         prepare_kind = _find_kind_name(pipeline.kinds, makes="data")
-        prepare_stage = StageConfig(
-            name=name, kind=prepare_kind, model=origin_model, data=stage.data, recipe=stage.recipe
-        )
+        prepare_stage = StageConfig(name=name, kind=prepare_kind, model=model, data=stage.data, recipe=stage.recipe)
         references = stage_references(prepare_stage, recipes[stage.name], pipeline.kinds[prepare_kind])
-        predecessors = tuple(
-            dict.fromkeys(source for _, input_reference in references if (source := source_of(input_reference)))
-        )
-        stages.append(prepare_stage.model_copy(update={"after": predecessors}))
+        predecessors = dict.fromkeys(source for _, reference in references if (source := source_of(reference)))
+        stages.append(prepare_stage.model_copy(update={"after": tuple(predecessors)}))
         recipes[name] = recipes[stage.name]
         stages.append(_add_data_dependency(stage, name))
     return pipeline.with_stages(stages, recipes)

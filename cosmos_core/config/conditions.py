@@ -57,10 +57,8 @@ class MetricCondition:
     def is_satisfied(self, value: float, limit: float | None, margin: float = 0.0) -> bool:
         """Return True if `value`, worsened by `margin`, compares with `limit` as the condition requires. If `limit` is
         None (no model was published yet), any value passes; NaN never passes."""
-        worsened_value = (
-            value - math.copysign(margin, 1.0 if self.comparison.startswith(">") else -1.0) if margin else value
-        )
-        return not math.isnan(value) and (limit is None or _OPERATORS[self.comparison](worsened_value, limit))
+        worse_value = value - margin if self.comparison.startswith(">") else value + margin
+        return not math.isnan(value) and (limit is None or _OPERATORS[self.comparison](worse_value, limit))
 
 
 def parse_condition(text: str) -> MetricCondition:

@@ -27,7 +27,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.types import StageKind
 
 _GENERATION_LABELS = {"first": "Cosmos-RL", "later": "later Cosmos-RL", "ours": "ours"}
-MAX_NAME = 200
+_MAX_NAME = 200
 _TOML_TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "string"}
 
 
@@ -54,9 +54,8 @@ def all_keys() -> tuple[Key, ...]:
     """Return the description of every key of a recipe, then of `[pipeline]`, in the order of the schema."""
     fields = [*all_fields(Recipe), *all_fields(PipelineConfig, "pipeline.")]
     table_statuses = {name: status(field) for name, _, field in fields if tables_in(field.annotation)}
-    return tuple(
-        {(name, table): _describe_field(name, table, field, table_statuses) for name, table, field in fields}.values()
-    )
+    keys = {(name, table): _describe_field(name, table, field, table_statuses) for name, table, field in fields}
+    return tuple(keys.values())
 
 
 def find_key(name: str) -> list[Key]:
@@ -73,9 +72,8 @@ def find_key(name: str) -> list[Key]:
         raise ConfigError(f"{name} does nothing in any version; it would have meant {UNUSED_KEYS[key_name]}")
     keys = keys or [key for key in all_keys() if key.name in trl.keys_of(name) or key.name.rpartition(".")[2] == name]
     if not keys:
-        raise ConfigError(
-            shorten_message(f"{name}: unknown key{trl.describe_equivalent_key(name) or _suggest_keys(name)}")
-        )
+        hint = trl.describe_equivalent_key(name) or _suggest_keys(name)
+        raise ConfigError(shorten_message(f"{name}: unknown key{hint}"))
     return keys
 
 
@@ -83,11 +81,10 @@ def _suggest_keys(name: str) -> str:
     """Return the text of suggestions for an unknown key: the same name in other tables, otherwise similar names."""
     names = sorted({key.name for key in all_keys()})
     similar_keys = [key for key in names if key.rpartition(".")[2] == name.rpartition(".")[2]]
-    if not similar_keys and len(name) <= MAX_NAME:  # the comparison of a very long name is slow
+    if not similar_keys and len(name) <= _MAX_NAME:  # the comparison of a very long name is slow
         same_depth_keys = [key for key in names if key.count(".") == name.count(".")]  # excludes tables such as `train`
-        similar_keys = difflib.get_close_matches(name, same_depth_keys, n=1) or difflib.get_close_matches(
-            name, names, n=1
-        )
+        matches = (difflib.get_close_matches(name, keys, n=1) for keys in (same_depth_keys, names))
+        similar_keys = next(filter(None, matches), [])
     suggestion_text = " or ".join(map(repr, similar_keys))
     return f"; did you mean {suggestion_text}?" if similar_keys else "; `cosmos config coverage` lists them all"
 

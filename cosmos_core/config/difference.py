@@ -36,9 +36,8 @@ def _flatten_stage(pipeline: Pipeline, name: str) -> dict[str, Any] | None:
 
 def _difference_lines(prefix: str, old_values: dict[str, Any], new_values: dict[str, Any]) -> Iterator[str]:
     for key in [*old_values, *(key for key in new_values if key not in old_values)]:
-        old_text, new_text = (
-            toml_text(values[key]) if key in values else "nothing" for values in (old_values, new_values)
-        )
+        sides = (old_values, new_values)
+        old_text, new_text = (toml_text(values[key]) if key in values else "nothing" for values in sides)
         if old_text != new_text:
             yield f"{prefix}{key}: {old_text} -> {new_text}"
 

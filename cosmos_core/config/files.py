@@ -38,18 +38,16 @@ def _read_with_bases(path: Path, notices: list[str], including_files: tuple[Path
         if isinstance(stage.get("overrides"), dict):
             location = f"{path}: stage {stage.get('name')!r}: overrides"
             stage["overrides"] = with_current_keys(stage["overrides"], location, notices)
-    base_files = values.pop("extends", [])
-    base_files = [base_files] if isinstance(base_files, str) else base_files
-    if not isinstance(base_files, list) or not all(
-        isinstance(base_file, str) and base_file for base_file in base_files
-    ):
-        raise ConfigError(f"{path}: extends = {base_files!r}: must be a file or a list of files, relative to this one")
+    bases = values.pop("extends", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
+        raise ConfigError(f"{path}: extends = {bases!r}: must be a file or a list of files, relative to this one")
     merged_values: Values = {}
     folders: list[Path] = []
-    for base_file in base_files:
-        file = path.parent / base_file
+    for base in bases:
+        file = path.parent / base
         if not os.path.exists(file):  # os.path.exists returns False for an invalid path; Path.exists raises
-            raise ConfigError(f"{path}: extends = {base_file!r}: no such file ({file})")
+            raise ConfigError(f"{path}: extends = {base!r}: no such file ({file})")
         base_values, base_folders = _read_with_bases(file, notices, (*including_files, resolved_path))
         merged_values = merge(merged_values, _resolve_recipe_files(base_values, file))
         folders = base_folders + folders

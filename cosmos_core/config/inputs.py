@@ -5,14 +5,16 @@ code. Missing files are not reported here, but by `run.inputs.check_located`. Pi
 lineage and checks use this list.
 """
 
+import glob
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from cosmos_core.config.benchmark_files import TASK_FILES, local_data_files
+import yaml
+
 from cosmos_core.config.load import read_toml
 from cosmos_core.config.media import Media, media_settings
 from cosmos_core.config.prompt_sets import KNOWN_PROMPT_SETS, find_prompt_set
@@ -37,6 +39,8 @@ files, such as `generation_config.json` or a licence, affect exported models onl
 _EXCLUDED_TRAINING_FILES = tuple(f"!{pattern}" for pattern in TRAINING_FILES)
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
 ANNOTATIONS, MEDIA = "custom.dataset.annotation_path", "custom.dataset.media_path"
+TASK_FILES = ("!*.pyc",)
+"""Patterns of the files of a folder of lm-eval tasks: all except Python's bytecode."""
 _TRAIN_DATASET_KEY = "train.train_policy.dataset"
 EVALUATION_PROMPTS, EVALUATION_REWARDS = "evaluate.prompts", "evaluate.rewards"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -96,13 +100,8 @@ def inputs_of(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[Inpu
     """
     model_inputs = tuple(_models(stage, recipe, kind))
     row_inputs = _row_inputs(stage, recipe, kind, next((each for each in model_inputs if each.role == "model"), None))
-    return (
-        *model_inputs,
-        *row_inputs,
-        *_benchmark_inputs(recipe, kind),
-        *_file_inputs(stage, recipe),
-        *_code_inputs(stage, recipe, kind),
-    )
+    file_inputs = (*_benchmark_inputs(recipe, kind), *_file_inputs(stage, recipe))
+    return (*model_inputs, *row_inputs, *file_inputs, *_code_inputs(stage, recipe, kind))
 
 
 def _models(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[Input]:
@@ -124,10 +123,8 @@ def _models(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterat
         if has_weights and model.form != "stage" and policy.model_safetensor_path:
             yield from _weight_inputs(policy.model_safetensor_path)
     if teacher := recipe.teacher_of(stage_kind):
-        location, location_form = _locate_input(teacher.model_name_or_path)
-        yield Input(
-            "distillation.model_name_or_path", "teacher", location, location_form, patterns, teacher.model_revision
-        )
+        location = _locate_input(teacher.model_name_or_path)
+        yield Input("distillation.model_name_or_path", "teacher", *location, patterns, teacher.model_revision)
     # The manifest of a checkpoint contains the digests of its other files.
     if stage_kind.trains_model and isinstance(recipe.train.resume, str):
         yield Input("train.resume", "resume", f"{_resolve_if_exists(recipe.train.resume)}/manifest.json", "folder")
@@ -149,26 +146,23 @@ def _row_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind, model
     # A user function (`entry`) may read any file of a folder.
     data_files, media_files = (ALL, ALL) if stage.entry else (modality.data_files, modality.media_files)
     has_source_rows, training_sources = stage_kind.reads_data == "source", recipe.train.train_policy.sources
-    is_annotated = (has_source_rows and not stage.data) or (
-        stage.entry and existing_path(media_config.annotation_path, Path.cwd())
-    )
-    names_by_key = {"data": stage.data, ANNOTATIONS: media_config.annotation_path if is_annotated else ""}
+    annotations = media_config.annotation_path
+    is_annotated = (has_source_rows and not stage.data) or (stage.entry and existing_path(annotations, Path.cwd()))
+    names_by_key = {"data": stage.data, ANNOTATIONS: annotations if is_annotated else ""}
     for dataset_key, dataset in recipe.datasets.items() if has_source_rows else ():
         if dataset_key not in training_sources or not stage.data:
             key = "local_dir" if getattr(dataset, "local_dir", "") else "name"
             names_by_key[f"{dataset_key}.{key}"] = getattr(dataset, key)
         names_by_key[f"{dataset_key}.pass_rates"] = dataset.pass_rates
     datasets = [source.dataset for source in training_sources.values()]
-    has_dataset_name = any(dataset_entry.name or getattr(dataset_entry, "local_dir", "") for dataset_entry in datasets)
-    if has_source_rows and not (stage.data or media_config.annotation_path or has_dataset_name):
+    has_dataset_name = any(dataset.name or getattr(dataset, "local_dir", "") for dataset in datasets)
+    if has_source_rows and not (stage.data or annotations or has_dataset_name):
         yield Input(f"{_TRAIN_DATASET_KEY}.name", "data", "", "folder")
     for key, name in names_by_key.items():
         if name:
-            dataset_entry = _dataset_input(key, name, data_files, allows_prompt_sets=modality.names_prompt_sets)
-            dataset_of_key = recipe.datasets.get(key.removesuffix(".name"))
-            if dataset_of_key and dataset_entry.form != "folder":
-                dataset_entry = replace(dataset_entry, revision=dataset_of_key.revision or None)
-            yield dataset_entry
+            rows = _dataset_input(key, name, data_files, allows_prompt_sets=modality.names_prompt_sets)
+            table = recipe.datasets.get(key.removesuffix(".name"))
+            yield replace(rows, revision=table.revision or None) if table and rows.form != "folder" else rows
     if (has_source_rows or stage.entry) and (media_folder := _find_media_folder(stage, recipe, media_config, model)):
         needs_media_path = has_source_rows and not stage.data and bool(media_config.media_path)
         if needs_media_path or os.path.isdir(media_folder):
@@ -218,7 +212,45 @@ def _benchmark_inputs(recipe: Recipe, stage_kind: StageKind) -> Iterator[Input]:
     key = "evaluate.include_path"
     if stage_kind.reads_key(key) and (folder := recipe.evaluate.include_path):
         yield Input(key, "data", location := _resolve_if_exists(folder), "folder", TASK_FILES)
-        yield from (Input(key, "data", str(file), "folder") for file in local_data_files(Path(location)))
+        yield from (Input(key, "data", str(file), "folder") for file in _local_data_files(Path(location)))
+
+
+class _TaskYamlLoader(yaml.SafeLoader):
+    """YAML loader that replaces values with lm-eval tags, such as `!function`, by None."""
+
+
+_TaskYamlLoader.add_multi_constructor("!", lambda _loader, _tag, _node: None)
+
+
+def _local_data_files(folder: Path) -> list[Path]:
+    """Return the sorted local data files and folders that the lm-eval tasks (YAML files) below `folder` name in
+    `dataset_path`, or in `data_files` and `data_dir` of `dataset_kwargs`.
+
+    A relative path starts from the working directory, as in lm-eval. A missing file is left out, because lm-eval itself
+    refuses the task that needs it.
+    """
+    # A template file that tasks include has no dot before `yaml`: `_default_template_yaml`.
+    patterns = {pattern for task_file in folder.rglob("*yaml") for pattern in _find_data_patterns(task_file)}
+    return sorted({Path(path).absolute() for pattern in patterns for path in glob.glob(pattern, recursive=True)})
+
+
+def _find_data_patterns(task_file: Path) -> Iterator[str]:
+    try:
+        task = yaml.load(task_file.read_text(encoding="utf-8"), _TaskYamlLoader)
+    except (OSError, ValueError, yaml.YAMLError):  # lm-eval reports the error of the task file
+        return
+    if isinstance(task, dict):
+        arguments = task.get("dataset_kwargs")
+        arguments = arguments if isinstance(arguments, dict) else {}
+        yield from _strings_in([task.get("dataset_path"), arguments.get("data_files"), arguments.get("data_dir")])
+
+
+def _strings_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _strings_in(item)
 
 
 def _file_inputs(stage: StageConfig, recipe: Recipe) -> Iterator[Input]:

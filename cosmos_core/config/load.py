@@ -5,6 +5,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -56,11 +57,8 @@ def read_toml(path: Path) -> Values:
         raise ConfigError(f"{path}: nested more than {MAX_DEPTH} tables deep") from None
     except ValueError as error:  # invalid TOML, or an integer with more digits than Python parses
         format_name = _FORMAT_NAMES.get(path.suffix.lower())
-        problem = (
-            f"a configuration is TOML, not {format_name}; write [table] and key = value"
-            if format_name
-            else "not valid TOML"
-        )
+        usage = f"a configuration is TOML, not {format_name}; write [table] and key = value"
+        problem = usage if format_name else "not valid TOML"
         raise ConfigError(f"{path}: {problem}: {_join_lines(str(error))}") from error
     if values is None:
         raise ConfigError(f"{path}: more than {MAX_FILE_BYTES} bytes, the most that a configuration may have")
@@ -85,15 +83,15 @@ def parse(
     try:
         return table.model_validate(values, context=None if notices is None else {"notices": notices})
     except ValidationError as error:
-        validation_errors = error.errors(include_url=False)
         # Report a misspelt key first, because it often causes the other errors.
-        validation_errors.sort(key=lambda error_details: error_details["type"] != "extra_forbidden")
-        reported_error = _select_reported_error(table, validation_errors)
-        message = _explain_error(table, reported_error, prefix, values)
-        keys = dict.fromkeys(
-            _printable_key(tuple(_keys(table, error_details)), prefix) for error_details in validation_errors
-        )
-        other_keys = [key for key in keys if key != _printable_key(tuple(_keys(table, reported_error)), prefix)]
+        validation_errors = sorted(error.errors(include_url=False), key=lambda each: each["type"] != "extra_forbidden")
+        locations = [[str(key) for key in _keys(table, each)] for each in validation_errors]
+        # Of a value with several possible forms, report the error of the form that fits best.
+        nested = [i for i, keys in enumerate(locations) if keys[: len(locations[0])] == locations[0]]
+        reported = max(nested, key=lambda i: len(locations[i]))
+        message = _explain_error(table, validation_errors[reported], locations[reported], prefix, values)
+        keys = dict.fromkeys(_printable_key(each, prefix) for each in locations)
+        other_keys = [key for key in keys if key != _printable_key(locations[reported], prefix)]
         raise ConfigError(f"{source}: {message}{_mention_other_keys(other_keys)}") from error
 
 
@@ -159,9 +157,8 @@ def describe_unusable(values: Values) -> str:
     there is none. The search is not recursive, because tables may be nested too deeply."""
     level_values: list[Any] = [values]
     for _ in range(MAX_DEPTH):
-        nested_values = [
-            item for value in level_values for item in ((*value, *value.values()) if isinstance(value, dict) else value)
-        ]
+        lists = ([*value, *value.values()] if isinstance(value, dict) else value for value in level_values)
+        nested_values = list(chain.from_iterable(lists))
         if any(isinstance(item, int) and not -(1 << 63) <= item < 1 << 63 for item in nested_values):
             return "an integer of more than 64 bits, the most that TOML has"
         # Command line arguments and file names may contain any bytes.
@@ -172,15 +169,6 @@ def describe_unusable(values: Values) -> str:
     return f"nested more than {MAX_DEPTH} tables deep" if level_values else ""
 
 
-def _select_reported_error(table: type[Table], validation_errors: list[Any]) -> Any:
-    """Return the first error or, for a value with several possible forms, the error of the form that fits best."""
-    keys = list(_keys(table, validation_errors[0]))
-    nested_errors = [
-        error_details for error_details in validation_errors if list(_keys(table, error_details))[: len(keys)] == keys
-    ]
-    return max(nested_errors, key=lambda error_details: len(list(_keys(table, error_details))))
-
-
 def _mention_other_keys(keys: Sequence[str]) -> str:
     """Return the end of an error message that names other keys with errors; empty if there are none."""
     shortened_keys = [key if len(key) <= 60 else f"{key[:57]}..." for key in keys[:_MAX_NAMED_KEYS]]
@@ -189,36 +177,36 @@ def _mention_other_keys(keys: Sequence[str]) -> str:
     return f" (and {', '.join(shortened_keys)})" if shortened_keys else ""
 
 
-def _printable_key(keys: Sequence[int | str], prefix: str) -> str:
+def _printable_key(keys: Sequence[str], prefix: str) -> str:
     """Return the dotted key of an error; names with control characters are quoted for the terminal."""
-    printable_names = [name if name.isprintable() and name else repr(name) for name in map(str, keys)]
+    printable_names = [name if name.isprintable() and name else repr(name) for name in keys]
     return ".".join([prefix, *printable_names] if prefix else printable_names)
 
 
-def _explain_error(table: type[Table], error_details: Any, prefix: str, values: Any) -> str:
-    keys = [str(key) for key in _keys(table, error_details)]
-    key = _printable_key(keys, prefix)
-    value = short_text(error_details.get("input"))
-    if error_details["type"] == "extra_forbidden":
+def _explain_error(table: type[Table], error_details: Any, keys: list[str], prefix: str, values: Any) -> str:
+    key, value = _printable_key(keys, prefix), short_text(error_details.get("input"))
+    error_type, context = error_details["type"], error_details.get("ctx", {})
+    if error_type == "extra_forbidden":
         return f"{key}: unknown key{_suggest_key(table, keys, prefix, values)}"
-    if error_details["type"] == "missing":
+    if error_type == "missing":
         return f"{key}: is required"
-    if error_details["type"] == "union_tag_not_found":
-        return f"{key}.{error_details['ctx']['discriminator'].strip(chr(39))}: is required"
-    if error_details["type"] == "union_tag_invalid":
-        discriminator, type_tag = error_details["ctx"]["discriminator"].strip("'"), error_details["ctx"]["tag"]
-        return f"{key}.{discriminator} = {short_text(type_tag)}: must be one of {error_details['ctx']['expected_tags']}"
-    if error_details["type"] in _TYPE_DESCRIPTIONS:
-        is_unquoted = error_details["type"] == "string_type" and not isinstance(error_details["input"], dict | list)
+    if error_type == "union_tag_not_found":
+        return f"{key}.{context['discriminator'].strip(chr(39))}: is required"
+    if error_type == "union_tag_invalid":
+        tag_key, tag = f"{key}.{context['discriminator'].strip(chr(39))}", short_text(context["tag"])
+        return f"{tag_key} = {tag}: must be one of {context['expected_tags']}"
+    if error_type in _TYPE_DESCRIPTIONS:
+        is_unquoted = error_type == "string_type" and not isinstance(error_details["input"], dict | list)
         remedy = f", in quotes (with --set: '{key}=\"...\"')" if is_unquoted and not keys[-1].isdigit() else ""
-        return f"{key} = {value}: must be {_TYPE_DESCRIPTIONS[error_details['type']]}{remedy}"
-    message = error_details["msg"].removeprefix("Value error, ")
+        return f"{key} = {value}: must be {_TYPE_DESCRIPTIONS[error_type]}{remedy}"
+    message = _join_lines(error_details["msg"].removeprefix("Value error, "))
     message = message[:1].lower() + message[1:]
-    if error_details["type"] == "value_error":  # the message of a validator of the schema contains the value
-        if keys and message.startswith(f"{keys[-1]} "):
-            return key + _join_lines(message)[len(keys[-1]) :]
-        return f"{key}: {_join_lines(message)}" if key else _join_lines(message)
-    return f"{key} = {value}: {_join_lines(message)}"
+    if error_type != "value_error":
+        return f"{key} = {value}: {message}"
+    # The message of a validator of the schema contains the value.
+    if keys and message.startswith(f"{keys[-1]} "):
+        return key + message[len(keys[-1]) :]
+    return f"{key}: {message}" if key else message
 
 
 def _keys(table: type[Table], error_details: Any) -> Iterator[int | str]:
@@ -250,10 +238,8 @@ def _suggest_key(table: type[Table], keys: list[str], prefix: str, values: Any) 
     names = sorted({key for key, *_ in all_fields(table)})
     dotted_key = ".".join(keys)
     if dotted_key in names:
-        owner_tables = [
-            model for key, model, _ in all_fields(table) if key == dotted_key and "type" in model.model_fields
-        ]
-        type_names = [kind for model in owner_tables for kind in get_args(model.model_fields["type"].annotation)]
+        owners = [model.model_fields for key, model, _ in all_fields(table) if key == dotted_key]
+        type_names = [kind for fields in owners if "type" in fields for kind in get_args(fields["type"].annotation)]
         type_choices = " or ".join(dict.fromkeys(f'"{kind}"' for kind in type_names))
         type_key = f"{'.'.join(keys[:-1])}.type"
         if not _has_type_or_value(values, keys[:-1]):
@@ -265,11 +251,11 @@ def _suggest_key(table: type[Table], keys: list[str], prefix: str, values: Any) 
         return f"; did you mean {intended_key}?"
     parent = dotted_key.rpartition(".")[0]
     sibling_keys = [candidate_key for candidate_key in names if candidate_key.rpartition(".")[0] == parent]
-    similar_keys = difflib.get_close_matches(dotted_key, sibling_keys, n=1, cutoff=0.75)
     similar_keys = (
-        similar_keys or [candidate_key for candidate_key in names if candidate_key.rpartition(".")[2] == keys[-1]][:1]
+        difflib.get_close_matches(dotted_key, sibling_keys, n=1, cutoff=0.75)
+        or [candidate_key for candidate_key in names if candidate_key.rpartition(".")[2] == keys[-1]]
+        or difflib.get_close_matches(dotted_key, names, n=1, cutoff=0.8)
     )
-    similar_keys = similar_keys or difflib.get_close_matches(dotted_key, names, n=1, cutoff=0.8)
     return f"; did you mean {f'{prefix}.' if prefix else ''}{similar_keys[0]}?" if similar_keys else ""
 
 
@@ -308,10 +294,7 @@ def _join_lines(text: str) -> str:
 
 def escape_controls(text: str) -> str:
     """Return a text on one line, with control characters escaped."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode()
-        for character in _join_lines(text)
-    )
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in _join_lines(text))
 
 
 def shorten_message(message: str) -> str:

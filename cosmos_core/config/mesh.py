@@ -1,4 +1,5 @@
-"""Validate device meshes: sizes must divide each other, the GPUs must exist, and heads and experts must be divisible.
+"""Validate device meshes: sizes must divide each other, the GPUs must exist, and heads and experts must be divisible;
+assign GPUs to training and generation, with the default of `mode` on a machine.
 
 Every error message names the nearest possible size. The sizes of a model are read from its `config.json`; a size that
 the file does not contain is not checked.
@@ -13,11 +14,11 @@ from typing import Any
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.inputs import existing_path, source_of
-from cosmos_core.config.placement import choose_default_mode, is_open, needs_gpu, placement, with_engines_in_ranks
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from cosmos_core.machine_properties import measure_worker_machine
+from cosmos_core.types import StageKind
 
 _HEAD_COUNT_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -67,7 +68,7 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
 def resolve_gpus(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with each `dp_shard_size = -1` replaced by the number of ranks that the other sizes leave of
     `pipeline.gpus`, or of the GPUs of the machine that runs the stages. Without GPUs, -1 remains and means 1. A `mode`
-    that depends on the number of GPUs is set; see `placement`.
+    that depends on the number of GPUs is set.
 
     Raises:
         ConfigError: the other sizes do not divide the number of GPUs.
@@ -77,19 +78,19 @@ def resolve_gpus(pipeline: Pipeline) -> Pipeline:
         kind, recipe = pipeline.kind_of(stage), recipes[stage.name]
         if not kind.has_mesh:
             continue
-        if is_open(recipe, kind):
+        if _is_open(recipe, kind):
             is_remote = bool(stage.work_pool) and not pipeline.config.gpus
-            recipe, notice = choose_default_mode(recipe, None if is_remote else gpus_of_workers(pipeline))
+            recipe, notice = _choose_default_mode(recipe, None if is_remote else gpus_of_workers(pipeline))
             notices += [notice] if notice else []
         elif kind.makes == "metrics" and (recipe.mode == "disaggregated" or recipe.has_cosmos_rl_keys):
-            recipe, change_text = with_engines_in_ranks(recipe)
+            recipe, change_text = _with_engines_in_ranks(recipe)
             notices += [f"stage {stage.name!r}: {change_text}, because its ranks generate"] if change_text else []
         if recipe.policy.parallelism.dp_shard_size == -1:
             try:
                 recipe = with_dp_shard_size(recipe, gpus_of_workers(pipeline) or None)
             except ConfigError as error:
                 raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
-        if (gpu_settings := needs_gpu(recipe, kind)) and not stage.work_pool and not gpus_of_workers(pipeline):
+        if (gpu_settings := _needs_gpu(recipe, kind)) and not stage.work_pool and not gpus_of_workers(pipeline):
             notices.append(f"{', '.join(gpu_settings)}: there is no GPU; numbers are those of train.param_dtype here")
         recipes[stage.name] = recipe
     return replace(pipeline, recipes=recipes, notices=tuple(dict.fromkeys(notices)))
@@ -104,10 +105,8 @@ def placements(pipeline: Pipeline) -> list[str]:
     """Return one line of text for each stage with a mesh, which tells which GPUs train and which generate."""
     stages = [stage for stage in pipeline.stages if pipeline.kind_of(stage).has_mesh]
     has_gpus = any(stage.work_pool for stage in stages) or (bool(stages) and gpus_of_workers(pipeline) > 0)
-    return [
-        f"{stage.name}: {placement(pipeline.recipes[stage.name], pipeline.kind_of(stage), has_gpus=has_gpus)}"
-        for stage in stages
-    ]
+    recipes = pipeline.recipes
+    return [f"{s.name}: {_placement(recipes[s.name], pipeline.kind_of(s), has_gpus=has_gpus)}" for s in stages]
 
 
 def with_dp_shard_size(recipe: Recipe, gpus: int | None) -> Recipe:
@@ -151,13 +150,11 @@ def _ranks_per_shard(mesh: ParallelismConfig) -> int:
     return mesh.world_size // abs(mesh.dp_shard_size)
 
 
-def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model_config: Mapping[str, Any]) -> None:
+def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model: Mapping[str, Any]) -> None:
     """Check that the mesh sizes tp, cp, pp and ep divide the heads, vocabulary, layers and experts of the model."""
-    num_heads, num_layers = (
-        next((model_config[key] for key in keys if key in model_config), None)
-        for keys in (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
-    )
-    num_kv_heads, vocab_size = model_config.get("num_key_value_heads"), model_config.get("vocab_size")
+    spellings = (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
+    num_heads, num_layers = (next((model[key] for key in keys if key in model), None) for keys in spellings)
+    num_kv_heads, vocab_size = model.get("num_key_value_heads"), model.get("vocab_size")
     if key_prefix == "rollout.parallelism":  # vLLM pads the vocabulary, and copies key-value heads to several ranks
         vocab_size = None
         has_copies = isinstance(num_kv_heads, int) and num_kv_heads > 0 and mesh.tp_size % num_kv_heads == 0
@@ -165,7 +162,7 @@ def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model_config: Ma
     quantities = (
         ("attention heads", num_heads),
         ("key-value heads", num_kv_heads),
-        ("features of the feed-forward part", model_config.get("intermediate_size")),
+        ("features of the feed-forward part", model.get("intermediate_size")),
         ("vocabulary entries", vocab_size),
     )
     for quantity_name, count in quantities:
@@ -173,10 +170,8 @@ def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model_config: Ma
     if isinstance(num_heads, int):
         quantity_name = f"attention heads of tp_size = {mesh.tp_size}"
         _check_divisibility(f"{key_prefix}.cp_size", mesh.cp_size, quantity_name, num_heads // mesh.tp_size)
-    num_experts = next(
-        (model_config[key] for key in _EXPERT_COUNT_KEYS if isinstance(model_config.get(key), int)), None
-    )
-    if mesh.ep_size > 1 and model_config and num_experts is None:
+    num_experts = next((model[key] for key in _EXPERT_COUNT_KEYS if isinstance(model.get(key), int)), None)
+    if mesh.ep_size > 1 and model and num_experts is None:
         raise ConfigError(f"{key_prefix}.ep_size = {mesh.ep_size}: the model has no experts; set it to 1")
     _check_divisibility(f"{key_prefix}.ep_size", mesh.ep_size, "experts", num_experts)
     if mesh.dp_shard_size > 0:
@@ -194,12 +189,10 @@ def _check_pipeline_stages(key_prefix: str, mesh: ParallelismConfig, layers: int
         )
     if (num_stages := mesh.num_stages(layers)) > layers:
         sizes = range(mesh.pp_layers_per_stage + 1, layers + 1)
-        nearest_size = next(
-            size for size in sizes if mesh.derive(pp_layers_per_stage=size).num_stages(layers) <= layers
-        )
+        nearest = next(each for each in sizes if mesh.derive(pp_layers_per_stage=each).num_stages(layers) <= layers)
         raise ConfigError(
             f"{key_prefix}.pp_layers_per_stage = {mesh.pp_layers_per_stage} makes {num_stages} stages of the model's "
-            f"{layers} layers; the nearest is {nearest_size}"
+            f"{layers} layers; the nearest is {nearest}"
         )
 
 
@@ -234,3 +227,81 @@ def _too_many_gpus_message(mesh: ParallelismConfig, required_gpus: int, gpus: in
         tp_size = max(size for size in range(1, mesh.tp_size + 1) if mesh.tp_size % size == 0 and size <= gpus)
         nearest_setting = f"policy.parallelism.tp_size = {tp_size} with the other sizes 1"
     return f"the mesh takes {required_gpus} GPUs, of {gpus} that there are; the nearest is {nearest_setting}"
+
+
+def _is_open(recipe: Recipe, kind: StageKind) -> bool:
+    """Return True if `mode` depends on the number of GPUs, as in a recipe for Cosmos-RL that leaves `mode` out; the
+    default of Cosmos-RL is `disaggregated`."""
+    may_be_disaggregated = kind.feed == "rollouts" and recipe.policy.modality.has_engines_of_text
+    return may_be_disaggregated and "mode" not in recipe.model_fields_set and recipe.has_cosmos_rl_keys
+
+
+def _choose_default_mode(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
+    """Return the recipe with the `mode` that fits `gpus` GPUs, and a notice if this is not `disaggregated`, the default
+    of Cosmos-RL. If `gpus` is None, another machine runs the stage and is assumed to have enough GPUs.
+
+    In `colocated` mode, `tp_size` of the engines is changed to a divisor of the number of ranks.
+    """
+    disaggregated_recipe = recipe.derive(mode="disaggregated")
+    num_required = disaggregated_recipe.num_gpus(has_rollouts=True)
+    if gpus is None or num_required <= gpus:
+        return disaggregated_recipe, ""
+    colocated_recipe, change_text = _with_engines_in_ranks(recipe)
+    return colocated_recipe.derive(mode="colocated"), (
+        f"mode is left out, which means 'disaggregated' in a recipe of Cosmos-RL and takes {num_required} GPUs, and "
+        f"there are {gpus}: mode = 'colocated'{change_text and f' and {change_text}'}, so that ranks train and "
+        f"generate in turns; set mode to choose"
+    )
+
+
+def _with_engines_in_ranks(recipe: Recipe) -> tuple[Recipe, str]:
+    """Return the recipe with a `tp_size` of the rollout engines that divides the number of ranks, and a description of
+    the change, which is empty if nothing changed."""
+    num_ranks, engine_mesh = recipe.policy.parallelism.world_size, recipe.rollout.parallelism
+    if num_ranks % engine_mesh.tp_size == 0:
+        return recipe, ""
+    parallelism = engine_mesh.derive(tp_size=gcd(num_ranks, engine_mesh.tp_size))
+    rollout = recipe.rollout.derive(parallelism=parallelism)
+    return recipe.derive(rollout=rollout), f"rollout.parallelism.tp_size = {parallelism.tp_size}"
+
+
+def _needs_gpu(recipe: Recipe, kind: StageKind) -> list[str]:
+    """Return the settings of a stage that select number formats for GPUs only; a CPU ignores these settings."""
+    settings = []
+    if kind.trains_model and recipe.train.fp8.enable_fp8:
+        settings.append("train.fp8.enable_fp8 = true")
+    if kind.feed == "rollouts" and recipe.rollout.quantization != "none":
+        settings.append(f"rollout.quantization = {recipe.rollout.quantization!r}")
+    return settings
+
+
+def _placement(recipe: Recipe, kind: StageKind, *, has_gpus: bool) -> str:
+    """Return a text with the GPUs (or processes, on a machine without GPUs) on which a stage trains and generates."""
+    unit_name = "GPU" if has_gpus else "process"
+    mesh, engine_mesh, num_engines = recipe.policy.parallelism, recipe.rollout.parallelism, recipe.num_engines
+    num_ranks = mesh.world_size * mesh.n_init_replicas
+    ranks_text = _format_range(unit_name, 0, num_ranks)
+    if kind.feed != "rollouts":
+        return f"{ranks_text} {'train' if kind.trains_model else 'generate' if kind.completes_prompts else 'measure'}"
+    if recipe.mode == "colocated":
+        return (
+            f"{ranks_text} train and generate in turns "
+            f"({_describe_engines(num_ranks // engine_mesh.tp_size, engine_mesh.tp_size)} in them)"
+        )
+    engines_text = _describe_engines(num_engines, engine_mesh.tp_size)
+    if recipe.mode == "colocated_separated":
+        return f"{ranks_text} train, and generate in turns ({engines_text} in processes of their own)"
+    return (
+        f"{ranks_text} train, {_format_range(unit_name, num_ranks, num_engines * engine_mesh.tp_size)} generate "
+        f"({engines_text})"
+    )
+
+
+def _format_range(unit_name: str, first_index: int, count: int) -> str:
+    if count == 1:
+        return f"{unit_name} {first_index}"
+    return f"{unit_name}{'es' if unit_name.endswith('s') else 's'} {first_index}-{first_index + count - 1}"
+
+
+def _describe_engines(num_engines: int, engine_size: int) -> str:
+    return f"{num_engines} engine{'s' if num_engines > 1 else ''}{f' of {engine_size}' if engine_size > 1 else ''}"

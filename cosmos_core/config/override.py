@@ -3,7 +3,7 @@
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,11 +35,6 @@ class Setting:
     keys: tuple[str, ...]
     value: Any
 
-    def build_nested_value(self, level: int) -> Values:
-        """Return the value of the override in nested dicts, one per part of its key after the first `level` parts."""
-        values: Values = nest_value(self.keys[level:], self.value)
-        return values
-
 
 @dataclass
 class Settings:
@@ -49,9 +44,9 @@ class Settings:
     entries: dict[str, Values] = field(default_factory=dict)
     """Keys of `[[pipeline.stages]]` by stage name; the entry `overrides` holds recipe tables."""
 
-    def add_stage_settings(self, name: str, values: Values) -> None:
-        """Merge values for a stage over the values that earlier overrides set for it."""
-        self.entries[name] = merge(self.entries.get(name, {}), values)
+    def add_stage_settings(self, name: str, keys: Sequence[str], value: Any) -> None:
+        """Merge a value for a stage over the values that earlier overrides set for it."""
+        self.entries[name] = merge(self.entries.get(name, {}), nest_value(keys, value))
 
 
 def split_key(key: str) -> tuple[str, ...]:
@@ -98,7 +93,7 @@ def values_for_all_stages(settings: Sequence[Setting]) -> Values:
         # `export.retries` is a key of the pipeline stage `export`, not of the table `[export]`.
         is_stage_key = bool(tables) and bool({*setting.keys[1:2]} & (_STAGE_KEYS - keys))
         if field and not is_stage_key:
-            values = merge(values, setting.build_nested_value(0))
+            values = merge(values, nest_value(setting.keys, setting.value))
     return values
 
 
@@ -110,16 +105,16 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
     """
     grouped_settings = Settings()
     for setting in settings:
-        first, *remaining_keys = setting.keys
+        (first, *remaining_keys), value = setting.keys, setting.value
         if first in names and remaining_keys and (first not in Recipe.model_fields or remaining_keys[0] in _STAGE_KEYS):
-            values = setting.build_nested_value(1)
             is_recipe_key = remaining_keys[0] in Recipe.model_fields
-            grouped_settings.add_stage_settings(first, {"overrides": values} if is_recipe_key else values)
+            keys = ["overrides", *remaining_keys] if is_recipe_key else remaining_keys
+            grouped_settings.add_stage_settings(first, keys, value)
         elif first in Recipe.model_fields:
             for name in names:  # a value for all stages takes precedence over the recipe file of a stage
-                grouped_settings.add_stage_settings(name, {"overrides": setting.build_nested_value(0)})
+                grouped_settings.add_stage_settings(name, ["overrides", *setting.keys], value)
         elif first == "pipeline" and remaining_keys and remaining_keys[0] != "stages":
-            grouped_settings.pipeline = merge(grouped_settings.pipeline, setting.build_nested_value(1))
+            grouped_settings.pipeline = merge(grouped_settings.pipeline, nest_value(remaining_keys, value))
         elif first == "pipeline":
             raise ConfigError(
                 f"--set {setting.text!r}: write pipeline.KEY=VALUE with one of "
@@ -150,9 +145,3 @@ def notices_of_grid(settings: Sequence[Setting], stage: StageConfig) -> list[str
         for setting in settings
         if grid_keys & {".".join(setting.keys), ".".join(setting.keys).removeprefix(f"{stage.name}.")}
     ]
-
-
-def apply_overrides(entry: Mapping[str, Any], settings: Settings) -> Values:
-    """Return an entry of `[[pipeline.stages]]` with the overrides for this stage merged over it."""
-    name = entry.get("name")
-    return merge(entry, settings.entries.get(name, {})) if isinstance(name, str) else dict(entry)

@@ -14,17 +14,13 @@ from cosmos_core.types import StageKind
 
 def render_config_reference(kinds: Mapping[str, StageKind]) -> str:
     """Return the configuration reference in Markdown, rendered with the template `reference.md.j2`."""
-    jinja_environment = Environment(
+    environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    jinja_environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
-    template = jinja_environment.from_string(files("cosmos_core.config").joinpath("reference.md.j2").read_text("utf-8"))
-    return template.render(
-        tables=_group_keys_by_table(),
-        moved=RENAMED_KEYS,
-        dead=UNUSED_KEYS,
-        status=partial(_describe_status, kinds=kinds),
-    )
+    environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
+    template = environment.from_string(files("cosmos_core.config").joinpath("reference.md.j2").read_text("utf-8"))
+    status = partial(_describe_status, kinds=kinds)
+    return template.render(tables=_group_keys_by_table(), moved=RENAMED_KEYS, dead=UNUSED_KEYS, status=status)
 
 
 def _group_keys_by_table() -> list[dict[str, object]]:

@@ -11,7 +11,6 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cosmos_core.config.compat.translate import current_name, with_algorithm_keys
@@ -30,28 +29,12 @@ if TYPE_CHECKING:
     from cosmos_core.config.compose import Pipeline
 
 _ARGUMENTS_KEY = "arguments"
+_TABLES = (*Recipe.model_fields, _ARGUMENTS_KEY)
+"""First parts of the keys of a grid."""
 # Branches that differ in the seed share their prepared rows, so that they are compared on the same held-out rows.
 _ROW_PRESERVING_KEY = "train.seed"
 _TOKENIZER_KEY = "policy.model_name_or_path"  # selects the tokenizer that prepares rows
 _DIGEST_LENGTH = 6
-
-
-@dataclass(frozen=True)
-class _GridPoint:
-    """One combination of values from the grid of a sweep."""
-
-    suffix: str
-    settings: Values
-
-    def of(self, member: str, head: str, members: Sequence[str]) -> Values:
-        """Return the values that this grid point gives to keys of the stage `member`, by dotted key without the name of
-        the stage. `head` is the stage with the sweep, and `members` are the stages of a branch."""
-        settings: Values = {}
-        for key, value in self.settings.items():
-            owner_name, stage_key = _find_owner_stage(key, head, members)
-            if owner_name == member:
-                settings[stage_key] = value
-        return settings
 
 
 def with_sweeps(pipeline: Pipeline, tables: Mapping[str, Values]) -> Pipeline:
@@ -86,9 +69,8 @@ def _check_sweep(pipeline: Pipeline, stage: StageConfig) -> None:
     is_selector, stage_names = pipeline.kind_of(stage).selects_branch, [each.name for each in pipeline.stages]
     for name in [*sweep.through, *(name for branch in sweep.branches for name in branch.stages)]:
         if name not in stage_names:
-            raise ConfigError(
-                f"{location}: sweep: {name!r} is no stage of this pipeline{suggestion(name, stage_names)}"
-            )
+            hint = suggestion(name, stage_names)
+            raise ConfigError(f"{location}: sweep: {name!r} is no stage of this pipeline{hint}")
     if is_selector and (sweep.grid or sweep.through):
         raise ConfigError(
             f"{location}: sweep.grid belongs to the stage that is run with it; kind {stage.kind!r} chooses"
@@ -105,19 +87,16 @@ def _expand_sweep(
     location = _describe_stage(pipeline, sweep_stage)
     member_names = _find_branch_stages(pipeline, sweep_stage, sweep, tables)
     recipes, new_stages, branches = dict(pipeline.recipes), [], []
-    for grid_point in _make_grid_points(sweep.grid, max(map(len, member_names))):
-        branch_stage_names = {member_name: f"{member_name}-{grid_point.suffix}" for member_name in member_names}
+    for suffix, settings in _make_grid_points(sweep.grid, max(map(len, member_names))):
+        branch_stage_names = {member_name: f"{member_name}-{suffix}" for member_name in member_names}
+        owners = {key: _find_owner_stage(key, sweep_stage.name, member_names) for key in settings}
         for member_name, name in branch_stage_names.items():
             if name in recipes:
                 raise ConfigError(f"{location}: sweep: the name {name!r} of a branch is taken by another stage")
             # The stage that prepares rows for the stage with the sweep gets the grid values of that stage.
             owner_name = member_name if member_name in pipeline.with_dependents(sweep_stage.name) else sweep_stage.name
-            overrides = grid_point.of(owner_name, sweep_stage.name, member_names)
-            member_overrides = overrides if owner_name == member_name else {}
-            arguments = {
-                key.partition(".")[2]: value for key, value in member_overrides.items() if _is_stage_argument(key)
-            }
-            overrides = {key: value for key, value in overrides.items() if not _is_stage_argument(key)}
+            values = {owners[key][1]: value for key, value in settings.items() if owners[key][0] == owner_name}
+            overrides = {key: value for key, value in values.items() if not _is_stage_argument(key)}
             recipe = pipeline.recipes[member_name]
             if overrides:
                 settings_text = "".join(f" with {key} = {value!r}" for key, value in overrides.items())
@@ -125,11 +104,12 @@ def _expand_sweep(
                 recipe = parse(Recipe, merged_tables, source=f"{location}{settings_text}", notices=[])
             recipes[name] = _rename_references(recipe, branch_stage_names)
             stage = _rename_references(pipeline.stage(member_name), branch_stage_names)
+            arguments = {key: value for key, value in values.items() if _is_stage_argument(key)}
+            if owner_name == member_name:
+                stage = stage.model_copy(update=merge({"arguments": stage.arguments}, _nest_keys(arguments)))
             predecessors = tuple(branch_stage_names.get(predecessor, predecessor) for predecessor in stage.after)
-            updated_fields = {"name": name, "after": predecessors, "sweep": None}
-            stage_arguments = merge(stage.arguments, _nest_keys(arguments))
-            new_stages.append(stage.model_copy(update={**updated_fields, "arguments": stage_arguments}))
-        branches.append(SweepBranch(stages=tuple(branch_stage_names.values()), settings=grid_point.settings))
+            new_stages.append(stage.model_copy(update={"name": name, "after": predecessors, "sweep": None}))
+        branches.append(SweepBranch(stages=tuple(branch_stage_names.values()), settings=settings))
     branch_stages = tuple(name for branch in branches for name in branch.stages)
     selector_stage = StageConfig(
         name=sweep_stage.name,
@@ -138,9 +118,10 @@ def _expand_sweep(
         after=branch_stages,
         sweep=sweep.model_copy(update={"grid": {}, "through": (), "branches": tuple(branches)}),
     )
-    outside_stages = [stage for stage in pipeline.stages if stage.name not in member_names]
     rewired_stages = [
-        _replace_branch_references(pipeline, stage, sweep_stage.name, member_names) for stage in outside_stages
+        _replace_branch_references(pipeline, stage, sweep_stage.name, member_names)
+        for stage in pipeline.stages
+        if stage.name not in member_names
     ]
     for member_name in set(member_names) - {sweep_stage.name}:
         del recipes[member_name]
@@ -154,26 +135,20 @@ def _find_branch_stages(
     those in `through`, and the stage that prepares the rows if the grid affects the rows."""
     location, member_names = _describe_stage(pipeline, sweep_stage), {sweep_stage.name}
     for name in sweep.through:
-        if name not in pipeline.with_dependents(sweep_stage.name):
+        dependents = pipeline.with_dependents(sweep_stage.name)
+        if name not in dependents:
             raise ConfigError(f"{location}: sweep.through: stage {name!r} is not behind {sweep_stage.name!r}")
-        member_names |= {
-            other for other in pipeline.with_dependents(sweep_stage.name) if name in pipeline.with_dependents(other)
-        }
+        member_names |= {other for other in dependents if name in pipeline.with_dependents(other)}
     rows_stage_name = source_of(sweep_stage.data) or ""
-    has_own_rows = (
-        bool(rows_stage_name) and tables.get(rows_stage_name, tables[sweep_stage.name]) == tables[sweep_stage.name]
-    )
+    own_tables = tables[sweep_stage.name]
+    has_own_rows = bool(rows_stage_name) and tables.get(rows_stage_name, own_tables) == own_tables
     for key in sweep.grid:
         owner_name, stage_key = _find_owner_stage(current_name(key), sweep_stage.name, tuple(member_names))
         if not owner_name:
-            raise ConfigError(
-                f"{location}: sweep.grid: {key!r} is no key of a recipe{suggestion(key, list(_allowed_table_names()))}"
-            )
-        stage_kind = pipeline.kind_of(pipeline.stage(owner_name))
-        if _is_stage_argument(stage_key) and _ARGUMENTS_KEY not in stage_kind.allowed_keys:
-            raise ConfigError(
-                f"{location}: sweep.grid: {key!r}: a stage of kind {stage_kind.name!r} takes no arguments"
-            )
+            raise ConfigError(f"{location}: sweep.grid: {key!r} is no key of a recipe{suggestion(key, list(_TABLES))}")
+        kind = pipeline.kind_of(pipeline.stage(owner_name))
+        if _is_stage_argument(stage_key) and _ARGUMENTS_KEY not in kind.allowed_keys:
+            raise ConfigError(f"{location}: sweep.grid: {key!r}: a stage of kind {kind.name!r} takes no arguments")
         if (owner_name == sweep_stage.name and has_own_rows and stage_key != _ROW_PRESERVING_KEY) and (
             stage_key == _TOKENIZER_KEY or pipeline.kind_of(pipeline.stage(rows_stage_name)).reads_key(stage_key)
         ):
@@ -191,34 +166,28 @@ def _find_branch_stages(
 def _find_owner_stage(key: str, sweep_stage_name: str, member_names: Sequence[str]) -> tuple[str, str]:
     """Return the name of the stage to which a key of a grid belongs (or ""), and the key within the stage."""
     first_part, _, stage_key = key.partition(".")
-    if first_part in member_names and stage_key.partition(".")[0] in _allowed_table_names():
+    if first_part in member_names and stage_key.partition(".")[0] in _TABLES:
         return first_part, stage_key
-    return (sweep_stage_name, key) if first_part in _allowed_table_names() and stage_key else ("", key)
-
-
-def _allowed_table_names() -> tuple[str, ...]:
-    return (*Recipe.model_fields, _ARGUMENTS_KEY)
+    return (sweep_stage_name, key) if first_part in _TABLES and stage_key else ("", key)
 
 
 def _is_stage_argument(key: str) -> bool:
     return key.partition(".")[0] == _ARGUMENTS_KEY
 
 
-def _make_grid_points(grid: Mapping[str, list[Any]], max_member_length: int) -> list[_GridPoint]:
-    """Return the combinations of the grid, each with a suffix for stage names of up to `max_member_length`
+def _make_grid_points(grid: Mapping[str, list[Any]], max_member_length: int) -> list[tuple[str, Values]]:
+    """Return the combinations of the grid, each after a suffix for stage names of up to `max_member_length`
     characters."""
     settings = [dict(zip(map(current_name, grid), values, strict=True)) for values in itertools.product(*grid.values())]
-    label_by_key = _shorten_keys([current_name(key) for key in grid])
-    suffixes = [
-        "-".join(f"{label_by_key[key]}-{_value_for_name(value)}" for key, value in each.items()) for each in settings
-    ]
+    labels = _shorten_keys([current_name(key) for key in grid])
+    suffixes = ["-".join(f"{labels[key]}-{_value_for_name(value)}" for key, value in each.items()) for each in settings]
     max_name_length = STAGE_NAME_LENGTH - max_member_length - 1
     grid_points = []
     for suffix, each in zip(suffixes, settings, strict=True):
         if len(suffix) > max_name_length or suffixes.count(suffix) > 1:
             digest = hashlib.sha256(json.dumps(each, sort_keys=True, default=str).encode()).hexdigest()
             suffix = f"{suffix[: max(0, max_name_length - _DIGEST_LENGTH - 1)]}-{digest[:_DIGEST_LENGTH]}".lstrip("-")
-        grid_points.append(_GridPoint(suffix, each))
+        grid_points.append((suffix, each))
     return grid_points
 
 

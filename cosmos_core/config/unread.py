@@ -69,12 +69,9 @@ def unread_keys(pipeline: Pipeline) -> Iterator[str]:
         kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
         conditions = [*disabled_keys(pipeline, stage), *_ignored_keys(recipe)]
         for key, field, value, is_set in active_fields(recipe):
-            if (
-                not is_set
-                or not affects_result(field)
-                or is_at_or_below(key, _IDENTIFYING_KEYS)
-                or isinstance(value, dict)
-            ):
+            if not is_set or not affects_result(field) or isinstance(value, dict):
+                continue
+            if is_at_or_below(key, _IDENTIFYING_KEYS):
                 continue
             schema_key, setting = re.sub(r"\.\d+\.", ".", key), f"{key} = {as_toml(value)}"
             readers = [each for each in pipeline.kinds.values() if each.reads_key(schema_key)]

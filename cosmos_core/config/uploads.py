@@ -40,16 +40,14 @@ def _requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConfig]]:
     publish = next((name for name, kind in pipeline.kinds.items() if kind.makes == "publication"), "")
     for model_stage, training, is_last in _published_stages(pipeline):
         reader_stages = [stage for stage in pipeline.stages if source_of(stage.model) == model_stage.name]
-        export_stages = [
-            s for s in reader_stages if pipeline.kind_of(s).makes == "model" and not pipeline.kind_of(s).trains_model
-        ]
+        kinds = [(stage, pipeline.kind_of(stage)) for stage in reader_stages]
+        export_stages = [stage for stage, kind in kinds if kind.makes == "model" and not kind.trains_model]
         source_stages, checkpoint_config = export_stages or [model_stage], pipeline.recipes[training].train.ckpt
         for source in source_stages:
             predecessors = dict.fromkeys((source.name, training) if training == model_stage.name else (source.name,))
             is_last_source = is_last and source == source_stages[-1]
-            for suffix, url in checkpoint_config.targets(
-                pipeline.config.name, source.name, is_last=is_last_source
-            ).items():
+            targets = checkpoint_config.targets(pipeline.config.name, source.name, is_last=is_last_source)
+            for suffix, url in targets.items():
                 name = f"{source.name[: STAGE_NAME_LENGTH - len(suffix) - 1]}-{suffix}"
                 yield training, StageConfig(
                     name=name, kind=publish, recipe=pipeline.stage(training).recipe, after=tuple(predecessors),

@@ -45,14 +45,14 @@ def _select_next_candidate(
 ) -> int | None:
     batch_lengths = [lengths[row_index] for row_index in batch]
     max_length, total_length = max(batch_lengths), sum(batch_lengths)
-    best_candidate: tuple[int, int, int] | None = None
+    fitting_candidates = []
     for candidate_index, row_index in enumerate(candidate_rows):
         length = lengths[row_index]
         num_tokens = total_length + length if budget.is_packed else max(max_length, length) * (len(batch) + 1)
-        candidate = (num_tokens, abs(max_length - length) if budget.prefers_closest else 0, candidate_index)
-        if num_tokens <= budget.max_tokens and (best_candidate is None or candidate < best_candidate):
-            best_candidate = candidate
-    return None if best_candidate is None else best_candidate[2]
+        if num_tokens <= budget.max_tokens:
+            length_gap = abs(max_length - length) if budget.prefers_closest else 0
+            fitting_candidates.append((num_tokens, length_gap, candidate_index))
+    return min(fitting_candidates)[2] if fitting_candidates else None
 
 
 class BalancedStepPlan:
@@ -68,16 +68,15 @@ class BalancedStepPlan:
         num_epochs: int,
         max_steps: int,
     ) -> None:
-        """Plan at most `max_steps` steps; `order_of(epoch)` returns the row numbers of an epoch in training order."""
+        """Plan at most `max_steps` steps; `epoch_order_fn(epoch)` returns the rows of an epoch in training order."""
         self._row_lengths: list[int] = lengths.tolist()
         self._epoch_order_fn, self._budget, self._batches_per_step = epoch_order_fn, budget, batches_per_step
         self._newest_step: tuple[int, list[list[int]]] = (-1, [])
         self._epoch_start_steps = [0]
         """Number of the first step of each epoch, and of the step after the last epoch."""
         for epoch in range(num_epochs):
-            self._epoch_start_steps.append(
-                self._epoch_start_steps[-1] + -(-len(self._plan_micro_batches(epoch)) // batches_per_step)
-            )
+            num_steps = -(-len(self._plan_micro_batches(epoch)) // batches_per_step)
+            self._epoch_start_steps.append(self._epoch_start_steps[-1] + num_steps)
             if self._epoch_start_steps[-1] >= max_steps:
                 break
         self.steps_per_epoch = self._epoch_start_steps[1]

@@ -28,13 +28,8 @@ class Bounds:
     __slots__ = ("ends", "prompts")
 
     def __init__(self, ends: np.ndarray, prompts: Sequence[int] | None = None) -> None:
-        """Store the boundaries of the B sequences.
-
-        Args:
-            ends: boundaries, int32, (B + 1), beginning with 0.
-            prompts: for each sequence the index of the sequence that it continues and attends to, its prompt; -1: the
-                sequence is whole. None: all sequences are whole.
-        """
+        """Store the boundaries `ends` of the B sequences, int32, (B + 1), beginning with 0. `prompts` has for each
+        sequence the index of the sequence that it continues and attends to; -1, or None for all: it is whole."""
         self.ends, self.prompts = ends, prompts or [-1] * (len(ends) - 1)
 
 
@@ -49,12 +44,13 @@ def rows_of(
     longest row, or of all packed rows together, to the length after padding."""
     if packed:
         return shared_rows(rows, [([row_number], 0) for row_number in range(len(rows))], pad_id, num_tokens_of)
-    token_tensors = [torch.as_tensor(ids, dtype=torch.int64) for ids in rows]
     lengths = [len(ids) for ids in rows]
     padded_length = num_tokens_of(max(lengths))
     is_real_token_BT = torch.arange(padded_length) < torch.tensor(lengths).unsqueeze(1)
     inputs = {
-        "input_ids": torch.stack([pad(ids, (0, padded_length - len(ids)), value=pad_id) for ids in token_tensors]),
+        "input_ids": torch.stack(
+            [pad(torch.as_tensor(ids).long(), (0, padded_length - len(ids)), value=pad_id) for ids in rows]
+        ),
         "attention_mask": is_real_token_BT.long(),
         "position_ids": torch.arange(padded_length).expand(len(rows), -1),
     }
@@ -68,10 +64,8 @@ def shared_rows(
     padded_length_fn: Callable[[int], int],
 ) -> Rows:
     """Collate rows of token ids, packed, with the common first tokens (prompt) of each group of rows only once.
-
-    `groups` has the row indices and the prompt length of each group. The model's outputs for prompt tokens belong to no
-    single row. For `pad_id` and `padded_length_fn` see `rows_of`.
-    """
+    `groups` has the row indices and the prompt length of each group. For `pad_id` and `padded_length_fn` see
+    `rows_of`."""
     segments: list[tuple[int, int, int, int]] = []  # row index, start, end, index of the prompt's entry or -1
     numbers = {}
     for row_indices, prompt_length in groups:
@@ -96,11 +90,8 @@ def shared_rows(
 
 
 def packed_bounds(bounds: np.ndarray, prompts: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return the boundaries of packed sequences as keyword arguments of attention.
-
-    `sequence_bounds` (`Bounds`) stay on the host, so that no layer has to synchronise with the device to read them.
-    `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k` are transformers' arguments of flash attention.
-    """
+    """Return the boundaries of packed sequences as keyword arguments of attention: `sequence_bounds` (`Bounds`) on the
+    host, so that no layer synchronises with the device to read them, and transformers' arguments of flash attention."""
     bounds = np.asarray(bounds, dtype=np.int32)
     max_length, bounds_tensor = int(np.diff(bounds).max()), torch.from_numpy(bounds)
     return {

@@ -24,13 +24,11 @@ class _TimeExceeded(Exception):
 
 @contextmanager
 def limit_resources(description: str) -> Iterator[None]:
-    """Limit the code in a `with` block to `MAX_SECONDS` of time and to `MAX_BYTES` of additional memory.
+    """Limit the code in a `with` block to `MAX_SECONDS` of time and `MAX_BYTES` of additional memory; raise ModelError
+    with `description`, a name for the code, if it exceeds a limit.
 
     A loop in Python stops at its next bytecode; a single operation in C is limited only by memory. The time limit needs
     a signal, which only the main thread of a process receives; other threads have the memory limit only.
-
-    Raises:
-        ModelError: the code exceeded a limit; `description` names the code in the message.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_AS)

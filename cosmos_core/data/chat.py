@@ -64,21 +64,17 @@ DEFAULT_RENDERING = PromptRendering()
 
 def prompt_rendering(config: MultiTurnRolloutConfig, tools: Sequence[dict[str, Any]] | None = None) -> PromptRendering:
     """Return a recipe's settings for rendering prompts; if `tools` is None, describe the tools that the recipe names.
-
-    Raises:
-        ConfigError: a tool cannot be called.
-        DataError: the template file cannot be read.
-    """
+    Raise ConfigError if a tool cannot be called, and DataError if the template file cannot be read."""
     if not config.enable:
         return DEFAULT_RENDERING
-    if tools is None:
-        tools = load_tool_schemas(config)
+    tools = load_tool_schemas(config) if tools is None else tools
+    path = config.custom_chat_template_path
+    try:
+        template = None if path is None else Path(os.path.expanduser(path)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{_CONFIG_KEY}.custom_chat_template_path = {path!r} cannot be read: {error}") from error
     return PromptRendering(
-        tuple(tools),
-        _read_template(config.custom_chat_template_path),
-        config.add_generation_prompt,
-        config.continue_final_message,
-        config.enable_thinking,
+        tuple(tools), template, config.add_generation_prompt, config.continue_final_message, config.enable_thinking
     )
 
 
@@ -98,15 +94,6 @@ def load_tool_schemas(config: MultiTurnRolloutConfig) -> list[dict[str, Any]]:
         return []
     with open_tools(config, num_workers=1) as runner:
         return runner.schemas()
-
-
-def _read_template(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{_CONFIG_KEY}.custom_chat_template_path = {path!r} cannot be read: {error}") from error
 
 
 def renders_tools(tokenizer: PreTrainedTokenizerBase, render_settings: PromptRendering) -> bool:
@@ -134,19 +121,13 @@ class ToolText:
         self._end_tokens = {str(tokenizer.decode([token])): token for token in end_ids}
         special_tokens = [re.escape(token) for token in tokenizer.all_special_tokens if len(token) > 2]
         self._special_tokens = re.compile("|".join(sorted(special_tokens, key=len, reverse=True)) or "(?!)")
-        self._assistant_form: Message | None = None
         with limit_resources(f"{_CONFIG_KEY}: the chat template"):
             self._assistant_form = self._select_assistant_form()
             self._check_calls()
 
     def ids(self, results: Sequence[tuple[str, ToolResult]]) -> tuple[int, ...]:
-        """Return the tokens from the end of an assistant turn to the beginning of the next one; `results` are pairs of
-        tool name and result.
-
-        Raises:
-            ModelError: the template renders the assistant turn differently when the results follow.
-        """
-        assert self._assistant_form is not None
+        """Return the tokens from the end of an assistant turn to the next one, after the `results`, pairs of tool name
+        and result; raise ModelError if the template renders the assistant turn differently when the results follow."""
         end_token_and_text = self._render_text_after_call(self._assistant_form, results)
         if end_token_and_text is None:
             raise _changed_turn_error(self._tokenizer)
@@ -173,11 +154,8 @@ class ToolText:
         raise _changed_turn_error(self._tokenizer, reason)
 
     def _check_calls(self) -> None:
-        """Refuse a template that writes tool calls in a form that `parse_calls` does not read.
-
-        The policy writes calls in the form of its template, so no tool would ever be called. A template that leaves out
-        tool calls is accepted.
-        """
+        """Refuse a template that writes tool calls in a form that `parse_calls` does not read: the policy writes calls
+        in that form, so no tool would be called. A template that leaves out tool calls is accepted."""
         expected_call = ToolCall("look_up_word", {"word": "forty-two"})
         function_fields = {"name": expected_call.name, "arguments": expected_call.arguments}
         tool_calls = [{"type": "function", "id": "call00000", "function": function_fields}]
@@ -219,13 +197,10 @@ class ToolText:
             [_USER_TURN, turn, *tool_turns], add_generation_prompt=self._render_settings.add_generation_prompt
         )
         for end_token in self._end_tokens:
-            end_position = without.rfind(end_token) + len(end_token)
-            if (
-                end_token in without
-                and not without[end_position:].strip()
-                and full_text.startswith(without[:end_position])
-            ):
-                return end_token, full_text[end_position:]
+            turn_text = without[: without.rfind(end_token) + len(end_token)]
+            is_last = end_token in without and not without[len(turn_text) :].strip()
+            if is_last and full_text.startswith(turn_text):
+                return end_token, full_text[len(turn_text) :]
         return None
 
     def _render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:

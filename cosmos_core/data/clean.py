@@ -10,7 +10,7 @@ rows); the n-grams of rows are in a temporary file.
 
 import json
 import logging
-import struct
+import pickle
 import tempfile
 from array import array
 from collections import Counter, defaultdict
@@ -41,27 +41,16 @@ _MIN_BENCHMARK_WORDS = 8  # minimum words of a benchmark text that is searched f
 _MAX_CANDIDATES = 32  # maximum number of candidates with which a row is compared
 _MAX_TEXT_CHARACTERS = 2_000
 _NUM_EXAMPLES = 3
-_ROW_HEADER = struct.Struct("<16sIII")
-
-
-class CleanedRows(NamedTuple):
-    """Rows that were kept, with metrics and notices about duplicates and benchmark texts."""
-
-    rows: Rows
-    metrics: dict[str, float]
-    notices: list[str]
+_RowPacker = Callable[[Row, str], Row]
 
 
 def clean_training_rows(
     stage: Stage, rows: Rows, held_out_sets: Sequence[Rows], folder: Path, loader: UserDatasetLoader
-) -> CleanedRows:
+) -> tuple[Rows, dict[str, float], list[str]]:
     """Write the duplicates and benchmark texts among the training rows to a file in `folder`, and drop these rows if
-    the recipe sets `action = "drop"`. Rows that match held-out rows are only reported.
-
-    Raises:
-        DataError: a benchmark is missing or has no text, or no row remains.
-        Preempted: a stop was requested.
-    """
+    the recipe sets `action = "drop"`; rows that match held-out rows are only reported. Return the kept rows, metrics
+    and notices. Raise DataError if a benchmark is missing or has no text, or no row remains, and Preempted if a stop
+    was requested."""
     config = stage.recipe.train.train_policy.clean
     assert config is not None
     counts: Counter[str] = Counter()
@@ -84,31 +73,28 @@ def clean_training_rows(
     notices = [f"clean: {summary}, of {len(rows)} rows; data/{FILE} has them", *examples] if examples else []
     for notice in notices:
         logger.warning("%s", notice)
-    return CleanedRows(kept_rows, {f"data/clean_{name}": float(counts[name]) for name in count_names}, notices)
+    return kept_rows, {f"data/clean_{name}": float(counts[name]) for name in count_names}, notices
 
 
 def _find_matches(
-    stage: Stage,
-    config: CleanConfig,
-    rows: Rows,
-    held_out_sets: Sequence[Rows],
-    pack_row: Callable[[Row, str], Row] | None,
+    stage: Stage, config: CleanConfig, rows: Rows, held_out_sets: Sequence[Rows], pack_row: _RowPacker | None
 ) -> Iterator[tuple[int, bool, dict[str, Any]]]:
     """Yield the number of each training row with a match, whether the match is a reason to drop the row, and the match.
     Matches with benchmarks and held-out rows come first, then duplicates."""
     benchmarks = Benchmarks(config.decontaminate_against, config.ngram)
     bands = MinHashBands(config.near_duplicates) if config.near_duplicates else None
     row_numbers, hash_keys = array("Q"), array("Q")
-    held_out_index = HeldOutIndex(config.near_duplicates)
-    for held_out_rows in held_out_sets:
-        for _, location, texts, has_images in _iterate_readable_rows(stage, held_out_rows, pack_row):
+    held_out_rows, held_out_index = list[ComparedRow](), _KeyIndex()
+    for held_out_set in held_out_sets:
+        for _, location, texts, has_images in _iterate_readable_rows(stage, held_out_set, pack_row):
             if not has_images:
-                row = _make_compared_row(location, texts, *_normalise_turns(texts))
-                held_out_index.add(row, row.keys(bands))
+                row, _ = _make_compared_row(location, texts)
+                held_out_index.add(len(held_out_rows), enumerate(row.keys(bands)))
+                held_out_rows.append(row)
     with tempfile.TemporaryFile(dir=stage.path) as file:
         compared_rows = ComparedRows(file)
         for row_number, location, texts, has_images in _iterate_readable_rows(stage, rows, pack_row):
-            normalised_texts, turn_words = _normalise_turns(texts)
+            row, turn_words = _make_compared_row(location, texts)
             if match := benchmarks.match(turn_words):
                 should_remove = match["similarity"] >= config.min_overlap
                 yield row_number, should_remove, {"row": location, **match}
@@ -116,10 +102,10 @@ def _find_matches(
                     continue
             if has_images:  # one question may be asked about many images
                 continue
-            row = _make_compared_row(location, texts, normalised_texts, turn_words)
             row_keys = row.keys(bands)
-            if match := held_out_index.match(row, row_keys):
-                yield row_number, False, match
+            candidates = map(held_out_rows.__getitem__, held_out_index.candidates(enumerate(row_keys)))
+            if match := row.match(candidates, config.near_duplicates):
+                yield row_number, False, {**match, "match": "held_out_row"}
             compared_rows.add(row)
             row_numbers.append(row_number)
             hash_keys.extend(row_keys)
@@ -129,10 +115,9 @@ def _find_matches(
 
 
 def _iterate_readable_rows(
-    stage: Stage, rows: Rows, pack_row: Callable[[Row, str], Row] | None
+    stage: Stage, rows: Rows, pack_row: _RowPacker | None
 ) -> Iterator[tuple[int, str, list[str], bool]]:
-    """Yield number, location and texts of each readable row, and whether it shows images; unreadable rows are counted
-    later, by tokenisation."""
+    """Yield number, location and texts of each readable row, and whether it shows images; others are counted later."""
     policy, row_kind = stage.recipe.train.train_policy, tokenised_kind(stage.recipe.train.train_policy.rows)
     for row_number, (location, row) in enumerate(rows):
         if row_number % 256 == 0:
@@ -152,19 +137,14 @@ def _shows_images(row: Row, value: Any) -> bool:
     return bool(images_in_columns(row)) or any(isinstance(turn["content"], list) for turn in turns)
 
 
-def _normalise_turns(texts: Iterable[str]) -> tuple[list[str], list[list[str]]]:
-    """Return the normalised texts of a row, and the words of each."""
+def _make_compared_row(location: str, texts: list[str]) -> tuple["ComparedRow", list[list[str]]]:
+    """Return a row reduced to what the search for duplicates compares, and the normalised words of each text."""
     normalised_texts = list(map(normalised, texts))
-    return normalised_texts, list(map(split_words, normalised_texts))
-
-
-def _make_compared_row(
-    location: str, texts: list[str], normalised_texts: list[str], turn_words: list[list[str]]
-) -> "ComparedRow":
+    text_words = list(map(split_words, normalised_texts))
     digest = blake2b("\0".join(normalised_texts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-    ngram_hashes = np.unique(ngrams(hashes_of([*chain.from_iterable(turn_words)]), _SHINGLE_SIZE))
+    ngram_hashes = np.unique(ngrams(hashes_of([*chain.from_iterable(text_words)]), _SHINGLE_SIZE))
     text = "\n".join(texts)[:_MAX_TEXT_CHARACTERS].encode("utf-8", "replace").decode()
-    return ComparedRow(digest, location, text, ngram_hashes)
+    return ComparedRow(digest, location, text, ngram_hashes), text_words
 
 
 def texts_of(value: Any) -> Iterator[str]:
@@ -199,8 +179,8 @@ class ComparedRow(NamedTuple):
         return [int.from_bytes(self.digest[:8]), *(bands.keys(self.grams).tolist() if bands else ())]
 
     def match(self, others: Iterable["ComparedRow"], threshold: float) -> dict[str, Any] | None:
-        """Return the match with the most similar row of `others`; None if no row is equal or at least as similar as
-        `threshold` (0: equal rows only)."""
+        """Return the match with the most similar row; None if none is equal or as similar as `threshold` (0: equal
+        only)."""
         best_row, best_similarity = None, threshold or 2.0
         for other_row in others:
             other_similarity = 2.0 if self.digest == other_row.digest else self.similarity(other_row)
@@ -214,25 +194,21 @@ class ComparedRow(NamedTuple):
         }  # fmt: skip
 
 
-class HeldOutIndex:
-    """In-memory index of the held-out rows by their hash keys."""
+class _KeyIndex:
+    """Index of row numbers by hash keys, with at most `_MAX_CANDIDATES` rows per key."""
 
-    def __init__(self, threshold: float) -> None:
-        self._threshold, self._rows = threshold, list[ComparedRow]()
+    def __init__(self) -> None:
         self._rows_by_key: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
 
-    def add(self, row: ComparedRow, keys: Sequence[int]) -> None:
-        """Add a held-out row to the index under its hash keys."""
-        for key in enumerate(keys):
+    def add(self, row_number: int, keys: Iterable[tuple[int, int]]) -> None:
+        """Add a row under its keys, each with the number of its column."""
+        for key in keys:
             if len(self._rows_by_key[key]) < _MAX_CANDIDATES:
-                self._rows_by_key[key].append(len(self._rows))
-        self._rows.append(row)
+                self._rows_by_key[key].append(row_number)
 
-    def match(self, row: ComparedRow, keys: Sequence[int]) -> dict[str, Any] | None:
-        """Return the match of a training row with a held-out row; None if no held-out row matches."""
-        candidates = sorted({candidate for key in enumerate(keys) for candidate in self._rows_by_key.get(key, ())})
-        match = row.match((self._rows[candidate] for candidate in candidates), self._threshold)
-        return match and {**match, "match": "held_out_row"}
+    def candidates(self, keys: Iterable[tuple[int, int]]) -> list[int]:
+        """Return the sorted numbers of the rows that share a key."""
+        return sorted({row_number for key in keys for row_number in self._rows_by_key.get(key, ())})
 
 
 class ComparedRows:
@@ -244,44 +220,31 @@ class ComparedRows:
     def add(self, row: ComparedRow) -> None:
         """Append a row to the file."""
         self._offsets.append(self._file.tell())
-        location_bytes, text_bytes = row.where.encode("utf-8", "replace"), row.text.encode()
-        header = _ROW_HEADER.pack(row.digest, len(location_bytes), len(text_bytes), row.grams.size)
-        self._file.write(header + location_bytes + text_bytes + row.grams.tobytes())
+        location = row.where.encode("utf-8", "replace").decode()  # a file name may not be UTF-8, unlike `clean.jsonl`
+        pickle.dump(row._replace(where=location), self._file)
 
     def __getitem__(self, index: int) -> ComparedRow:
         self._file.seek(self._offsets[index])
-        digest, *text_sizes, num_ngrams = _ROW_HEADER.unpack(self._file.read(_ROW_HEADER.size))
-        location, text = (self._file.read(size).decode() for size in text_sizes)
-        return ComparedRow(digest, location, text, np.frombuffer(self._file.read(8 * num_ngrams), dtype=np.uint64))
+        row: ComparedRow = pickle.load(self._file)
+        return row
 
 
 def find_duplicates(keys: np.ndarray, rows: ComparedRows, threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the position and the match of each row that duplicates an earlier row: its text is equal, or its similarity
-    is at least `threshold` (0: equal rows only).
-
-    `keys` has shape (rows, keys): rows with an equal key in a column are compared. The first column is a hash of the
-    text. A row is compared only with rows that are no duplicates themselves.
-    """
+    """Yield the position and the match of each row that duplicates an earlier row, which is no duplicate itself: its
+    text is equal, or its similarity is at least `threshold` (0: equal rows only). `keys` has shape (rows, keys), with a
+    hash of the text in the first column; rows with an equal key in a column are compared."""
     is_key_shared = np.zeros(keys.shape, dtype=bool)
     for column in range(keys.shape[1]):
         _, inverse_indices, key_counts = np.unique(keys[:, column], return_inverse=True, return_counts=True)
         is_key_shared[:, column] = key_counts[inverse_indices] > 1
-    rows_by_key: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    index = _KeyIndex()
     for position in np.flatnonzero(is_key_shared.any(axis=1)).tolist():
         shared_columns = np.flatnonzero(is_key_shared[position]).tolist()
         row_keys = [(column, int(keys[position, column])) for column in shared_columns]
-        candidates = sorted({candidate for key in row_keys for candidate in rows_by_key[key]})
-        if match := rows[position].match((rows[candidate] for candidate in candidates), threshold):
+        if match := rows[position].match(map(rows.__getitem__, index.candidates(row_keys)), threshold):
             yield position, match
-            continue
-        for key in row_keys:
-            if len(rows_by_key[key]) < _MAX_CANDIDATES:
-                rows_by_key[key].append(position)
-
-
-def _words_to_compare(text: str) -> list[str]:
-    """Return the words of a benchmark item that are compared with training rows to detect contamination."""
-    return remove_signs(split_words(normalised(text)))
+        else:
+            index.add(position, row_keys)
 
 
 class Benchmarks:
@@ -296,7 +259,7 @@ class Benchmarks:
             num_texts_before = len(self._texts)
             for location, row in load_rows(benchmark_config.dataset, f"{BENCHMARKS}.{index}"):
                 for text in texts_of(row):
-                    if len(words := _words_to_compare(text)) >= self._min_words:
+                    if len(words := remove_signs(split_words(normalised(text)))) >= self._min_words:
                         self._ngram_sizes.add(min(ngram_size, len(words)))
                         grams.extend(ngrams(hashes_of(words), ngram_size).tolist())
                         owners.extend([len(self._texts)] * (len(grams) - len(owners)))
@@ -308,10 +271,8 @@ class Benchmarks:
 
     def match(self, turns: Sequence[list[str]]) -> dict[str, Any] | None:
         """Return the match of a row, whose turns are lists of words, with the benchmark text that the row repeats most;
-        None if the row repeats no benchmark text.
-
-        `similarity` is the fraction of the benchmark's words in common n-grams; `text` is the longest common passage.
-        """
+        None if it repeats none. `similarity` is the fraction of the benchmark's words in common n-grams; `text` is the
+        longest common passage."""
         turns = [remove_signs(words) for words in turns] if self._texts else []
         turn_hashes = [*map(hashes_of, turns)]
         ngram_hashes = [
@@ -330,7 +291,8 @@ class Benchmarks:
             text_counts.update(self._owners[start:end][self._grams[start:end] == self._grams[start]].tolist())
         best_match: tuple[float, int, list[str]] | None = None
         for text_index, _ in text_counts.most_common(_MAX_CANDIDATES):
-            overlap, passage = self._compute_overlap(turns, _words_to_compare(self._texts[text_index][1]))
+            benchmark_words = remove_signs(split_words(normalised(self._texts[text_index][1])))
+            overlap, passage = self._compute_overlap(turns, benchmark_words)
             if passage and (best_match is None or overlap > best_match[0]):
                 best_match = overlap, text_index, passage
         if best_match is None:
@@ -341,8 +303,7 @@ class Benchmarks:
                 "of": location, "of_text": text[:_MAX_TEXT_CHARACTERS]}  # fmt: skip
 
     def _compute_overlap(self, turns: Sequence[list[str]], benchmark_words: list[str]) -> tuple[float, list[str]]:
-        """Return the fraction of `benchmark_words` in n-grams that also occur in a turn, and the longest common
-        passage."""
+        """Return the fraction of `benchmark_words` in n-grams that a turn has too, and the longest common passage."""
         ngram_size = min(self._ngram_size, len(benchmark_words))
         turn_ngrams = {tuple(turn[i : i + ngram_size]) for turn in turns for i in range(len(turn) - ngram_size + 1)}
         is_in_turn = np.zeros(len(benchmark_words) + 1, dtype=bool)

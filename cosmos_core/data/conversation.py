@@ -26,17 +26,12 @@ def conversation_tokens(
     tools: Tools = None,
     end_ids: tuple[int, ...] = (),
 ) -> tuple[list[int], list[int]]:
-    """Return token ids and loss mask of a conversation or plain text, not cut to a maximum length.
+    """Return token ids and loss mask of a conversation or plain text, not cut to a maximum length; errors are those of
+    `find_learned_spans`.
 
     The mask is 1 for tokens that are learned. In a conversation these are the tokens that the assistant has to
     generate, including the token that ends each turn (one of `end_ids`, at which generation stops). In plain text these
     are all tokens, including the final end token.
-
-    Raises:
-        DataError: the assistant's tokens cannot be located.
-        SkippedRow: the assistant says nothing.
-        RefusedRow: the chat template refuses the conversation.
-        ModelError: the tokenizer has no chat template.
     """
     if isinstance(conversation, str):
         return _tokenise_without_mask(tokenizer, conversation)
@@ -54,13 +49,8 @@ def mask_of_span(span: Span, starts: np.ndarray, ends: np.ndarray) -> np.ndarray
 def continued_tokens(
     tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str, location: str
 ) -> tuple[list[int], list[int]]:
-    """Return token ids and loss mask of a prompt and completion of plain text; completion and end token are learned.
-
-    A token that reaches from the prompt into the completion belongs to the completion.
-
-    Raises:
-        DataError: the tokenizer returns no character offsets, and a token crosses the border of prompt and completion.
-    """
+    """Return token ids and loss mask of a plain prompt and completion, of which completion and end token are learned. A
+    token that crosses the border is learned; without character offsets it is refused by a DataError."""
     plain_ids, _ = _tokenise_without_mask(tokenizer, prompt + completion)
     ids, mask = _masked_tokens(tokenizer, prompt + completion, [(len(prompt), len(prompt) + len(completion))], location)
     start = next(i for i in range(len(plain_ids)) if plain_ids[i : i + len(ids)] == ids)
@@ -68,11 +58,8 @@ def continued_tokens(
 
 
 def truncate_tokens(tokens: tuple[list[int], list[int]], max_length: int, location: str) -> tuple[list[int], list[int]]:
-    """Cut token ids and loss mask on the right to at most `max_length` tokens.
-
-    Raises:
-        SkippedRow: no token to learn is left, not counting the first token, which nothing predicts.
-    """
+    """Cut token ids and loss mask on the right to at most `max_length` tokens; raise SkippedRow if no token to learn is
+    left, not counting the first token, which nothing predicts."""
     ids, mask = tokens
     if not any(mask[1:]):
         raise SkippedRow(location, "with nothing to learn")
@@ -91,12 +78,8 @@ def tokenize_prompt(
     """Return token ids and text of a prompt: the turns before the one to complete, followed by the generation prompt of
     the chat template if `render_settings.add_generation_prompt` is set.
 
-    `max_length` is the maximum number of tokens: `policy.model_max_length` minus one for a completion.
-
-    Raises:
-        SkippedRow: the prompt is longer than `max_length`.
-        RefusedRow: the template refuses the prompt.
-        ModelError: the tokenizer has no chat template.
+    `max_length` is the maximum number of tokens: `policy.model_max_length` minus one for a completion. Errors are those
+    of `render` and `tokenize_text`.
     """
     _, text = render(
         tokenizer, messages, location, add_generation_prompt=render_settings.add_generation_prompt,
@@ -109,11 +92,7 @@ def tokenize_prompt(
 def tokenize_text(
     tokenizer: PreTrainedTokenizerBase, text: str, max_length: int, location: str
 ) -> tuple[list[int], str]:
-    """Return token ids and text of a rendered prompt.
-
-    Raises:
-        SkippedRow: the prompt is longer than `max_length`.
-    """
+    """Return token ids and text of a rendered prompt; raise SkippedRow if it is longer than `max_length`."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) > max_length:
         raise SkippedRow(location, NO_COMPLETION_ROOM)
@@ -145,10 +124,8 @@ def _masked_tokens(
 def _tokenise_between_borders(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], location: str
 ) -> tuple[list[int], list[int]]:
-    """Tokenise the texts between span borders separately, for tokenizers without character offsets; raise DataError if
-    the tokens differ from those of the whole text."""
-    ids: list[int] = []
-    mask: list[int] = []
+    """Tokenise the texts between span borders separately; raise DataError if the whole text has other tokens."""
+    ids, mask = list[int](), list[int]()
     span_borders = [0, *(border for span in spans for border in span), len(text)]
     for piece_index, (start, end) in enumerate(pairwise(span_borders)):
         piece_ids = tokenizer(text[start:end], add_special_tokens=False, verbose=False)["input_ids"]

@@ -13,28 +13,18 @@ from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.transient import is_machine_error
 
+_CORE_GLOBALS = (("multiarray", "_reconstruct"), ("multiarray", "scalar"), ("numeric", "_frombuffer"))
 _ALLOWED_GLOBALS = {
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy.core.multiarray", "scalar"),
-    ("numpy._core.multiarray", "scalar"),
-    ("numpy._core.numeric", "_frombuffer"),
-    ("numpy.core.numeric", "_frombuffer"),
-    ("_codecs", "encode"),
-}
+    ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"),
+    *((f"numpy.{core}.{module}", name) for core in ("core", "_core") for module, name in _CORE_GLOBALS),
+}  # fmt: skip
 """Globals (module, name) that a pickle of NumPy arrays refers to; any other global could execute arbitrary code."""
 
 
 def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return the tensors of a text embedding by name, without a batch dimension.
-
-    `names` are the names of the text encoder's outputs. A pickle has no names, so `names` must then have one element.
-
-    Raises:
-        DataError: the file is damaged, holds other objects than arrays, or lacks one of the names.
-    """
+    """Return the tensors of a text embedding by name, without a batch dimension. `names` are the names of the text
+    encoder's outputs; a pickle has no names, so `names` must then have one element. Raise DataError if the file is
+    damaged, holds other objects than arrays, or lacks one of the names."""
 
     def convert(error: Exception) -> Exception:
         # A damaged pickle may claim an array that exceeds the memory, so only errors of the disk are raised unchanged.
@@ -48,9 +38,8 @@ def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
     with convert_errors(convert):
         tensors = {names[0]: torch.from_numpy(_read_pickled_array(path))} if is_pickle else load_file(path)
     if missing_names := set(names) - tensors.keys():
-        raise DataError(
-            f"{path.name}: it has {', '.join(sorted(tensors))}, and the model needs {', '.join(sorted(missing_names))}"
-        )
+        known, missing = (", ".join(sorted(each)) for each in (tensors, missing_names))
+        raise DataError(f"{path.name}: it has {known}, and the model needs {missing}")
     return {name: tensors[name] for name in names}
 
 
@@ -64,8 +53,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def _read_pickled_array(path: Path) -> np.ndarray:
-    """Return the array of a pickle, which may be inside lists of one element; raise an error, and load nothing, if the
-    pickle is damaged or holds other objects."""
+    """Return the array of a pickle, in lists of one element or not; refuse a pickle that holds other objects."""
     with open(path, "rb") as file:
         value = _ArrayUnpickler(file).load()
     while isinstance(value, list) and len(value) == 1:

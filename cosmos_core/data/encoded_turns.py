@@ -17,11 +17,8 @@ _MAX_LITERAL_LENGTH = 1 << 20  # Python's parser needs about a hundred times the
 
 
 def decode_conversation(value: Any, location: str = "") -> Any:
-    """Decode a conversation that is stored as text; return any other value unchanged.
-
-    Raises:
-        DataError: a text that begins like turns cannot be decoded; without a `location` it is returned unchanged.
-    """
+    """Decode a conversation that is stored as text; return any other value unchanged. Raise DataError if a text that
+    begins like turns cannot be decoded; without a `location` such a text is returned unchanged."""
     if not isinstance(value, str) or not re.match(r"\s*\[\s*\{", value):
         return value
     turns = parse_json(value)
@@ -41,11 +38,8 @@ def are_turns(value: Any) -> bool:
 
 
 def decode_history(value: Any, location: str) -> list[dict[str, Any]]:
-    """Return the turns of Alpaca's column `history`: pairs of a question and its answer, or their JSON.
-
-    Raises:
-        DataError: the value has another form.
-    """
+    """Return the turns of Alpaca's column `history`, pairs of prompt and response or their JSON; else raise
+    DataError."""
     pairs = parse_json(value) if isinstance(value, str) and value.strip() else value or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise DataError(f"{location}: column 'history' holds {str(value)[:40]!r}; write [[prompt, response], ...]")
@@ -54,8 +48,7 @@ def decode_history(value: Any, location: str) -> list[dict[str, Any]]:
 
 
 def _parse_literal(text: str) -> Any:
-    """Return the value of a Python literal, which may lack the commas between dictionaries, as NumPy writes them; None
-    if the text is none."""
+    """Return the value of a Python literal, even without commas between dictionaries, as NumPy writes it, or None."""
     try:
         tokens = [token.string for token in tokenize.generate_tokens(StringIO(text.strip()).readline)]
         neighbours = pairwise([*filter(str.strip, tokens), ""])

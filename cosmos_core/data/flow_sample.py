@@ -64,16 +64,14 @@ class NoiseSampler:
         )  # fmt: skip
         dropout_probability = config.prompt_dropout if dropout is None else dropout
         text = self.null_text if torch.rand((), generator=generator).item() < dropout_probability else row.text
-        num_conditioning_frames = self._draw_conditioning_count(row, generator)
+        num_frames = self._draw_conditioning_count(row, generator)
         latents = row.mean
         if row.logvar is not None:
             std = torch.exp(0.5 * row.logvar)
             latents = row.mean + std * torch.randn(row.mean.shape, generator=generator, dtype=row.mean.dtype)
         noise = torch.randn(row.mean.shape, generator=generator, dtype=row.mean.dtype)
         weight = loss_weights(sigma_1, config.weighting_scheme).item()
-        return FlowSample(
-            latents, sigma_1.item(), text, noise, num_conditioning_frames=num_conditioning_frames, weight=weight
-        )
+        return FlowSample(latents, sigma_1.item(), text, noise, num_conditioning_frames=num_frames, weight=weight)
 
     def _draw_conditioning_count(self, row: MediaRow, generator: torch.Generator) -> int:
         """Return a random number of conditioning frames, at least one fewer than the row's latent frames."""

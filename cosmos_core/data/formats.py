@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
 from itertools import chain, count, islice, repeat
+from json.decoder import WHITESPACE  # type: ignore[attr-defined]  # typeshed leaves it out
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -35,7 +36,6 @@ from cosmos_core.transient import is_machine_error
 
 _BLOCK_CHARACTERS = 1 << 20  # characters that are read from a file at a time
 _ROWS_PER_BATCH = 1024
-_JSON_WHITESPACE = re.compile(r"[ \t\n\r]*")
 _JSON_DECODER = json.JSONDecoder(parse_constant=lambda name: None if name == "NaN" else float(name))
 """Decoder that reads NaN as null, because Python writes missing values of pandas as NaN."""
 _MEDIA_FEATURE = re.compile(r"\b(Audio|Image|Mesh|Nifti|Pdf|Video)\(")
@@ -105,24 +105,21 @@ def _parse_object(text: str, location: str) -> Row:
         # `json.loads` with arguments makes a decoder for each row; alone it names a byte order mark in its error.
         value = json.loads(text) if text.startswith("\ufeff") else _JSON_DECODER.decode(text)
     except json.JSONDecodeError as error:
+        problem = f"malformed JSON, {error.msg} at column {error.colno}"
         if re.fullmatch(r"\s*\{(.*[\[{,])?\s*", text) and error.pos >= len(text.rstrip()):
-            raise DataError(
-                f"{location}: the JSON object does not end on its line; write an array of objects, or an object on "
-                "each line (JSON Lines)"
-            ) from None
-        raise DataError(f"{location}: malformed JSON, {error.msg} at column {error.colno}") from None
+            remedy = "write an array of objects, or an object on each line (JSON Lines)"
+            problem = f"the JSON object does not end on its line; {remedy}"
+        raise DataError(f"{location}: {problem}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{location}: malformed JSON, {first_line(error)}") from None
     if not isinstance(value, dict):
-        raise DataError(
-            f'{location}: a line must be a JSON object such as {{"prompt": "..."}}, not {text.strip()[:40]!r}'
-        )
+        rule = 'a line must be a JSON object such as {"prompt": "..."}'
+        raise DataError(f"{location}: {rule}, not {text.strip()[:40]!r}")
     return value
 
 
 def _read_json(path: Path) -> Iterator[Located]:
-    """Yield the rows of a file with a JSON array of objects, alone or as in `{"data": [...]}`; read any other file as
-    JSON Lines."""
+    """Yield the rows of a JSON array of objects, alone or as in `{"data": [...]}`; read other files as JSON Lines."""
     with _open_text(path, "\n") as file:
         first_block = file.read(_BLOCK_CHARACTERS)
         if not first_block.lstrip().startswith("["):
@@ -154,8 +151,8 @@ def _iterate_json_array(file: TextIO, text: str) -> Iterator[Any]:
     separator, block_size = ",", _BLOCK_CHARACTERS
     while separator == ",":
         try:
-            element, end = _JSON_DECODER.raw_decode(text, _skip_whitespace(text, position))
-            end = _skip_whitespace(text, end)
+            element, end = _JSON_DECODER.raw_decode(text, WHITESPACE.match(text, position).end())
+            end = WHITESPACE.match(text, end).end()
             separator = text[end]
         except (ValueError, IndexError):
             next_block = file.read(block_size)
@@ -169,13 +166,6 @@ def _iterate_json_array(file: TextIO, text: str) -> Iterator[Any]:
         position, block_size = end + 1, _BLOCK_CHARACTERS
     if text[position:].strip() or file.read().strip():
         raise ValueError("text behind the array")
-
-
-def _skip_whitespace(text: str, position: int) -> int:
-    """Return the index after the JSON whitespace that starts at `position`."""
-    match = _JSON_WHITESPACE.match(text, position)
-    assert match
-    return match.end()
 
 
 def _check_array(path: Path) -> None:
@@ -216,8 +206,7 @@ def _read_csv(path: Path) -> Iterator[Located]:
 
 
 def _detect_separator(path: Path, header: str) -> str:
-    """Return the separator of a file: a tab for TSV, else the first of `_CSV_SEPARATORS` in the header outside
-    quotes."""
+    """Return the separator of a file: a tab for TSV, else the first of `_CSV_SEPARATORS` in the unquoted header."""
     if data_suffix(path.name).startswith(".tsv"):
         return "\t"
     unquoted_header = re.sub(r'"[^"]*"', "", header)
@@ -278,8 +267,7 @@ def dataset_part(dataset: Any, name: str) -> RowPart:
 
 
 def _read_undecoded_rows(dataset: Any) -> Iterator[Row]:
-    """Yield rows with media as stored (path and bytes), since decoding the media of every row would be wasteful, and
-    needs further packages for audio and videos."""
+    """Yield rows with media as stored (path and bytes): decoding is slow, and needs packages for audio and videos."""
     media_columns = [name for name, feature in dataset.features.items() if _MEDIA_FEATURE.search(str(feature))]
     if not media_columns:
         yield from dataset
@@ -305,8 +293,7 @@ def _number_rows(name: str, rows: Iterable[Row]) -> Iterator[Located]:
 
 
 def _remove_null_arguments(value: Any) -> Any:
-    """Return a row, turn or list without the null arguments that Arrow adds to tools and tool calls, which a model
-    would learn to write."""
+    """Return a value without the nulls that Arrow adds to tools and tool calls, which a model would learn to write."""
     if isinstance(value, dict):
         return {
             name: remove_nulls(element) if name in _TOOL_KEYS else _remove_null_arguments(element)
@@ -334,9 +321,5 @@ _READERS: dict[str, Callable[[Path], RowPart]] = {
 
 
 def open_part(path: Path) -> RowPart:
-    """Return the rows of a file whose name ends with one of `DATA_SUFFIXES`.
-
-    Raises:
-        DataError: the file is malformed.
-    """
+    """Return the rows of a file whose name ends with one of `DATA_SUFFIXES`; raise DataError if it is malformed."""
     return _READERS["." + data_suffix(path.name).split(".")[1]](path)

@@ -22,31 +22,25 @@ from cosmos_core.registry import suggestion
 
 
 def make_generated_part(generator: str, arguments: Mapping[str, Any], config_key: str) -> RowPart:
-    """Return the rows of a generator; `config_key` is the name of the data set's table in the TOML, for messages.
-
-    Raises:
-        DataError: the package is not installed, has no such generator, or refuses the arguments.
-    """
+    """Return the rows of a generator; `config_key` is the name of the data set's table in the TOML, for messages. Raise
+    DataError if the package is not installed, has no such generator, or refuses the arguments."""
+    name = GENERATED + generator
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise DataError(
-            f"{config_key}.name = {GENERATED + generator!r}: the package reasoning-gym cannot be imported "
-            f"({first_line(error)}); pip install 'cosmos-posttrain[reasoning-gym]'"
+            f"{config_key}.name = {name!r}: the package reasoning-gym cannot be imported ({first_line(error)}); pip "
+            "install 'cosmos-posttrain[reasoning-gym]'"
         ) from error
     if generator not in DATASETS:
-        raise DataError(
-            f"{config_key}.name = {GENERATED + generator!r}: reasoning-gym has no generator {generator!r}"
-            f"{suggestion(generator, list(DATASETS))}"
-        )
+        problem = f"reasoning-gym has no generator {generator!r}{suggestion(generator, list(DATASETS))}"
+        raise DataError(f"{config_key}.name = {name!r}: {problem}")
     generator_arguments = {"seed": 0, **arguments}
     error_prefix = f"{config_key}.arguments: {generator} refuses {dict(arguments)}"
     with convert_errors(lambda error: DataError(f"{error_prefix}: {first_line(error)}")):
         dataset = reasoning_gym.create_dataset(generator, **generator_arguments)
-    return RowPart(
-        f"{GENERATED}{generator}", len(dataset), partial(_iterate_rows, dataset, generator, generator_arguments)
-    )
+    return RowPart(name, len(dataset), partial(_iterate_rows, dataset, generator, generator_arguments))
 
 
 def _iterate_rows(dataset: Any, generator: str, arguments: Mapping[str, Any]) -> Iterator[Located]:

@@ -28,8 +28,6 @@ from cosmos_core.types import ImageRef
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-COLUMNS = ("images", "image")
-_VIDEO_COLUMNS = ("videos", "video")
 _SOURCE_KEYS = ("image", "image_url", "url", "path")
 _IMAGE_PART = {"type": "image"}
 _MAX_PATH_LENGTH = 4095  # maximum length of a path on Linux (PATH_MAX), in bytes
@@ -38,12 +36,9 @@ _DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EO
 
 
 def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Message], list[Any]]:
-    """Return the turns with a placeholder part for each image, and the sources of the images in the same order.
-
-    Raises:
-        DataError: the turns show more or fewer images than the row has, or the row has a video.
-    """
-    if any(_as_image_list(row.get(column)) for column in _VIDEO_COLUMNS):
+    """Return the turns with a placeholder part for each image, and the sources of the images in the same order; raise
+    DataError if the turns show more or fewer images than the row has, or the row has a video."""
+    if images_in_columns(row, ("videos", "video")):
         raise DataError(f"{location}: the row has a video, and this version reads images and text; leave such rows out")
     if column_images := images_in_columns(row):
         turns = [{**turn, "content": _split_at_image_marks(turn["content"])} for turn in turns]
@@ -67,20 +62,14 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
         )
     texts = [turn["content"] for turn in turns if isinstance(turn["content"], str)]
     if marked_text := next(filter(re.compile(r"\A\s*<image>|<image>\s*\Z").search, texts), None):
-        raise DataError(
-            f"{location}: the turn {marked_text[:40]!r} shows an image, and the row names none; give it a column "
-            "`image` or `images`"
-        )
+        problem = f"the turn {marked_text[:40]!r} shows an image, and the row names none"
+        raise DataError(f"{location}: {problem}; give it a column `image` or `images`")
     return placeholder_turns, sources
 
 
 def read_image(source: Any, root: Path, location: str, stored_root: Path | None = None) -> tuple[ImageRef, Image]:
     """Return the image of a source and its `ImageRef` for prepared rows; paths are relative to the folder `root`, those
-    of an `ImageRef` to `stored_root` (None: `root`).
-
-    Raises:
-        DataError: the file does not exist, or is not an image that can be decoded completely.
-    """
+    of an `ImageRef` to `stored_root` (None: `root`). Raise DataError if it cannot be decoded completely."""
     path, content = _locate_image(source, location)
     if content is not None:
         image_ref = ImageRef(None, content, hashlib.sha256(content).hexdigest())
@@ -97,11 +86,8 @@ def read_image(source: Any, root: Path, location: str, stored_root: Path | None 
 
 
 def open_image(image_ref: ImageRef) -> Image:
-    """Return the image to which an `ImageRef` of a prepared row refers, by its bytes or its absolute path.
-
-    Raises:
-        DataError: the file of the image is missing, or has changed since it was prepared.
-    """
+    """Return the image to which an `ImageRef` of a prepared row refers, by its bytes or its absolute path; raise
+    DataError if the file of the image is missing, or has changed since it was prepared."""
     if image_ref.content is not None:
         return _decode_image(image_ref.content, "the image of a prepared row")
     assert image_ref.path is not None
@@ -112,16 +98,13 @@ def open_image(image_ref: ImageRef) -> Image:
     return _decode_image(image_bytes, f"image {image_ref.path}")
 
 
-def images_in_columns(row: Row) -> list[Any]:
-    """Return the images in the first column of images that a row has a value in; empty if there is none."""
-    return next((images for column in COLUMNS if (images := _as_image_list(row.get(column)))), [])
-
-
-def _as_image_list(value: Any) -> list[Any]:
-    """Return the value of an image column as a list."""
-    if value is None or value == "":
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+def images_in_columns(row: Row, columns: tuple[str, ...] = ("images", "image")) -> list[Any]:
+    """Return the images in the first of `columns` that a row has a value in; empty if there is none."""
+    for value in map(row.get, columns):
+        images = list(value) if isinstance(value, (list, tuple)) else [value]
+        if images and value is not None and value != "":
+            return images
+    return []
 
 
 def _split_at_image_marks(content: Any) -> Any:
@@ -138,9 +121,8 @@ def _split_at_image_marks(content: Any) -> Any:
 def _insert_images(turns: list[Message], num_images: int, location: str) -> list[Message]:
     first_user_index = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
     if first_user_index is None:
-        raise DataError(
-            f"{location}: the row has {num_images} images and no user turn to show them; write <image> in one"
-        )
+        problem = f"the row has {num_images} images and no user turn to show them"
+        raise DataError(f"{location}: {problem}; write <image> in one")
     content = turns[first_user_index]["content"]
     text_parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     image_turn = {**turns[first_user_index], "content": [dict(_IMAGE_PART) for _ in range(num_images)] + text_parts}
@@ -148,8 +130,7 @@ def _insert_images(turns: list[Message], num_images: int, location: str) -> list
 
 
 def _take_image_source(part: dict[str, Any], unused_images: Iterator[Any]) -> Any:
-    """Return the image source that a part of a turn names, else the next image in `unused_images`; None if none is
-    left."""
+    """Return the image source that a part of a turn names, else the next unused image; None if none is left."""
     source_of_part = next((part[key] for key in _SOURCE_KEYS if part.get(key) is not None), None)
     return next(unused_images, None) if source_of_part is None else source_of_part
 
@@ -170,9 +151,8 @@ def _locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", source):
         raise DataError(f"{location}: image {source[:80]!r} is a URL, and rows are read from this machine; download it")
     if len(source) > _MAX_PATH_LENGTH or re.search("[\0-\x1f\ud800-\udfff]", source):
-        raise DataError(
-            f"{location}: image {source[:40]!r} is no path; base64 needs 'data:image/png;base64,' before it"
-        )
+        remedy = "base64 needs 'data:image/png;base64,' before it"
+        raise DataError(f"{location}: image {source[:40]!r} is no path; {remedy}")
     return source, None
 
 
@@ -193,9 +173,8 @@ def _read(file: Path, description: str) -> bytes:
         return file.read_bytes()
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
-        raise DataError(
-            f"{description}: {reason} ({file}); check the path, or set custom.dataset.media_path"
-        ) from error
+        remedy = "check the path, or set custom.dataset.media_path"
+        raise DataError(f"{description}: {reason} ({file}); {remedy}") from error
 
 
 def convert_to_rgb(image: Image) -> Image:

@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import accumulate, chain
@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from cosmos_core.data.bounds import limit_resources
 from cosmos_core.data.messages import Message, SkippedRow, texts_of
-from cosmos_core.data.rendering import Tools, check_tools, render, render_template
+from cosmos_core.data.rendering import TemplateOwner, Tools, check_tools, render, render_template
 from cosmos_core.data.spans import Span, prefix_spans, spans_by_placeholders, trimmed
 from cosmos_core.data.turn_weights import is_trained_turn
 from cosmos_core.errors import DataError
@@ -29,16 +29,11 @@ _TEMPLATE_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
 def find_learned_spans(
-    owner: PreTrainedTokenizerBase | ProcessorMixin,
-    turns: list[Message],
-    location: str,
-    tools: Tools = None,
-    end_ids: tuple[int, ...] = (),
+    owner: TemplateOwner, turns: list[Message], location: str, tools: Tools = None, end_ids: tuple[int, ...] = ()
 ) -> tuple[str, list[Span]]:
-    """Return the rendering of a conversation, and the spans of the assistant's turns that are learned.
-
-    If the template marks assistant text with {% generation %}, the marks decide. A span includes the token that ends
-    the turn: one of `end_ids`, at which generation stops, or the tokenizer's end token.
+    """Return the rendering of a conversation, and the spans of the assistant's turns that are learned. If the template
+    marks assistant text with {% generation %}, the marks decide. A span includes the token that ends the turn: one of
+    `end_ids`, at which generation stops, or the tokenizer's end token.
 
     Raises:
         DataError: the assistant's turns cannot be located in the rendering.
@@ -53,9 +48,8 @@ def find_learned_spans(
     special_tokens, end_token_texts = added_tokens(tokenizer), _decode_end_tokens(tokenizer, end_ids)
     render_messages = partial(render_template, owner, where=location, tools=tools)
     if not any(map(str.strip, chain.from_iterable(texts_of(turn) for turn in turns if is_trained_turn(turn)))):
-        bare_turns = [
-            {"role": turn["role"], "content": turn["content"]} if is_trained_turn(turn) else turn for turn in turns
-        ]
+        bare_keys = ("role", "content")
+        bare_turns = [{key: turn[key] for key in bare_keys} if is_trained_turn(turn) else turn for turn in turns]
         with suppress(TemplateError):  # the template needs the other keys
             if render_messages(bare_turns, False) == rendered_text:
                 raise SkippedRow(location, "without an assistant turn to learn")
@@ -63,12 +57,12 @@ def find_learned_spans(
         spans = _find_marked_spans(owner, tokenizer, turns, rendered_text, tools)
     has_generation_marks, assistant_turns = spans is not None, [turn for turn in turns if turn["role"] == "assistant"]
     if spans is None or not all(map(is_trained_turn, assistant_turns)):
-        has_many_turns = len(turns) > _MIN_PLACEHOLDER_TURNS
-        turn_spans = None if has_many_turns else prefix_spans(render_messages, turns, rendered_text)
-        if turn_spans is None:
-            turn_spans = spans_by_placeholders(render_messages, turns, rendered_text, special_tokens)
-        if turn_spans is None and has_many_turns:
-            turn_spans = prefix_spans(render_messages, turns, rendered_text)
+        methods: list[Callable[..., list[Span] | None]]
+        methods = [prefix_spans, partial(spans_by_placeholders, closing_tokens=special_tokens)]
+        if len(turns) > _MIN_PLACEHOLDER_TURNS:
+            methods.reverse()
+        all_spans = (find_spans(render_messages, turns, rendered_text) for find_spans in methods)
+        turn_spans = next((candidate for candidate in all_spans if candidate is not None), None)
         if turn_spans is None:
             raise _make_location_error(turns, location)
         trained_spans = [span for span, turn in zip(turn_spans, assistant_turns, strict=True) if is_trained_turn(turn)]
@@ -85,17 +79,11 @@ def find_learned_spans(
 def _select_trained_spans(
     trained_spans: list[Span], marked_spans: list[Span], turn_spans: list[Span], location: str
 ) -> list[Span]:
-    """Return the spans of `marked_spans` that overlap a turn with a loss (`trained_spans`); `turn_spans` has all
-    assistant turns."""
-    selected_spans = [
-        span for span in marked_spans if any(_is_overlapping(span, turn_span) for turn_span in trained_spans)
-    ]
-    if any(
-        _is_overlapping(span, turn_span)
-        for span in selected_spans
-        for turn_span in turn_spans
-        if turn_span not in trained_spans
-    ):
+    """Return the marked spans that overlap a turn with a loss; `trained_spans` are those of `turn_spans` with a
+    loss."""
+    selected_spans = [span for span in marked_spans if _is_overlapping(span, trained_spans)]
+    other_spans = [turn_span for turn_span in turn_spans if turn_span not in trained_spans]
+    if any(_is_overlapping(span, other_spans) for span in selected_spans):
         raise DataError(
             f"{location}: weight = 0 leaves out a turn, and the chat template marks it together with another; put "
             "{% generation %} around each turn, or leave out `weight`"
@@ -103,8 +91,8 @@ def _select_trained_spans(
     return selected_spans
 
 
-def _is_overlapping(span: Span, other_span: Span) -> bool:
-    return max(span[0], other_span[0]) < min(span[1], other_span[1])
+def _is_overlapping(span: Span, others: list[Span]) -> bool:
+    return any(max(span[0], other[0]) < min(span[1], other[1]) for other in others)
 
 
 def _extend_to_end_token(
@@ -116,13 +104,11 @@ def _extend_to_end_token(
     has_end = rendered_text[start:stop].endswith(tuple(end_token_texts))
     if has_end and not has_generation_marks:
         return span
-    # Whitespace between a mark and the end token has to be generated too.
-    end_start = (
-        len(rendered_text) - len(rendered_text[stop:].lstrip()) if not has_end and has_generation_marks else stop
-    )
-    return start, next(
-        (end_start + len(end) for end in end_token_texts if rendered_text.startswith(end, end_start)), stop
-    )
+    end_start = stop
+    if has_generation_marks and not has_end:  # whitespace between a mark and the end token has to be generated too
+        end_start = len(rendered_text) - len(rendered_text[stop:].lstrip())
+    following_ends = (end for end in end_token_texts if rendered_text.startswith(end, end_start))
+    return start, next((end_start + len(end) for end in following_ends), stop)
 
 
 @lru_cache(maxsize=4)
@@ -144,11 +130,7 @@ def _make_location_error(turns: list[Message], location: str) -> DataError:
 
 
 def _find_marked_spans(
-    owner: PreTrainedTokenizerBase | ProcessorMixin,
-    tokenizer: PreTrainedTokenizerBase,
-    turns: list[Message],
-    rendered_text: str,
-    tools: Tools,
+    owner: TemplateOwner, tokenizer: PreTrainedTokenizerBase, turns: list[Message], rendered_text: str, tools: Tools
 ) -> list[Span] | None:
     """Return the spans that the template marks with {% generation %}; None if the template has no such marks. Spans are
     positions of characters, because transformers' token mask is wrong after a character of several tokens. The marks
@@ -173,8 +155,7 @@ def _find_marked_spans(
 
 
 def _write_mark(tag: re.Match[str]) -> str:
-    """Return a {% generation %} or {% endgeneration %} tag that also writes a character, and then a tag with the same
-    whitespace control."""
+    """Return a tag that also writes a character, and then a tag with the same whitespace control."""
     return f"{tag[0]}{{{{ '{_SPAN_END if tag[1] else _SPAN_START}' }}}}{{% if 1 %}}{{% endif {tag[2]}%}}"
 
 

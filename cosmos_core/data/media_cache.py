@@ -68,8 +68,7 @@ class MediaCache:
     """Cache of the shards of one set of encoders; several processes may write to the cache concurrently."""
 
     def __init__(self, root: Path, encoders_digest: str) -> None:
-        """Open the cache; `encoders_digest` is the digest of all that determines the encoders' output besides the
-        content."""
+        """Open the cache; `encoders_digest` covers all but the content that determines the encoders' output."""
         self.folder = root / encoders_digest
         self._encoders_digest = encoders_digest
         self.folder.mkdir(parents=True, exist_ok=True)

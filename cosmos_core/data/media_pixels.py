@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import BytesIO
@@ -65,21 +64,16 @@ def bucket_sizes(size: Size, multiple: int) -> tuple[Size, ...]:
     sizes = []
     for ratio_index in range(-_NUM_BUCKET_STEPS, _NUM_BUCKET_STEPS + 1):
         ratio = 2.0 ** (ratio_index / _NUM_BUCKET_STEPS / 2)
-        height, width = (
-            max(multiple, round(side / multiple) * multiple) for side in (base_side * ratio, base_side / ratio)
-        )
+        sides = base_side * ratio, base_side / ratio
+        height, width = (max(multiple, round(side / multiple) * multiple) for side in sides)
         sizes.append((height, width))
     return tuple(dict.fromkeys(sizes))
 
 
 def pixels_of(content: Content, frame_config: FrameSettings, clip_position: float) -> np.ndarray:
     """Return an image (HWC) or a clip (FHWC) as uint8; `clip_position` in [0, 1] selects the clip if `sampling` is
-    random.
-
-    Raises:
-        DataError: the content cannot be decoded completely, or a video has too few frames.
-        OSError: a disk or network operation failed, so the content may be valid.
-    """
+    random. Raise DataError if the content cannot be decoded completely or a video has too few frames, and OSError if a
+    disk or network operation failed, so that the content may be valid."""
     with convert_errors(partial(_decoder_error, content), DataError):
         if content.is_video:
             if not frame_config.num_frames:
@@ -142,16 +136,16 @@ def _decode_clip(content: Content, frame_config: FrameSettings, clip_position: f
     """Return the frames of a clip; the video is decoded once, up to the last of these frames."""
     total = _count_frames(content)
     if total < frame_config.num_frames:
-        raise DataError(
-            f"it has {total} frames, and policy.diffusers.train_frames = {frame_config.num_frames} are needed"
-        )
+        needed = f"policy.diffusers.train_frames = {frame_config.num_frames}"
+        raise DataError(f"it has {total} frames, and {needed} are needed")
     indices = _select_frame_indices(total, frame_config, clip_position)
     frames: list[np.ndarray] = []
-    for index, frame in enumerate(_decode_frames(content)):
-        if index == indices[len(frames)]:
-            frames.append(_crop_to_size(frame.to_image().rotate(frame.rotation, expand=True), frame_config))
-        if len(frames) == len(indices):
-            return np.stack(frames)
+    with _open_container(content) as container:
+        for index, frame in enumerate(container.decode(container.streams.video[0])):
+            if index == indices[len(frames)]:
+                frames.append(_crop_to_size(frame.to_image().rotate(frame.rotation, expand=True), frame_config))
+            if len(frames) == len(indices):
+                return np.stack(frames)
     raise DataError(f"its frame {indices[len(frames)]} of {total} cannot be decoded")
 
 
@@ -161,15 +155,13 @@ def _select_frame_indices(num_video_frames: int, frame_config: FrameSettings, cl
     if frame_config.sampling == "uniform":
         return np.linspace(0, num_video_frames - 1, num_frames).round().astype(int).tolist()
     max_start = num_video_frames - num_frames
-    start = {"first": 0, "middle": max_start // 2}.get(
-        frame_config.sampling, min(max_start, int(clip_position * (max_start + 1)))
-    )
+    random_start = min(max_start, int(clip_position * (max_start + 1)))
+    start = {"first": 0, "middle": max_start // 2}.get(frame_config.sampling, random_start)
     return list(range(start, start + num_frames))
 
 
 def _count_frames(content: Content) -> int:
-    """Return the number of frames of a video; raise DataError if it has no video stream, or ends before the length in
-    its header."""
+    """Return the number of frames of a video; raise DataError if it has no video stream, or is cut off."""
     with _open_container(content) as container:
         if not container.streams.video:
             raise DataError("it cannot be decoded: it has no video stream, or is cut off before it")
@@ -210,11 +202,6 @@ def frame_rate(content: Content) -> float:
     with _open_container(content) as container:
         rate = container.streams.video[0].average_rate
         return round(float(rate), 2) if rate else 0.0
-
-
-def _decode_frames(content: Content) -> Iterator[Any]:
-    with _open_container(content) as container:
-        yield from container.decode(container.streams.video[0])
 
 
 def _open_container(content: Content) -> Any:

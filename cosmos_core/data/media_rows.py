@@ -20,8 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cosmos_core.data.kinds.registry import row_kind
-from cosmos_core.data.lazy import IndexedSequence
-from cosmos_core.data.prepared import open_table
+from cosmos_core.data.prepared import IndexedSequence, open_table
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.types import Prompt
 
@@ -71,15 +70,11 @@ class _MediaTable(IndexedSequence[RowT]):
         return self._table[name][index].as_py()
 
     def _read_tensors(self, tensor_location: dict[str, str]) -> dict[str, Tensor]:
-        """Return the tensors of one entry of a shard, by tensor name; `tensor_location` names the shard and the
-        entry."""
-        path = self._folder / TENSORS / f"{tensor_location['shard']}.safetensors"
+        """Return the tensors of one entry of a shard, by name; `tensor_location` has the names of shard and entry."""
+        path, entry = self._folder / TENSORS / f"{tensor_location['shard']}.safetensors", tensor_location["entry"]
         try:
             shard_file, tensor_names = _open_shard(path)
-            return {
-                name: shard_file.get_tensor(f"{tensor_location['entry']}.{name}")
-                for name in tensor_names[tensor_location["entry"]]
-            }
+            return {name: shard_file.get_tensor(f"{entry}.{name}") for name in tensor_names[entry]}
         except (OSError, KeyError, SafetensorError) as error:
             raise DataError(
                 f"{path} is missing or damaged ({first_line(error)}); delete its folder and run the prepare stage again"
@@ -117,10 +112,8 @@ class MediaPrompts(_MediaTable[Prompt]):
     """Prompts to sample images or clips from, by row, with their text embeddings."""
 
     def __init__(self, table: pa.Table, folder: Path, reference_key: str = "", clips: MediaRows | None = None) -> None:
-        """Wrap a table of prompts.
-
-        `reference_key` is the metadata key of the reference that rewards compare with; empty: see `find_reference`.
-        `clips` are the clips of the same rows, for rollouts that are conditioned on first frames."""
+        """Wrap a table of prompts; for `reference_key` see `find_reference`. `clips` are the clips of the same rows,
+        for rollouts that are conditioned on first frames."""
         super().__init__(table, folder)
         self._reference_key, self._clips = reference_key, clips
 
@@ -134,8 +127,7 @@ class MediaPrompts(_MediaTable[Prompt]):
 
 
 def find_reference(metadata: Mapping[str, Any], reference_key: str) -> str:
-    """Return the reference that rewards compare with, from the metadata key `reference_key`; if empty, from a usual
-    key."""
+    """Return the reference for rewards: the metadata of `reference_key`, or of a usual key if it is empty."""
     reference_keys = (reference_key,) if reference_key else _REFERENCE_KEYS
     return next((str(metadata[name]) for name in reference_keys if metadata.get(name) is not None), "")
 

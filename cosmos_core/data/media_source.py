@@ -57,21 +57,13 @@ class Content:
     content_bytes: bytes = field(default=b"", repr=False)
 
     def digest(self) -> str:
-        """Return the SHA-256 digest of the content.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Return the SHA-256 digest of the content; raise OSError if the file cannot be read."""
         if self.path is not None and self.size is None:
             return sha256(self.path)
         return hashlib.sha256(self.read()).hexdigest()
 
     def read(self) -> bytes:
-        """Return the bytes of the content.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Return the bytes of the content; raise OSError if the file cannot be read."""
         if self.path is None:
             return self.content_bytes
         with open(self.path, "rb") as file:
@@ -97,17 +89,17 @@ class MediaItem:
     """Reason why the row or, if it has a prompt, its media cannot be used, in one line; empty if all is usable."""
 
 
+def _unusable_item(location: str, problem: str) -> MediaItem:
+    return MediaItem(location, "", problem=f"{location}: {problem}")
+
+
 MediaItems = Callable[[], Iterator[MediaItem]]
 """Function that iterates over a data set from its beginning."""
 
 
 def open_items(dataset: DatasetConfig, key: str) -> MediaItems:
-    """Return a function that iterates over the items of all splits of a data set, in order; `key` is the name of the
-    data set's table in the TOML, for messages.
-
-    Raises:
-        DataError: the data set is missing, or its format is not supported.
-    """
+    """Return a function that iterates over the items of all splits of a data set, in order; `key` names the data set's
+    table in messages. Raise DataError if the data set is missing, or its format is not supported."""
     name = dataset.local_dir or dataset.name
     if not name.strip():
         raise DataError(f"{key}.local_dir and {key}.name are empty; give a folder of prompts and media, or prompts")
@@ -194,7 +186,7 @@ def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
     for file in files:
         is_other = file.suffix.lower() not in _PAIR_SUFFIXES
         if file.suffix.lower() in _UNSUPPORTED_SUFFIXES or (file.stem in lonely_stems and is_other and file.is_file()):
-            yield MediaItem(file.name, "", problem=f"{file.name}: {file.suffix} is not read; convert it to png or mp4")
+            yield _unusable_item(file.name, f"{file.suffix} is not read; convert it to png or mp4")
     tables = [file for file in files if data_suffix(file.name) and file.suffix.lower() != ".json"]
     tables += [folder.parent / name for name in _METADATA_FILES if (folder.parent / name).is_file()]
     remedy = f"; if its prompt is in {tables[0]}, give that file in place of the folder" if tables else ""
@@ -203,7 +195,7 @@ def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
         try:
             json_value = json.loads(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
-            yield MediaItem(file.name, "", problem=f"{file.name}: malformed JSON, {reason_of(error)}")
+            yield _unusable_item(file.name, f"malformed JSON, {reason_of(error)}")
             continue
         if isinstance(json_value, dict) and not _has_prompt(json_value) and file.stem in media_by_stem:
             json_value |= {"prompt": caption} if (caption := _read_caption(caption_file_by_stem.get(file.stem))) else {}
@@ -212,15 +204,12 @@ def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
     for stem in sorted(media_by_stem.keys() - {file.stem for file in json_files}):
         caption, embedding = _read_caption(caption_file_by_stem.get(stem)), embedding_by_stem.get(stem)
         for path in media_by_stem[stem]:
-            name = path.name
             if caption is None:
-                problem = f"{name}: there is no {stem}.txt, .caption or .json with its prompt{remedy}"
-                yield MediaItem(name, "", problem=problem)
+                yield _unusable_item(path.name, f"there is no {stem}.txt, .caption or .json with its prompt{remedy}")
             elif not caption and embedding is None:
-                problem = f"{name}: its caption file is empty or not UTF-8; write its prompt there"
-                yield MediaItem(name, "", problem=problem)
+                yield _unusable_item(path.name, "its caption file is empty or not UTF-8; write its prompt there")
             else:
-                yield _item_from_json({"prompt": caption}, name, _make_content(path), embedding)
+                yield _item_from_json({"prompt": caption}, path.name, _make_content(path), embedding)
 
 
 def _read_caption(file: Path | None) -> str | None:
@@ -251,17 +240,17 @@ def _read_metas_folder(folder: Path) -> Iterator[MediaItem]:
         try:
             prompt = file.read_text(encoding="utf-8-sig").strip()
         except (OSError, ValueError) as error:
-            yield MediaItem(location, "", problem=f"{location}: {reason_of(error)}")
+            yield _unusable_item(location, reason_of(error))
             continue
         embedding = embedding_by_stem.get(file.stem)
         if not prompt and embedding is None:
-            yield MediaItem(location, "", problem=f"{location}: it is empty; write its prompt there")
+            yield _unusable_item(location, "it is empty; write its prompt there")
             continue
         for path in media_by_stem.get(file.stem, [None]):  # one text may describe several media files
             yield _item_from_json({"prompt": prompt}, location, _make_content(path), embedding)
     for stem in sorted(media_by_stem.keys() - {file.stem for file in text_files}):
         location = "/".join(media_by_stem[stem][0].parts[-2:])
-        yield MediaItem(location, "", problem=f"{location}: there is no metas/{stem}.txt with its prompt")
+        yield _unusable_item(location, f"there is no metas/{stem}.txt with its prompt")
 
 
 def _list_files(folder: Path, folder_names: Iterable[str], suffixes: Sequence[str]) -> list[Path]:
@@ -285,7 +274,7 @@ def _items_from_tar(path: Path) -> Iterator[MediaItem]:
     """Yield the items of a webdataset shard: consecutive members whose names agree up to the first dot. A damaged file
     raises DataError, because the number of rows after the damage, which `max_skipped_fraction` limits, is unknown."""
     members_by_suffix: dict[str, tarfile.TarInfo] = {}
-    name = ""
+    name = "", ""
     try:
         with tarfile.open(path, "r:") as archive:
             for member in filter(tarfile.TarInfo.isfile, archive):
@@ -293,10 +282,10 @@ def _items_from_tar(path: Path) -> Iterator[MediaItem]:
                 if base_name.startswith("."):  # macOS adds a ._NAME file for each file
                     continue
                 stem, _, suffix = base_name.partition(".")
-                if members_by_suffix and f"{folder}/{stem}" != name:
+                if members_by_suffix and (folder, stem) != name:
                     yield _item_from_members(path, members_by_suffix)
                     members_by_suffix = {}
-                name = f"{folder}/{stem}"
+                name = folder, stem
                 members_by_suffix[suffix.lower()] = member
             if members_by_suffix:
                 yield _item_from_members(path, members_by_suffix)
@@ -332,7 +321,7 @@ def _item_from_members(path: Path, members_by_suffix: dict[str, tarfile.TarInfo]
         if caption_suffix is not None and isinstance(json_value, dict) and not _has_prompt(json_value):
             json_value["prompt"] = contents[caption_suffix].read().decode("utf-8-sig").strip()
     except (ValueError, RecursionError) as error:
-        return MediaItem(location, "", problem=f"{location}: {first_line(error)}")
+        return _unusable_item(location, first_line(error))
     return _item_from_json(json_value, location, content, None)
 
 
@@ -349,9 +338,9 @@ def _read_prompt_lines(files: Iterable[Path], dataset_path: Path) -> Iterator[Me
                     line.encode()
                     json_value = {**metadata_of(line, dataset_path), "prompt": line} if is_text else json.loads(line)
                 except UnicodeEncodeError:
-                    yield MediaItem(location, "", problem=f"{location}: it is not UTF-8; save the file as UTF-8")
+                    yield _unusable_item(location, "it is not UTF-8; save the file as UTF-8")
                 except (ValueError, RecursionError) as error:
-                    yield MediaItem(location, "", problem=f"{location}: malformed JSON, {first_line(error)}")
+                    yield _unusable_item(location, f"malformed JSON, {first_line(error)}")
                 else:
                     yield _item_from_json(json_value, location, None, None)
 
@@ -368,32 +357,32 @@ def _item_of_row(located_row: Located, folder: Path) -> MediaItem:
     row_fields = {name: field_value for name, field_value in row.items() if name not in _MEDIA_KEYS}
     if isinstance(media_value, dict):
         media_value = media_value["bytes"] if media_value.get("bytes") is not None else media_value.get("path")
+    content: Content | None = None
+    problem = ""
     if isinstance(media_value, bytes):
-        return _item_from_json(row_fields, location, Content(is_video, content_bytes=media_value), None)
-    if isinstance(media_value, str) and "://" in media_value:
-        problem = f"{location}: {media_value[:80]!r} is a URL, which is not read; download it"
-    elif isinstance(media_value, str):
-        return _item_from_json(row_fields, location, Content(is_video, folder / os.path.expanduser(media_value)), None)
-    else:
+        content = Content(is_video, content_bytes=media_value)
+    elif not isinstance(media_value, str):
         problem = f"{location}: column {key!r} holds neither a path nor the bytes of a file"
-    return replace(_item_from_json(row_fields, location, None, None), problem=problem)
+    elif "://" in media_value:
+        problem = f"{location}: {media_value[:80]!r} is a URL, which is not read; download it"
+    else:
+        content = Content(is_video, folder / os.path.expanduser(media_value))
+    item = _item_from_json(row_fields, location, content, None)
+    return replace(item, problem=problem or item.problem)
 
 
 def _item_from_json(json_object: Any, location: str, content: Content | None, embedding: Path | None) -> MediaItem:
     """Return the item that a JSON object describes, with its media and embedding."""
     if not isinstance(json_object, dict):
-        problem = f'{location}: it must be a JSON object such as {{"prompt": "..."}}; name a file of rows itself'
-        return MediaItem(location, "", problem=problem)
-    if (key := _find_prompt_key(json_object)) is None:
-        return MediaItem(location, "", problem=f"{location}: it has no text {', '.join(PROMPT_KEYS)}")
+        problem = 'it must be a JSON object such as {"prompt": "..."}; name a file of rows itself'
+        return _unusable_item(location, problem)
+    # The first non-empty text is the prompt, else the first empty text.
+    text_keys = [name for name in PROMPT_KEYS if isinstance(json_object.get(name), str)]
+    if not text_keys:
+        return _unusable_item(location, f"it has no text {', '.join(PROMPT_KEYS)}")
+    key = next((name for name in text_keys if json_object[name].strip()), text_keys[0])
     metadata = {name: field_value for name, field_value in json_object.items() if name != key}
     return MediaItem(location, json_object[key].strip(), metadata, content, embedding)
-
-
-def _find_prompt_key(json_object: dict[str, Any]) -> str | None:
-    """Return the key of the first non-empty prompt text, else of the first empty text; None if no key holds text."""
-    text_keys = [name for name in PROMPT_KEYS if isinstance(json_object.get(name), str)]
-    return next((name for name in text_keys if json_object[name].strip()), text_keys[0] if text_keys else None)
 
 
 def _has_prompt(json_object: dict[str, Any]) -> bool:

@@ -67,11 +67,7 @@ class Split(NamedTuple):
     config: DatasetConfig
 
     def rows_with_items(self) -> Iterator[tuple[Row, MediaItem]]:
-        """Read the data set again, and yield the rows of this split with their items.
-
-        Raises:
-            DataError: the data set changed after its keys were computed.
-        """
+        """Read the data set again, and yield the rows of this split with their items; raise DataError if it changed."""
         items = self.items()
         for row in self.rows:
             item = next(items, None)
@@ -88,35 +84,24 @@ class Split(NamedTuple):
 
 
 def frame_settings(recipe: Recipe, dataset: DatasetConfig, source: Source) -> FrameSettings:
-    """Return the settings for decoding the media of a data set to pixels.
-
-    Raises:
-        ConfigError: the model does not support the number of frames.
-    """
+    """Return the settings for decoding media to pixels; raise ConfigError if the model cannot have as many frames."""
     diffusers_config = recipe.policy.diffusers
     num_frames = diffusers_config.train_frames if source.is_video else 0
     if source.is_video and (num_frames - 1) % source.frame_multiple:
         raise ConfigError(
             f"policy.diffusers.train_frames = {num_frames} must be 1 more than a multiple of {source.frame_multiple}"
         )
-    return FrameSettings(
-        diffusers_config.inference_size,
-        num_frames,
-        source.multiple,
-        dataset.aspect_ratio_buckets,
-        dataset.frame_sampling,
-    )
+    size, has_buckets = diffusers_config.inference_size, dataset.aspect_ratio_buckets
+    return FrameSettings(size, num_frames, source.multiple, has_buckets, dataset.frame_sampling)
 
 
 def read_splits(stage: Stage, source: Source) -> dict[str, Split]:
     """Return the training split, and the held-out split if there is one; nothing is encoded."""
     splits, max_rows = _read_source_splits(stage, source), stage.recipe.validation.max_rows
     if VALIDATION in splits and max_rows is not None:
-        held_out_split, row_quota = splits[VALIDATION], iter(range(max_rows))
-        limited_rows = [
-            row if row is not None and next(row_quota, None) is not None else None for row in held_out_split.rows
-        ]
-        splits[VALIDATION] = held_out_split._replace(rows=limited_rows)
+        rows, quota = splits[VALIDATION].rows, iter(range(max_rows))
+        limited_rows = [row if row and next(quota, None) is not None else None for row in rows]
+        splits[VALIDATION] = splits[VALIDATION]._replace(rows=limited_rows)
     return splits
 
 
@@ -131,17 +116,14 @@ def _read_source_splits(stage: Stage, source: Source) -> dict[str, Split]:
     elif stage.data is not None and ((stage.data / VALIDATION).is_dir() or any(stage.data.glob(f"{VALIDATION}.*"))):
         held_out_config = dataset_config.derive(split=(VALIDATION,))
     if held_out_config is not None:
-        held_out_split = _read_and_digest(stage, source, held_out_config, config_key, needs_media=False)
-        return {TRAIN: train, VALIDATION: held_out_split}
-    test_size = policy.dataset.test_size
-    if test_size is None:
+        held_out = _read_and_digest(stage, source, held_out_config, config_key, needs_media=False)
+        return {TRAIN: train, VALIDATION: held_out}
+    if policy.dataset.test_size is None:
         return {TRAIN: train}
-    is_held_out = held_out_mask(len(train.rows), test_size, stage.seed)
-    held_out_split = train._replace(
-        rows=[row if is_held_out[i] else None for i, row in enumerate(train.rows)], skipped=[]
-    )
+    is_held_out = held_out_mask(len(train.rows), policy.dataset.test_size, stage.seed)
+    held_out = train._replace(rows=[row if is_held_out[i] else None for i, row in enumerate(train.rows)], skipped=[])
     train = train._replace(rows=[None if is_held_out[i] else row for i, row in enumerate(train.rows)])
-    return {TRAIN: train, VALIDATION: held_out_split}
+    return {TRAIN: train, VALIDATION: held_out}
 
 
 def _read_and_digest(stage: Stage, source: Source, config: DatasetConfig, key: str, *, needs_media: bool) -> Split:
@@ -206,9 +188,8 @@ def map_in_threads(stage: Stage, function: Callable[[T], R], items: Iterable[T])
     item_iterator = iter(items)
     num_threads = stage.recipe.train.train_policy.dataloader_num_workers or _NUM_DECODER_THREADS
     with ThreadPoolExecutor(num_threads) as pool:
-        pending_futures: deque[Future[R]] = deque(
-            pool.submit(function, item) for item in islice(item_iterator, 2 * num_threads)
-        )
+        first_items = islice(item_iterator, 2 * num_threads)
+        pending_futures: deque[Future[R]] = deque(pool.submit(function, item) for item in first_items)
         while pending_futures:
             yield pending_futures.popleft().result()
             pending_futures.extend(pool.submit(function, item) for item in islice(item_iterator, 1))

@@ -61,14 +61,10 @@ class ReadRow(Row):
 
     def __init__(self, row: Row, column_names: Mapping[str, str], location: str) -> None:
         """Wrap a row; `column_names` maps `prompt`, `response`, `chosen` and `rejected` to the names of its columns.
-
-        Raises:
-            DataError: the row lacks one of these columns.
-        """
+        Raise DataError if the row lacks one of these columns."""
         if missing_columns := [name for name in column_names.values() if row.get(name) is None]:
-            raise DataError(
-                f"{location}: no column {missing_columns[0]!r}, which the recipe names; the row has {columns_of(row)}"
-            )
+            problem = f"no column {missing_columns[0]!r}, which the recipe names"
+            raise DataError(f"{location}: {problem}; the row has {columns_of(row)}")
         hidden_columns = _KNOWN_COLUMNS if "prompt" in column_names else column_names.keys()
         super().__init__({name: value for name, value in row.items() if name not in hidden_columns})
         self.update({standard_name: row[name] for standard_name, name in column_names.items()})
@@ -117,12 +113,9 @@ def read_conversation(
     """Return the conversation of a row as turns, or as a string if it is plain text. Assistant turns in the prompt of a
     pair of columns are not learned.
 
-    Args:
-        row: one row of a data set.
-        location: location of the row, for messages.
-        column: the column to try first; a row without this column may have another of the known columns.
-        system_prompt: inserted at the beginning if the row has no system turn.
-        with_images: allow content that is a list of `text` and `image` parts or contains <image> (`images.py`).
+    `column` is the column to try first; a row without it may have another of the known columns. `system_prompt` is
+    inserted at the beginning if the row has no system turn. `with_images` allows content that is a list of `text` and
+    `image` parts or contains <image> (`images.py`).
 
     Raises:
         DataError: the row has no known column, an unknown role, or content that is not text.
@@ -205,11 +198,7 @@ def read_held_out(
     row: Row, location: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> tuple[list[Message], str]:
     """Return the prompt and reference answer of a held-out row for supervised learning, from its last assistant turn.
-
-    Raises:
-        DataError: the row is plain text, or not a conversation.
-        SkippedRow: the row has no user turn.
-    """
+    Raise DataError if the row is plain text or no conversation, and SkippedRow if it has no user turn."""
     conversation = read_conversation(row, location, column, system_prompt, with_images=with_images)
     if isinstance(conversation, str):
         raise DataError(
@@ -273,12 +262,8 @@ def _read_text(row: Row, column: str) -> str:
 
 
 def read_turns(value: Any, column: str, location: str, with_images: bool = False) -> list[Message]:
-    """Convert a list of turns to the key names and forms that chat templates read.
-
-    Raises:
-        DataError: the value is not a list of turns; the message names the turn.
-        SkippedRow: the list is empty.
-    """
+    """Convert a list of turns to the key names and forms that chat templates read. Raise DataError, which names the
+    turn, if the value is not a list of turns, and SkippedRow if the list is empty."""
     if not isinstance(value, list):
         raise DataError(f"{location}: column {column!r} holds {str(value)[:40]!r}; a conversation is a list of turns")
     if not value:
@@ -306,11 +291,8 @@ def _turn(turn: Any, location: str, with_images: bool) -> Message:
 
 
 def read_content(content: Any, location: str, with_images: bool = False) -> Any:
-    """Return the text of a turn, or its parts if it shows images.
-
-    Raises:
-        DataError: the content is neither text nor parts of text and images, or shows media that are not supported.
-    """
+    """Return the text of a turn, or its parts if it shows images; raise DataError if the content is neither text nor
+    parts of text and images, or shows media that are not supported."""
     check_parts(content, location)
     if isinstance(content, list) and all(map(_is_text_part, content)):
         return "".join(part["text"] for part in content)

@@ -7,14 +7,14 @@ spaces are words.
 
 import re
 import unicodedata
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import blake2b
 
 import numpy as np
 
 _UNSPACED_SCRIPTS = "\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD_REGEX = re.compile(rf"[{_UNSPACED_SCRIPTS}]|[^\W{_UNSPACED_SCRIPTS}]+|[+*/=<>^%]|-(?=\s?[\d(])")
-_MAX_CACHED_WORDS = 1 << 20  # maximum number of words whose hashes are cached, about 200 MB
+_MAX_CACHED_WORDS = 1 << 20  # maximum number of words whose hashes are cached, about 300 MB
 _NUM_PERMUTATIONS = 128
 _TARGET_RECALL = 0.99
 _HASH_MULTIPLIER = 0x9E3779B97F4A7C15
@@ -35,22 +35,15 @@ def remove_signs(words: list[str]) -> list[str]:
     return [word for word in words if word[0].isalnum()]
 
 
-class _WordHashes(dict[str, int]):
-    """Cache of 64-bit hashes of words, the same in each process."""
-
-    def __missing__(self, word: str) -> int:
-        if len(self) >= _MAX_CACHED_WORDS:
-            self.clear()
-        self[word] = word_hash = int.from_bytes(blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest())
-        return word_hash
-
-
-_word_hashes = _WordHashes()
+@lru_cache(maxsize=_MAX_CACHED_WORDS)
+def _hash_word(word: str) -> int:
+    """Return a 64-bit hash of a word, the same in each process."""
+    return int.from_bytes(blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
 def hashes_of(words: list[str]) -> np.ndarray:
     """Return a hash of each word, uint64."""
-    return np.fromiter(map(_word_hashes.__getitem__, words), dtype=np.uint64, count=len(words))
+    return np.fromiter(map(_hash_word, words), dtype=np.uint64, count=len(words))
 
 
 def ngrams(hashes: np.ndarray, n: int) -> np.ndarray:
@@ -74,10 +67,10 @@ class MinHashBands:
     def __init__(self, threshold: float) -> None:
         from datasketch import MinHash  # imported here, since the package is optional
 
-        band_sizes = range(_NUM_PERMUTATIONS, 0, -1)
-        self._band_size = next(
-            n for n in band_sizes if 1 - (1 - threshold**n) ** (_NUM_PERMUTATIONS // n) >= _TARGET_RECALL or n == 1
-        )
+        size = _NUM_PERMUTATIONS
+        while size > 1 and 1 - (1 - threshold**size) ** (_NUM_PERMUTATIONS // size) < _TARGET_RECALL:
+            size -= 1
+        self._band_size = size
         self.count = _NUM_PERMUTATIONS // self._band_size
         """Number of keys that each set of n-grams has."""
         self._empty_minhash = MinHash(num_perm=_NUM_PERMUTATIONS, hashfunc=int)

@@ -25,10 +25,8 @@ _WORD_MODULUS = 2**64
 def shuffled(num_rows: int, *seeds: int) -> np.ndarray:
     """Return a permutation of `range(num_rows)`, int64, that depends only on the seeds and not on the NumPy version."""
     # Do not use Generator.permutation: only the raw random numbers are the same in all versions of NumPy.
-    random_values = np.random.PCG64(np.random.SeedSequence([seed % _WORD_MODULUS for seed in seeds])).random_raw(
-        num_rows
-    )
-    return np.argsort(random_values, kind="stable").astype(np.int64)
+    generator = np.random.PCG64(np.random.SeedSequence([seed % _WORD_MODULUS for seed in seeds]))
+    return np.argsort(generator.random_raw(num_rows), kind="stable").astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -54,29 +52,22 @@ class Mixture:
         rows, relative_positions, row_offset = [], [], 0
         counts = divide_by_weights(sum(self.sizes), self.weights)
         for i, (size, rows_per_epoch) in enumerate(zip(self.sizes, counts, strict=True)):
-            pass_indices, positions = np.divmod(
-                np.arange(rows_per_epoch, dtype=np.int64) + epoch * rows_per_epoch, size
-            )
-            order_by_pass = {
-                n: shuffled(size, seed, n, i) if shuffle else np.arange(size) for n in np.unique(pass_indices).tolist()
-            }
-            rows += [
-                row_offset + order_by_pass[n][position]
-                for n, position in zip(pass_indices.tolist(), positions, strict=True)
-            ]
-            relative_positions.append((np.arange(rows_per_epoch) + 0.5) / max(1, rows_per_epoch))
+            numbers = np.arange(rows_per_epoch, dtype=np.int64)
+            pass_indices, positions = np.divmod(numbers + epoch * rows_per_epoch, size)
+            for n in np.unique(pass_indices).tolist():
+                pass_order = shuffled(size, seed, n, i) if shuffle else np.arange(size)
+                rows.append(row_offset + pass_order[positions[pass_indices == n]])
+            relative_positions.append((numbers + 0.5) / max(1, rows_per_epoch))
             row_offset += size
-        return np.array(rows, dtype=np.int64)[np.argsort(np.concatenate(relative_positions), kind="stable")]
+        return np.concatenate(rows)[np.argsort(np.concatenate(relative_positions), kind="stable")]
 
 
 def divide_by_weights(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide `total` in proportion to weights: each part is rounded down or up, and the largest remainders are rounded
-    up."""
+    """Divide `total` in proportion to weights; the parts with the largest remainders are rounded up."""
     exact_shares = [total * weight / sum(weights) for weight in weights]
     rounded_shares = [int(share) for share in exact_shares]
-    for i in sorted(range(len(exact_shares)), key=lambda i: (rounded_shares[i] - exact_shares[i], i))[
-        : total - sum(rounded_shares)
-    ]:
+    by_remainder = sorted(range(len(exact_shares)), key=lambda i: (rounded_shares[i] - exact_shares[i], i))
+    for i in by_remainder[: total - sum(rounded_shares)]:
         rounded_shares[i] += 1
     return rounded_shares
 
@@ -88,8 +79,8 @@ def rows_of(rows: Any) -> int | Mixture:
 
 @lru_cache(maxsize=4)  # a step may span two epochs, each with orders of prompts and of supervised rows
 def epoch_order(seed: int, epoch: int, rows: int | Mixture, shuffle: bool) -> np.ndarray:
-    """Return the row numbers of one epoch in training order: int64, read-only, each of `range(rows)` once; see
-    `Mixture.epoch_order` for a mixture."""
+    """Return the row numbers of one epoch in training order, int64, read-only; for a mixture see
+    `Mixture.epoch_order`."""
     if isinstance(rows, Mixture):
         order = rows.epoch_order(seed, epoch, shuffle)
     else:
@@ -99,13 +90,8 @@ def epoch_order(seed: int, epoch: int, rows: int | Mixture, shuffle: bool) -> np
 
 
 def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) -> int:
-    """Return the number of optimizer steps in one pass over the rows.
-
-    With `drop_last` the rows that do not fill a batch are left out of the epoch.
-
-    Raises:
-        DataError: the rows do not fill one batch.
-    """
+    """Return the number of optimizer steps in one pass over the rows; with `drop_last` the rows that do not fill a
+    batch are left out of the epoch. Raise DataError if the rows do not fill one batch."""
     if num_rows < (batch_size if drop_last else 1):
         raise DataError(
             f"the data set has {num_rows} rows, fewer than one batch of {batch_size}; "
@@ -116,22 +102,18 @@ def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) ->
 
 def left_over_notice(train: TrainConfig, size: int, num_rows: int) -> str:
     """Return a notice about rows at the end of an epoch that do not fill a batch of `size`; empty if none is left out.
-
-    Raises:
-        DataError: the rows do not fill one step.
-    """
+    Raise DataError if the rows do not fill one step."""
     if train.train_policy.has_token_based_batches or size < 1:
         return ""
     batches_per_epoch(size, num_rows, train.train_policy.drops_last_rows)
-    num_left_over = num_rows % size if train.train_policy.drops_last_rows else 0
+    policy = train.train_policy
+    num_left_over = num_rows % size if policy.drops_last_rows else 0
     if not num_left_over or (train.max_num_steps or math.inf) * size <= num_rows - num_left_over:
         return ""
-    repetition_note = (
-        "others in each epoch" if train.train_policy.dataloader_shuffle and train.epoch > 1 else "the same ones"
-    )
-    remedy = "lower train.train_batch_per_replica" if train.train_policy.has_rollouts else (
-        "train.train_policy.dataloader_drop_last = false learns them in a smaller batch"
-    )  # fmt: skip
+    repetition_note = "others in each epoch" if policy.dataloader_shuffle and train.epoch > 1 else "the same ones"
+    remedy = "lower train.train_batch_per_replica"
+    if not policy.has_rollouts:
+        remedy = "train.train_policy.dataloader_drop_last = false learns them in a smaller batch"
     return (
         f"{num_left_over:,} of {num_rows:,} rows fill no batch of {size} and are left out of an epoch "
         f"({repetition_note}); {remedy}"
@@ -141,13 +123,8 @@ def left_over_notice(train: TrainConfig, size: int, num_rows: int) -> str:
 def batch_positions(
     seed: int, step: int, batch_size: int, rows: int | Mixture, shuffle: bool, drop_last: bool = True
 ) -> np.ndarray:
-    """Return the `batch_size` row numbers (int64) of optimizer step `step`, counted from 0 over all epochs.
-
-    Without `drop_last` the last batch of an epoch may be smaller.
-
-    Raises:
-        DataError: the rows do not fill one batch.
-    """
+    """Return the `batch_size` row numbers (int64) of optimizer step `step`, counted from 0 over all epochs; without
+    `drop_last` the last batch of an epoch may be smaller. Raise DataError if the rows do not fill one batch."""
     num_rows = sum(rows.sizes) if isinstance(rows, Mixture) else rows
     epoch, batch_index = divmod(step, batches_per_epoch(batch_size, num_rows, drop_last))
     order = epoch_order(seed, epoch, rows, shuffle)

@@ -46,12 +46,8 @@ def read_preference(
     common prefix of two plain texts. If the completions repeat the prompt or its last turns, these are removed; in
     plain texts, only a prompt of several lines, because a response may begin like a short question or a greeting.
 
-    Args:
-        row: one row of a data set.
-        location: location of the row, for messages.
-        column: the prompt column to try first; a row without this column may have `prompt` or another known column.
-        system_prompt: inserted before turns that have no system turn.
-        with_images: as in `read_conversation`.
+    `column` is the prompt column to try first; a row without it may have `prompt` or another known column. For
+    `system_prompt` and `with_images` see `read_conversation`.
 
     Raises:
         DataError: `chosen`, `rejected` or the prompt is missing or has the wrong form.
@@ -92,9 +88,8 @@ def read_preference(
         raise DataError(f"{location}: the prompt ends with an assistant turn; end it with the turn to respond to")
     if not all(any(map(str.strip, texts_of(turns[-1]))) or "tool_calls" in turns[-1] for turns in (chosen, rejected)):
         raise SkippedRow(location, "with an empty answer")
-    return Preference(
-        with_system(prompt, read_system_prompt(row) or system_prompt), merge_turns(chosen), merge_turns(rejected)
-    )
+    prompt = with_system(prompt, read_system_prompt(row) or system_prompt)
+    return Preference(prompt, merge_turns(chosen), merge_turns(rejected))
 
 
 def remove_repeated_prompt(prompt: Any, *completions: Any) -> list[str]:
@@ -105,11 +100,7 @@ def remove_repeated_prompt(prompt: Any, *completions: Any) -> list[str]:
 
 
 def read_label(row: Row, location: str) -> bool:
-    """Return whether the completion of a row is desirable.
-
-    Raises:
-        DataError: the row has no valid label.
-    """
+    """Return whether the completion of a row is desirable; raise DataError if the row has no valid label."""
     value = row.get("label")
     if (label := _LABEL_BY_TEXT.get(str(value).lower())) is None:
         raise DataError(
@@ -122,18 +113,13 @@ def read_label(row: Row, location: str) -> bool:
 def read_labelled(
     row: Row, location: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> list[Message]:
-    """Return the conversation of a row with a label; only turns after the last user turn are learned.
-
-    Raises:
-        DataError: the row has no valid label, is plain text, or cannot be read by `read_conversation`.
-        SkippedRow: the row has no user turn.
-    """
+    """Return the conversation of a row with a label; only turns after the last user turn are learned. Raise SkippedRow
+    if there is no user turn, DataError for plain text, and the errors of `read_label` and `read_conversation`."""
     read_label(row, location)
     turns = read_conversation(row, location, column, system_prompt, with_images=with_images)
     if isinstance(turns, str):
-        raise DataError(
-            f"{location}: plain text has no prompt; give `prompt` and `completion` with the label, or turns"
-        )
+        remedy = "give `prompt` and `completion` with the label, or turns"
+        raise DataError(f"{location}: plain text has no prompt; {remedy}")
     last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
     if last < 0:
         raise SkippedRow(location, "without a prompt")
@@ -143,9 +129,13 @@ def read_labelled(
 def _select_longer_prompt(
     prompt: list[Message], shared_turns: list[Message], column: str | None, location: str
 ) -> list[Message]:
-    """Return the longer of the prompt in a column and the turns that both completions begin with; raise DataError if
-    neither contains the other."""
-    prompt_words, shared_words = ([_make_comparable_turn(turn) for turn in turns] for turns in (prompt, shared_turns))
+    """Return the longer of a prompt and the first turns of both completions; raise DataError if neither contains the
+    other."""
+    # Role and words of each turn, to compare turns regardless of whitespace and of the form of images.
+    prompt_words, shared_words = (
+        [(turn["role"], IMAGE_MARK.sub(" ", " ".join(texts_of(turn))).split()) for turn in turns]
+        for turns in (prompt, shared_turns)
+    )
     has_no_words = not any(words for _, words in prompt_words)
     if has_no_words or any(shared_words[i : i + len(prompt_words)] == prompt_words for i in range(len(shared_words))):
         return shared_turns
@@ -155,11 +145,6 @@ def _select_longer_prompt(
         f"{location}: column {column!r} says {' '.join(texts_of(prompt[-1]))[:40]!r} and `chosen` begins with "
         f"{' '.join(texts_of(shared_turns[-1]))[:40]!r}; give one prompt"
     )
-
-
-def _make_comparable_turn(turn: Message) -> tuple[str, list[str]]:
-    """Return role and words of a turn, for comparison regardless of whitespace and of the form of images."""
-    return turn["role"], IMAGE_MARK.sub(" ", " ".join(texts_of(turn))).split()
 
 
 def _read_completion(row: Row, name: str, location: str, with_images: bool) -> list[Message] | str:

@@ -57,23 +57,14 @@ _CHUNK_ROWS = 256  # number of rows per record batch, on which the bytes of the 
 
 
 def run(stage: Stage) -> Outcome:
-    """Prepare the rows of a stage by the method of their kind of rows.
-
-    Raises:
-        ModelError: the model is a diffusion model of an unsupported pipeline.
-        DataError, ModelError, Preempted: see `tokenise`.
-    """
+    """Prepare the rows of a stage by the method of their kind of rows."""
     return row_kind(stage.recipe.train.train_policy.rows).prepare(stage)
 
 
 def tokenise(stage: Stage) -> Outcome:
-    """Tokenise the training rows, and the held-out rows if there are any.
-
-    Raises:
-        DataError: a data set is missing or malformed, too many rows are unreadable, or no row is left.
-        ModelError: the tokenizer is missing or has no chat template.
-        Preempted: a stop was requested; no file was written.
-    """
+    """Tokenise the training rows, and the held-out rows if there are any. Raise DataError if a data set is missing or
+    malformed, too many rows are unreadable or no row is left, ModelError if the tokenizer is missing or has no chat
+    template, and Preempted if a stop was requested; no file was written."""
     stage.progress.phase("prepare")
     splits = _load_splits(stage)
     tokenizer = _tokenizer(stage.model, stage.recipe.policy)
@@ -100,9 +91,9 @@ def tokenise(stage: Stage) -> Outcome:
         if stage.recipe.train.train_policy.clean is not None:  # with `clean`, the schema allows only one data set
             held_out_sets = [source.rows for source in splits.get(VALIDATION, ())]
             loader, training_set = _dataset_loader(stage, stage.recipe), splits[TRAIN][0]
-            cleaned_rows = clean_training_rows(stage, training_set.rows, held_out_sets, folder, loader)
-            splits[TRAIN] = [replace(training_set, rows=cleaned_rows.rows)]
-            notices, clean_metrics = [*notices, *cleaned_rows.notices], cleaned_rows.metrics
+            cleaning = clean_training_rows(stage, training_set.rows, held_out_sets, folder, loader)
+            cleaned_rows, clean_metrics, clean_notices = cleaning
+            splits[TRAIN], notices = [replace(training_set, rows=cleaned_rows)], [*notices, *clean_notices]
         total_rows = sum(len(source.rows) for sources in splits.values() for source in sources)
         for split, sources in splits.items():
             path = split_path(folder, split)
@@ -167,14 +158,9 @@ def _set_prompt_rendering(
 def _write_split(
     stage: Stage, path: Path, jobs: list[Job], sources: list[_RowSource], num_rows_done: int, total_rows: int
 ) -> tuple[Counts, list[Counts]]:
-    """Write the prepared file of one split, and return the statistics of the split and of each of its data sets.
-
-    `num_rows_done` is the number of rows that were processed before, and `total_rows` the number of rows, of all splits
-    together.
-
-    Raises:
-        DataError: too many rows cannot be read, or no row of a data set is left to write.
-    """
+    """Write the prepared file of one split, and return the statistics of the split and of each of its data sets; raise
+    DataError if too many rows cannot be read, or no row of a data set is left. Of the `total_rows` rows of all splits,
+    `num_rows_done` were processed before."""
     counts, counts_of_sources = Counts(jobs[0]), [Counts(job) for job in jobs]
     with pa.ipc.new_file(path, jobs[0].schema) as file, closing(_tokenise_sources(stage, jobs, sources)) as chunks:
         for i, chunk in chunks:
@@ -188,9 +174,8 @@ def _write_split(
             num_rows_done += chunk.batch.num_rows + len(chunk.skipped)
             stage.progress.step(num_rows_done, total_rows)
             if stage.stop_requested:
-                raise Preempted(
-                    f"stopped after {num_rows_done} of {total_rows} rows were tokenised; preparing starts anew"
-                )
+                num_done = f"{num_rows_done} of {total_rows} rows"
+                raise Preempted(f"stopped after {num_done} were tokenised; preparing starts anew")
     # Remove the file of the split LEARNED_HELD_OUT if no held-out prompt has a response.
     if path.stem == LEARNED_HELD_OUT and not counts.num_rows:
         path.unlink()
@@ -339,7 +324,7 @@ def _tokenise_rows(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
     if num_workers <= 1:
         yield from map(partial(convert_rows, _tokenizer(model, policy), job), chunks)
         return
-    convert_chunk = partial(_make_chunk_in_process, model, policy, job)
+    convert_chunk = partial(_convert_in_process, model, policy, job)
     spawn_context = multiprocessing.get_context("spawn")  # a forked process would copy locks that other threads hold
     pool = ProcessPoolExecutor(num_workers, spawn_context, begin)
     pending_chunks = deque(pool.submit(convert_chunk, chunk) for chunk in islice(chunks, 2 * num_workers))
@@ -351,7 +336,7 @@ def _tokenise_rows(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
         pool.shutdown(cancel_futures=True)
 
 
-def _make_chunk_in_process(model: str, policy: PolicyConfig, job: Job, rows: list[Located]) -> Chunk:
+def _convert_in_process(model: str, policy: PolicyConfig, job: Job, rows: list[Located]) -> Chunk:
     return convert_rows(_load_cached_tokenizer(model, policy.model_revision, policy.chat_template), job, rows)
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +29,7 @@ from cosmos_core.data.media_pixels import FrameSettings, bucket_sizes, frame_rat
 from cosmos_core.data.media_rows import NULL_TEXT, TENSORS
 from cosmos_core.data.media_source import Content
 from cosmos_core.data.media_splits import Row, Source, Split, frame_settings, map_in_threads, read_splits
-from cosmos_core.data.prepared import split_path
+from cosmos_core.data.prepared import STATISTICS, split_path
 from cosmos_core.data.statistics import row_remedy
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.families import open_family
@@ -49,26 +49,19 @@ _MAX_NAMED_ROWS = 5
 _MAX_DECODED_MEDIA = 1000  # maximum number of images or clips of a split that `preview` decodes
 
 T = TypeVar("T")
+_Encoded = tuple[dict[str, str], list[int]] | str
+"""Location (shard and entry) and shape of an encoded item, or the reason why it could not be encoded."""
 
 
 def run(stage: Stage) -> Outcome:
-    """Encode the rows of a stage with the encoders of its model.
-
-    Raises:
-        ModelError: the model is not a supported pipeline.
-        DataError, Preempted: as in `prepare`.
-    """
+    """Encode the rows of a stage with the encoders of its model; errors are those of `source_of` and `prepare`."""
     return prepare(stage, source_of(stage))
 
 
 def preview(stage: Stage, source: Source | None = None) -> dict[str, tuple[str, int, list[JsonValue]]]:
-    """Return a description, the number of rows and the first prompts of each split, for `cosmos check`.
-
-    Nothing is encoded. Images and clips to learn are decoded, or an evenly spaced sample of them if there are many.
-
-    Raises:
-        ModelError, DataError: as in `run`.
-    """
+    """Return a description, the number of rows and the first prompts of each split, for `cosmos check`; errors are
+    those of `run`. Nothing is encoded. Images and clips to learn are decoded, or an evenly spaced sample of them if
+    there are many."""
     source = source or source_of(stage)
     return {name: _preview_split(stage, source, name, split) for name, split in read_splits(stage, source).items()}
 
@@ -118,11 +111,7 @@ def encodes_media(stage: Stage, name: str, split: Split) -> bool:
 
 
 def source_of(stage: Stage) -> Source:
-    """Return the encoders of a stage's model without loading their weights.
-
-    Raises:
-        ModelError: the model is not a supported pipeline.
-    """
+    """Return the encoders of a stage's model without their weights; raise ModelError if it is no supported pipeline."""
     stage.progress.phase("prepare")  # a download, and the digest of large weights, may take long
     policy = stage.recipe.policy
     family = open_family(stage.model, policy, "cuda" if torch.cuda.is_available() else "cpu")
@@ -140,12 +129,9 @@ def source_of(stage: Stage) -> Source:
 
 
 def prepare(stage: Stage, source: Source) -> Outcome:
-    """Encode the training rows, and the held-out rows if there are any.
-
-    Raises:
-        DataError: a data set is missing, too many rows cannot be used, or no row is left.
-        Preempted: a stop was requested; finished embeddings and latents stay in the cache.
-    """
+    """Encode the training rows, and the held-out rows if there are any. Raise DataError if a data set is missing, too
+    many rows cannot be used or no row is left, and Preempted if a stop was requested; what is encoded stays in the
+    cache."""
     splits = read_splits(stage, source)
     work = _SplitEncoder(stage, source)
     with replaced_folder(stage.path / "data") as folder:
@@ -167,7 +153,7 @@ def prepare(stage: Stage, source: Source) -> Outcome:
                 named = "; ".join(skip_reasons[:_MAX_NAMED_ROWS]) + f" and {num_others} more" * (num_others > 0)
                 notices.append(f"{name}: {len(skip_reasons)} of {split.total} rows skipped: {named}")
                 logger.warning("%s", notices[-1])
-        write_json(folder / "statistics.json", metrics)
+        write_json(folder / STATISTICS, metrics)
     logger.info("%d texts and %d images or clips were encoded, the others were known", *work.num_encoded)
     info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
     return Outcome(outputs=("data",), metrics=metrics, info=info)
@@ -183,28 +169,22 @@ class _SplitEncoder:
         self.num_encoded = [0, 0]
 
     def write(self, name: str, split: Split, null_text: dict[str, str], folder: Path) -> tuple[int, list[str]]:
-        """Write a split and return its number of rows, and a reason for each row that was left out.
-
-        Raises:
-            DataError: too many rows cannot be used, or no row is left.
-        """
+        """Write a split and return its number of rows, and a reason for each row that was left out; raise DataError if
+        too many rows cannot be used, or no row is left."""
         is_media = encodes_media(self._stage, name, split)
         with self._source.encoders.residency.keep_on_device():
             encoded_texts = self._encode_entries(split, is_media=False, folder=folder)
         with self._source.encoders.residency.keep_on_device():
-            encoded_media = (
-                self._encode_entries(split, is_media=True, folder=folder) if is_media else _EncodedEntries({}, {}, {})
-            )
+            encoded_media = self._encode_entries(split, is_media=True, folder=folder) if is_media else {}
         skip_reasons = list(split.skipped)
         records = []
         for row in split.kept_rows:
-            skip_reason = encoded_texts.skip_reasons.get(row.text) or encoded_media.skip_reasons.get(row.media)
-            if skip_reason:
-                skip_reasons.append(f"{row.where}: {skip_reason}")
-                continue
-            record_values: list[Any] = [row.prompt, row.metadata, encoded_texts.locations[row.text]]
-            record_values += [encoded_media.locations[row.media], encoded_media.shapes[row.media]] if is_media else []
-            records.append((*record_values, row.where))
+            text = encoded_texts[row.text]
+            media = encoded_media[row.media] if is_media else ()
+            if isinstance(text, str) or isinstance(media, str):
+                skip_reasons.append(f"{row.where}: {text if isinstance(text, str) else media}")
+            else:
+                records.append((row.prompt, row.metadata, text[0], *media, row.where))
         _check_skipped(name, skip_reasons, split, len(records))
         schema = row_kind("media" if is_media else "media_prompts").schema
         schema = schema.with_metadata({**schema.metadata, NULL_TEXT: json.dumps(null_text).encode()})
@@ -229,25 +209,23 @@ class _SplitEncoder:
         key = digest_of("text", "")
         return {"shard": self._ensure_shard([Keyed(key, "")], self._encode_texts, folder, 0), "entry": key}
 
-    def _encode_entries(self, split: Split, *, is_media: bool, folder: Path) -> _EncodedEntries:
-        """Encode the texts or the media of a split shard by shard, and return the locations of the outputs."""
-        encoded_entries = _EncodedEntries({}, {}, {})
+    def _encode_entries(self, split: Split, *, is_media: bool, folder: Path) -> dict[str, _Encoded]:
+        """Encode the texts or the media of a split shard by shard, and return the outputs by the keys of the items."""
+        encoded_entries: dict[str, _Encoded] = {}
         if is_media:
             frame_config = frame_settings(self._stage.recipe, split.config, self._source)
-            encode_items: Any = lambda items: self._encode_media(items, frame_config)  # noqa: E731
-            keyed_items: Iterable[Any] = (
-                Keyed(row.media, (row.media, item.content)) for row, item in split.rows_with_items()
-            )
+            encode_items: Any = partial(self._encode_media, frame_config=frame_config)
+            items: Iterable[Any] = ((row.media, (row.media, item.content)) for row, item in split.rows_with_items())
         else:
             encode_items = self._encode_texts
-            keyed_items = (Keyed(row.text, item.embedding or row.prompt) for row, item in split.rows_with_items())
-        for shard in shards_of(keyed_items):
+            items = ((row.text, item.embedding or row.prompt) for row, item in split.rows_with_items())
+        for shard in shards_of(Keyed(key, item) for key, item in items):
             shard_key = self._ensure_shard(shard, encode_items, folder, int(is_media))
-            encoded_entries.skip_reasons.update(self._cache.skip_reasons(shard_key))
+            skip_reasons = self._cache.skip_reasons(shard_key)
             latent_shapes = self._cache.shapes(shard_key, "mean") if is_media else {}
-            for keyed_item in shard:
-                encoded_entries.locations[keyed_item.key] = {"shard": shard_key, "entry": keyed_item.key}
-                encoded_entries.shapes[keyed_item.key] = latent_shapes.get(keyed_item.key, [])
+            for key, _ in shard:
+                location = {"shard": shard_key, "entry": key}
+                encoded_entries[key] = skip_reasons.get(key) or (location, latent_shapes.get(key, []))
         return encoded_entries
 
     def _ensure_shard(
@@ -279,10 +257,7 @@ class _SplitEncoder:
             prompt_batch = prompts[start : start + _TEXT_BATCH_SIZE]
             with torch.no_grad():
                 batch_embeddings = self._source.encoders.text_embedding(prompt_batch)
-            entries += [
-                {name: batched_tensor[i] for name, batched_tensor in batch_embeddings.items()}
-                for i in range(len(prompt_batch))
-            ]
+            entries += [{name: batch[i] for name, batch in batch_embeddings.items()} for i in range(len(prompt_batch))]
         entry_iterator = iter(entries)
         return [next(entry_iterator) if isinstance(text, str) else self._read_given_embedding(text) for text in texts]
 
@@ -331,21 +306,8 @@ class _SplitEncoder:
         pixels = torch.from_numpy(np.stack([item_pixels for _, item_pixels in batch])).float().div_(127.5).sub_(1)
         with torch.no_grad():
             mean, logvar = self._source.encoders.visual_embedding(pixels.movedim(-1, 1).contiguous())
-        latents: dict[int, Entry | str] = {}
-        for batch_index, (index, _) in enumerate(batch):
-            latents[index] = {"mean": mean[batch_index]} | ({} if logvar is None else {"logvar": logvar[batch_index]})
-        return latents
-
-
-class _EncodedEntries(NamedTuple):
-    """Locations and shapes of the encoded texts or media of a split."""
-
-    locations: dict[str, dict[str, str]]
-    """Location of each encoded item: shard and entry, by the key of the item."""
-    shapes: dict[str, list[int]]
-    """Shape of each encoded latent, by the key of the item."""
-    skip_reasons: dict[str, str]
-    """Reasons why items could not be encoded, by the key of the item."""
+        moments = {"mean": mean} if logvar is None else {"mean": mean, "logvar": logvar}
+        return {index: {name: moments[name][i] for name in moments} for i, (index, _) in enumerate(batch)}
 
 
 def _decode_or_explain(content_key: str, content: Content | None, frame_config: FrameSettings) -> np.ndarray | str:

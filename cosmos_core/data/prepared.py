@@ -6,11 +6,14 @@ schema's metadata names the kind of rows (`kinds/`). `prepare.py` writes these f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 import pyarrow as pa
@@ -18,13 +21,17 @@ import pyarrow.compute as pc
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.data.kinds.base import IMAGE_ROOT, LOCATION_COLUMN, VALIDATION, HeldOut, RowKind
+from cosmos_core.data.kinds.base import IMAGE_ROOT, LOCATION_COLUMN, TRAIN, VALIDATION, HeldOut, RowKind
 from cosmos_core.data.kinds.registry import known_kinds, row_kind
 from cosmos_core.data.order import Mixture
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.run.files import read_object
 from cosmos_core.types import ImageRef
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T_co = TypeVar("T_co", covariant=True)
 DATA_TERM = "data_term"
 """Name of the split with the rows of a supervised loss that is trained in addition to the RL loss."""
 LEARNED_HELD_OUT = "held_out"
@@ -70,52 +77,52 @@ class RowImages:
         return tuple(ref if ref.path is None else replace(ref, path=str(self._root / ref.path)) for ref in refs)
 
 
-def open_table(folder: Path, split: str, *kinds: RowKind) -> pa.Table:
-    """Return the table of a split, whose kind of rows must be one of `kinds`; without `kinds`, any kind is valid.
+class IndexedSequence(Sequence[T_co]):
+    """Sequence whose subclasses implement only `item`, for a non-negative index; indices and slices use `item`."""
 
-    Raises:
-        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
-    """
+    @abstractmethod
+    def item(self, index: int) -> T_co:
+        """Return the item at an index from 0 to the length of the sequence minus 1."""
+
+    @overload
+    def __getitem__(self, index: int) -> T_co: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T_co]: ...
+    def __getitem__(self, index: int | slice) -> T_co | list[T_co]:
+        if isinstance(index, slice):
+            return [self.item(i) for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self.item(index % len(self))
+
+
+def open_table(folder: Path, split: str, *kinds: RowKind) -> pa.Table:
+    """Return the table of a split, whose kind of rows must be one of `kinds` (none: any); raise DataError if the split
+    does not exist, its file is damaged, or it holds rows of another kind."""
     return _open_arrow_table(split_path(folder, split), *kinds)
 
 
 def has_images(folder: Path) -> bool:
-    """Return whether any row of any split shows an image.
-
-    Raises:
-        DataError: a file is damaged.
-    """
-    tables = (_open_arrow_table(file) for file in folder.glob("*.arrow"))
-    return any(bool(RowImages(table).counts.any()) for table in tables)
+    """Return whether any row of any split shows an image; raise DataError if a file is damaged."""
+    return any(RowImages(_open_arrow_table(file)).counts.any() for file in folder.glob("*.arrow"))
 
 
 def check_ids(folder: Path, num_embeddings: int) -> None:
-    """Check that the model has an embedding for every token of prepared rows of text.
-
-    Raises:
-        DataError: a token id has no embedding (the message names the row), or a file is damaged.
-    """
+    """Raise DataError, which names the row, if the model has no embedding for a token of prepared rows of text."""
     for table, column_name in _iterate_id_columns(folder):
         max_token_id = pc.max(pc.list_flatten(table[column_name])).as_py()
         if max_token_id is not None and max_token_id >= num_embeddings:
-            row_index = next(
-                i for i, ids in enumerate(table[column_name]) if max(ids.as_py(), default=0) >= num_embeddings
-            )
+            rows = zip(table[LOCATION_COLUMN], table[column_name], strict=True)
+            location = next(where for where, ids in rows if max(ids.as_py(), default=0) >= num_embeddings)
             raise DataError(
-                f"{table[LOCATION_COLUMN][row_index]}: token id {max_token_id} has no embedding, of which the model "
+                f"{location}: token id {max_token_id} has no embedding, of which the model "
                 f"has {num_embeddings:,}; save the tokenizer of the model beside it, or resize its embeddings"
             )
 
 
 def longest_row(folder: Path) -> int:
-    """Return the number of tokens of the longest prepared row of text.
-
-    Raises:
-        DataError: a file is damaged.
-    """
-    lengths = (
-        pc.max(pc.list_value_length(table[column_name])).as_py() for table, column_name in _iterate_id_columns(folder)
-    )
+    """Return the number of tokens of the longest prepared row of text; raise DataError if a file is damaged."""
+    lengths = (pc.max(pc.list_value_length(table[name])).as_py() for table, name in _iterate_id_columns(folder))
     return max((length or 0 for length in lengths), default=0)
 
 
@@ -126,31 +133,21 @@ def _iterate_id_columns(folder: Path) -> Iterator[tuple[pa.Table, str]]:
 
 
 def read_row_kind(folder: Path, split: str) -> str:
-    """Return the kind of rows in a split, such as `sequences` or `prompts`, from the header of its file.
-
-    Raises:
-        DataError: the split does not exist, or its file is damaged.
-    """
+    """Return the kind of rows in a split, such as `sequences` or `prompts`, from the header of its file; raise
+    DataError if the split does not exist, or its file is damaged."""
     with _open_reader(path := split_path(folder, split)) as reader:
         return _find_row_kind(path, reader.schema).name
 
 
 def check_held_out(folder: Path) -> None:
-    """Check that rows are held out.
-
-    Raises:
-        DataError: no rows are held out.
-    """
+    """Raise DataError if no rows are held out."""
     if not has_split(folder, VALIDATION):
         raise DataError(f"{folder} has no held-out rows; {HELD_OUT_REMEDY}")
 
 
 def open_held_out(folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any = None) -> HeldOut:
     """Return the held-out rows of a data folder; `adapter`, the model adapter, is needed only for diffusion models.
-
-    Raises:
-        DataError: no rows are held out, or a file is damaged.
-    """
+    Raise DataError if no rows are held out, or a file is damaged."""
     check_held_out(folder)
     return row_kind(read_row_kind(folder, VALIDATION)).open_held_out(folder, policy, model, adapter)
 
@@ -186,6 +183,24 @@ def _find_row_kind(path: Path, schema: pa.Schema, *kinds: RowKind) -> RowKind:
             "prepare the data with the recipe of the stage that reads it"
         )
     return row_kind(kind_name)
+
+
+def preview_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[str]:
+    """Return lines that show the first training rows, one line per run of learned or masked tokens."""
+    table = open_table(folder, TRAIN)
+    columns = [name for name in table.column_names if name not in {"images", "prompt_text"}]
+    lines = []
+    for row in table.select(columns).slice(0, num_rows).to_pylist():
+        lines.append(f"{row[LOCATION_COLUMN]}:")
+        for sequence_name in [name.removesuffix("_ids") for name in columns if name.endswith("_ids")]:
+            is_only_one, ids = sequence_name == "input", row[f"{sequence_name}_ids"]
+            mask = row.get("loss_mask" if is_only_one else f"{sequence_name}_mask") or [0] * len(ids)
+            for is_learned, token_run in groupby(zip(mask, ids, strict=True), key=itemgetter(0)):
+                text = str(tokenizer.decode([token_id for _, token_id in token_run]))
+                prefix = "" if is_only_one else f"{sequence_name} "
+                lines.append(f"  {prefix}{'learned' if is_learned else 'masked'}: {text!r}")
+        lines += [f"  {name}: {row[name]!r}" for name in ("label", "reference") if name in row]
+    return lines
 
 
 def damaged_file_error(path: Path, reason: str) -> DataError:

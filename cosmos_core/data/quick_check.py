@@ -23,11 +23,7 @@ _NUM_ROWS, _NUM_GENERATED_ROWS = 200, 8  # number of rows to read of a split, an
 
 
 def run(stage: Stage) -> Outcome:
-    """Read the first rows of each split.
-
-    Raises:
-        DataError: a file is missing or malformed, or so many rows cannot be read that `prepare` would fail.
-    """
+    """Read the first rows of each split; raise DataError if `prepare` would fail because of them."""
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     row_kind = tokenised_kind(policy.rows)
     for config_key, source_policy in training_sources(stage).items():
@@ -37,9 +33,8 @@ def run(stage: Stage) -> Outcome:
         read_term_row = partial(read_conversation, column=column, system_prompt=system_prompt, with_images=True)
         _check_first_rows(data_term.dataset, "train.train_policy.data_term", read_term_row)
     if validation.dataset.name:
-        held_out_kind = tokenised_kind(
-            row_kind.held_out_row_kinds(has_rewards=bool(validation.reward_function))[VALIDATION]
-        )
+        kind_names = row_kind.held_out_row_kinds(has_rewards=bool(validation.reward_function))
+        held_out_kind = tokenised_kind(kind_names[VALIDATION])
         _check_first_rows(validation.dataset, "validation.dataset", partial(held_out_kind.read, policy=policy))
     return Outcome()
 

@@ -72,14 +72,6 @@ class Job:
     """Maximum number of tokens of a completion, unless a long prompt leaves fewer."""
 
     @property
-    def num_free_tokens(self) -> tuple[int, int] | None:
-        """Return the maximum number of prompt tokens that leaves room for the longest completion, and the maximum
-        number of completion tokens; None: rows are not completed."""
-        if not self.kind.is_completed:
-            return None
-        return self.max_tokens + 1 - self.longest_completion, self.longest_completion
-
-    @property
     def column(self) -> str:
         """Return the conversation column that the recipe names; empty if the recipe has the default name."""
         name = self.conversation[0]
@@ -104,8 +96,7 @@ class Job:
 
     @property
     def no_images(self) -> list[list[Ref]]:
-        """Return the values that a row without images adds to its record: an empty list for the column `images`, or no
-        value if the file has no such column."""
+        """Return the value of the column `images` for a row without images; no value if there is no such column."""
         return [] if self.root is None else [[]]
 
     @property
@@ -145,45 +136,36 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Locate
             skipped_rows.append(SkippedSource(skipped.reason, location, refusal))
         except DataError as error:
             skipped_rows.append(SkippedSource("that cannot be read", str(error), str(error)))
-    column_arrays = [
-        pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(job.schema)
-    ]
-    batch = pa.RecordBatch.from_arrays(column_arrays, schema=job.schema)
+    schema = job.schema
+    arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(schema)]
+    batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
     counts["learned_ends"] = _count_learned_ends(batch, job)
     for record in records:
         counts.update(record.counts)
-    return Chunk(
-        batch, skipped_rows, [record.values[-1] for record in records if record.is_merged], counts, unread_counts
-    )
+    merged_locations = [record.values[-1] for record in records if record.is_merged]
+    return Chunk(batch, skipped_rows, merged_locations, counts, unread_counts)
 
 
 def read_pass_rates(file: Path) -> dict[str, float | None]:
     """Return the pass rate of each prompt in a file, by the prompt's text; None if no row of the prompt was sampled.
-
-    Raises:
-        DataError: the file does not exist, or a line has no prompt or no rate.
-    """
+    Raise DataError if the file does not exist, or a line has no prompt or no rate."""
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
         return {line["prompt"]: line["pass_rate"] for line in sorted(lines, key=lambda x: x["pass_rate"] is not None)}
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DataError(
-            f"dataset.pass_rates = {str(file)!r} is no file of pass rates ({reason}); name another"
-        ) from error
+        problem = f"dataset.pass_rates = {str(file)!r} is no file of pass rates"
+        raise DataError(f"{problem} ({reason}); name another") from error
 
 
 def _check_pass_rate(job: Job, row: Row, record: Record, location: str) -> None:
     """Raise SkippedRow if the pass rate of a row is outside of the job's range."""
-    rates: Mapping[str, Any]
-    if job.rates is None:
-        rates, key, holder = row, "pass_rate", "its row"
-    elif record.counts.get("images"):  # prompts with the same text can show different images
-        raise DataError(
-            f"{location}: dataset.pass_rates are by the text of prompts without images; use a column pass_rate"
-        )
-    else:
-        rates, key, holder = job.rates, record.values[list(job.kind.columns).index("prompt_text")], "dataset.pass_rates"
+    rates: Mapping[str, Any] = row if job.rates is None else job.rates
+    key, holder = "pass_rate", "its row"
+    if job.rates is not None:
+        key, holder = record.values[list(job.kind.columns).index("prompt_text")], "dataset.pass_rates"
+        if record.counts.get("images"):  # prompts with the same text can show different images
+            raise DataError(f"{location}: {holder} are by the text of prompts without images; use a column pass_rate")
     if key not in rates:
         raise DataError(f"{location}: {holder} has no pass rate, which dataset.keep = {job.pass_rate_range!r} needs")
     raw_rate = rates[key]
@@ -198,9 +180,9 @@ def _check_pass_rate(job: Job, row: Row, record: Record, location: str) -> None:
 def _count_learned_ends(batch: pa.RecordBatch, job: Job) -> int:
     """Return the number of end tokens that are learned in a batch."""
     num_learned_ends = 0
-    for ids_column, mask_column in zip(job.kind.id_columns, job.kind.mask_columns, strict=False):
-        is_end = np.isin(batch.column(ids_column).values.to_numpy(), job.end_ids)
-        num_learned_ends += int((is_end & (batch.column(mask_column).values.to_numpy() == 1)).sum())
+    for columns in zip(job.kind.id_columns, job.kind.mask_columns, strict=False):
+        ids, mask = (batch.column(name).values.to_numpy() for name in columns)
+        num_learned_ends += int((np.isin(ids, job.end_ids) & (mask == 1)).sum())
     return num_learned_ends
 
 
@@ -216,8 +198,7 @@ def read_images(
 
 
 def image_root(recipe: Recipe, model: str, rows_folder: Path) -> Path | None:
-    """Return the folder that image paths are relative to: that of the recipe, or the folder of the rows; None if the
-    model reads only text."""
+    """Return the folder that image paths are relative to, of the recipe or of the rows; None if only text is read."""
     media, policy = media_settings(recipe), recipe.policy
     if processor_of(model, policy.model_revision, media.pixels, policy.chat_template) is None:
         return None

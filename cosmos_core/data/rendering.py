@@ -9,12 +9,13 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from cosmos_core.data.bounds import limit_resources
 from cosmos_core.data.messages import Message, SkippedRow, texts_of
-from cosmos_core.data.tool_calls import uses_python_notation, with_texts
+from cosmos_core.data.tool_calls import uses_python_notation, with_json_arguments
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, ModelError
 
 _MAX_RENDERED_CHARACTERS = 1 << 26  # maximum number of characters that a template may render, more than any model reads
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+TemplateOwner = PreTrainedTokenizerBase | ProcessorMixin
 Tools = list[Any] | None
 """Descriptions of the callable tools that are passed to the chat template."""
 
@@ -24,7 +25,7 @@ class RefusedRow(SkippedRow):
 
 
 def render(
-    owner: PreTrainedTokenizerBase | ProcessorMixin,
+    owner: TemplateOwner,
     turns: list[Message],
     location: str,
     *,
@@ -33,7 +34,6 @@ def render(
     options: Mapping[str, Any] = {},
 ) -> tuple[list[Message], str]:
     """Render turns with the chat template of a tokenizer or processor; return the turns as passed to it, and the text.
-
     `options` are passed to `apply_chat_template`.
 
     Some templates of processors expect strings for turns with text only, others expect parts in all turns. Both forms
@@ -50,22 +50,19 @@ def render(
             f"{name} has no chat template; set policy.chat_template to a Jinja file, 'plain' or 'chatml', start "
             "from an instruct model, or give plain text: a column `text`, or `prompt` and `completion`"
         )
+    arguments: Any = {"add_generation_prompt": add_generation_prompt, "tools": tools, "options": options}
     renderings: list[tuple[list[Message], list[Message], str]] = []
     for rendered_turns in (turns, _with_text_parts(turns)) if isinstance(owner, ProcessorMixin) else (turns,):
         try:
-            text = render_template(
-                owner, rendered_turns, add_generation_prompt, where=location, tools=tools, options=options
-            )
-            renderings.append((_find_missing_turns(rendered_turns, text), rendered_turns, text))
+            text = render_template(owner, rendered_turns, where=location, **arguments)
+            missing_turns = [turn for turn in rendered_turns if _is_missing(turn, text)]
+            renderings.append((missing_turns, rendered_turns, text))
         except TemplateError as error:
             last_error = error
-    written = _with_json_arguments(turns)
-    if written != turns and (
-        not renderings or any(uses_python_notation(turn.get("tool_calls", []), renderings[0][2]) for turn in turns)
-    ):
-        return render(
-            owner, written, location, add_generation_prompt=add_generation_prompt, tools=tools, options=options
-        )
+    written = with_json_arguments(turns)
+    calls = [call for turn in turns for call in turn.get("tool_calls", [])]
+    if written != turns and (not renderings or uses_python_notation(calls, renderings[0][2])):
+        return render(owner, written, location, **arguments)
     if not renderings:
         raise RefusedRow(location, f"refused by the chat template ({last_error})")
     missing_turns, rendered_turns, text = min(renderings, key=lambda rendering: len(rendering[0]))
@@ -90,19 +87,12 @@ def _with_text_parts(turns: list[Message]) -> list[Message]:
     ]
 
 
-def _with_json_arguments(turns: list[Message]) -> list[Message]:
-    """Return the turns with tool-call arguments as JSON text, which a few chat templates expect, such as DeepSeek's."""
-    return [{**turn, "tool_calls": with_texts(turn["tool_calls"])} if "tool_calls" in turn else turn for turn in turns]
-
-
-def _find_missing_turns(turns: list[Message], text: str) -> list[Message]:
-    """Return the turns that have a text whose last 20 characters do not occur in the rendering `text`. Of a tool's
-    text, only the last word is compared, because templates may write it as JSON with escaped characters."""
-    return [turn for turn in turns if any(_text_end(turn, part) not in text for part in texts_of(turn))]
-
-
-def _text_end(turn: Message, part: str) -> str:
-    return "".join(re.findall(r"\w+", part)[-1:]) if turn["role"] == "tool" else part.strip()[-20:]
+def _is_missing(turn: Message, text: str) -> bool:
+    """Return whether a turn has a text whose last 20 characters do not occur in the rendering `text`. Of a tool's text,
+    only the last word is compared, because templates may write it as JSON with escaped characters."""
+    if turn["role"] == "tool":
+        return any(words[-1] not in text for part in texts_of(turn) if (words := re.findall(r"\w+", part)))
+    return any(part.strip()[-20:] not in text for part in texts_of(turn))
 
 
 def _check_extra_keys(messages: list[Message], text: str, location: str) -> None:
@@ -117,8 +107,7 @@ def _check_extra_keys(messages: list[Message], text: str, location: str) -> None
 
 
 def check_tools(tools: Tools, text: str, location: str) -> None:
-    """Raise RefusedRow if the rendering `text` lacks the name of one of a row's tools: the model would learn to call
-    tools that its prompt does not describe."""
+    """Raise RefusedRow if the rendering lacks the name of a tool: the model would learn to call undescribed tools."""
     if _lacks_a_name(tools or [], text):
         raise RefusedRow(location, "with `tools` that the chat template leaves out")
 
@@ -134,7 +123,7 @@ def _to_template_error(error: Exception) -> TemplateError:
 
 
 def render_template(
-    tokenizer_or_processor: PreTrainedTokenizerBase | ProcessorMixin,
+    owner: TemplateOwner,
     messages: list[Message],
     add_generation_prompt: bool,
     *,
@@ -142,14 +131,11 @@ def render_template(
     tools: Tools = None,
     options: Mapping[str, Any] = {},
 ) -> str:
-    """Return the text that the chat template of a tokenizer or processor renders.
-
-    Raises:
-        TemplateError: the template fails with any exception, as it is a program that came with the model.
-        ModelError: the template does not end, takes too much memory, or renders too much text.
-    """
+    """Return the text that the chat template of a tokenizer or processor renders. Raise TemplateError if the template,
+    a program that came with the model, fails with any exception, and ModelError if it does not end, takes too much
+    memory, or renders too much text."""
     with convert_errors(_to_template_error, ModelError), limit_resources(f"{where}: the chat template"):
-        text = tokenizer_or_processor.apply_chat_template(
+        text = owner.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools, **options
         )
     assert isinstance(text, str)

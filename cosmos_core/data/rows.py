@@ -21,13 +21,7 @@ from huggingface_hub import constants
 
 from cosmos_core.config.media import media_settings
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
-from cosmos_core.config.schema.dataset import (
-    DATA_SUFFIXES,
-    DatasetConfig,
-    RowsConfig,
-    data_suffix,
-    generator_of,
-)
+from cosmos_core.config.schema.dataset import DATA_SUFFIXES, DatasetConfig, RowsConfig, data_suffix, generator_of
 from cosmos_core.data.formats import Located, RowPart, dataset_part, open_part, reader_errors
 from cosmos_core.data.generated import make_generated_part
 from cosmos_core.data.order import shuffled
@@ -43,8 +37,7 @@ logger = logging.getLogger(__name__)
 _TRAIN_SPLIT = "train"
 _SLICE_REGEX = re.compile(r"(.+?)\[(-?\d+%?)?:(-?\d+%?)?\]")
 _SHARD_REGEX = re.compile(r"(.+)-\d{5}-of-(\d{5})\b")
-"""Start of the name of one of the files into which `datasets` divides a split; its groups are the split and the number
-of files."""
+"""Start of the name of one of the files of a split that `datasets` writes; its groups are split and number of files."""
 _INFO_FILES = ("dataset_info.json", "dataset_infos.json")
 """Descriptions of data sets, which Hub data sets and other programs have in the folders of their data files."""
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
@@ -54,8 +47,7 @@ class Rows:
     """Rows of one or several files (parts) with their locations, or a selection of rows, read anew per iteration."""
 
     def __init__(self, row_parts: Sequence[RowPart], folder: Path, row_mask: np.ndarray | None = None) -> None:
-        """Join the rows of files or splits (`row_parts`), in which paths are relative to `folder`; the mask `row_mask`
-        selects rows (None: all rows)."""
+        """Join the rows of files or splits, with paths relative to `folder`; `row_mask` selects rows (None: all)."""
         self.folder = folder
         self._row_parts, self._row_mask = row_parts, row_mask
         self._num_all_rows = sum(row_part.num_rows for row_part in row_parts)
@@ -82,12 +74,9 @@ class Rows:
 
 def load_rows(dataset: RowsConfig, key: str = "dataset", dataset_loader: UserDatasetLoader | None = None) -> Rows:
     """Return the rows of all splits of a data set, in order; `key` is the name of the data set's table in the TOML, for
-    messages. Without a `dataset_loader` of user-defined data set classes, such classes are not allowed.
-
-    Raises:
-        ConfigError: the user's class does not exist.
-        DataError: the file, folder, split or Hub data set is missing or malformed, or holds no rows.
-    """
+    messages. Without a `dataset_loader` of user-defined data set classes, such classes are not allowed. Raise
+    ConfigError if the user's class does not exist, and DataError if the file, folder, split or Hub data set is missing
+    or malformed, or holds no rows."""
     if not dataset.name.strip():
         raise DataError(f"{key}.name is empty; give a file, a folder or a Hub id")
     if generator := generator_of(dataset.name):
@@ -102,10 +91,8 @@ def load_rows(dataset: RowsConfig, key: str = "dataset", dataset_loader: UserDat
     elif is_code(dataset.name) and dataset_loader:
         row_parts = [dataset_loader.make_part(dataset.name, key)]
     elif dataset.name.startswith((".", "/", "~")) or dataset.name.count("/") > 1 or data_suffix(dataset.name):
-        location_note = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
-        raise DataError(
-            f"{key}.name = {str(path)!r}: it does not exist{location_note}; give a file, a folder or a Hub id"
-        )
+        note = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
+        raise DataError(f"{key}.name = {str(path)!r}: it does not exist{note}; give a file, a folder or a Hub id")
     else:
         row_parts = [_load_hub_split(dataset, split, key) for split in dataset.split]
     if not any(row_part.num_rows for row_part in row_parts):  # some shards may be empty, but not all shards
@@ -139,13 +126,8 @@ def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Row
 
 
 def held_out_mask(num_rows: int, test_size: int | float, seed: int) -> np.ndarray:
-    """Return the mask of the held-out rows, bool, (num_rows,), which are chosen at random by the seed alone.
-
-    `test_size` is the number of held-out rows, or a fraction below 1 of all rows, which is rounded up.
-
-    Raises:
-        DataError: no row would be left to train on.
-    """
+    """Return the mask of the held-out rows, bool, (num_rows,), chosen at random by the seed alone: `test_size` rows, or
+    a fraction below 1 of all rows, which is rounded up. Raise DataError if no row would be left to train on."""
     num_held_out = math.ceil(num_rows * test_size) if isinstance(test_size, float) else test_size
     if num_held_out >= num_rows:
         raise DataError(f"test_size = {test_size} of {num_rows} rows leaves none to train on; lower dataset.test_size")
@@ -236,9 +218,8 @@ def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
         hint = f", and its folders are not looked into; name {names}" if names else ""
         folder_contents = ", ".join(file.name for file in files[:5]) or f"no data file{hint}"
         remedy = f"; set {config_key}.split to one of {', '.join(sorted(split_names))}" if split_names else ""
-        raise DataError(
-            f"{config_key}.name: {folder} has no file for the split {split!r}; it holds {folder_contents}{remedy}"
-        )
+        problem = f"{folder} has no file for the split {split!r}; it holds {folder_contents}"
+        raise DataError(f"{config_key}.name: {problem}{remedy}")
     _check_file_names(split_files, config_key)
     return split_files
 
@@ -279,10 +260,8 @@ def _find_data_folder(path: Path, subset: str, config_key: str) -> Path:
 
 def _find_data_subfolders(folder: Path) -> list[Path]:
     """Return the sub-folders with data files, except hidden ones."""
-    visible_subfolders = (
-        subfolder for subfolder in folder.iterdir() if subfolder.is_dir() and not subfolder.name.startswith(".")
-    )
-    return sorted(subfolder for subfolder in visible_subfolders if _find_data_files(subfolder))
+    subfolders = (entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    return sorted(filter(_find_data_files, subfolders))
 
 
 def _load_saved_split(path: Path, split: str, config_key: str) -> RowPart:
@@ -308,8 +287,7 @@ def _load_hub_split(dataset: RowsConfig, split: str, config_key: str) -> RowPart
             raise
         raise DataError(
             f"{config_key}.name = {dataset.name!r} is no local file and could not be had from the Hub: "
-            f"{first_line(error)}; "
-            f"check the name, {config_key}.subset and split, and the network, or give a local path"
+            f"{first_line(error)}; check the name, {config_key}.subset and split, and the network, or give a local path"
         ) from error
     return dataset_part(hub_dataset, f"{dataset.name}[{split}]")
 

@@ -28,13 +28,11 @@ class Sample:
     micro_batch: int | None = None
     """Number of the sample's micro-batch; None: micro-batches are `mini_batch` samples of similar length."""
     top_ids: np.ndarray | None = None
-    """Token ids whose log-probabilities are needed at each position with mask 1, in order, int64. None: the most likely
-    tokens, if log-probabilities of alternatives are needed at all."""
+    """Token ids whose log-probabilities are needed at each learned position, int64; None: the most likely, if any."""
     source: str = ""
     """Name of the row's data set in a mixture of data sets; empty: there is one data set."""
     completion_index: int | None = None
-    """Index of the sample's completion among all completions of the groups that were credited together; None: unknown,
-    because the algorithm does not set it."""
+    """Index of the completion among all completions of the groups that were credited together; None: unknown."""
 
     @property
     def num_learned(self) -> int:

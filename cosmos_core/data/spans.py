@@ -16,15 +16,12 @@ Span = tuple[int, int]
 Render = Callable[[list[Message], bool], str]
 """Function that renders messages, with the generation prompt if its second argument is True; raises TemplateError."""
 TextBeforeCompletion = tuple[str, str]
-"""Text that the template writes before a completion, and the rest of the generation prompt, with which the completion
-may begin."""
+"""Template's text before a completion, and the rest of the generation prompt, with which the completion may begin."""
 
 
 def prefix_spans(render: Render, messages: list[Message], rendered_text: str) -> list[Span] | None:
-    """Return the assistant's spans by rendering the conversation up to and through each turn; None if this fails.
-
-    Each rendering must be a prefix of `rendered_text`. This fails for templates that render the last turn differently
-    from earlier turns, for example without the think blocks of earlier turns."""
+    """Return the assistant's spans by rendering the conversation up to and through each turn; None if a rendering is no
+    prefix of `rendered_text`, as with templates that render the last turn differently from earlier turns."""
     spans = []
     for i in _find_assistant_turns(messages):
         try:
@@ -41,10 +38,8 @@ def spans_by_placeholders(
     render: Render, messages: list[Message], rendered_text: str, closing_tokens: Sequence[str]
 ) -> list[Span] | None:
     """Return the assistant's spans by rendering a placeholder for each completion, and locating the other text in
-    `rendered_text`; None if this fails.
-
-    Text between the generation prompt and a completion, such as an empty think block, belongs to the span.
-    """
+    `rendered_text`; None if this fails. Text between the generation prompt and a completion, such as an empty think
+    block, belongs to the span."""
     turn_indices = _find_assistant_turns(messages)
     unused_word = _make_unused_word(messages)
     placeholders = [f"{unused_word}{turn_number}x" for turn_number in range(len(turn_indices))]
@@ -53,11 +48,10 @@ def spans_by_placeholders(
         is_text = isinstance(messages[i]["content"], str)
         placeholder_messages[i] = {**messages[i], "content": word if is_text else [{"type": "text", "text": word}]}
         placeholder_messages[i].pop("tool_calls", None)  # tool calls belong to the completion
+    messages_up_to_last_turn = placeholder_messages[: turn_indices[-1] + 1]
     try:
         template_parts = _split_at_words(render(placeholder_messages, False), placeholders)
-        parts_up_to_last_turn = _split_at_words(
-            render(placeholder_messages[: turn_indices[-1] + 1], False), placeholders
-        )
+        parts_up_to_last_turn = _split_at_words(render(messages_up_to_last_turn, False), placeholders)
         if template_parts is None or parts_up_to_last_turn is None:
             return None
         texts_before = _find_texts_before(render, placeholder_messages, turn_indices, template_parts)
@@ -106,15 +100,12 @@ def _find_texts_before(
     render: Render, messages: list[Message], turn_indices: list[int], template_parts: list[str]
 ) -> list[TextBeforeCompletion]:
     """Return the text of the template before each completion, up to the end of its generation prompt."""
-    first_prompt, last_prompt = (
-        _find_generation_prompt(render, messages[:i]) for i in (turn_indices[0], turn_indices[-1])
-    )
-    texts_before = []
-    for part_index, i in enumerate(turn_indices):
-        generation_prompt = (
-            first_prompt if first_prompt == last_prompt else _find_generation_prompt(render, messages[:i])
-        )
-        template_part, last_text = template_parts[part_index], _get_last_text(messages[max(0, i - 1) : i])
+    outer_turns = turn_indices[0], turn_indices[-1]
+    first_prompt, last_prompt = (_find_generation_prompt(render, messages[:i]) for i in outer_turns)
+    are_equal, texts_before = first_prompt == last_prompt, []
+    for i, template_part in zip(turn_indices, template_parts, strict=False):
+        generation_prompt = first_prompt if are_equal else _find_generation_prompt(render, messages[:i])
+        last_text = _get_last_text(messages[:i])
         if generation_prompt is None:
             texts_before.append((template_part, ""))
         else:
@@ -150,8 +141,7 @@ def _split_at_generation_prompt(
     template_part: str, last_text: str, turn_end: str, generation_prompt: str
 ) -> TextBeforeCompletion:
     """Return `template_part` up to the end of the generation prompt or of its longest prefix, and the rest of the
-    prompt. If a generation prompt ends with `<think>`, a completion without thoughts follows only a prefix of the
-    prompt."""
+    prompt: a completion without thoughts follows only a prefix of a prompt that ends with `<think>`."""
     candidate = last_text + turn_end + generation_prompt
     if candidate in template_part:
         return template_part[: template_part.rfind(candidate) + len(candidate)], ""
@@ -173,16 +163,12 @@ def _split_at_generation_prompt(
 
 
 def _find_turn_end(part: str, end_of_conversation: str, closing_tokens: Sequence[str]) -> str:
-    """Return the beginning of the template's text after a completion that closes the turn.
-
-    This is the common prefix with the last turn's ending, up to the end of a whole token: `<|end|><|user|>` and
-    `<|end|><|endoftext|>` share `<|end|><|`, of which `<|end|>` is returned.
-    """
-    shared_length = num_shared(part, end_of_conversation)
-    end_positions = [
-        part.rfind(token, 0, shared_length) + len(token) for token in closing_tokens if token in part[:shared_length]
-    ]
-    return part[: max(end_positions)] if end_positions else part[:shared_length]
+    """Return the beginning of the template's text after a completion that closes the turn: the common prefix with the
+    last turn's ending, up to the end of a whole token. `<|end|><|user|>` and `<|end|><|endoftext|>` share `<|end|><|`,
+    of which `<|end|>` is returned."""
+    shared_part = part[: num_shared(part, end_of_conversation)]
+    token_ends = [shared_part.rfind(token) + len(token) for token in closing_tokens if token in shared_part]
+    return shared_part[: max(token_ends)] if token_ends else shared_part
 
 
 def _locate_completions(
@@ -190,24 +176,20 @@ def _locate_completions(
 ) -> list[Span] | None:
     """Return the span of each completion and its turn's end, located by the template's texts around the completions;
     None if these texts do not occur in `rendered_text`, or if several locations are possible."""
-    template_texts = [part for part, _ in texts_before]
-    search_start, search_end = len(template_texts[0]), len(rendered_text) - len(text_after)
-    if (
-        not rendered_text.startswith(template_texts[0])
-        or not rendered_text.endswith(text_after)
-        or "" in template_texts[1:]
-    ):
+    (first_text, _), *later_texts = texts_before
+    next_texts = [part for part, _ in later_texts]
+    search_start, search_end = len(first_text), len(rendered_text) - len(text_after)
+    if not (rendered_text.startswith(first_text) and rendered_text.endswith(text_after) and all(next_texts)):
         return None
-    completion_ends = _find_earliest_positions(rendered_text[:search_end], template_texts[1:], search_start)
+    search_text = rendered_text[:search_end]
+    completion_ends = _find_earliest_positions(search_text, next_texts, search_start)
     # Spans are ambiguous if a turn quotes the template's text between two turns, with its control tokens.
-    if completion_ends is None or completion_ends != _find_latest_positions(
-        rendered_text[:search_end], template_texts[1:], search_start
-    ):
+    if completion_ends is None or completion_ends != _find_latest_positions(search_text, next_texts, search_start):
         return None
     spans = []
     span_start = search_start
     for (_, prompt_rest), next_text, completion_end, turn_end in zip(
-        texts_before, [*template_texts[1:], ""], [*completion_ends, search_end], turn_ends, strict=True
+        texts_before, [*next_texts, ""], [*completion_ends, search_end], turn_ends, strict=True
     ):
         span_start += len(prompt_rest) * rendered_text.startswith(prompt_rest, span_start, completion_end)
         spans.append((span_start, completion_end + len(turn_end)))

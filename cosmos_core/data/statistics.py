@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
@@ -68,7 +69,10 @@ class Counts:
 
     def __init__(self, job: Job) -> None:
         """Start with counts of 0, for rows that are converted with the settings of `job`."""
-        self._row_kind, self._conversation_column, self._token_limits = job.kind, job.column, job.num_free_tokens
+        self._row_kind, self._conversation_column = job.kind, job.column
+        self._max_completion_tokens = job.longest_completion
+        max_prompt_tokens = job.max_tokens + 1 - job.longest_completion  # that leave room for the longest completion
+        self._max_prompt_tokens = max_prompt_tokens if job.kind.is_completed else math.inf
         self._row_lengths: list[np.ndarray] = []
         self._counts, self._unread_counts = Counter[str](), Counter[str]()
         self._skipped_by_reason: dict[str, _FirstItemCounter] = {}
@@ -106,11 +110,7 @@ class Counts:
         return not self._row_kind.mask_columns or is_always_truncated or self._counts["learned_ends"] > 0
 
     def check_refused(self, max_fraction: float, total: int) -> None:
-        """Refuse a split of which too many rows cannot be read or are refused by the chat template.
-
-        Raises:
-            DataError: these rows are more than the fraction `max_fraction` of the split's `total` rows.
-        """
+        """Raise DataError if refused or unreadable rows are more than `max_fraction` of the split's `total` rows."""
         if self._refused_counter.count > max_fraction * total:
             raise DataError(
                 f"{self._refused_counter.first}; {self._refused_counter.count} of {total} rows cannot be used so far, "
@@ -137,18 +137,15 @@ class Counts:
                 "alone, and have a response in another column; leave train.train_policy.conversation_column_name out "
                 "to learn that"
             )
-        if self._token_limits and (
-            count := sum(int((each > self._token_limits[0]).sum()) for each in self._row_lengths)
-        ):
+        if count := sum(int((lengths > self._max_prompt_tokens).sum()) for lengths in self._row_lengths):
             lines.append(
                 f"{count} of {self.num_rows} prompts leave less room in policy.model_max_length than the "
-                f"{self._token_limits[1]} tokens of max_response_length: their completions end earlier"
+                f"{self._max_completion_tokens} tokens of max_response_length: their completions end earlier"
             )
         if self._merged_counter.count:
             lines.append(
                 f"turns put together in {self._merged_counter.count} of {self.num_rows} rows (first: "
-                f"{self._merged_counter.first}): "
-                "the chat template refuses a system turn, or turns of one role in a row"
+                f"{self._merged_counter.first}): the chat template refuses a system turn, or turns of one role in a row"
             )
         if not self._has_learned_end:
             lines.append(

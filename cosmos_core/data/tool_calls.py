@@ -1,18 +1,15 @@
 """Conversion of tools and tool calls in rows, from the formats of OpenAI and ShareGPT to the form of chat templates."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cosmos_core.errors import DataError
 
 
 def read_tools(row: dict[str, Any], location: str) -> list[Any] | None:
-    """Return the tool descriptions in the column `tools`, a list or its JSON; None if there are none.
-
-    Raises:
-        DataError: the column is not a list of objects.
-    """
+    """Return the tools in the column `tools`, a list of objects or its JSON, or None; raise DataError for another
+    form."""
     tools = row.get("tools")
     if isinstance(tools, str):
         decoded_tools = parse_json(tools)
@@ -20,19 +17,15 @@ def read_tools(row: dict[str, Any], location: str) -> list[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(
-            f"{location}: column 'tools' holds {str(tools)[:40]!r}; write a list of objects, or leave it out"
-        )
+        problem = f"column 'tools' holds {str(tools)[:40]!r}"
+        raise DataError(f"{location}: {problem}; write a list of objects, or leave it out")
     return tools
 
 
 def pop_calls(turn: dict[str, Any], location: str) -> dict[str, Any]:
     """Remove the tool calls of a turn, and return the field `tool_calls` with decoded arguments; empty if the turn has
-    none. The calls are a list or its JSON, or `function_call`, an older form of OpenAI's interface, or its JSON.
-
-    Raises:
-        DataError: the calls are not a list of objects, or `function_call` is no object.
-    """
+    none. The calls are a list or its JSON, or `function_call`, an older form of OpenAI's interface, or its JSON. Raise
+    DataError if the calls are not a list of objects, or `function_call` is no object."""
     calls = turn.pop("tool_calls", [])
     if function := turn.pop("function_call", None):
         calls = [parse_json(function) if isinstance(function, str) else function]
@@ -68,11 +61,17 @@ def with_texts(calls: list[Any]) -> list[Any]:
     ]
 
 
+def with_json_arguments(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the turns with tool-call arguments as JSON text, which the OpenAI API and a few chat templates expect."""
+    texts = ({"tool_calls": with_texts(turn["tool_calls"])} if "tool_calls" in turn else {} for turn in turns)
+    return [{**turn, **text} for turn, text in zip(turns, texts, strict=True)]
+
+
 def uses_python_notation(calls: list[Any], text: str) -> bool:
     """Return whether the rendered text of calls has arguments as Python dicts: its chat template needs JSON strings."""
-    functions = [function for call in calls if isinstance(function := call.get("function", call), dict)]
-    arguments_of_calls = [function.get("arguments") for function in functions]
-    return any(arguments and isinstance(arguments, dict) and str(arguments) in text for arguments in arguments_of_calls)
+    functions = [call.get("function", call) for call in calls]
+    values = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    return any(arguments and isinstance(arguments, dict) and str(arguments) in text for arguments in values)
 
 
 def _convert_arguments(call: dict[str, Any], convert_fn: Callable[[Any], Any]) -> dict[str, Any]:

@@ -9,21 +9,17 @@ _WEIGHT_KEYS = ("weight", "loss", "train", "loss_mask", "trainable")
 _UNSUPPORTED_KEYS = ("loss_scale", "loss_weight", "train_detail", "training_detail")
 """Unsupported keys that weight a turn, or parts of it, by other values than 0 and 1."""
 _TURN_SELECTION_KEY = re.compile(r"loss|train|learn|mask|weight|ignore|supervise|target|skip|label", re.IGNORECASE)
-"""Pattern of key names with which other programs select the tokens to learn; a number, a list or a word for yes or no
-under such a key is refused."""
+"""Pattern of key names with which other programs select tokens; a number, a list, or yes or no there is refused."""
 
 
 def pop_turn_weight(turn: dict[str, Any], role: str, where: str) -> dict[str, int]:
     """Remove the keys that select whether a turn is learned; return `{"weight": 0}` for a turn without loss, else `{}`.
-
-    Raises:
-        DataError: a key has another value than 0 and 1, or marks a turn of another role than the assistant as learned.
-    """
+    Raise DataError if a value is neither 0 nor 1, or marks a turn of another role than the assistant as learned."""
     flag_keys = [key for key, value in turn.items() if key not in _WEIGHT_KEYS and _is_flag(value)]
-    if partial := [key for key in turn if key in _UNSUPPORTED_KEYS] + list(
-        filter(_TURN_SELECTION_KEY.search, flag_keys)
-    ):
-        raise DataError(f"{where}: {partial[0]!r} is not read; a turn is learned as a whole (`weight` = 1) or not (0)")
+    unsupported_keys = [key for key in turn if key in _UNSUPPORTED_KEYS]
+    if unsupported_keys := [*unsupported_keys, *filter(_TURN_SELECTION_KEY.search, flag_keys)]:
+        key = unsupported_keys[0]
+        raise DataError(f"{where}: {key!r} is not read; a turn is learned as a whole (`weight` = 1) or not (0)")
     weight_flags = {key: turn.pop(key) for key in _WEIGHT_KEYS if key in turn}
     for key, value in weight_flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
@@ -38,18 +34,11 @@ def _is_flag(value: Any) -> bool:
 
 
 def check_parts(content: Any, location: str) -> None:
-    """Check that no part of a turn's content has a key that selects tokens to learn: a turn is learned as a whole.
-
-    Raises:
-        DataError: a part has a key of this kind.
-    """
+    """Raise DataError if a part of a turn's content has a key that selects tokens to learn: a turn is learned whole."""
     for part in content if isinstance(content, list) else ():
-        if weight_keys := [
-            key for key in (*_WEIGHT_KEYS, *_UNSUPPORTED_KEYS) if isinstance(part, dict) and key in part
-        ]:
-            raise DataError(
-                f"{location}: a part of the content has {weight_keys[0]!r}; put it on the turn, learned whole"
-            )
+        keys = [key for key in (*_WEIGHT_KEYS, *_UNSUPPORTED_KEYS) if isinstance(part, dict) and key in part]
+        if keys:
+            raise DataError(f"{location}: a part of the content has {keys[0]!r}; put it on the turn, learned whole")
 
 
 def is_trained_turn(turn: dict[str, Any]) -> bool:

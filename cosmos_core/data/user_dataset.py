@@ -46,20 +46,15 @@ _UNSUPPORTED_METHODS = (
 
 
 class UserDatasetLoader:
-    """Loader of the user-defined data sets and packers of one recipe. `load_tokenizer` is called only if a `setup`
-    method takes a tokenizer."""
+    """Loader of the data sets and packers of one recipe; `load_tokenizer` is called only for a `setup` that takes
+    one."""
 
     def __init__(self, recipe: Recipe, load_tokenizer: Callable[[], Any]) -> None:
         self._recipe, self._load_tokenizer = recipe, load_tokenizer
 
     def make_part(self, name: str, config_key: str) -> RowPart:
-        """Return the rows of the user's data set `name`; `config_key` is the name of its table in the TOML, for
-        messages.
-
-        Raises:
-            ConfigError: the class does not exist or cannot be imported.
-            DataError: the class raised an error, or has no length.
-        """
+        """Return the rows of the user's data set `name`; `config_key` names its table in messages. Raise ConfigError if
+        the class cannot be imported, and DataError if it raised an error or has no length."""
         user_object = import_user_code(name)
         with user_code_errors(f"{config_key}.name = {name!r}", None):
             dataset = _instantiate(user_object, self._recipe)
@@ -68,32 +63,27 @@ class UserDatasetLoader:
         return RowPart(name, length, partial(_iterate_items, dataset, name, length, self._recipe.train.train_policy))
 
     def packer(self) -> Callable[[Row, str], Row] | None:
-        """Return a function that applies the recipe's packer to a row; None if the recipe names no packer.
-
-        Raises:
-            ConfigError: the packer has methods that would never be called, or lacks the required method.
-        """
+        """Return a function that applies the recipe's packer to a row; None if the recipe names no packer. Raise
+        ConfigError if the packer has methods that would never be called, or lacks the required method."""
         policy = self._recipe.train.train_policy
         if not policy.data_packer:
             return None
+        key = f"train.train_policy.data_packer = {policy.data_packer!r}"
         user_object = import_user_code(policy.data_packer)
         methods = vars(user_object if inspect.isclass(user_object) else type(user_object))
         if unsupported_methods := [name for name in _UNSUPPORTED_METHODS if name in methods]:
             raise ConfigError(
-                f"train.train_policy.data_packer = {policy.data_packer!r} has {', '.join(unsupported_methods)}, which "
-                "nothing calls here: batches are made by the model's adapter; remove it, or write an algorithm of your "
-                "own"
+                f"{key} has {', '.join(unsupported_methods)}, which nothing calls here: batches are made by the "
+                "model's adapter; remove it, or write an algorithm of your own"
             )
         method_name = tokenised_kind(policy.rows).packer_method
-        with user_code_errors(f"train.train_policy.data_packer = {policy.data_packer!r}", user_object):
+        with user_code_errors(key, user_object):
             packer = _instantiate(user_object, self._recipe)
             self._call_setup(packer)
         method = getattr(packer, method_name, None) if method_name else None
         if method is None:
-            raise ConfigError(
-                f"train.train_policy.data_packer = {policy.data_packer!r}: a training on {policy.rows} calls "
-                + (f"{method_name}, which it does not have" if method_name else "none; leave it out")
-            )
+            called = f"{method_name}, which it does not have" if method_name else "none; leave it out"
+            raise ConfigError(f"{key}: a training on {policy.rows} calls {called}")
         return partial(_pack_row, method, policy)
 
     def _call_setup(self, instance: Any) -> None:
@@ -132,12 +122,11 @@ def _pack_row(method: Callable[[Any], Any], policy: AlgorithmConfig, row: Row, l
     """Return the row that a packer's method makes of a row; a prompt keeps its columns with a reference."""
     with user_code_errors(location, method):
         packed_item = method(row)
+    packed_row = _row(packed_item, policy, location)
     if isinstance(packed_item, dict) or not isinstance(policy, RlConfig):
-        return _row(packed_item, policy, location)
-    reference_columns = {
-        name: value for name, value in row.items() if name == _reference_column(policy) or name in _REFERENCES
-    }
-    return reference_columns | _row(packed_item, policy, location)
+        return packed_row
+    kept_names = {*_REFERENCES, _reference_column(policy)}
+    return {name: value for name, value in row.items() if name in kept_names} | packed_row
 
 
 _REFERENCES = ("answer", "response", "solution", "result", "reference_answer")

@@ -47,10 +47,8 @@ def visual_tokens(
     """Return token ids and loss mask of `turns`; `images` are the images in the turns, in the same order.
 
     Raises:
-        DataError: the chat template leaves out an image, the processor refuses one, or the assistant's text cannot be
-            located.
-        SkippedRow: the assistant says nothing.
-        RefusedRow: the chat template refuses the conversation.
+        DataError: the chat template leaves out an image, the processor refuses one, or no turn can be located.
+        SkippedRow, RefusedRow: as in `find_learned_spans`.
         ModelError: the processor has no chat template, or its tokenizer returns no offsets of tokens.
     """
     rendered_text, spans = find_learned_spans(processor, turns, where, tools, end_ids)
@@ -65,13 +63,8 @@ def visual_prompt(
     location: str,
     render_settings: PromptRendering,
 ) -> tuple[VisualTokens, str]:
-    """Return the tokens of a prompt whose parts show `images`, and its text with a placeholder word for each image.
-
-    Raises:
-        DataError: see `visual_tokens`.
-        SkippedRow: the prompt is longer than `max_length`.
-        RefusedRow, ModelError: see `render`.
-    """
+    """Return the tokens of a prompt whose parts show `images`, and its text with a placeholder word for each image;
+    raise SkippedRow if it is longer than `max_length`, and the errors of `visual_tokens`."""
     _, text = render(
         processor, turns, location, add_generation_prompt=render_settings.add_generation_prompt,
         tools=list(render_settings.tools) or None,
@@ -84,11 +77,7 @@ def visual_prompt(
 
 
 def truncate_visual_tokens(tokens: VisualTokens, max_length: int, location: str) -> tuple[list[int], list[int]]:
-    """Cut token ids and loss mask on the right, and return them.
-
-    Raises:
-        SkippedRow: no token to learn would be left, or an image would be cut.
-    """
+    """Cut ids and mask on the right; raise SkippedRow if no token to learn would be left, or an image would be cut."""
     if tokens.images_end > max_length:
         raise SkippedRow(location, "longer than policy.model_max_length before the end of the last image")
     return truncate_tokens((tokens.ids, tokens.mask), max_length, location)
@@ -138,9 +127,8 @@ def _find_image_spans(
 ) -> list[tuple[Span, Span]]:
     """Return the span of each image's placeholder word in the text, with its span in the expanded text."""
     if "text_replacement_offsets" in processor_output:
-        return [
-            (tuple(each["span"]), tuple(each["new_span"])) for each in processor_output["text_replacement_offsets"][0]
-        ]
+        replacements = processor_output["text_replacement_offsets"][0]
+        return [(tuple(each["span"]), tuple(each["new_span"])) for each in replacements]
     bos_token = processor.tokenizer.bos_token
     # A processor that inserts a BOS token before the text shifts all offsets of tokens.
     if bos_token and bos_token not in rendered_text:

@@ -33,12 +33,8 @@ class Benchmarks:
 
 
 def open_benchmarks(settings: EvaluateConfig) -> Benchmarks:
-    """Find the tasks of a recipe, and load their rows.
-
-    Raises:
-        ConfigError: a task does not exist, or needs a feature that is not allowed or not supported.
-        DataError: the rows of a task cannot be read.
-    """
+    """Find the tasks of a recipe, and load their rows. Raise `ConfigError` if a task does not exist, or needs a feature
+    that is not allowed or not supported, and `DataError` if the rows of a task cannot be read."""
     if settings.confirm_run_unsafe_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     manager = _open_task_manager(settings)
@@ -67,11 +63,7 @@ def _open_task_manager(settings: EvaluateConfig) -> TaskManager:
 
 
 def matching(manager: TaskManager, pattern: str) -> list[str]:
-    """Return the names of tasks that a pattern matches.
-
-    Raises:
-        ConfigError: the pattern matches no task.
-    """
+    """Return the names of tasks that a pattern matches. Raise `ConfigError` if the pattern matches no task."""
     if names := manager.match_tasks([pattern]):
         return names
     hint = suggestion(pattern, manager.all_tasks)
@@ -90,7 +82,5 @@ def _load_tasks(manager: TaskManager, name: str) -> dict[str, Any]:
     except _DATASET_ERRORS as error:
         entry = manager.task_index[name]
         dataset_text = f", {entry.cfg['dataset_path']}," if entry.cfg and entry.cfg.get("dataset_path") else ""
-        raise DataError(
-            f"evaluate.tasks: the rows of {name!r}{dataset_text} cannot be read ({first_line(error)}); "
-            f"{_MISSING_ROWS_HINT}"
-        ) from error
+        problem = f"the rows of {name!r}{dataset_text} cannot be read ({first_line(error)})"
+        raise DataError(f"evaluate.tasks: {problem}; {_MISSING_ROWS_HINT}") from error

@@ -32,11 +32,8 @@ _DEFAULT_SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_see
 
 
 def check(stage: Stage) -> Outcome:
-    """Check that the tasks of the stage can be run, and that its model can be read.
-
-    Raises:
-        ConfigError, DataError, ModelError: a task or the model has a problem.
-    """
+    """Check that the tasks of the stage can be run, and that its model can be read. Raise `ConfigError`, `DataError` or
+    `ModelError` if not."""
     architecture = _describe_model(stage)
     check_engine(stage)
     item_counts = open_benchmarks(stage.recipe.evaluate).num_items
@@ -45,12 +42,8 @@ def check(stage: Stage) -> Outcome:
 
 
 def run(stage: Stage) -> Outcome:
-    """Run the benchmarks, and return their metrics as `evaluation/TASK/METRIC`.
-
-    Raises:
-        ConfigError, DataError, ModelError: see `check`.
-        Preempted: a stop was requested.
-    """
+    """Run the benchmarks, and return their metrics as `evaluation/TASK/METRIC`. Raise the errors of `check`, and
+    `Preempted` if a stop was requested."""
     _describe_model(stage)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm-eval logs a warning for each default setting of a task
     stage.progress.phase("prepare")

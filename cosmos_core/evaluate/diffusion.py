@@ -39,11 +39,8 @@ _NUM_CHECKED_PROMPTS = 2
 
 
 def check(stage: Stage) -> Outcome:
-    """Check the pipeline, the prompt sets and the rewards without reading weights.
-
-    Raises:
-        ConfigError, DataError, ModelError, RewardError: the model, a prompt set or a reward has a problem.
-    """
+    """Check the pipeline, the prompt sets and the rewards without reading weights. Raise `ConfigError`, `DataError`,
+    `ModelError` or `RewardError` if the model, a prompt set or a reward has a problem."""
     stage.progress.phase("load")
     family, settings = open_family(stage.model, stage.recipe.policy), stage.recipe.evaluate
     _check_rewards(settings.rewards)
@@ -58,13 +55,9 @@ def check(stage: Stage) -> Outcome:
 
 
 def run(stage: Stage) -> Outcome:
-    """Sample and score all prompts, and return the metrics `evaluation/PROMPT_SET/REWARD`.
-
-    Raises:
-        ConfigError, DataError, ModelError: see `check`.
-        RewardError: a reward cannot be loaded, or no sample of a prompt set has a valid reward.
-        Preempted: a stop was requested; finished batches are kept.
-    """
+    """Sample and score all prompts, and return the metrics `evaluation/PROMPT_SET/REWARD`. Raise the errors of `check`,
+    `RewardError` if no sample of a prompt set has a valid reward, and `Preempted` if a stop was requested; finished
+    batches are kept."""
     _check_rewards(stage.recipe.evaluate.rewards)
     prompt_sets = read_prompt_sets(stage.recipe.evaluate)
     unfinished_folder = stage.path / f"{_UNFINISHED_PREFIX}-{stage.fingerprint[:16]}"
@@ -144,14 +137,10 @@ def _call_settings(family: DiffusionModel) -> dict[str, Any]:
 def _sample(
     pipeline: Any, call_settings: dict[str, Any], prompts: Sequence[Prompt], settings: EvaluateConfig
 ) -> list[Tensor]:
-    """Return the samples of each prompt as uint8 (samples, [frames,] height, width, 3), on the CPU.
-
-    The noise of a sample depends only on the seed, the position of the prompt in its set and the number of the sample.
-    """
+    """Return the samples of each prompt as uint8 (samples, [frames,] height, width, 3), on the CPU. Their noise depends
+    only on the seed, the position of the prompt in its set and the number of the sample."""
     num_samples, seed = settings.samples_per_prompt or 1, settings.seed or 0
-    seeds = [
-        request_seed(seed, 0, prompt.id, sample_index) for prompt in prompts for sample_index in range(num_samples)
-    ]
+    seeds = [request_seed(seed, 0, prompt.id, number) for prompt in prompts for number in range(num_samples)]
     pixels = pipeline(
         prompt=[prompt.text for prompt in prompts for _ in range(num_samples)],
         generator=[torch.Generator().manual_seed(sample_seed) for sample_seed in seeds],
@@ -178,9 +167,7 @@ def _read_shown_group(
     """Return a prompt with its samples and their mean rewards."""
     group = _make_group(prompt, torch.from_numpy(np.load(_sample_file(unfinished_folder, name, prompt))))
     rewards = next(each.rewards for each in scored_prompts if (each.set_name, each.id) == (name, prompt.id))
-    mean_rewards = [
-        float(np.mean(list(reward_values.values()))) if reward_values else None for reward_values in rewards
-    ]
+    mean_rewards = [float(np.mean(list(values.values()))) if values else None for values in rewards]
     return ScoredGroup(group, tuple(map(Score, mean_rewards)))
 
 

@@ -37,11 +37,8 @@ def check_engine(stage: Stage) -> None:
 
 
 def open_model(stage: Stage, on_response: Callable[[], None]) -> Any:
-    """Return lm-eval's model object for the stage's model, which calls `on_response` after each response.
-
-    Raises:
-        ConfigError: vLLM cannot load the model.
-    """
+    """Return lm-eval's model object for the stage's model, which calls `on_response` after each response. Raise
+    `ConfigError` if vLLM cannot load the model."""
     model = _open_vllm_model(stage) if engine_of(stage.recipe) == "vllm" else _open_hf_model(stage)
     set_cache_hook = model.set_cache_hook
     model.set_cache_hook = lambda cache_hook: set_cache_hook(_ResponseHook(cache_hook, on_response))
@@ -75,8 +72,7 @@ def _open_vllm_model(stage: Stage) -> Any:
     set_environment()
     with restore_process_state():
         vllm = import_vllm()
-        config = load_config(stage.model, stage.recipe.policy.model_revision)
-        check_head_size(config, stage.model, "set evaluate.engine = 'hf'")
+        check_engine(stage)
         with _expose_vllm_version(vllm):
             from lm_eval.models.vllm_causallms import VLLM
 

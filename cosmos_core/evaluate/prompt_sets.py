@@ -16,13 +16,9 @@ _CONFIG_KEY = "evaluate.prompts"
 
 
 def read_prompt_sets(settings: EvaluateConfig) -> dict[str, list[Prompt]]:
-    """Return the prompts of each set, at most `evaluate.limit`, by name; the id of a prompt is its position.
-
-    In a folder with one file per split, the split `test` is read. Columns other than the prompt are metadata.
-
-    Raises:
-        DataError: a set is missing or empty, or one of its rows has no prompt.
-    """
+    """Return the prompts of each set, at most `evaluate.limit`, by name; the id of a prompt is its position. Columns
+    other than the prompt are metadata. In a folder with one file per split, the split `test` is read. Raise `DataError`
+    if a set is missing or empty, or one of its rows has no prompt."""
     try:
         return {name: _read_prompt_set(location, settings.limit) for name, location in settings.prompt_sets.items()}
     except DataError as error:  # messages of readers name the keys `name` and `split`, which prompt sets lack

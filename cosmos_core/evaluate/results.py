@@ -16,11 +16,11 @@ from cosmos_core.types import JsonValue
 _STDERR_SUFFIX = "_stderr"
 _TASK_SETTING_NAMES = ("dataset_path", "dataset_name", "test_split", "output_type", "generation_kwargs", "filter_list")
 _TEXT_COLUMNS = ("doc_hash", "prompt_hash", "response")
+_COLUMN_TYPES = {"task": pa.string(), "doc_id": pa.int64(), **dict.fromkeys(_TEXT_COLUMNS, pa.string())}
 
 
 def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of tasks and groups as `evaluation/TASK/METRIC`, and standard errors that lm-eval
-    returns as `evaluation/TASK/METRIC_stderr`."""
+    """Return the metrics of tasks and groups as `evaluation/TASK/METRIC`, and their standard errors with `_stderr`."""
     metrics: dict[str, float] = {}
     for task, task_metrics in results.items():
         first_filter = next((key.partition(",")[2] for key in task_metrics if "," in key), "")
@@ -34,32 +34,26 @@ def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def item_table(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
-    """Return a table with the columns task, doc_id, doc_hash, prompt_hash, response and one column for each metric of
-    any task, with null if the row's task lacks the metric.
-
-    A response is the generated text or, for choices, a JSON list of `[log-probability, is greedy]`.
-    """
+    """Return the table of `build_table` with one row per item of a task, sorted; a response is the generated text or,
+    for choices, a JSON list of `[log-probability, is greedy]`."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for task, task_samples in samples.items():
         for sample in task_samples:
-            key = (task, sample["doc_id"])
-            row = rows.setdefault(key, {name: sample.get(name) or _response_text(sample) for name in _TEXT_COLUMNS})
+            texts = {name: sample.get(name) or _response_text(sample) for name in _TEXT_COLUMNS}
+            row = rows.setdefault((task, sample["doc_id"]), {"task": task, "doc_id": sample["doc_id"], **texts})
             for metric in sample["metrics"]:
                 if isinstance(sample[metric], Real):
-                    row[_qualify_metric_name(metric, sample["filter"], task_samples[0]["filter"])] = float(
-                        sample[metric]
-                    )
-    columns = dict.fromkeys(name for row in rows.values() for name in row)
-    return pa.table({
-        "task": pa.array([task for task, _ in rows], pa.string()),
-        "doc_id": pa.array([doc_id for _, doc_id in rows], pa.int64()),
-        **{
-            name: pa.array(
-                [row.get(name) for row in rows.values()], pa.string() if name in _TEXT_COLUMNS else pa.float64()
-            )
-            for name in columns
-        },
-    }).sort_by([("task", "ascending"), ("doc_id", "ascending")])  # fmt: skip
+                    name = _qualify_metric_name(metric, sample["filter"], task_samples[0]["filter"])
+                    row[name] = float(sample[metric])
+    return build_table(list(rows.values())).sort_by([("task", "ascending"), ("doc_id", "ascending")])
+
+
+def build_table(rows: list[dict[str, Any]]) -> pa.Table:
+    """Return a table of items with the columns task, doc_id, doc_hash, prompt_hash, response and one column for each
+    metric of any row, with null if a row lacks the metric."""
+    columns = dict.fromkeys([*_COLUMN_TYPES, *(name for row in rows for name in row)])
+    schema = pa.schema([(name, _COLUMN_TYPES.get(name, pa.float64())) for name in columns])
+    return pa.Table.from_pylist(rows, schema=schema)
 
 
 def texts_of(samples: Mapping[str, list[dict[str, Any]]], max_rows: int) -> list[dict[str, JsonValue]]:
@@ -67,9 +61,8 @@ def texts_of(samples: Mapping[str, list[dict[str, Any]]], max_rows: int) -> list
     completion and, as reward, the first metric that is a number."""
     lines: list[dict[str, JsonValue]] = []
     for task_samples in samples.values():
-        text_samples = [
-            each for each in task_samples if each["filter"] == task_samples[0]["filter"] and _is_generated_text(each)
-        ]
+        first_filter = task_samples[0]["filter"]
+        text_samples = [each for each in task_samples if each["filter"] == first_filter and _is_generated_text(each)]
         for sample in text_samples[:max_rows]:
             metric_values = (sample[metric] for metric in sample["metrics"])
             reward = next((float(value) for value in metric_values if isinstance(value, Real)), None)

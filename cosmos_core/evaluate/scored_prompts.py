@@ -7,11 +7,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from cosmos_core.errors import RewardError
+from cosmos_core.evaluate.results import build_table
 from cosmos_core.run.files import json_objects, write_text
 from cosmos_core.types import Prompt, ScoredGroup
 
@@ -63,11 +65,8 @@ def append_scores(folder: Path, scored_prompts: Sequence[ScoredPrompt]) -> None:
 
 
 def metrics_of(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
-    """Return the mean of each reward of each prompt set, with standard error, and the number of invalid samples.
-
-    Raises:
-        RewardError: no sample of a prompt set has a valid reward.
-    """
+    """Return the mean of each reward of each prompt set, with standard error, and the number of invalid samples. Raise
+    `RewardError` if no sample of a prompt set has a valid reward."""
     metrics: dict[str, float] = {}
     for set_name in dict.fromkeys(item.set_name for item in scored_prompts):
         set_prompts = [item for item in scored_prompts if item.set_name == set_name]
@@ -88,23 +87,18 @@ def metrics_of(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
 
 
 def item_table(scored_prompts: Sequence[ScoredPrompt], prompt_sets: Mapping[str, Sequence[Prompt]]) -> pa.Table:
-    """Return a table with the columns task (name of the prompt set), doc_id, doc_hash (of prompt and metadata),
-    prompt_hash, response (empty) and one column for each reward, with null if no sample of the prompt has a valid
-    reward."""
-    prompt_means = [scored_prompt.means() for scored_prompt in scored_prompts]
-    prompts = [prompt_sets[scored_prompt.set_name][scored_prompt.id] for scored_prompt in scored_prompts]
-    columns = dict.fromkeys(name for mean_rewards in prompt_means for name in mean_rewards)
-    return pa.table({
-        "task": pa.array([scored_prompt.set_name for scored_prompt in scored_prompts], pa.string()),
-        "doc_id": pa.array([scored_prompt.id for scored_prompt in scored_prompts], pa.int64()),
-        "doc_hash": pa.array([_content_hash([prompt.text, prompt.metadata]) for prompt in prompts], pa.string()),
-        "prompt_hash": pa.array([_content_hash(prompt.text) for prompt in prompts], pa.string()),
-        "response": pa.array([""] * len(scored_prompts), pa.string()),
-        **{name: pa.array([mean_rewards.get(name) for mean_rewards in prompt_means], pa.float64()) for name in columns},
-    })  # fmt: skip
+    """Return the table of `build_table`: task is the name of the prompt set, doc_hash that of prompt and metadata,
+    response is empty, and a metric is the mean of a reward over the samples for which it is valid."""
+    rows: list[dict[str, Any]] = []
+    for scored_prompt in scored_prompts:
+        prompt = prompt_sets[scored_prompt.set_name][scored_prompt.id]
+        hashes = {"doc_hash": _hash([prompt.text, prompt.metadata]), "prompt_hash": _hash(prompt.text)}
+        ids = {"task": scored_prompt.set_name, "doc_id": scored_prompt.id}
+        rows.append({**scored_prompt.means(), **ids, **hashes, "response": ""})
+    return build_table(rows)
 
 
-def _content_hash(value: object) -> str:
+def _hash(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 

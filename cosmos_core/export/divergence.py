@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,30 +47,23 @@ class Divergence(NamedTuple):
 
 
 def text_rows(folder: Path, max_length: int) -> tuple[str, list[Row]]:
-    """Return a split of prepared rows, the held-out rows if there are any, and the token ids of its first rows.
-
-    Rows with images are left out. Rows are cut to fewer tokens than `max_length`, the maximum of the model.
-
-    Raises:
-        DataError: the folder has no prepared rows of text.
-    """
+    """Return a split of prepared rows, the held-out rows if there are any, and the token ids of its first rows without
+    images, cut to fewer tokens than `max_length`, the maximum of the model. Raise `DataError` if the folder has no
+    prepared rows of text."""
     split_name = VALIDATION if has_split(folder, VALIDATION) else TRAIN
     table = open_table(folder, split_name)
     names = [name for name in table.column_names if name.endswith("_ids")]
     counts = RowImages(table).counts
     rows = (ids.as_py() for ids, count in zip(table[names[0]] if names else (), counts, strict=False) if not count)
     truncated_rows = (row[: min(MAX_COMPARED_TOKENS, max_length - 1)] for row in rows if len(row) > 1)
-    selected_rows = [truncated_row for _, truncated_row in zip(range(MAX_COMPARED_ROWS), truncated_rows, strict=False)]
+    selected_rows = list(islice(truncated_rows, MAX_COMPARED_ROWS))
     if not selected_rows:
         raise DataError(f"{folder} has no rows of text with which exports could be compared; set data of the export")
     return split_name, selected_rows
 
 
 def save_logprobs(folder: Path, in_vllm: bool, rows: Sequence[Row], target: Path) -> None:
-    """Write the log-probabilities TV of the model in `folder` for each row to the folder `target`.
-
-    `in_vllm`: True: vLLM computes them; False: transformers.
-    """
+    """Write the log-probabilities TV of the model in `folder`, by vLLM or transformers, for each row to `target`."""
     target.mkdir()
     for row_index, logprobs_TV in enumerate(_compute_logprobs(folder, in_vllm, rows)):
         np.save(target / f"{row_index}.npy", logprobs_TV.numpy())
@@ -77,10 +71,7 @@ def save_logprobs(folder: Path, in_vllm: bool, rows: Sequence[Row], target: Path
 
 def compare(folder: Path, in_vllm: bool, rows: Sequence[Row], reference_folder: Path) -> Divergence:
     """Return the divergence of the model in `folder` from the model with the log-probabilities in `reference_folder`.
-
-    Raises:
-        StageFailed: the divergence is not below the divergence of the uniform distribution, so the model is broken.
-    """
+    Raise `StageFailed` if it is not below that of the uniform distribution, so that the model is broken."""
     kl_sums, token_counts, uniform_kl_sum, num_agreeing = [], [], 0.0, 0
     for row_index, logprobs_TV in enumerate(_compute_logprobs(folder, in_vllm, rows)):
         reference_logprobs_TV = torch.from_numpy(np.load(reference_folder / f"{row_index}.npy")).double()
@@ -93,9 +84,8 @@ def compare(folder: Path, in_vllm: bool, rows: Sequence[Row], reference_folder: 
     num_tokens = sum(token_counts)
     row_means = np.array(kl_sums) / np.array(token_counts)
     stderr = float(row_means.std(ddof=1) / math.sqrt(len(row_means))) if len(row_means) > 1 else 0.0
-    divergence = Divergence(
-        sum(kl_sums) / num_tokens, stderr, num_agreeing / num_tokens, uniform_kl_sum / num_tokens, num_tokens
-    )
+    kl, kl_uniform = sum(kl_sums) / num_tokens, uniform_kl_sum / num_tokens
+    divergence = Divergence(kl, stderr, num_agreeing / num_tokens, kl_uniform, num_tokens)
     if not divergence.kl < divergence.kl_uniform:  # unlike `>=`, `not <` is also True for NaN
         raise StageFailed(
             f"its divergence from the exported model is {divergence.kl:.3g} nats per token, that of the uniform "

@@ -15,7 +15,7 @@ import importlib
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -105,13 +105,9 @@ def run(stage: Stage) -> Outcome:
 
 
 def plans(stage: Stage) -> list[Plan]:
-    """Return a plan for each quantised format of the recipe.
-
-    Raises:
-        ConfigError: vLLM cannot run a format on this machine, and `export.unproven` is false; or the converter of
-            llama.cpp is missing.
-        ModelError: a format does not support the layers of the model.
-    """
+    """Return a plan for each quantised format of the recipe. Raise `ModelError` if a format does not support the layers
+    of the model, and `ConfigError` if the converter of llama.cpp is missing, or if vLLM cannot run a format on this
+    machine and `export.unproven` is false."""
     config = stage.recipe.export
     if GGUF in config.quantized and (problem := gguf_problem()):
         raise ConfigError(f"export.formats has 'gguf', but {problem}; leave it out")
@@ -123,10 +119,9 @@ def plans(stage: Stage) -> list[Plan]:
         revision = stage.recipe.policy.model_revision
         model = model_without_weights(stage.model, revision=revision, dtype=torch.bfloat16)
     layers = find_layers(model)
-    problems = [vllm_problem(name, model.config, stage.model) for name in vllm_formats]
     format_plans = [
-        Plan(name, scheme_of(name, layers), layers, problem)
-        for name, problem in zip(vllm_formats, problems, strict=True)
+        Plan(name, scheme_of(name, layers), layers, vllm_problem(name, model.config, stage.model))
+        for name in vllm_formats
     ]
     for plan in format_plans:
         if plan.problem and not config.unproven:
@@ -164,14 +159,11 @@ def _resume_or_run(stage: Stage, name: str, operation: Callable[[], Outcome]) ->
     file = stage.path / "done" / f"{name}.json"
     saved_outcome = read_object(file)
     outputs = tuple(saved_outcome.get("outputs", ()))
-    if saved_outcome.get("fingerprint") == stage.fingerprint and all(
-        (stage.path / output).exists() for output in outputs
-    ):
+    if saved_outcome.get("fingerprint") == stage.fingerprint and all((stage.path / each).exists() for each in outputs):
         return Outcome(outputs, saved_outcome["metrics"], saved_outcome["info"])
     outcome = operation()
     file.parent.mkdir(exist_ok=True)
-    outcome_fields = {"outputs": list(outcome.outputs), "metrics": outcome.metrics, "info": outcome.info}
-    write_json(file, {"fingerprint": stage.fingerprint, **outcome_fields})
+    write_json(file, {"fingerprint": stage.fingerprint, **asdict(outcome)})
     return outcome
 
 
@@ -186,9 +178,8 @@ def _write_quantized(stage: Stage, plan: Plan, unquantized_outcome: Outcome) -> 
     def stop_between_files(num_finished_files: int, num_files: int) -> None:
         stage.progress.advance(num_finished_files, num_files)
         if stage.stop_requested and num_finished_files < num_files:
-            raise Preempted(
-                f"stage {stage.name!r}: {num_finished_files} of {num_files} files of {plan.name} are written"
-            )
+            files_text = f"{num_finished_files} of {num_files} files"
+            raise Preempted(f"stage {stage.name!r}: {files_text} of {plan.name} are written")
 
     def report_progress() -> None:
         stage.progress.beat()
@@ -215,20 +206,14 @@ def _verify_quantized(stage: Stage, plan: Plan, unquantized_outcome: Outcome, fo
         _in_fresh_interpreter(stage, save_logprobs, source_folder, plan.in_vllm, rows, reference_folder)
     divergence: Divergence = _in_fresh_interpreter(stage, compare, folder, plan.in_vllm, rows, reference_folder)
     prefix = f"export/{plan.name}/"
-    metrics = {
-        "kl": divergence.kl,
-        "kl_stderr": divergence.stderr,
-        "same_top_token": divergence.top_token_agreement,
-        "proven": float(not plan.problem),
-    }
+    metrics = {"kl": divergence.kl, "kl_stderr": divergence.stderr, "same_top_token": divergence.top_token_agreement}
+    metrics["proven"] = float(not plan.problem)
     benchmark_result = _find_benchmarks(stage)
     if benchmark_result is not None and plan.in_vllm:
         scratch_folder = stage.path / _LOGPROBS_FOLDER / f"{plan.name}-{_BENCHMARK_PREFIX}"
-        benchmark_stage_path = maker_of(Path(benchmark_result["path"]))
-        benchmark_scores = _in_fresh_interpreter(
-            stage, _run_benchmarks, folder, benchmark_stage_path, scratch_folder, progress_file=scratch_folder
-        )
-        for name, score in benchmark_scores.items():
+        arguments = (folder, maker_of(Path(benchmark_result["path"])), scratch_folder)
+        scores = _in_fresh_interpreter(stage, _run_benchmarks, *arguments, progress_file=scratch_folder)
+        for name, score in scores.items():
             metrics[name] = score
             if not name.endswith("_stderr"):
                 metrics[f"lost/{name.removeprefix(_BENCHMARK_PREFIX)}"] = benchmark_result["metrics"][name] - score
@@ -238,14 +223,11 @@ def _verify_quantized(stage: Stage, plan: Plan, unquantized_outcome: Outcome, fo
 def _in_fresh_interpreter(
     stage: Stage, function: Callable[..., Any], folder: Path, *arguments: Any, progress_file: Path | None = None
 ) -> Any:
-    """Run a function that reads `folder` in a separate Python process, and return its result.
+    """Run a function that reads `folder` in a separate Python process, and return its result. Raise `Preempted` if a
+    stop was requested, and `StageFailed` if the function failed.
 
-    If the function runs another stage in the folder `progress_file`, the heartbeats of that stage are passed on to
-    `stage`, and the function may take hours. Without `progress_file`, the function must end within an hour.
-
-    Raises:
-        Preempted: a stop was requested.
-        StageFailed: the function failed.
+    A function that runs another stage in the folder `progress_file` may take hours, and passes the heartbeats of that
+    stage on to `stage`; other functions must end within an hour.
     """
     num_beats = 0
 

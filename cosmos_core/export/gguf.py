@@ -29,13 +29,8 @@ def gguf_problem() -> str:
 
 
 def write_gguf(source: Path, target: Path, on_poll: Callable[[], None]) -> None:
-    """Write the model in `source` as `target/model.gguf` in bfloat16.
-
-    The callback is called every second until the converter has ended. If it raises, the converter is stopped.
-
-    Raises:
-        StageFailed: the converter failed; the message has the last line of its output.
-    """
+    """Write the model in `source` as `target/model.gguf` in bfloat16. Call `on_poll` every second until the converter
+    has ended; if it raises, stop the converter. Raise `StageFailed`, with the last line of the output, if it failed."""
     target.mkdir(parents=True)
     command = [sys.executable, str(shutil.which(CONVERTER)), str(source), "--outtype", "bf16"]
     with tempfile.TemporaryFile() as log_file:

@@ -15,11 +15,8 @@ from cosmos_core.types import Outcome
 
 
 def check(stage: Stage) -> Outcome:
-    """Check that the model can be read, and that each quantised format can be written and loaded.
-
-    Raises:
-        ConfigError, ModelError: the first problem.
-    """
+    """Check that the model can be read, and that each quantised format can be written and loaded. Raise `ConfigError`
+    or `ModelError` for the first problem."""
     outcome = check_model.run(stage)
     if not stage.recipe.export.quantized:
         return outcome

@@ -15,12 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.compressors.base import BaseCompressor
-from compressed_tensors.quantization import (
-    QuantizationConfig,
-    QuantizationScheme,
-    QuantizationStatus,
-    preset_name_to_scheme,
-)
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
+from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -60,11 +56,8 @@ class Layers(NamedTuple):
 
 
 def find_layers(model: PreTrainedModel) -> Layers:
-    """Return the linear layers of a model, which may be on the meta device.
-
-    Raises:
-        ModelError: the model has experts, or no linear layers in decoder blocks.
-    """
+    """Return the linear layers of a model, which may be on the meta device. Raise `ModelError` if the model has
+    experts, or no linear layers in decoder blocks."""
     path = layers_path(model)
     linear_modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     block_layers = {name: module for name, module in linear_modules.items() if path and name.startswith(f"{path}.")}
@@ -88,10 +81,7 @@ def find_layers(model: PreTrainedModel) -> Layers:
 
 def scheme_of(name: str, layers: Layers) -> QuantizationScheme:
     """Return the scheme of a quantised format; the groups of `w4a16` have the largest size that divides all inputs.
-
-    Raises:
-        ModelError: the dimensions of a layer are not divisible by the group sizes of vLLM's kernels.
-    """
+    Raise `ModelError` if the dimensions of a layer are not divisible by the group sizes of vLLM's kernels."""
     preset, layout = _FORMAT_PRESETS[name]
     scheme = preset_name_to_scheme(preset, ["Linear"])
     scheme.format = layout
@@ -124,14 +114,9 @@ def quantize_folder(
     layers: Layers,
     on_file_quantized: Callable[[int, int], None] = lambda done, count: None,
 ) -> None:
-    """Quantise the model in the folder `source` to the folder `target`, and copy its other files.
-
-    Weight files that an interrupted call has written to `target` are kept. `on_file_quantized` is called after each
-    weight file with the number of finished files and of all files.
-
-    Raises:
-        ModelError: `source` has no safetensors files.
-    """
+    """Quantise the model in the folder `source` to the folder `target`, and copy its other files. Weight files that an
+    interrupted call has written to `target` are kept. `on_file_quantized` is called after each weight file with the
+    number of finished files and of all files. Raise `ModelError` if `source` has no safetensors files."""
     target.mkdir(parents=True, exist_ok=True)
     files, problem = weight_files(str(source), None)
     if problem:
@@ -200,9 +185,8 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Ten
 def _build_weight_index(files: list[Path]) -> dict[str, Any]:
     """Return the content of `model.safetensors.index.json` for several weight files."""
     weight_map: dict[str, str] = {}
-    total_size = 0
     for file in files:
         with safe_open(file, framework="pt") as reader:
             weight_map |= dict.fromkeys(reader.keys(), file.name)
-        total_size += file.stat().st_size
+    total_size = sum(file.stat().st_size for file in files)
     return {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}

@@ -10,6 +10,9 @@ from typing import Any
 
 import httpx
 from prefect.blocks.core import Block
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
 from pydantic import Field, SecretStr
 
 from cosmos_core.config.schema.pipeline import BLOCK
@@ -38,15 +41,9 @@ class RewardService(Block):
 
 
 def load_service_variables(name: str) -> dict[str, str]:
-    """Return the environment variables that tell clients the address and token of the service in `block:NAME`.
-
-    Raises:
-        ConfigError: the block, the server or the address is missing, or the server refuses the request.
-        StageFailed: the server does not respond, which may be transient.
-    """
-    from prefect.client.orchestration import get_client
-    from prefect.settings import get_current_settings
-
+    """Return the environment variables that tell clients the address and token of the service in `block:NAME`. Raises
+    `ConfigError` if the block, the server or the address is missing, or the server refuses the request, and
+    `StageFailed` if the server does not respond, which may be transient."""
     block_name = name.removeprefix(BLOCK)
     if not get_current_settings().api.url:
         raise ConfigError(f"reward_service = {name!r}: PREFECT_API_URL is not set; blocks are kept by a Prefect server")
@@ -69,10 +66,7 @@ def load_service_variables(name: str) -> dict[str, str]:
 
 
 def read_service(client: Any, name: str) -> dict[str, str] | None:
-    """Return the environment variables for clients of the reward service in a Prefect block; None if there is no block
-    of this name."""
-    from prefect.exceptions import ObjectNotFound
-
+    """Return the environment variables for clients of the reward service in a Prefect block; None: no such block."""
     try:
         document = client.read_block_document_by_name(name, BLOCK_SLUG)
     except ObjectNotFound:
@@ -82,7 +76,5 @@ def read_service(client: Any, name: str) -> dict[str, str] | None:
 
 def delete_service_block(client: Any, name: str) -> None:
     """Delete the reward service block of this name if it exists."""
-    from prefect.exceptions import ObjectNotFound
-
     with suppress(ObjectNotFound):
         client.delete_block_document(client.read_block_document_by_name(name, BLOCK_SLUG).id)

@@ -1,8 +1,7 @@
 """Set up a Prefect server: work pools, an automation that detects dead flow runs, and the block types of pipelines.
 
-Existing objects are kept, and objects of an older version are updated. The concurrency limit of a work pool limits the
-GPUs in use: it only delays the start of runs. A limit with leases is not used: Prefect would end a training that cannot
-renew its lease.
+Existing objects are kept, and those of an older version updated. The concurrency limit of a work pool limits the GPUs
+in use: it only delays runs. Prefect's limits with leases would end a training that cannot renew its lease.
 """
 
 import json
@@ -46,11 +45,8 @@ class Pool:
 
 def bootstrap_server(pools: Sequence[Pool], channels: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
     """Create or update work pools, automations and block types on the Prefect server; yield one line of text for each.
-    Notifications are sent to the addresses `channels`; see `launch.notify`.
-
-    Raises:
-        ConfigError: there is no server, a template is no JSON, or the name or type of a pool is invalid.
-    """
+    Notifications are sent to the addresses `channels`; see `launch.notify`. Raises `ConfigError` if there is no server,
+    a template is no JSON, or the name or type of a pool is invalid."""
     from prefect.client.orchestration import get_client
     from prefect.settings import get_current_settings
 
@@ -87,12 +83,11 @@ def _check_name(name: str) -> None:
 
 def _check_type(client: Any, pool: Pool) -> None:
     """Check that Prefect knows the type of a work pool that has no template file."""
-    worker_collections = client.read_worker_metadata().values()
-    pool_types = sorted({str(worker["type"]) for collection in worker_collections for worker in collection.values()})
+    pool_types = {str(each["type"]) for types in client.read_worker_metadata().values() for each in types.values()}
     if pool.type not in pool_types:
         raise ConfigError(
-            f"work pool {pool.name!r}: there is no type {pool.type!r}; known: {', '.join(pool_types)}. Of another one "
-            "give the --template"
+            f"work pool {pool.name!r}: there is no type {pool.type!r}; known: {', '.join(sorted(pool_types))}. Of "
+            "another one give the --template"
         )
 
 
@@ -100,7 +95,12 @@ def _save_work_pool(client: Any, pool: Pool) -> str:
     from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
     from prefect.exceptions import ObjectNotFound
 
-    job_template = _read_job_template(pool)
+    job_template: dict[str, Any] = {}
+    if pool.template is not None:
+        try:
+            job_template = json.loads(pool.template.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"template {pool.template} of work pool {pool.name!r} cannot be read: {error}") from error
     try:
         existing_pool = client.read_work_pool(pool.name)
     except ObjectNotFound:
@@ -112,25 +112,14 @@ def _save_work_pool(client: Any, pool: Pool) -> str:
     if existing_pool.type != pool.type:
         type_difference = f"is of type {existing_pool.type}, not {pool.type}"
         raise ConfigError(f"work pool {pool.name!r} {type_difference}; delete it, or take another name")
-    changes: dict[str, Any] = {}
-    if pool.limit is not None and existing_pool.concurrency_limit != pool.limit:
-        changes["concurrency_limit"] = pool.limit
-    if job_template and existing_pool.base_job_template != job_template:
-        changes["base_job_template"] = job_template
+    settings = {"concurrency_limit": pool.limit, "base_job_template": job_template or None}
+    changes: dict[str, Any] = {
+        key: value for key, value in settings.items() if value not in (None, getattr(existing_pool, key))
+    }
     if not changes:
         return f"work pool {pool.name}: there ({existing_pool.type}{_format_limit(existing_pool.concurrency_limit)})"
     client.update_work_pool(pool.name, WorkPoolUpdate(**changes))
     return f"work pool {pool.name}: changed ({', '.join(changes)})"
-
-
-def _read_job_template(pool: Pool) -> dict[str, Any]:
-    if pool.template is None:
-        return {}
-    try:
-        job_template: dict[str, Any] = json.loads(pool.template.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"template {pool.template} of work pool {pool.name!r} cannot be read: {error}") from error
-    return job_template
 
 
 def _format_limit(limit: int | None) -> str:
@@ -179,8 +168,7 @@ def _save_automation(client: Any, automation: Any) -> str:
 def _report_credentials_block(client: Any) -> str:
     from prefect.exceptions import ObjectNotFound
 
-    block_name = "cosmos-credentials"
     with suppress(ObjectNotFound):
-        client.read_block_document_by_name(block_name, "secret")
-        return f"block secret/{block_name}: there"
-    return f"block secret/{block_name}: not there; workers take credentials from their environment"
+        client.read_block_document_by_name("cosmos-credentials", "secret")
+        return "block secret/cosmos-credentials: there"
+    return "block secret/cosmos-credentials: not there; workers take credentials from their environment"

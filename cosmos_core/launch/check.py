@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.inputs import inputs_of, is_remote, source_of
@@ -43,28 +44,25 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
         if not pipeline.kind_of(stage).reads_model:
             continue
         base_stage, data_stage_name = _find_base_stage(pipeline, stage), source_of(stage.data)
-        if base_stage is None or (
-            data_stage_name and pipeline.kind_of(pipeline.stage(data_stage_name)).makes != "data"
-        ):
+        has_unknown_rows = data_stage_name and pipeline.kind_of(pipeline.stage(data_stage_name)).makes != "data"
+        if base_stage is None or has_unknown_rows:
             unfinished_stage_name = source_of(stage.model) if base_stage is None else data_stage_name
             yield f"{stage.name}: not looked at: it starts from what stage {unfinished_stage_name!r} will make"
             continue
-        base_policy = pipeline.recipes[base_stage.name].policy
-        recipe = None if base_stage is stage else pipeline.recipes[stage.name]
-        if recipe is not None:
+        inputs: dict[str, Any] = {
+            "data": "" if data_stage_name else stage.data,
+            "prompts": prompts.get(data_stage_name),
+        }
+        suffix = ""
+        if base_stage is not stage:
+            base_policy, recipe = pipeline.recipes[base_stage.name].policy, pipeline.recipes[stage.name]
             base_model_fields = {name: getattr(base_policy, name) for name in ("model_name_or_path", "model_revision")}
-            recipe = recipe.derive(policy=recipe.policy.derive(**base_model_fields))
-        model_path = "" if base_stage is stage else base_stage.model or base_policy.model_name_or_path
-        data_path = "" if data_stage_name else stage.data
-        check_program, prepared_prompts = pipeline.kind_of(stage).check, prompts.get(data_stage_name)
-        result = run_check(
-            pipeline, stage, check_program, model=model_path, data=data_path, recipe=recipe, prompts=prepared_prompts
-        )
+            inputs["recipe"] = recipe.derive(policy=recipe.policy.derive(**base_model_fields))
+            inputs["model"] = base_stage.model or base_policy.model_name_or_path
+            suffix = f" (looked at with the model that stage {base_stage.name!r} starts from)"
+        result = run_check(pipeline, stage, pipeline.kind_of(stage).check, **inputs)
         prompts[stage.name] = result["info"].get("prompts")
         check_downstream_stages(pipeline, stage.name, result["info"])
-        suffix = (
-            "" if base_stage is stage else f" (looked at with the model that stage {base_stage.name!r} starts from)"
-        )
         yield f"{stage.name}: {result['info']['found']}{suffix}"
         num_rows = 0
         for line in result["info"].get("shown", []):
@@ -75,10 +73,8 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
 
 def check_downstream_stages(pipeline: Pipeline, name: str, info: dict[str, JsonValue]) -> None:
     """Check that downstream stages can start from the rows of the data stage `name`, whose check result is `info`.
-
-    Raises:
-        DataError: the rows do not fill a train step, none are held out for validation, or a stage cannot read images.
-    """
+    Raises `DataError` if the rows do not fill a train step, none are held out for validation, or a stage cannot read
+    images."""
     for stage in (candidate_stage for candidate_stage in pipeline.stages if source_of(candidate_stage.data) == name):
         kind = pipeline.kind_of(stage)
         reason = info.get("too_few") if kind.trains_model else None
@@ -92,11 +88,7 @@ def check_downstream_stages(pipeline: Pipeline, name: str, info: dict[str, JsonV
 
 def check_first_rows(pipeline: Pipeline) -> None:
     """Check the first rows of each stage that reads local files of moderate size or generated rows, which takes a
-    second or two.
-
-    Raises:
-        DataError: preparing the rows of a stage would fail; the message names the stage.
-    """
+    second or two. Raises `DataError` if preparing the rows of a stage would fail; the message names the stage."""
     for stage in pipeline.stages:
         if pipeline.kind_of(stage).reads_data != "source" or source_of(stage.data) is not None:
             continue
@@ -121,9 +113,9 @@ def check_first_rows(pipeline: Pipeline) -> None:
 def _has_prepared_rows(pipeline: Pipeline, stage: StageConfig) -> bool:
     """Return True if a stage has already run on the same rows. A stage that depends on other stages returns False,
     because its fingerprint needs their results."""
-    output_dir = pipeline.output_dir.expanduser().absolute()
     if stage.after:
         return False
+    output_dir = pipeline.output_dir.expanduser().absolute()
     stage_fingerprint = fingerprint(pipeline, stage, pipeline.kind_of(stage), {}, shared_digest_cache(output_dir))
     return fingerprint_folder(output_dir, stage_fingerprint.value).exists()
 

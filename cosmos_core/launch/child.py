@@ -16,11 +16,8 @@ from cosmos_core.run.process import start_time
 
 
 class Child:
-    """Command under a supervisor in a separate session, with its output in a file and with a folder for temporary
-    files.
-
-    The command ends by itself, after `stop` or `kill`, or when this process ends for any reason.
-    """
+    """Command under a supervisor in a separate session, with its output in a file and a folder for temporary files. It
+    ends by itself, after `stop` or `kill`, or when this process ends for any reason."""
 
     def __init__(
         self,
@@ -32,23 +29,21 @@ class Child:
         inherited_environment: Mapping[str, str] = os.environ,
         inherit: Sequence[int] = (),
     ) -> None:
-        """Start the command with the environment `inherited_environment` plus `environment` and the file descriptors
-        `inherit`."""
+        """Start the command with variables `inherited_environment` plus `environment`, and descriptors `inherit`."""
         self.attempt = uuid.uuid4().hex
         log.parent.mkdir(parents=True, exist_ok=True)
         self._scratch_lock = make_scratch(self.attempt)
         pipe_reader, self._pipe_writer = os.pipe()
         supervisor_command = [sys.executable, "-m", "cosmos_core.launch.supervisor"]
         supervisor_command += ["--pipe", str(pipe_reader), "--grace", str(grace_seconds)]
-        supervisor_command += [argument for descriptor in inherit for argument in ("--inherit", str(descriptor))]
+        supervisor_command += [f"--inherit={descriptor}" for descriptor in inherit]
         new_variables = {**environment, ATTEMPT: self.attempt, "TMPDIR": str(scratch_of(self.attempt))}
         try:
             with cleanup_on_error(self._release_resources), open(log, "ab") as log_file:
                 self._process = subprocess.Popen(
-                    [*supervisor_command, "--", *command], stdin=subprocess.DEVNULL, stdout=log_file,
-                    stderr=subprocess.STDOUT,
-                    env=add_quiet_variables({**inherited_environment, **new_variables}), start_new_session=True,
-                    pass_fds=(pipe_reader, self._scratch_lock, *inherit),
+                    [*supervisor_command, "--", *command], start_new_session=True, stdin=subprocess.DEVNULL,
+                    stdout=log_file, stderr=subprocess.STDOUT, pass_fds=(pipe_reader, self._scratch_lock, *inherit),
+                    env=add_quiet_variables({**inherited_environment, **new_variables}),
                 )  # fmt: skip
         finally:
             os.close(pipe_reader)

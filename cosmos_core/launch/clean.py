@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,20 +46,17 @@ class Verdict:
 
 
 def verdicts(output_dir: Path, *, num_kept_runs: int, older_than_seconds: float) -> list[Verdict]:
-    """Return the decision for each run in a folder, the oldest run first, without changing anything.
-
-    The newest `num_kept_runs` runs of each pipeline are kept, and runs with activity in the last `older_than_seconds`.
-    """
-    facts_by_path = {output_dir / start_info.run_id: start_info for start_info in runs_in(output_dir)}
+    """Return the decision for each run in a folder, the oldest run first, without changing anything. The newest
+    `num_kept_runs` runs of each pipeline are kept, and runs with activity in the last `older_than_seconds`."""
+    pipelines = {output_dir / start_info.run_id: start_info.pipeline for start_info in runs_in(output_dir)}
     paths_by_pipeline: dict[str, list[Path]] = {}
-    for path in facts_by_path:
-        paths_by_pipeline.setdefault(facts_by_path[path].pipeline, []).append(path)
-    kept_paths = [
-        path for paths in paths_by_pipeline.values() for path in (paths[-num_kept_runs:] if num_kept_runs else [])
-    ]
+    for path, pipeline in pipelines.items():
+        paths_by_pipeline.setdefault(pipeline, []).append(path)
     reason = f"one of the newest {num_kept_runs} of its pipeline" if num_kept_runs > 1 else "the newest of its pipeline"
-    reasons = dict.fromkeys(kept_paths, reason)
-    ages = {path: max(0.0, time.time() - _find_last_activity_time(path)) for path in facts_by_path}
+    reasons: dict[Path, str] = {}
+    for paths in paths_by_pipeline.values() if num_kept_runs else ():
+        reasons |= dict.fromkeys(paths[-num_kept_runs:], reason)
+    ages = {path: max(0.0, time.time() - _find_last_activity_time(path)) for path in pipelines}
     for path, age in ages.items():
         if age < older_than_seconds:
             reasons.setdefault(path, "not old enough")
@@ -67,18 +64,17 @@ def verdicts(output_dir: Path, *, num_kept_runs: int, older_than_seconds: float)
             reasons[path] = "its publication waits for approval"
         if _may_run(path):
             reasons[path] = "it is running"
-    for path, reason in _find_needed_runs(output_dir, list(facts_by_path)):
+    for path, reason in _find_needed_runs(output_dir, list(pipelines)):
         reasons.setdefault(path, reason)
-    _keep_referenced_runs(list(facts_by_path), reasons)
+    _keep_referenced_runs(list(pipelines), reasons)
     return [
-        Verdict(path, facts_by_path[path].pipeline, ages[path], _compute_total_bytes(path), reasons.get(path, ""))
-        for path in facts_by_path
-    ]  # fmt: skip
+        Verdict(path, pipeline, ages[path], _compute_total_bytes(path), reasons.get(path, ""))
+        for path, pipeline in pipelines.items()
+    ]
 
 
 def remove(output_dir: Path, verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
-    """Remove the runs without a reason to keep them, except runs that have started since; yield the verdict of each
-    removed run."""
+    """Remove the runs without a reason to keep them that have not started since; yield the verdict of each of them."""
     trash_folder = output_dir / SHARED_FOLDER / _TRASH_FOLDER
     trash_folder.mkdir(parents=True, exist_ok=True)
     removed_ids = []
@@ -100,9 +96,7 @@ def remove(output_dir: Path, verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
 def _move_unused_downloads(output_dir: Path, trash_folder: Path) -> None:
     """Move downloads to which no run refers to the trash folder; each retraining may have downloaded a model."""
     downloads_folder = output_dir / SHARED_FOLDER / FETCHED
-    for download_folder in downloads_folder.iterdir() if downloads_folder.is_dir() else ():
-        if not download_folder.is_dir():
-            continue
+    for download_folder in filter(Path.is_dir, downloads_folder.glob("*")):
         digest = download_folder.name.removesuffix(PARTIAL_SUFFIX)
         with Lock(downloads_folder / f"{digest}.lock") as lock:
             if not lock.try_acquire():
@@ -122,9 +116,8 @@ def _find_last_activity_time(path: Path) -> float:
 
 
 def _may_run(path: Path, *, is_run_lock_held: bool = False) -> bool:
-    """Return True if a process on this machine holds the lock of the run or of a stage, if a process on another machine
-    may run a stage, or if a Python flow executes the run. With `is_run_lock_held`, the caller itself holds the lock of
-    the run."""
+    """Return True if a process on this machine holds the lock of the run (unless it is the caller: `is_run_lock_held`)
+    or of a stage, if a process on another machine may run a stage, or if a Python flow executes the run."""
     if is_flow_running(path):
         return True
     lock_files = [*(path / "locks").glob("*.lock"), *([] if is_run_lock_held else [path / "locks" / ".run"])]
@@ -185,33 +178,28 @@ def _keep_referenced_runs(paths: list[Path], reasons: dict[Path, str]) -> None:
     pending_paths = [path for path in paths if path in reasons]
     while pending_paths:
         kept_run_path = pending_paths.pop()
-        files = [kept_run_path / name for name in _SETTINGS_FILES]
-        files += [*kept_run_path.glob(f"stages/*/{RESULT}"), *kept_run_path.glob("stages/*/stage.toml")]
-        text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file())
-        for path in paths:
-            if path not in reasons and path != kept_run_path and any(name in text for name in _spellings(path)):
+        patterns = (*_SETTINGS_FILES, f"stages/*/{RESULT}", "stages/*/stage.toml")
+        files = [file for pattern in patterns for file in kept_run_path.glob(pattern) if file.is_file()]
+        text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+        for path in [path for path in paths if path not in reasons]:
+            prefixes = {f"{path}/", f"{path.resolve()}/"}
+            spellings = prefixes | {json.dumps(prefix)[1:-1] for prefix in prefixes}  # in TOML and in JSON
+            if any(spelling in text for spelling in spellings):
                 reasons[path] = f"run {kept_run_path.name} refers to it"
                 pending_paths.append(path)
 
 
-def _spellings(path: Path) -> set[str]:
-    """Return the forms in which the path of a folder may occur in TOML and JSON."""
-    prefixes = {f"{path}/", f"{path.resolve()}/"}
-    return prefixes | {json.dumps(prefix)[1:-1] for prefix in prefixes}
-
-
 def _remove_shared_entries(output_dir: Path, removed_ids: set[str]) -> None:
     """Remove the entries about removed runs, whose ids are in `removed_ids`, from the folder that all runs share."""
-    shared_folder = output_dir / SHARED_FOLDER
-    for entry_file in shared_folder.glob("fingerprints/*/*.json"):
-        if str(read_object(entry_file).get("stage", "")).partition("/")[0] in removed_ids:
-            entry_file.unlink(missing_ok=True)
-    for note_file in shared_folder.glob("flow_runs/*"):
-        if note_file.is_file() and note_file.read_text(encoding="utf-8", errors="replace") in removed_ids:
-            note_file.unlink(missing_ok=True)
-    for note_file in shared_folder.glob("retraining/*/*.json"):
-        if read_object(note_file).get("run_id") in removed_ids:
-            note_file.unlink(missing_ok=True)
+    readers: dict[str, Callable[[Path], Any]] = {
+        "fingerprints/*/*.json": lambda file: str(read_object(file).get("stage", "")).partition("/")[0],
+        "flow_runs/*": lambda file: file.read_text(encoding="utf-8", errors="replace"),
+        "retraining/*/*.json": lambda file: read_object(file).get("run_id"),
+    }
+    for pattern, read_run_id in readers.items():
+        for file in filter(Path.is_file, (output_dir / SHARED_FOLDER).glob(pattern)):
+            if read_run_id(file) in removed_ids:
+                file.unlink(missing_ok=True)
     list_runs(output_dir)
 
 

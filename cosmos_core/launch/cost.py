@@ -1,9 +1,10 @@
 """Estimate duration, GPU hours, price and memory of each stage for `cosmos plan --estimate`.
 
-The duration comes from an earlier run of the pipeline if there is one. Otherwise the duration of a training is computed
-from the floating-point operations of its tokens and the rate of this or another machine (`launch.machine`).
+The duration is that of an earlier run of the pipeline; without one, that of a training is computed from the
+floating-point operations of its tokens and the rate of this or another machine (`launch.machine`).
 """
 
+import heapq
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,16 +42,16 @@ class Cost:
     """Bytes that the stage leaves on disk; None: unknown."""
 
     @property
-    def gpu_seconds(self) -> float | None:
-        """Return the GPU seconds: duration times number of GPUs; None if a stage with GPUs has an unknown duration."""
-        if not self.gpus:
-            return 0.0
-        return None if self.seconds is None else self.seconds * self.gpus
-
-    @property
     def gpu_hours(self) -> float | None:
         """Return the GPU hours: duration times number of GPUs; None if the duration is unknown."""
         return None if self.seconds is None else self.seconds * self.gpus / 3600
+
+    @property
+    def gpu_seconds(self) -> float | None:
+        """Return the GPU seconds; None if a stage with GPUs has an unknown duration."""
+        if not self.gpus:
+            return 0.0
+        return None if self.seconds is None else self.seconds * self.gpus
 
 
 def costs(
@@ -61,23 +62,20 @@ def costs(
     output_dir: Path,
     machine: Machine | None,
 ) -> list[Cost]:
-    """Return the estimated cost of each stage. `estimates` holds the estimates of trainings, and `gpus` the number of
-    GPUs, by stage name."""
+    """Return the cost of each stage; `estimates` of trainings and the number of `gpus` are by stage name."""
     run_ids = [start_info.run_id for start_info in runs_in(output_dir) if start_info.pipeline == pipeline.config.name]
     earlier_runs = [read_run(output_dir / run_id) for run_id in reversed(run_ids[-_MAX_COMPARED_RUNS:])]
-    stage_costs = []
-    seconds: float | None
+    stage_costs, gpu_type = [], machine.card if machine else ""
     for stage in pipeline.stages:
         estimate = estimates.get(stage.name)
         sizes = estimate if isinstance(estimate, dict) else None
-        if decisions[stage.name].action in {"reuse", "adopt"}:
-            seconds, time_source = 0.0, "reused"
-        else:
-            num_steps, gpu_type = sizes["steps"] if sizes else None, machine.card if machine else ""
-            time_from_history = _estimate_from_history(stage, num_steps, earlier_runs, gpu_type)
-            seconds, time_source = time_from_history or _estimate_from_flops(pipeline, stage, sizes, gpus, machine)
+        time_known: tuple[float | None, str] = 0.0, "reused"
+        if decisions[stage.name].action not in {"reuse", "adopt"}:
+            time_from_history = _estimate_from_history(stage, sizes["steps"] if sizes else None, earlier_runs, gpu_type)
+            time_known = time_from_history or _estimate_from_flops(pipeline, stage, sizes, gpus, machine)
         memory_verdict = _describe_memory_fit(sizes, machine, pipeline.recipes[stage.name].mode)
         disk_bytes = _estimate_disk_bytes(stage, sizes, earlier_runs)
+        seconds, time_source = time_known
         stage_costs.append(Cost(stage.name, seconds, gpus.get(stage.name, 0), memory_verdict, time_source, disk_bytes))
     return stage_costs
 
@@ -102,37 +100,34 @@ def cost_table(pipeline: Pipeline, costs: Sequence[Cost], machine: Machine | Non
 
     for cost in costs:
         row = cells(str(cost.gpus), cost.seconds, cost.gpu_hours)
-        table.add_row(cost.name, *row, _format_size(cost.disk), cost.fits, cost.known_from)
+        disk = "" if cost.disk is None else formatting.size(cost.disk)
+        table.add_row(cost.name, *row, disk, cost.fits, cost.known_from)
     is_lower_bound = any(cost.seconds is None for cost in costs)
     gpu_hours = sum(cost.gpu_hours or 0.0 for cost in costs)
     table.add_section()
     row = cells("", wall_seconds(pipeline, costs), gpu_hours, is_lower_bound=is_lower_bound)
-    table.add_row("all", *row, _format_size(sum(cost.disk or 0 for cost in costs)), "", "")
+    table.add_row("all", *row, formatting.size(sum(cost.disk or 0 for cost in costs)), "", "")
     if machine is not None and machine.name and not machine.card:
         table.caption = f"counted for {machine.name}; for another: --on h100"
     return table
-
-
-def _format_size(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else formatting.size(num_bytes)
 
 
 def wall_seconds(pipeline: Pipeline, costs: Sequence[Cost]) -> float:
     """Return the duration of the whole run in seconds, if each stage starts once its inputs and a slot of its sweep are
     available; unknown durations count as 0."""
     seconds_by_stage = {cost.name: cost.seconds or 0.0 for cost in costs}
-    end_of_stage: dict[str, float] = {}
-    slots_by_selector: dict[str, list[float]] = {}
+    ends: dict[str, float] = {}
+    free_times_by_selector: dict[str, list[float]] = {}
     for stage in pipeline.stages:
-        start_time = max((end_of_stage[name] for name in stage.after), default=0.0)
+        start_time = max((ends[name] for name in stage.after), default=0.0)
         choice = pipeline.branch_selector(stage.name)
         max_parallel = choice.sweep.max_parallel if choice is not None and choice.sweep is not None else None
         if choice is not None and (max_parallel or not stage.work_pool):
-            slot_free_times = slots_by_selector.setdefault(choice.name, [0.0] * (max_parallel or 1))
-            start_time = max(start_time, slot_free_times.pop(slot_free_times.index(min(slot_free_times))))
-            slot_free_times.append(start_time + seconds_by_stage[stage.name])
-        end_of_stage[stage.name] = start_time + seconds_by_stage[stage.name]
-    return max(end_of_stage.values(), default=0.0)
+            free_times = free_times_by_selector.setdefault(choice.name, [0.0] * (max_parallel or 1))
+            start_time = max(start_time, heapq.heappop(free_times))
+            heapq.heappush(free_times, start_time + seconds_by_stage[stage.name])
+        ends[stage.name] = start_time + seconds_by_stage[stage.name]
+    return max(ends.values(), default=0.0)
 
 
 def _estimate_disk_bytes(
@@ -141,31 +136,26 @@ def _estimate_disk_bytes(
     """Return the bytes that a stage leaves on disk, from its estimate `sizes` or from its newest result."""
     if sizes is not None:
         return int(sizes["disk"])
-    results = (each.result for run in earlier_runs for each in run.stages if each.name == stage.name and each.result)
-    result = next(results, None)
-    return None if result is None else sum(int(output["size"]) for output in result["outputs"])
+    for record in (each for run in earlier_runs for each in run.stages if each.name == stage.name):
+        if record.result:
+            return sum(int(output["size"]) for output in record.result["outputs"])
+    return None
 
 
 def _estimate_from_history(
     stage: StageConfig, num_steps: int | None, earlier_runs: Sequence[RunRecord], gpu_type: str
 ) -> tuple[float, str] | None:
     """Return the duration of a stage in seconds for `num_steps` steps, from the newest run that recorded it, with a
-    description of the source; None if no earlier run recorded it.
-
-    A stopped or killed training counts if it completed a step. `gpu_type`: type of GPU that a training must have used.
-    """
+    description of the source; None if there is none. A stopped or killed training counts if it completed a step; it
+    must have used GPUs of the type `gpu_type`."""
     for run in earlier_runs:
         record = next((each for each in run.stages if each.name == stage.name and each.kind.name == stage.kind), None)
-        if (
-            record is None
-            or not record.seconds
-            or (gpu_type and record.kind.trains_model and not _used_gpu_type(record, gpu_type))
-        ):
+        if record is None or not record.seconds:
             continue
-        if training_pace := _measure_pace(record):
-            return training_pace.total(
-                num_steps or record.position[1] or training_pace.steps
-            ), f"run {run.path.name}: {training_pace}"
+        if gpu_type and record.kind.trains_model and not _used_gpu_type(record, gpu_type):
+            continue
+        if pace := _measure_pace(record):
+            return pace.total(num_steps or record.position[1] or pace.steps), f"run {run.path.name}: {pace}"
         if record.status == "done":
             return record.seconds, f"run {run.path.name}"
     return None
@@ -192,24 +182,17 @@ class _TrainingPace:
 
 def _measure_pace(record: StageRecord) -> _TrainingPace | None:
     """Return the time per step, per validation and for the rest of a training; None if no step time was recorded."""
-    steps, checks = _read_durations(record, "time/step"), _read_durations(record, "time/validate")
+    steps, checks = (
+        [float(line[name]) for line in record.curves if isinstance(line.get(name), int | float)]
+        for name in ("time/step", "time/validate")
+    )
     if not steps:
         return None
-    typical_step_times = steps[1:] or steps  # the first step includes compilation
-    seconds_per_step = sum(typical_step_times) / len(typical_step_times)
-    other_seconds = max(0.0, (record.seconds or 0.0) - sum(checks) - seconds_per_step * len(steps))
-    num_attempts = max(1, len(record.state.spans))
-    return _TrainingPace(
-        len(steps), seconds_per_step, len(checks), sum(checks) / max(1, len(checks)), other_seconds / num_attempts
-    )
-
-
-def _read_durations(record: StageRecord, metric_name: str) -> list[float]:
-    return [
-        float(metrics_line[metric_name])
-        for metrics_line in record.curves
-        if isinstance(metrics_line.get(metric_name), int | float)
-    ]
+    typical_times = steps[1:] or steps  # the first step includes compilation
+    per_step = sum(typical_times) / len(typical_times)
+    other_seconds = max(0.0, (record.seconds or 0.0) - sum(checks) - per_step * len(steps))
+    num_attempts, per_check = max(1, len(record.state.spans)), sum(checks) / max(1, len(checks))
+    return _TrainingPace(len(steps), per_step, len(checks), per_check, other_seconds / num_attempts)
 
 
 def _used_gpu_type(record: StageRecord, gpu_type: str) -> bool:
@@ -233,11 +216,9 @@ def _estimate_from_flops(
     if sizes is None or sizes["tokens"] is None or machine is None:
         return None, "never run"
     recipe = pipeline.recipes[stage.name]
-    flops_per_token = (
-        _FORWARD_FLOPS * sizes["parameters"] + _INPUT_FLOPS * sizes["parameters"] + _WEIGHT_FLOPS * sizes["trainable"]
-    )
-    if recipe.policy.model_gradient_checkpointing:
-        flops_per_token += _FORWARD_FLOPS * sizes["parameters"]
+    num_forwards = 1 + bool(recipe.policy.model_gradient_checkpointing)  # True, False or "selective"
+    flops_per_parameter = _FORWARD_FLOPS * num_forwards + _INPUT_FLOPS
+    flops_per_token = flops_per_parameter * sizes["parameters"] + _WEIGHT_FLOPS * sizes["trainable"]
     num_engine_gpus = recipe.num_gpus(has_rollouts=kind.feed == "rollouts") - recipe.num_gpus(has_rollouts=False)
     num_ranks = 1 if machine.is_shared else max(1, gpus.get(stage.name, 1) - num_engine_gpus)
     exclusion_note = ", without generation" if kind.feed == "rollouts" else ""

@@ -1,11 +1,9 @@
 """Diagnose a cluster: Prefect server, work pools and their workers, deployments, Ray, reward services, disk.
 
-The checks query the Prefect server, the services that the environment names, and this machine. The machines of workers
-that `cosmos worker` started report themselves to the server (`worker_report.py`).
+The machines of workers that `cosmos worker` started report themselves to the Prefect server (`worker_report.py`).
 """
 
 import os
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.environment import masked
-from cosmos_core.launch.worker_report import DIRECTORY, recent_reports, versions
+from cosmos_core.launch.worker_report import DIRECTORY, free_bytes, is_online, recent_reports, versions
 
 _MAX_CANCELLING_SECONDS = 60.0
 """Seconds in state Cancelling after which the worker of a flow run counts as unresponsive."""
@@ -33,12 +31,9 @@ class Finding:
     is_ok: bool = True
 
 
-Check = Callable[[Any], Iterator[Finding]]
-
-
 def run_checks(output_dir: Path, client: Any) -> Iterator[Finding]:
     """Run all checks of a cluster and yield their results; `client` is a synchronous client of the Prefect server."""
-    checks: dict[str, Check] = {
+    checks: dict[str, Callable[[Any], Iterator[Finding]]] = {
         "server": _check_server, "pools": _check_pools, "workers": _check_workers, "cancellation": _check_cancellation,
         "deployments": _check_deployment_folders,
     }  # fmt: skip
@@ -49,8 +44,8 @@ def run_checks(output_dir: Path, client: Any) -> Iterator[Finding]:
             yield Finding(name, masked(f"{type(error).__name__}: {' '.join(str(error).split())}")[:300], is_ok=False)
     yield from _check_ray()
     yield from _check_reward_services()
-    free_bytes = shutil.disk_usage(next(each for each in (output_dir, *output_dir.parents) if each.exists())).free
-    yield Finding("disk", f"{free_bytes / 2**30:.0f} GiB are free in {output_dir}", free_bytes >= _MIN_FREE_BYTES)
+    num_free = free_bytes(output_dir)
+    yield Finding("disk", f"{num_free / 2**30:.0f} GiB are free in {output_dir}", num_free >= _MIN_FREE_BYTES)
 
 
 def _check_server(client: Any) -> Iterator[Finding]:
@@ -61,12 +56,9 @@ def _check_server(client: Any) -> Iterator[Finding]:
     is_same_version = server_version.split(".")[:2] == __version__.split(".")[:2]
     yield Finding("server", f"Prefect {server_version} there, {__version__} here", is_same_version)
     if "Date" in response.headers:
-        clock_offset = (datetime.now(UTC) - parsedate_to_datetime(response.headers["Date"])).total_seconds()
-        yield Finding(
-            "clock",
-            f"this machine is {clock_offset:+.0f} s from the server",
-            abs(clock_offset) <= _MAX_CLOCK_OFFSET_SECONDS,
-        )
+        seconds = (datetime.now(UTC) - parsedate_to_datetime(response.headers["Date"])).total_seconds()
+        message = f"this machine is {seconds:+.0f} s from the server"
+        yield Finding("clock", message, abs(seconds) <= _MAX_CLOCK_OFFSET_SECONDS)
     start_time = time.monotonic()
     client.read_flow_runs(limit=1)
     read_seconds = time.monotonic() - start_time
@@ -75,10 +67,9 @@ def _check_server(client: Any) -> Iterator[Finding]:
 
 
 def _check_pools(client: Any) -> Iterator[Finding]:
-    pool_names = {prefect_object.work_pool_name for prefect_object in client.read_deployments()}
+    pool_names = {deployment.work_pool_name for deployment in client.read_deployments()}
     for pool in client.read_work_pools():
-        workers = client.read_workers_for_work_pool(pool.name)
-        live = sorted(prefect_object.name for prefect_object in workers if _is_online(prefect_object))
+        live = sorted(worker.name for worker in client.read_workers_for_work_pool(pool.name) if is_online(worker))
         demand_note = "its deployments wait" if pool.name in pool_names else "no deployment needs one"
         message = f"{len(live)} live workers: {', '.join(live)}" if live else f"no live worker, and {demand_note}"
         if pool.is_paused:
@@ -94,12 +85,11 @@ def _check_workers(client: Any) -> Iterator[Finding]:
     local_versions, reported_pools = versions(), set[str]()
     for worker_report, clock_offset in recent_reports(client):
         reported_pools.add(worker_report["pool"])
-        differing_keys = [
-            key
-            for key in local_versions
-            if local_versions[key] and worker_report[key] and worker_report[key] != local_versions[key]
+        differences = [
+            f"{key} {worker_report[key]} there, {version} here"
+            for key, version in local_versions.items()
+            if version and worker_report[key] and worker_report[key] != version
         ]
-        differences = [f"{key} {worker_report[key]} there, {local_versions[key]} here" for key in differing_keys]
         differences += [f"{folder} of its deployments is missing" for folder in worker_report["missing_folders"]]
         differences += ["its clock differs from the server's"] * (abs(clock_offset) > _MAX_CLOCK_OFFSET_SECONDS)
         differences += ["its disk is full soon"] * (worker_report["free_bytes"] < _MIN_FREE_BYTES)
@@ -107,14 +97,10 @@ def _check_workers(client: Any) -> Iterator[Finding]:
         message = "; ".join([f"{free_space}, clock {clock_offset:+.0f} s", *differences])
         yield Finding(f"worker of {worker_report['pool']} on {worker_report['host']}", message, not differences)
     for pool in client.read_work_pools():
-        is_polled = any(_is_online(pool_worker) for pool_worker in client.read_workers_for_work_pool(pool.name))
+        is_polled = any(map(is_online, client.read_workers_for_work_pool(pool.name)))
         if is_polled and pool.type == "process" and pool.name not in reported_pools:
             message = "none was started by cosmos worker: after an outage of the server they stop no cancelled flow run"
             yield Finding(f"workers of {pool.name}", message, is_ok=False)
-
-
-def _is_online(worker: Any) -> bool:
-    return getattr(worker.status, "value", worker.status) == "ONLINE"
 
 
 def _check_cancellation(client: Any) -> Iterator[Finding]:
@@ -124,8 +110,8 @@ def _check_cancellation(client: Any) -> Iterator[Finding]:
     for flow_run in client.read_flow_runs(flow_run_filter=cancelling_filter, limit=200):
         seconds = (datetime.now(UTC) - flow_run.state.timestamp).total_seconds()
         if seconds > _MAX_CANCELLING_SECONDS:
-            duration = f"{flow_run.name} has been Cancelling for {seconds:.0f} s"
-            message = f"{duration}: no worker of {flow_run.work_pool_name} looks; restart it"
+            reason = f"no worker of {flow_run.work_pool_name} looks; restart it"
+            message = f"{flow_run.name} has been Cancelling for {seconds:.0f} s: {reason}"
             yield Finding("cancellation", message, is_ok=False)
             return
     yield Finding("cancellation", "no flow run waits for it")
@@ -139,9 +125,8 @@ def _check_deployment_folders(client: Any) -> Iterator[Finding]:
             if folder := step.get(DIRECTORY, {}).get("directory"):
                 pools_by_folder.setdefault(folder, []).append(str(deployment.work_pool_name))
     message = "; ".join(f"{folder} in {', '.join(sorted(set(pools)))}" for folder, pools in pools_by_folder.items())
-    yield Finding(
-        "deployments", message or "none is deployed; prefect --no-prompt deploy --all", len(pools_by_folder) == 1
-    )
+    message = message or "none is deployed; prefect --no-prompt deploy --all"
+    yield Finding("deployments", message, len(pools_by_folder) == 1)
 
 
 def _check_ray() -> Iterator[Finding]:

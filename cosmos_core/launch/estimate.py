@@ -1,7 +1,6 @@
 """Estimate parameters, memory per GPU, tokens, steps and GPUs of every training stage for `cosmos plan --estimate`.
 
-The estimates come from workers (`cosmos_core.train.estimate`). This module selects the model and the rows of a stage,
-and formats the table.
+Workers make the estimates (`cosmos_core.train.estimate`) of the models and rows that this module selects.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,20 +78,13 @@ def estimate_table(
 
 
 def _format_estimate_cells(sizes: dict[str, Any]) -> list[str]:
-    memory_bytes = sizes["memory"]
+    memory, num_steps, num_tokens = sizes["memory"], sizes["steps"], sizes["tokens"]
     rollout_bytes = None if sizes["kv_cache"] is None else sizes["engine_weights"] + sizes["kv_cache"]
-    weight_bytes = (
-        memory_bytes["weights"] + (memory_bytes["casts"] or 0) + memory_bytes["reference"] + memory_bytes["average"]
-    )
-    peak_text = f"{'> ' if memory_bytes['activations'] is None else ''}{_format_gib(sizes['peak'])}"
-    num_steps, num_tokens = sizes["steps"], sizes["tokens"]
+    weight_bytes = memory["weights"] + (memory["casts"] or 0) + memory["reference"] + memory["average"]
     return [
         *map(_format_count, (sizes["parameters"], sizes["trainable"])),
-        *map(
-            _format_gib,
-            (weight_bytes, memory_bytes["gradients"], memory_bytes["optimizer"], memory_bytes["activations"]),
-        ),
-        peak_text,
+        *map(_format_gib, (weight_bytes, memory["gradients"], memory["optimizer"], memory["activations"])),
+        f"{'> ' if memory['activations'] is None else ''}{_format_gib(sizes['peak'])}",
         _format_gib(rollout_bytes),
         f"{sizes['sequence_length']:,}",
         "?" if num_steps is None else f"{'<= ' if sizes['is_steps_bound'] else ''}{num_steps:,}",
@@ -141,9 +133,7 @@ def _with_prepared_dataset(pipeline: Pipeline, stage: StageConfig, decisions: Ma
     source = pipeline.recipes[prepare_stage.name]
     dataset, datasets = source.train.train_policy.dataset, source.train.train_policy.datasets
     if prepare_stage is not stage and prepare_stage.data:
-        dataset = DatasetConfig(
-            name=_find_output_path(prepare_stage.data, "data", decisions), test_size=dataset.test_size
-        )
-        datasets = ()
+        folder = _find_output_path(prepare_stage.data, "data", decisions)
+        dataset, datasets = DatasetConfig(name=folder, test_size=dataset.test_size), ()
     recipe = with_value(with_value(recipe, "train.train_policy.dataset", dataset), "validation", source.validation)
     return with_value(recipe, "train.train_policy.datasets", datasets)

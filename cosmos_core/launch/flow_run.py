@@ -1,6 +1,5 @@
-"""Restart flow runs that died before their run had a directory, so that only the Prefect server knows them.
-
-A flow run dies this early if its process starts while the server restarts.
+"""Restart flow runs that died before their run had a directory, so that only the Prefect server knows them: their
+process started while the server restarted.
 """
 
 from __future__ import annotations
@@ -53,18 +52,14 @@ def find_failed_start(run_id: str) -> FlowRun | None:
 
 
 def reschedule(flow_run: FlowRun) -> Iterator[str]:
-    """Schedule a flow run again on its work pool and wait for its end; yield lines of text about its progress.
-
-    Raises:
-        CosmosError: the flow run did not complete or was deleted, or the server stopped responding.
-    """
+    """Schedule a flow run again on its work pool and wait for its end; yield lines of text about its progress. Raises
+    `CosmosError` if the flow run did not complete or was deleted, or the server stopped responding."""
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
     from prefect.states import Scheduled
 
     pool, has_warned, start_time = flow_run.work_pool_name, False, time.monotonic()
-    run_label = f"run {flow_run.parameters['run_id']}"
-    latest_flow_run = flow_run
+    run_label, latest_flow_run = f"run {flow_run.parameters['run_id']}", flow_run
     try:
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(flow_run.id, Scheduled(message="its run is resumed"), force=True)

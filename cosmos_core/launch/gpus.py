@@ -1,8 +1,7 @@
 """Allocate the GPUs of this machine to the stages that run at the same time.
 
-A stage holds a lock for each of its GPUs, and its worker inherits the lock: a GPU is free again when the last process
-of the stage has ended for any reason. Stages without a mesh (prepare, export, custom) see all GPUs and hold none. Other
-users of the machine are not considered.
+A stage locks each of its GPUs, and its worker inherits the lock: a GPU is free again when the last process of the stage
+has ended for any reason. Stages without a mesh (prepare, export, custom) see all GPUs and hold none.
 """
 
 import logging
@@ -45,11 +44,7 @@ def hold_stage_gpus(
     kind: StageKind, recipe: Recipe, path: Path
 ) -> AbstractContextManager[tuple[dict[str, str], Sequence[int]]]:
     """Return a context manager that holds the GPUs of a stage, as `hold_gpus` does; while it waits for GPUs, it writes
-    the reason to the state file of the stage in `path`.
-
-    Raises:
-        Preempted: the run was stopped while waiting.
-    """
+    the reason to the state file of the stage in `path`. Raises `Preempted` if the run was stopped while waiting."""
 
     def wait(reason: str) -> None:
         update_state(path, state="waiting", error=reason)
@@ -76,16 +71,12 @@ def hold_gpus(
     if not uuid_by_device:
         yield {}, ()
         return
+    num_devices = len(uuid_by_device)
+    min_gpus = min(count, num_devices)
+    max_gpus = num_devices if should_take_all_free else min_gpus
+    while not (locks := _lock_free_gpus(uuid_by_device, min_gpus, max_gpus)):
+        report_waiting(f"waits for {count} of the {num_devices} GPUs of this machine, which other stages have")
     with ExitStack() as stack:
-        min_gpus = min(count, len(uuid_by_device))
-        while not (
-            locks := _lock_free_gpus(
-                uuid_by_device, min_gpus, len(uuid_by_device) if should_take_all_free else min_gpus
-            )
-        ):
-            report_waiting(
-                f"waits for {count} of the {len(uuid_by_device)} GPUs of this machine, which other stages have"
-            )
         for lock in locks.values():
             stack.callback(lock.release)
         yield {_VISIBLE_DEVICES: ",".join(locks)}, [lock.descriptor for lock in locks.values()]
@@ -95,10 +86,8 @@ def _lock_free_gpus(uuid_by_device: Mapping[str, str], min_gpus: int, max_gpus: 
     """Lock the first free GPUs, at most `max_gpus`, and return the locks; none if fewer than `min_gpus` are free."""
     locks: dict[str, Lock] = {}
     for device, uuid in uuid_by_device.items():
-        if len(locks) == max_gpus:
-            break
         lock = Lock(user_cache() / "gpus" / f"{uuid.replace('/', '-')}.lock")
-        if lock.try_acquire():
+        if len(locks) < max_gpus and lock.try_acquire():
             locks[device] = lock
         else:
             lock.release()

@@ -15,8 +15,7 @@ _GPU_SPECS = {
     "rtx4090": (165.0, 24.0),
 }  # fmt: skip
 _UTILIZATION_OF_SPEC = 0.4
-_UTILIZATION_OF_MEASURED_RATE = 0.5
-"""Fraction of the measured rate of large matrix products that a training reaches."""
+_UTILIZATION_OF_MEASURED_RATE = 0.5  # fraction of the measured rate of large matrix products that a training reaches
 _TERA, _GIB = 1e12, 2**30
 
 
@@ -44,11 +43,8 @@ class Machine:
 
 def machine_of(config: PipelineConfig, gpu_name: str, estimates: Iterable[Any]) -> Machine | None:
     """Return the machine for which costs are estimated: the GPU type `gpu_name` or, if it is empty, the machine
-    measured with the estimates. Settings of the pipeline take precedence. Return None if no rate is known.
-
-    Raises:
-        ConfigError: `gpu_name` is not a known type of GPU.
-    """
+    measured with the estimates. Settings of the pipeline take precedence. Return None if no rate is known. Raises
+    `ConfigError` if `gpu_name` is not a known type of GPU."""
     machine = None
     if gpu_name:
         gpu_type = gpu_name.lower().replace("-", "").replace(" ", "")

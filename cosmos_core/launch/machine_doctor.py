@@ -4,7 +4,6 @@ remedy."""
 from __future__ import annotations
 
 import fcntl
-import os
 import resource
 import shutil
 import socket
@@ -45,15 +44,13 @@ def machine_findings(output_dir: Path) -> Iterator[Finding]:
     folder = next(ancestor_path for ancestor_path in (output_dir, *output_dir.parents) if ancestor_path.exists())
     yield lock_finding(folder)
     free_bytes = shutil.disk_usage(folder).free
-    remedy = "" if free_bytes >= _MIN_DISK_BYTES else "; remove old runs with cosmos clean, or set pipeline.output_dir"
-    yield Finding("disk", f"{free_bytes / 2**30:.0f} GiB are free in {folder}{remedy}", free_bytes >= _MIN_DISK_BYTES)
+    is_enough = free_bytes >= _MIN_DISK_BYTES
+    remedy = "" if is_enough else "; remove old runs with cosmos clean, or set pipeline.output_dir"
+    yield Finding("disk", f"{free_bytes / 2**30:.0f} GiB are free in {folder}{remedy}", is_enough)
 
 
 def package_findings(requirements: Iterable[str]) -> Iterator[Finding]:
-    """Compare installed packages with requirements in the form of PEP 508.
-
-    A missing package of an extra is no error; each installed package must have an allowed version.
-    """
+    """Compare installed packages with requirements (PEP 508); a missing package of an extra is no error."""
     problems, count = [], 0
     for requirement in map(Requirement, requirements):
         is_extra = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
@@ -77,9 +74,8 @@ def gpu_findings(machine_properties: MachineProperties, torch_cuda_info: str) ->
     if not machine_properties.gpus:
         yield Finding("GPU", "no NVIDIA GPU is visible: stages run on the CPU")
         return
-    yield Finding(
-        "GPU", f"{len(machine_properties.gpus)} visible: {machine_properties.device}; driver {_driver_version()}"
-    )
+    gpus = f"{len(machine_properties.gpus)} visible: {machine_properties.device}"
+    yield Finding("GPU", f"{gpus}; driver {_driver_version()}")
     if not torch_cuda_info:
         yield Finding("torch", "it cannot be imported; install it again", is_ok=False)
         return
@@ -87,9 +83,8 @@ def gpu_findings(machine_properties: MachineProperties, torch_cuda_info: str) ->
     if gpu_availability == "True":
         yield Finding("torch", f"{torch_version} for CUDA {cuda_versions[0]} sees the GPUs")
         return
-    reason = "is a CPU build"
-    if cuda_versions:
-        reason = f"is built for CUDA {cuda_versions[0]}, which the driver is too old for"
+    too_old = f"is built for CUDA {cuda_versions[0]}, which the driver is too old for" if cuda_versions else ""
+    reason = too_old or "is a CPU build"
     remedy = "update the driver, or install the build of torch for its CUDA version"
     yield Finding("torch", f"{torch_version} {reason}; {remedy}", is_ok=False)
 
@@ -98,10 +93,8 @@ def vllm_finding(machine_properties: MachineProperties) -> Finding:
     """Report whether vLLM can be imported; a machine with GPUs needs vLLM."""
     installed_version = next(iter(machine_properties.versions.values()), "")
     if not installed_version:
-        remedy = "pip install 'cosmos-posttrain[vllm]'"
-        return Finding(
-            "vLLM", f"not installed: completions come from transformers; {remedy}", not machine_properties.gpus
-        )
+        message = "not installed: completions come from transformers; pip install 'cosmos-posttrain[vllm]'"
+        return Finding("vLLM", message, not machine_properties.gpus)
     error = _run_python_code("import vllm.engine.arg_utils", reads_stderr=True)
     status = f"cannot be imported: {error}" if error else "is imported"
     return Finding("vLLM", f"{installed_version} {status}", not error)
@@ -157,9 +150,7 @@ def _run_python_code(code: str, *, reads_stderr: bool = False) -> str:
     """Run Python code; return its output or, with `reads_stderr`, the last line of its error (empty: no error)."""
     command = [sys.executable, "-c", code]
     try:
-        process = subprocess.run(
-            command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_SECONDS, env=dict(os.environ)
-        )
+        process = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         return f"no reply in {_IMPORT_TIMEOUT_SECONDS} s" if reads_stderr else ""
     if reads_stderr:

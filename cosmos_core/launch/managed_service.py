@@ -1,13 +1,12 @@
 """Reward service that is started for one stage, on a free port with a random token, and stopped after the stage.
 
-A service that dies is restarted at the same address, and the stage retries its requests. The service ends with its
-launcher in any case. Alternatively, a Prefect block or the environment names a service that is already running. The
-health of the service is recorded at the end of the stage. The service itself is in `rewards/service`.
+A service that dies is restarted at the same address, and the stage retries its requests; it ends with its launcher in
+any case. Or a Prefect block or the environment names a service that is already running. The health of the service is
+recorded at the end of the stage. The service itself is in `rewards/service`.
 """
 
 import contextlib
 import logging
-import os
 import secrets
 import sys
 import threading
@@ -45,11 +44,8 @@ def managed_service(
 
     `check` is called while the service loads, and may raise an error to give up. If `config` is `block:NAME`, the
     Prefect block names a service that is already running. If `config` is empty, `environment` may name the service that
-    the stage uses. `host` is the address on which a started service listens.
-
-    Raises:
-        RewardError: the service does not start.
-        ConfigError: the block does not exist.
+    the stage uses. `host` is the address on which a started service listens. Raises `RewardError` if the service does
+    not start, and `ConfigError` if the block does not exist.
     """
     if not config or config.startswith(BLOCK):
         service_variables = service_named(config)
@@ -60,13 +56,8 @@ def managed_service(
         return
     service = _Service(Path(config), folder, python or sys.executable, host)
     try:
-        url = service.start(check)
-        reward_url = f"{url}/api/reward"
-        service_variables = {
-            ENQUEUE_URL: f"{reward_url}/enqueue",
-            FETCH_URL: f"{reward_url}/pull",
-            TOKEN: service.token,
-        }
+        url = f"{service.start(check)}/api/reward"
+        service_variables = {ENQUEUE_URL: f"{url}/enqueue", FETCH_URL: f"{url}/pull", TOKEN: service.token}
         try:
             yield service_variables
         finally:
@@ -77,11 +68,7 @@ def managed_service(
 
 def service_named(config: str) -> dict[str, str]:
     """Return the environment variables for clients of the reward service in the Prefect block `config`; empty if
-    `config` does not have the form `block:NAME`.
-
-    Raises:
-        ConfigError: the block does not exist.
-    """
+    `config` does not have the form `block:NAME`. Raises `ConfigError` if the block does not exist."""
     if not config.startswith(BLOCK):
         return {}
     from cosmos_core.launch.blocks import load_service_variables
@@ -96,9 +83,7 @@ class _Service:
         self._config_path, self._python, self._host = config, python, host
         self._log, self._ready_path = folder / "logs" / "reward_service.log", folder / "reward_service.url"
         self.token = secrets.token_hex(32)
-        self._queue_id = (
-            uuid.uuid4().hex
-        )  # id of the request queue; the same after a restart, so that no request is lost
+        self._queue_id = uuid.uuid4().hex  # the same after a restart, so that no request is lost
         self.restarts = 0
         self._port = "0"
         self._is_stopping = threading.Event()
@@ -106,12 +91,9 @@ class _Service:
         self._thread = threading.Thread(target=self._watch_child, name="reward service", daemon=True)
 
     def start(self, check: Callable[[], None]) -> str:
-        """Start the service and wait until it accepts requests; return its URL.
-
-        Raises:
-            RewardError: a reward cannot be loaded, or the configuration is wrong.
-            StageFailed: the service ended for another reason, or did not load in time.
-        """
+        """Start the service and wait until it accepts requests; return its URL. Raises `RewardError` if a reward cannot
+        be loaded, or the configuration is wrong, and `StageFailed` if the service ended for another reason, or did not
+        load in time."""
         self._ready_path.unlink(missing_ok=True)
         self._child = self._start_child()
         deadline = time.monotonic() + _LOAD_TIMEOUT_SECONDS
@@ -162,9 +144,7 @@ class _Service:
         command = [self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config_path)]
         command += ["--host", self._host, "--port", self._port, "--ready", str(self._ready_path)]
         environment = {token_variable: self.token, _QUEUE_VARIABLE: self._queue_id}
-        return Child(
-            command, log=self._log, grace_seconds=1.0, environment=environment, inherited_environment=dict(os.environ)
-        )
+        return Child(command, log=self._log, grace_seconds=1.0, environment=environment)
 
     def _read_last_log_line(self) -> str:
         text = self._log.read_text(encoding="utf-8", errors="replace").strip() if self._log.is_file() else ""

@@ -1,7 +1,6 @@
 """Notifications for `cosmos bootstrap --notify`: a block with the address, and an automation for each kind of event.
 
-The Prefect server sends the notifications, so they also arrive when the machine of the run has failed. The addresses
-are stored in Prefect blocks, encrypted.
+The Prefect server sends them, also when the machine of the run has failed; its blocks hold the addresses, encrypted.
 """
 
 import json
@@ -35,21 +34,17 @@ _MESSAGE_TEMPLATE = (
 
 
 def parsed_channels(options: Sequence[str]) -> dict[str, str]:
-    """Return the address of each notification channel from command-line options `CHANNEL=ADDRESS`.
-
-    Raises:
-        ConfigError: an option has another form, an address is no URL, or two options name one channel.
-    """
+    """Return the address of each notification channel from command-line options `CHANNEL=ADDRESS`. Raises `ConfigError`
+    if an option has another form, an address is no URL, or two options name one channel."""
     addresses: dict[str, str] = {}
     for option in options:
         channel, _, address = option.partition("=")
         scheme = "mailto" if channel == "email" else "http"
         if channel not in CHANNELS or not address.startswith(scheme) or "://" not in address:
             # The text may be an address with a secret, so it is not shown.
-            channel_name = channel if channel in CHANNELS else "CHANNEL=URL"
             raise ConfigError(
-                f"--notify {channel_name}: write slack=https://hooks.slack.com/..., webhook=http://HOST/PATH or "
-                "email=mailtos://USER:PASSWORD@SMTP_HOST?to=ADDRESS"
+                f"--notify {channel if channel in CHANNELS else 'CHANNEL=URL'}: write slack=https://hooks.slack.com/"
+                "..., webhook=http://HOST/PATH or email=mailtos://USER:PASSWORD@SMTP_HOST?to=ADDRESS"
             )
         if channel in addresses:
             raise ConfigError(f"--notify {channel} is given twice; one address per channel")

@@ -44,10 +44,8 @@ def kill_descendants() -> list[int]:
 
 
 def make_scratch(attempt: str) -> int:
-    """Create and lock the folder for the temporary files of an attempt; return the descriptor that holds the lock.
-
-    Launcher and supervisor hold the lock: once both have ended for any reason, `sweep` may remove the folder.
-    """
+    """Create and lock the folder for the temporary files of an attempt; return the descriptor that holds the lock, for
+    launcher and supervisor: once both have ended for any reason, `sweep` may remove the folder."""
     folder = scratch_of(attempt)
     hidden_folder = folder.with_name(f".{folder.name}")  # `sweep` ignores names that begin with a dot
     hidden_folder.mkdir(mode=0o700)
@@ -58,15 +56,13 @@ def make_scratch(attempt: str) -> int:
 
 
 def sweep() -> None:
-    """Kill the processes of attempts whose launcher and supervisor have ended, and remove temporary files of ended
-    processes."""
+    """Kill processes of attempts whose launcher and supervisor have ended, and remove files of ended processes."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH_PREFIX}*"):
+        pid = folder.name.removeprefix(PREVIEW_FOLDER_PREFIX).partition("-")[0]
         if _SCRATCH_PATTERN.fullmatch(folder.name) and not _is_locked(folder):
             kill_marked(folder.name.removeprefix(_SCRATCH_PREFIX))
             shutil.rmtree(folder, ignore_errors=True)
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREVIEW_FOLDER_PREFIX}*"):
-        pid = folder.name.removeprefix(PREVIEW_FOLDER_PREFIX).partition("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+        elif folder.name.startswith(PREVIEW_FOLDER_PREFIX) and pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -86,17 +82,15 @@ def _is_locked(folder: Path) -> bool:
 
 
 def scratch_of(attempt: str) -> Path:
-    """Return the folder for the temporary files of an attempt; its name is short because paths of sockets are
-    limited."""
+    """Return the folder for the temporary files of an attempt; its name is short, as paths of sockets are limited."""
     return Path(tempfile.gettempdir()) / f"{_SCRATCH_PREFIX}{attempt[:12]}"
 
 
 def remove_scratch(attempt: str) -> None:
     """Remove the temporary files of an attempt that has ended."""
     if attempt:
-        tmpdir = os.environ.get("TMPDIR", "")
-        folder = Path(tmpdir) if Path(tmpdir).name == scratch_of(attempt).name else scratch_of(attempt)
-        shutil.rmtree(folder, ignore_errors=True)
+        tmpdir, folder = Path(os.environ.get("TMPDIR", "")), scratch_of(attempt)
+        shutil.rmtree(tmpdir if tmpdir.name == folder.name else folder, ignore_errors=True)
 
 
 def _kill_repeatedly(find_processes: Callable[[], list[psutil.Process]]) -> list[int]:

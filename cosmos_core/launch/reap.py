@@ -19,7 +19,7 @@ from cosmos_core.launch.processes import SILENT_SECONDS, sweep
 from cosmos_core.run.directory import PIPELINE, flow_run_notes
 from cosmos_core.run.liveness import is_flow_running, read_holder
 from cosmos_core.run.lock import Lock
-from cosmos_core.run.process import is_alive, ran_on_this_machine
+from cosmos_core.run.process import is_alive
 from cosmos_core.run.state import ACTIVE, read_state, update_state
 
 _CANCELLED_STATES = ("CANCELLING", "CANCELLED")
@@ -55,8 +55,7 @@ def reap(output_dir: Path) -> Iterator[str]:
 
 
 def cancelled_flow_run(output_dir: Path, run_id: str) -> str:
-    """Return the name of the newest flow run of a run if it was cancelled on the Prefect server. Return an empty string
-    if it was not, or if no server responds."""
+    """Return the name of the newest flow run of a run if the server has cancelled it; else, or without one, empty."""
     import httpx
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
@@ -77,27 +76,29 @@ def _has_lost_launcher(run_path: Path) -> bool:
 def _correct_flow_runs(output_dir: Path, abandoned_run_names: set[str]) -> Iterator[str]:
     """Correct the state of flow runs whose process has ended, and stop the process of a cancelled flow run."""
     from prefect.client.orchestration import get_client
+    from prefect.exceptions import ObjectNotFound
     from prefect.states import Cancelled, Crashed
 
-    for run_id, flow_run in _read_flow_runs(output_dir):
-        is_cancelling = flow_run.state_type == "CANCELLING"
-        if run_id in abandoned_run_names and (is_cancelling or flow_run.state_type == "RUNNING"):
-            state: Any = (Cancelled if is_cancelling else Crashed)(message="its process is gone; resume the run")
-            with get_client(sync_client=True) as client:
-                client.set_flow_run_state(flow_run.id, state, force=True)
-            yield f"flow run {flow_run.name}: was {flow_run.state_name}, is {state.name}"
-        elif (
-            run_id not in abandoned_run_names
-            and flow_run.state_type in _CANCELLED_STATES
-            and flow_run.id == _find_newest_flow_run(output_dir, run_id)
-        ):
-            yield from _stop_flow_process(output_dir / run_id, flow_run.name)
+    final_states: dict[str, Any] = {"CANCELLING": Cancelled, "RUNNING": Crashed}
+    with get_client(sync_client=True) as client:
+        for note_file in sorted(flow_run_notes(output_dir).glob("*")):
+            try:
+                run_id, flow_run = note_file.read_text(encoding="utf-8"), client.read_flow_run(UUID(note_file.name))
+            except (ObjectNotFound, ValueError):
+                continue
+            if run_id in abandoned_run_names:
+                if flow_run.state_type in final_states:
+                    state = final_states[flow_run.state_type](message="its process is gone; resume the run")
+                    client.set_flow_run_state(flow_run.id, state, force=True)
+                    yield f"flow run {flow_run.name}: was {flow_run.state_name}, is {state.name}"
+            elif flow_run.state_type in _CANCELLED_STATES and flow_run.id == _find_newest_flow_run(output_dir, run_id):
+                yield from _stop_flow_process(output_dir / run_id, flow_run.name)
 
 
 def _stop_flow_process(run_path: Path, flow_run_name: str) -> Iterator[str]:
     """Send SIGTERM to the process of a run on this machine, so that it saves a checkpoint and ends."""
     holder, message = read_holder(run_path), f"flow run {flow_run_name}: it was cancelled"
-    if holder and not ran_on_this_machine(holder.launcher_machine, holder.launcher_host):
+    if holder and not holder.is_local:
         yield f"{message}, but its process on {holder.launcher_host} goes on: reap there"
     elif holder and holder.launcher_pid and is_alive(holder.launcher_pid, holder.launcher_started):
         os.kill(holder.launcher_pid, signal.SIGTERM)
@@ -111,15 +112,3 @@ def _find_newest_flow_run(output_dir: Path, run_id: str) -> UUID | None:
     with suppress(ValueError):
         return UUID(newest_note.name) if newest_note else None
     return None
-
-
-def _read_flow_runs(output_dir: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (run id, flow run) for each flow run of this output folder that exists on the Prefect server."""
-    from prefect.client.orchestration import get_client
-    from prefect.exceptions import ObjectNotFound
-
-    notes_folder = flow_run_notes(output_dir)
-    with get_client(sync_client=True) as client:
-        for note_file in sorted(notes_folder.glob("*")) if notes_folder.is_dir() else []:
-            with suppress(ObjectNotFound, ValueError):
-                yield note_file.read_text(encoding="utf-8"), client.read_flow_run(UUID(note_file.name))

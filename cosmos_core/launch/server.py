@@ -40,10 +40,9 @@ _UNUSED_SERVICES = ("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS", "TASK_RUN_R
 
 @contextmanager
 def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
-    """Set `PREFECT_API_URL` inside the block; if it is unset, start a server below `folder`.
-
-    The context manager yields a function that waits until the server responds, so that the caller can do other work
-    first. It must be entered before the first import of Prefect, which reads the environment once.
+    """Set `PREFECT_API_URL` inside the block; if it is unset, start a server below `folder`. Yield a function that
+    waits until the server responds, so that the caller can do other work first. Enter the block before the first import
+    of Prefect, which reads the environment once.
 
     Raises:
         ConfigError: no server responds at `PREFECT_API_URL`.
@@ -80,10 +79,10 @@ def _wait_for_server(url: str) -> None:
         except urllib.error.HTTPError:
             return  # a server responds; Prefect itself reports an error of authentication
         except (OSError, ValueError) as error:
-            if isinstance(getattr(error, "reason", error), ssl.SSLError):
+            cause = getattr(error, "reason", error)
+            if isinstance(cause, ssl.SSLError):
                 return  # a server responds; Prefect verifies its certificate with settings of its own
-            is_busy = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
-            wait_seconds = _BUSY_TIMEOUT_SECONDS if is_busy else _RESPONSE_TIMEOUT_SECONDS
+            wait_seconds = _BUSY_TIMEOUT_SECONDS if isinstance(cause, TimeoutError) else _RESPONSE_TIMEOUT_SECONDS
             if time.monotonic() > start_time + wait_seconds or isinstance(error, ValueError):
                 raise ConfigError(
                     f"PREFECT_API_URL = {url!r}: no server answers there ({error}); "
@@ -108,8 +107,7 @@ def _locate_empty_database() -> Path:
 
 
 def _copy_database(source: Path, target: Path) -> bool:
-    """Copy a database, which may be in use, atomically; return False if it is missing or damaged, or the disk is
-    full."""
+    """Copy a database, which may be in use, atomically; return False if it is missing or damaged, or the disk full."""
     temporary_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -151,8 +149,7 @@ class _Server:
         descriptor = os.open(home_dir / "auth", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(auth_string)
-        with socket.socket() as probe_socket:
-            probe_socket.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as probe_socket:
             self._port = probe_socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}/api"
         # Not empty: httpx takes an empty entry for all hosts.
@@ -189,8 +186,7 @@ class _Server:
     def wait(self) -> None:
         child = self._child
         assert child is not None
-        deadline = time.monotonic() + _START_TIMEOUT_SECONDS
-        num_starts = 1
+        deadline, num_starts = time.monotonic() + _START_TIMEOUT_SECONDS, 1
         # Check first whether the server has ended: another process may use the port and respond in its place.
         while (has_ended := child.poll() is not None) or not self._is_responding():
             if time.monotonic() > deadline or (has_ended and num_starts == _MAX_STARTS):
@@ -235,5 +231,5 @@ class _Server:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=1) as response:
                 return bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
+        except OSError:
             return False

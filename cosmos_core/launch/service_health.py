@@ -1,5 +1,4 @@
-"""Record the health of a reward service at the end of a stage, from its `/health` and `/metrics`, for the report of the
-run.
+"""Record the health of a reward service at the end of a stage, from its `/health` and `/metrics`, for the report.
 
 A reward service of Cosmos-RL has neither endpoint, and is reported as such. Errors here never make the stage fail.
 """
@@ -28,9 +27,8 @@ _RESPONSE_METRIC = re.compile(r'^reward_responses_total\{path="([^"]+)",status="
 def note_health(folder: Path, environment: Mapping[str, str], restarts: int = 0) -> None:
     """Write the health of the reward services in `environment` and the number of restarts to the folder of a stage."""
     if services := health_of(environment.get(ENQUEUE_URL, ""), environment.get(TOKEN, "")):
-        text = json.dumps({"services": services, "restarts": restarts}, indent=1)
         try:
-            write_text(folder / FILE, masked(text))
+            write_text(folder / FILE, masked(json.dumps({"services": services, "restarts": restarts}, indent=1)))
         except OSError as error:
             logger.warning("how the reward service was cannot be noted: %s", error)
 

@@ -11,8 +11,7 @@ _POLL_SECONDS = 0.2
 
 
 def branch_slots(pipeline: Pipeline) -> dict[str, threading.Semaphore]:
-    """Return the semaphore that each stage in a branch of a sweep acquires while it runs, by stage name; stages without
-    a limit are left out."""
+    """Return the semaphore that each stage in a branch of a sweep holds, by stage name; none for one without limit."""
     semaphores: dict[str, threading.Semaphore] = {}
     for sweep_stage in pipeline.stages:
         if sweep_stage.sweep is None:
@@ -26,11 +25,7 @@ def branch_slots(pipeline: Pipeline) -> dict[str, threading.Semaphore]:
 
 @contextmanager
 def hold_slot(slot: threading.Semaphore | None) -> Iterator[None]:
-    """Hold the semaphore `slot` during the block; None: there is no limit.
-
-    Raises:
-        Preempted: the run was stopped while waiting.
-    """
+    """Hold the semaphore `slot` during the block (None: no limit). Raises `Preempted` if the run was stopped."""
     if slot is None:
         yield
         return

@@ -7,12 +7,9 @@ SIGTERM (to save a checkpoint), and SIGKILL after the grace period, at most ten 
 killed, the kernel kills the command. The supervisor is a subreaper, so it adopts processes that lose their parent. When
 the command has ended, all of its descendants are killed, also those in another session or environment, and the exit
 code is passed on (128 + signal number if a signal ended the command). A number that the launcher writes to the pipe
-replaces the grace period.
+replaces the grace period. Before the command runs, this module imports the standard library only, to start quickly.
 
-No portable tool ends a whole tree of processes when their parent is killed: the kernel's parent-death signal does not
-reach grandchildren, and systemd is not in every container.
-
-Before the command runs, this module imports the standard library only, so that it starts quickly.
+No portable tool does this: the kernel's parent-death signal does not reach grandchildren, and containers lack systemd.
 """
 
 import argparse
@@ -65,12 +62,11 @@ class Supervisor:
             self._reap_adopted_processes()
             if self.kill_at is not None and time.monotonic() > self.kill_at:
                 self.child.kill()
-        attempt = os.environ.get(ATTEMPT, "")
+        attempt, exit_code = os.environ.get(ATTEMPT, ""), self.child.returncode
         if attempt:
             kill_marked(attempt)
         kill_descendants()
         remove_scratch(attempt)
-        exit_code = self.child.returncode
         return exit_code if exit_code >= 0 else 128 - exit_code
 
     def stop(self) -> None:
@@ -83,9 +79,8 @@ class Supervisor:
     def _reap_adopted_processes(self) -> None:
         """Reap ended processes that the supervisor has adopted; `poll` reaps the command itself."""
         assert self.child is not None
-        while (
-            exited_process := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        ) and exited_process.si_pid != self.child.pid:
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while (exited_process := os.waitid(os.P_ALL, 0, options)) and exited_process.si_pid != self.child.pid:
             os.waitpid(exited_process.si_pid, 0)
 
     def _watch_pipe(self) -> None:

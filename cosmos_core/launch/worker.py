@@ -24,7 +24,7 @@ from cosmos_core.launch.processes import kill_marked, remove_scratch
 from cosmos_core.run.files import SHARED_FOLDER, Document, read_document, warn_if_disk_full
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.process import identify_process, is_alive
-from cosmos_core.run.progress import PHASE_SECONDS, Position, read_progress
+from cosmos_core.run.progress import Position, read_progress
 from cosmos_core.run.state import read_state, record_event, update_state
 from cosmos_core.run.tail import FileTail
 
@@ -61,8 +61,7 @@ class _ChildRegistry:
 
     @contextmanager
     def register_child(self, child: Child, get_grace_seconds: Callable[[], float]) -> Iterator[None]:
-        """Register a child process for `stop_all`; `get_grace_seconds` returns the number of seconds from a stop to
-        SIGKILL."""
+        """Register a child process for `stop_all`; `get_grace_seconds` returns the time from a stop to SIGKILL."""
         with self._lock:
             self._children[child] = get_grace_seconds
             if self.stopping.is_set():
@@ -80,22 +79,21 @@ class _ChildRegistry:
             for child, get_grace_seconds in self._children.items():
                 child.stop(get_grace_seconds())
 
-    def grace_seconds(self) -> float:
+    def longest_grace(self) -> float:
         """Return the longest grace period of the running workers in seconds; 0 if there is no worker."""
         with self._lock:
             return max((get_grace_seconds() for get_grace_seconds in self._children.values()), default=0.0)
 
-    def sleep_unless_stopping(self, seconds: float) -> None:
-        """Sleep for `seconds`; raise `Preempted` if a stop is requested before or during the sleep."""
-        if self.stopping.wait(seconds):
-            raise Preempted("asked to stop")
-
 
 _child_registry = _ChildRegistry()
 register_active_run, stop_all = _child_registry.register_active_run, _child_registry.stop_all
-sleep_unless_stopping = _child_registry.sleep_unless_stopping
-longest_grace = _child_registry.grace_seconds
-is_stopping = _child_registry.stopping.is_set
+longest_grace, is_stopping = _child_registry.longest_grace, _child_registry.stopping.is_set
+
+
+def sleep_unless_stopping(seconds: float) -> None:
+    """Sleep for `seconds`; raise `Preempted` if a stop is requested before or during the sleep."""
+    if _child_registry.stopping.wait(seconds):
+        raise Preempted("asked to stop")
 
 
 @dataclass
@@ -138,6 +136,7 @@ def run(settings: AttemptSettings) -> Result:
     previous_state = read_state(stage_path)
     attempt = previous_state.attempt + 1
     log_path = stage_path / "logs" / f"attempt_{attempt}.log"
+    get_grace_seconds = partial(max_grace_seconds, stage_path, settings.grace_seconds)
     command = [settings.python or sys.executable, "-m", "cosmos_core.worker", str(stage_path)]
     child = Child(
         command, log=log_path, grace_seconds=settings.grace_seconds, environment=_build_environment(settings),
@@ -152,19 +151,15 @@ def run(settings: AttemptSettings) -> Result:
             error_type=""
         )  # fmt: skip
         record_event(stage_path, "started", f"attempt {attempt}")
-        with _child_registry.register_child(child, lambda: max_grace_seconds(stage_path, settings.grace_seconds)):
-            exit_code, kill_reason, stop_error = _wait_for_worker(settings, child, log_path)
+        with _child_registry.register_child(child, get_grace_seconds):
+            exit_code, kill_reason, stop_error = _wait_for_worker(settings, child, log_path, get_grace_seconds)
     finally:
         child.kill()
         mask_file(log_path, settings.secrets)  # child processes of the worker may write secrets to the log
         end_time = time.time()
+        spans, position = [*attempt_spans, (start_time, end_time)], _read_position_fields(stage_path)
         with warn_if_disk_full(f"the end of attempt {attempt} of {stage_path.name}"):
-            update_state(
-                stage_path,
-                spans=[*attempt_spans, (start_time, end_time)],
-                ended=end_time,
-                **_read_position_fields(stage_path),
-            )
+            update_state(stage_path, spans=spans, ended=end_time, **position)
     if stop_error is not None and not kill_reason and exit_code != EXIT_OK:
         raise stop_error
     return _read_outcome(stage_path, exit_code, kill_reason, log_path)
@@ -178,8 +173,7 @@ def max_grace_seconds(stage_path: Path, grace_seconds: float) -> float:
 
 
 def reap(stage_path: Path) -> bool:
-    """Kill the remaining processes of an earlier attempt whose launcher has ended; return False if that launcher is
-    alive."""
+    """Kill what an earlier attempt has left whose launcher has ended; return False if that launcher is alive."""
     state = read_state(stage_path)
     if is_alive(state.launcher_pid, state.launcher_started) and state.launcher_pid != os.getpid():
         return False
@@ -190,11 +184,9 @@ def reap(stage_path: Path) -> bool:
 
 
 def _build_environment(settings: AttemptSettings) -> dict[str, str]:
-    num_threads = str(settings.threads)
     compile_cache = settings.stage_path.absolute().parents[2] / SHARED_FOLDER / "compiled"
     return {
-        "OMP_NUM_THREADS": num_threads,
-        "MKL_NUM_THREADS": num_threads,
+        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(settings.threads)),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONHASHSEED": "0",
         # Compiled kernels are cached for other attempts and runs, unlike files in TMPDIR.
@@ -209,7 +201,9 @@ def _build_environment(settings: AttemptSettings) -> dict[str, str]:
     }
 
 
-def _wait_for_worker(settings: AttemptSettings, child: Child, log_path: Path) -> tuple[int, str, Preempted | None]:
+def _wait_for_worker(
+    settings: AttemptSettings, child: Child, log_path: Path, get_grace_seconds: Callable[[], float]
+) -> tuple[int, str, Preempted | None]:
     """Wait for the end of the worker. Return its exit code, the reason for which this process ended it (empty if the
     worker ended by itself), and the error of `must_stop` (None if it requested no stop)."""
     kill_reason, stop_error = "", None
@@ -228,20 +222,15 @@ def _wait_for_worker(settings: AttemptSettings, child: Child, log_path: Path) ->
         if not kill_reason and (kill_reason := settings.must_end()):
             child.kill()
         if stop_error is None and (stop_error := settings.must_stop()) is not None:
-            child.stop(max_grace_seconds(settings.stage_path, settings.grace_seconds))
-        if hang_detector.is_hung() and not kill_reason:
-            silence_message = f"no sign of life for {hang_detector.silent_seconds:.0f} s"
-            kill_reason = f"{silence_message} in phase {hang_detector.phase!r}: it hangs"
+            child.stop(get_grace_seconds())
+        if not kill_reason and (kill_reason := hang_detector.find_hang()):
             child.kill()
         if settings.timeout_seconds and time.monotonic() - start_time > settings.timeout_seconds and not kill_reason:
             kill_reason = f"longer than timeout = {settings.timeout_seconds:.0f} s"
-            child.stop(max_grace_seconds(settings.stage_path, settings.grace_seconds))
+            child.stop(get_grace_seconds())
         if time.monotonic() - last_state_time > _STATE_UPDATE_SECONDS:
-            last_state_time = time.monotonic()
-            _invoke_callback(
-                lambda position: update_state(settings.stage_path, **position),
-                _read_position_fields(settings.stage_path),
-            )
+            last_state_time, position = time.monotonic(), _read_position_fields(settings.stage_path)
+            _invoke_callback(lambda fields: update_state(settings.stage_path, **fields), position)
     log_forwarder.forward(show, is_last=True)
     return exit_code, kill_reason, stop_error
 
@@ -255,29 +244,22 @@ class Refusal(Document):
 
 
 class _HangDetector:
-    """Time since the last change of a worker's progress, measured on the clock of this process.
-
-    The clocks of the worker are not used: it may run on another machine, and its wall clock may jump.
-    """
+    """Time since the last progress of a worker by the clock of this process; clocks of other machines may jump."""
 
     def __init__(self) -> None:
-        self.phase = "start"
-        self._deadline_seconds: float = PHASE_SECONDS["start"]
-        self._last_position: Position | None = None
-        self._last_change_time = time.monotonic()
+        self._last_position, self._last_change_time = Position(), time.monotonic()
 
     def update(self, progress: Position) -> None:
         """Compare the content of `progress.json` with that of the last call; restart the timer if it has changed."""
         if progress != self._last_position:
             self._last_position, self._last_change_time = progress, time.monotonic()
-            self.phase, self._deadline_seconds = progress.phase, progress.deadline_seconds
 
-    @property
-    def silent_seconds(self) -> float:
-        return time.monotonic() - self._last_change_time
-
-    def is_hung(self) -> bool:
-        return self.silent_seconds > self._deadline_seconds
+    def find_hang(self) -> str:
+        """Return a message if the progress has not changed within the deadline of its phase; otherwise empty."""
+        silent_seconds = time.monotonic() - self._last_change_time
+        if silent_seconds <= self._last_position.deadline_seconds:
+            return ""
+        return f"no sign of life for {silent_seconds:.0f} s in phase {self._last_position.phase!r}: it hangs"
 
 
 def _invoke_callback(callback: Callable[[Any], object], value: Any) -> None:
@@ -291,30 +273,31 @@ def _read_position_fields(path: Path) -> dict[str, Any]:
     progress = read_progress(path)
     if progress is None:
         return {"renewed": time.time()}
-    position = progress.model_dump(include={"heartbeat", "phase", "step", "total", "checkpoint_step"})
-    state_fields = {key: value for key, value in position.items() if key != "checkpoint_step" or value is not None}
+    fields = progress.model_dump(include={"heartbeat", "phase", "step", "total"})
+    if progress.checkpoint_step is not None:
+        fields["checkpoint_step"] = progress.checkpoint_step
     if progress.longest_step_seconds > read_state(path).longest_step_seconds:
-        state_fields["longest_step_seconds"] = progress.longest_step_seconds
-    return {"renewed": time.time(), **state_fields}
+        fields["longest_step_seconds"] = progress.longest_step_seconds
+    return {"renewed": time.time(), **fields}
 
 
 def _read_outcome(stage_path: Path, exit_code: int, kill_reason: str, log_path: Path) -> Result:
     error = read_document(stage_path / "error.json", Refusal) or Refusal(type="", message="")
-    message = error.message
+    stage, message = f"stage {stage_path.name!r}", error.message
     if kill_reason:
-        raise StageFailed(f"stage {stage_path.name!r} was ended: {kill_reason}; log: {log_path}")
+        raise StageFailed(f"{stage} was ended: {kill_reason}; log: {log_path}")
     if exit_code == EXIT_OK:
         if (result := read_result(stage_path)) is None:
-            raise StageFailed(f"stage {stage_path.name!r} exited with 0 but wrote no result.json; log: {log_path}")
+            raise StageFailed(f"{stage} exited with 0 but wrote no result.json; log: {log_path}")
         return result
     if exit_code == EXIT_PREEMPTED or is_stopping():
-        raise Preempted(message or f"stage {stage_path.name!r} was stopped (exit {exit_code})")
+        raise Preempted(message or f"{stage} was stopped (exit {exit_code})")
     if error.type in BY_NAME:
         raise BY_NAME[error.type](message)
     if exit_code == EXIT_USAGE:
-        raise ConfigError(message or f"stage {stage_path.name!r} refused its configuration; log: {log_path}")
+        raise ConfigError(message or f"{stage} refused its configuration; log: {log_path}")
     exit_description = f"signal {exit_code - 128}" if exit_code > 128 else f"exit code {exit_code}"
-    raise StageFailed(message or f"stage {stage_path.name!r} crashed ({exit_description}); log: {log_path}")
+    raise StageFailed(message or f"{stage} crashed ({exit_description}); log: {log_path}")
 
 
 class _LogForwarder:
@@ -322,12 +305,10 @@ class _LogForwarder:
 
     def __init__(self, path: Path) -> None:
         self._log_tail = FileTail(path)
-        self._num_lines_allowed = float(_MAX_LINES_PER_SECOND)
-        self._last_forward_time = time.monotonic()
+        self._num_lines_allowed, self._last_forward_time = float(_MAX_LINES_PER_SECOND), time.monotonic()
 
     def forward(self, receiver: Callable[[str], None], *, is_last: bool = False) -> None:
-        """Pass the new lines of the log to a callback, as the rate allows; with `is_last`, also a last line
-        without a line break."""
+        """Pass new lines of the log to a callback, as the rate allows; with `is_last`, also a line without its end."""
         now = time.monotonic()
         num_lines_allowed = self._num_lines_allowed + (now - self._last_forward_time) * _MAX_LINES_PER_SECOND
         self._num_lines_allowed, self._last_forward_time = min(_MAX_LINES_PER_SECOND, num_lines_allowed), now

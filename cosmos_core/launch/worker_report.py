@@ -1,8 +1,8 @@
-"""Report properties of a worker's machine to the Prefect server, for `cosmos doctor --cluster`: versions, clock, free
-disk space, and whether the folders of its deployments exist.
+"""A thread of `cosmos worker` that reports its machine to the Prefect server, for `cosmos doctor --cluster`: versions,
+clock, free disk space, and whether the folders of its deployments exist.
 
-A thread of `cosmos worker` renews the report, which is a Prefect variable with one name per work pool and host. It also
-sets the final state of flow runs whose process died while it started or while it was being cancelled.
+The report is a Prefect variable with one name per work pool and host. The thread also sets the final state of flow runs
+whose process died while it started or while it was being cancelled.
 """
 
 import math
@@ -54,7 +54,11 @@ def report(client: Any, pool: str) -> None:
     from prefect.exceptions import ObjectAlreadyExists
 
     variable_name = PREFIX + re.sub(r"[^a-z0-9]+", "-", f"{pool}-{socket.gethostname()}".lower())
-    value = {**_properties(), "pool": pool, "missing_folders": _list_missing_folders(client, pool), "time": time.time()}
+    folder = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute()
+    value = {
+        **versions(), "host": socket.gethostname(), "output_dir": str(folder), "free_bytes": free_bytes(folder),
+        "pool": pool, "missing_folders": _list_missing_folders(client, pool), "time": time.time(),
+    }  # fmt: skip
     try:
         client.create_variable(VariableCreate(name=variable_name, value=value))
     except ObjectAlreadyExists:
@@ -64,19 +68,14 @@ def report(client: Any, pool: str) -> None:
 def end_lost_flow_runs(client: Any, pool: str, first_seen_times: dict[UUID, float]) -> None:
     """Set the state of flow runs of a process pool that are Pending or Cancelling and whose process died, or for which
     no worker started a process: Crashed or Cancelled. Prefect would leave them Pending, or Cancelling for five minutes.
-
-    `first_seen_times` is kept from one call to the next: the time, by `time.monotonic`, at which each flow run was
-    first seen in such a state.
-    """
+    `first_seen_times` has the time, by `time.monotonic`, at which an earlier call first saw each of them so."""
     from prefect.client.schemas import filters
     from prefect.client.schemas.objects import StateType
     from prefect.states import Cancelled, Crashed
 
     if client.read_work_pool(pool).type != "process":
         return
-    worker_hosts = {
-        worker_report["host"] for worker_report, _ in recent_reports(client) if worker_report["pool"] == pool
-    }
+    hosts = {worker_report["host"] for worker_report, _ in recent_reports(client) if worker_report["pool"] == pool}
     final_states = {StateType.PENDING: Crashed, StateType.CANCELLING: Cancelled}
     state_filter = filters.FlowRunFilterStateType(any_=list(final_states))
     flow_runs = client.read_flow_runs(
@@ -87,7 +86,7 @@ def end_lost_flow_runs(client: Any, pool: str, first_seen_times: dict[UUID, floa
         del first_seen_times[obsolete_id]
     for flow_run in flow_runs:
         waiting_seconds = time.monotonic() - first_seen_times.setdefault(flow_run.id, time.monotonic())
-        if waiting_seconds > max_seconds_without_process(flow_run.infrastructure_pid or "", worker_hosts):
+        if waiting_seconds > max_seconds_without_process(flow_run.infrastructure_pid or "", hosts):
             message = f"{flow_run.state_name} for {waiting_seconds:.0f} s: its process is gone"
             client.set_flow_run_state(flow_run.id, final_states[flow_run.state_type](message=message), force=True)
 
@@ -103,8 +102,7 @@ def max_seconds_without_process(pid: str, hosts: Collection[str]) -> float:
 
 
 def recent_reports(client: Any) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield each report of the last five minutes, with the seconds by which the clock of the reporting machine is ahead
-    of the server's clock."""
+    """Yield each report of the last five minutes, with the seconds by which its clock is ahead of the server's."""
     request_body: dict[str, Any] = {"variables": {"name": {"like_": PREFIX}}, "offset": 0}
     # One response of the server has at most 200 variables.
     while variables := client.request("POST", "/variables/filter", json=request_body).json():
@@ -115,6 +113,11 @@ def recent_reports(client: Any) -> Iterator[tuple[dict[str, Any], float]]:
                 yield variable["value"], float(variable["value"]["time"]) - updated_at.timestamp()
 
 
+def is_online(worker: Any) -> bool:
+    """Return True if the Prefect server has had a heartbeat of a worker lately."""
+    return getattr(worker.status, "value", worker.status) == "ONLINE"
+
+
 def versions() -> dict[str, str]:
     """Return the git commit of this clone (empty if the code is no clone, as in an image) and Prefect's version."""
     from prefect import __version__
@@ -122,19 +125,18 @@ def versions() -> dict[str, str]:
     return {"commit": git_commit(), "prefect": __version__}
 
 
-def _properties() -> dict[str, Any]:
-    folder = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute()
-    free_bytes = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
-    return {**versions(), "host": socket.gethostname(), "output_dir": str(folder), "free_bytes": free_bytes}
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes of the disk of a folder, which need not exist yet."""
+    return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
 
 
 def _list_missing_folders(client: Any, pool: str) -> list[str]:
-    missing_folders = set[str]()
     if client.read_work_pool(pool).type != "process":  # flow runs have the file system of their image
         return []
+    missing_folders = set[str]()
     for deployment in [each for each in client.read_deployments() if each.work_pool_name == pool]:
         file = str(deployment.entrypoint).partition(":")[0]
-        for folder in [step.get(DIRECTORY, {}).get("directory") for step in deployment.pull_steps or []]:
-            if folder and not Path(folder, file if file.endswith(".py") else "").exists():
+        for folder in filter(None, (step.get(DIRECTORY, {}).get("directory") for step in deployment.pull_steps or [])):
+            if not Path(folder, file if file.endswith(".py") else "").exists():
                 missing_folders.add(folder)
     return sorted(missing_folders)

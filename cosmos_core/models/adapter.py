@@ -75,11 +75,8 @@ def load_saved_settings(lora: LoraConfig, tied_names: Sequence[str] = ()) -> pef
 
 
 def load_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """Load the weights in `lora_path` into the adapter of a model.
-
-    Raises:
-        ModelError: the weights are missing or damaged, or belong to another model or adapter.
-    """
+    """Load the weights in `lora_path` into the adapter of a model; raise ModelError if they are missing or damaged, or
+    belong to another model or adapter."""
     file = _resolve_adapter_folder(lora) / "adapter_model.safetensors"
     try:
         state = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}

@@ -40,11 +40,8 @@ class LoadBalancingSettings:
 
 
 def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> LoadBalancingSettings | None:
-    """Return the settings of the load-balancing loss of a model; None if the coefficient is 0.
-
-    Raises:
-        ConfigError: transformers has no load-balancing loss for the model.
-    """
+    """Return the settings of the load-balancing loss of a model; None if the coefficient is 0. Raise ConfigError if
+    transformers has no load-balancing loss for the model."""
     if not coefficient:
         return None
     config: Any = model.config.get_text_config()
@@ -64,11 +61,12 @@ def sequences_of(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, An
     padded or packed rows, and `lengths` are the numbers of tokens of the sequences."""
     sequence_indices = torch.arange(len(lengths))
     if "attention_mask" in inputs:
-        sequence_index_BT = torch.where(inputs["attention_mask"].bool(), sequence_indices.unsqueeze(-1), len(lengths))
-        return {SEQUENCES: sequence_index_BT.flatten(), NUM_SEQUENCES: len(lengths)}
-    sequence_index_P = torch.full((inputs["input_ids"].numel(),), len(lengths))
-    sequence_index_P[: sum(lengths)] = sequence_indices.repeat_interleave(torch.tensor(lengths))
-    return {SEQUENCES: sequence_index_P, NUM_SEQUENCES: len(lengths)}
+        mask_BT = inputs["attention_mask"].bool()
+        sequence_of_M = torch.where(mask_BT, sequence_indices.unsqueeze(-1), len(lengths)).flatten()
+    else:
+        sequence_of_M = torch.full((inputs["input_ids"].numel(),), len(lengths))
+        sequence_of_M[: sum(lengths)] = sequence_indices.repeat_interleave(torch.tensor(lengths))
+    return {SEQUENCES: sequence_of_M, NUM_SEQUENCES: len(lengths)}
 
 
 def balance_loss(

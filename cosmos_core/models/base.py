@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from cosmos_core.parallel.fsdp import gather_into, reshard
 from cosmos_core.parallel.mesh import Mesh
 
 
@@ -75,38 +76,41 @@ ChunkConsumer = Callable[[Any, dict[str, Tensor]], Tensor | None]
 
 
 class Runner(Protocol):
-    """Interface for running micro-batches through a model: sequentially, or through pipeline stages."""
+    """Base class of runners of micro-batches through a model: sequentially, or through pipeline stages."""
+
+    roots: Sequence[nn.Module]
+    """Modules to which FSDP was applied, and which are called instead of the model."""
 
     def rows(self, size: int) -> int:
         """Return the number of rows of a micro-batch if at most `size` rows may be in the model at the same time."""
+        return size
 
     def count(self, num_batches: int, size: int) -> int:
-        """Return the number of micro-batches to run for `num_batches` micro-batches with samples.
-
-        The number is larger if the runner needs additional, empty micro-batches. `size` is the maximum number of rows
-        in the model at the same time.
-        """
+        """Return the number of micro-batches to run for `num_batches` micro-batches with samples, including the empty
+        ones that the runner needs; `size` is the maximum number of rows in the model at the same time."""
+        return num_batches
 
     def run(self, batches: Sequence[Callable[[], Any]], consume: ChunkConsumer, request: Wants, size: int) -> None:
-        """Run each micro-batch forward and, if gradients are enabled, backward.
+        """Run each micro-batch that the functions `batches` build forward and, if gradients are enabled, backward.
 
-        Args:
-            batches: functions that build the micro-batches.
-            consume: function to call with each batch and its outputs, on the ranks that have the last layer.
-            request: outputs to compute.
-            size: maximum number of rows in the model at the same time.
+        `consume` is called with each batch and its outputs, as in `request`, on the ranks that have the last layer;
+        `size` is the maximum number of rows in the model at the same time.
         """
 
     def train(self, mode: bool) -> None:
         """Switch the model to training mode (with dropout) if `mode` is True, otherwise to evaluation mode."""
+        for root in self.roots:
+            root.train(mode)
 
     def reshard(self) -> None:
         """Free the gathered weights that FSDP keeps after a forward pass without a backward pass."""
+        for root in self.roots:
+            reshard(root)
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Result of writing a model to a folder: the checks that the written model passed, and its adapter."""
+    """Result of writing a model to a folder."""
 
     checks: tuple[str, ...]
     """Names of the checks that the written model passed."""
@@ -115,8 +119,8 @@ class Export:
 
 
 class ModelAdapter(Protocol):
-    """Interface of a model that is sharded over the mesh: it converts samples to model inputs, and outputs to
-    micro-batches. Only implementations handle tokens, images or latents."""
+    """Base class of a model that is sharded over the mesh: it converts samples to model inputs, and outputs to
+    micro-batches. Only subclasses handle tokens, images or latents."""
 
     model: Any
     """Module of the model; with a mesh, this rank's shard of it."""
@@ -125,36 +129,24 @@ class ModelAdapter(Protocol):
     """Device of the model inputs; the weights may be on another device."""
     meta_copy: Any
     """Copy of the model on the meta device with the shapes of all weights, if `model` is sharded; otherwise None."""
-    has_model_loss: bool
+    runner: Runner
+    default_outputs: Wants
+    """Outputs to compute for an update that requests no outputs."""
+    has_model_loss: bool = False
     """Whether the model adds an auxiliary loss to each update (`MicroBatch.model_loss`)."""
-
-    @property
-    def runner(self) -> Runner:
-        """Return the runner that runs micro-batches through this model."""
-
-    @property
-    def default_outputs(self) -> Wants:
-        """Return the outputs to compute for an update that requests no outputs."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """Return the tokenizer of the model; None: the model has no tokenizer."""
-
-    @property
-    def vision(self) -> Any:
-        """Return the object that converts images of samples to model inputs; None: samples have no images."""
+    tokenizer: Any = None
+    """Tokenizer of the model; None: the model has no tokenizer."""
+    vision: Any = None
+    """Converter of the images of samples to model inputs; None: samples have no images."""
 
     def whole_model(self) -> Any:
         """Return the model with all weights; with a mesh, a copy on the CPU of the first rank, else None."""
+        return self.model if self.meta_copy is None else gather_into(self.meta_copy, self.model)
 
     def export(self, target: Path) -> Export | None:
-        """Write the model to a folder in its training dtype, and verify that the written model has the same outputs.
-
-        All ranks must call this method. The first rank writes and returns the result; other ranks return None.
-
-        Raises:
-            StageFailed: the disk is full, or the written model differs from the trained one.
-        """
+        """Write the model to a folder in its training dtype, and verify that the written model has the same outputs;
+        raise StageFailed if the disk is full, or if the outputs differ. All ranks must call this method. The first rank
+        writes and returns the result; other ranks return None."""
 
     def num_tokens(self, sample: Any) -> int:
         """Return the cost of a sample in tokens, for micro-batches of similar cost and for the reported speed."""
@@ -164,6 +156,7 @@ class ModelAdapter(Protocol):
 
     def assigned_batch(self, sample: Any) -> Hashable | None:
         """Return the id of the micro-batch to which the data feed assigned a sample; None: the feed assigned none."""
+        return None
 
     def arrange(
         self, samples: Sequence[Any], order: Sequence[int], size: int, num_ranks: int
@@ -177,6 +170,7 @@ class ModelAdapter(Protocol):
             size: Number of samples of a default micro-batch.
             num_ranks: Number of data-parallel ranks, which get the micro-batches in turn.
         """
+        return None
 
     def collate(self, samples: Sequence[Any], indices: Sequence[int], padding_sample: Any) -> Any:
         """Collate samples to a `Batch`; `indices` are their indices among the samples of the update. Without samples,
@@ -184,6 +178,7 @@ class ModelAdapter(Protocol):
 
     def gather_outputs(self, batch: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gather outputs from all ranks that process the same samples, and return the full outputs."""
+        return outputs
 
     def micro_batch(self, batch: Any, outputs: dict[str, Tensor]) -> MicroBatch:
         """Convert gathered outputs to a `MicroBatch` with one row per sample."""
@@ -194,10 +189,9 @@ class ModelAdapter(Protocol):
     def attach_loss_derivative(self, batch: Any, loss: Callable[[MicroBatch], Tensor]) -> Any:
         """Return the batch with the derivative of `loss`, so that the forward pass can already compute gradients. The
         derivative of `loss` must not depend on the outputs of the model."""
+        return batch
 
     def check_parallel_plan(self) -> None:
-        """Check with a few tokens that the parallel plan of the model covers all its operations.
-
-        Raises:
-            ModelError: an operation outside the plan makes ranks compute different values.
-        """
+        """Check with a few tokens that the parallel plan of the model covers all its operations; raise ModelError if
+        an operation outside the plan makes ranks compute different values."""
+        return

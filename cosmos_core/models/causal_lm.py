@@ -22,7 +22,7 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
 from cosmos_core.models.balance import OUTPUT as BALANCE
 from cosmos_core.models.balance import LoadBalancingSettings, sequences_of
-from cosmos_core.models.base import Batch, Export, MicroBatch
+from cosmos_core.models.base import Batch, Export, MicroBatch, ModelAdapter, Runner
 from cosmos_core.models.export import export_model
 from cosmos_core.models.kernels import remove_fp8, remove_liger
 from cosmos_core.models.length_rounding import kernel_length
@@ -45,7 +45,7 @@ from cosmos_core.models.sharded_load import load_sharded
 from cosmos_core.models.verify_export import verify_export
 from cosmos_core.parallel.context import apply_cp, gather_scored, shard_rows
 from cosmos_core.parallel.expert import apply_ep
-from cosmos_core.parallel.fsdp import apply_fsdp, copy_without_weights, gather_into, gathers_in_param_dtype
+from cosmos_core.parallel.fsdp import apply_fsdp, copy_without_weights, gathers_in_param_dtype
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.pipeline import apply_pp
 from cosmos_core.parallel.tensor import apply_tp, check_split
@@ -85,11 +85,23 @@ class InputProcessing(NamedTuple):
     """Number of token ids of the tokenizer, which may be fewer than the rows of the output head; None: all rows."""
 
 
-class CausalLM:
-    """Causal language model, sharded over the mesh; implements `models.base.ModelAdapter`."""
+def make_input_processing(
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    vision: ImageReader | None = None,
+    files: Mapping[str, bytes] = {},
+) -> InputProcessing:
+    """Return the input processing of a model with a tokenizer that has a pad token; id 0 pads if the model has no
+    embedding for this token."""
+    pad_id, num_ids = int(tokenizer.pad_token_id), int(max(tokenizer.get_vocab().values())) + 1
+    pad_id = pad_id if pad_id < model.config.get_text_config().vocab_size else 0
+    return InputProcessing(pad_id, vision, tokenizer, files, num_ids)
+
+
+class CausalLM(ModelAdapter):
+    """Causal language model, sharded over the mesh."""
 
     default_outputs: RequestedOutputs = LOGPROBS
-    """Outputs of an update that requests none: the log-probability of each trained token."""
 
     def __init__(
         self,
@@ -101,39 +113,23 @@ class CausalLM:
     ) -> None:
         """Parallelise the model over the mesh and prepare it for training. Each update adds the load-balancing loss of
         experts with the settings `balance`; None: no such loss."""
-        self.model = model
-        self.has_model_loss = balance is not None
-        self.mesh = mesh
+        self.model, self.mesh, self.has_model_loss = model, mesh, balance is not None
         self.device = torch.device(mesh.data.device_type) if mesh else model.device
         self.meta_copy = copy_without_weights(model) if mesh else None
+        self.tokenizer, self.vision = input_processing.tokenizer, input_processing.vision
         self._train, self._input_processing = train, input_processing
         self._dtype = getattr(torch, train.logprob_dtype)
         is_packing_enabled = train.sequence_packing
         if is_packing_enabled is None:
             is_packing_enabled = self.device.type == "cuda" or not train.compile
         self._merges_prompts = False
-        self._is_packed = (is_packing_enabled and input_processing.vision is None) or bool(mesh and mesh.context)
-        if train.sequence_packing and input_processing.vision is not None:
+        self._is_packed = (is_packing_enabled and self.vision is None) or bool(mesh and mesh.context)
+        if train.sequence_packing and self.vision is not None:
             logger.warning("train.sequence_packing: rows are padded, because some show images")
-        self.runner: SequentialRunner | PipelineRunner = self._parallelize()
+        self.runner = self._parallelize()
         for scorer in (module for root in self.runner.roots for module in root.modules()):
             if isinstance(scorer, Scorer):
                 scorer.num_ids, scorer.balance = input_processing.num_ids, balance
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer of the model."""
-        assert self._input_processing.tokenizer is not None, "opened without a tokenizer"
-        return self._input_processing.tokenizer
-
-    @property
-    def vision(self) -> ImageReader | None:
-        """Return the converter of the images of samples to model inputs; None: samples have no images."""
-        return self._input_processing.vision
-
-    def whole_model(self) -> PreTrainedModel | None:
-        """Return the model with all weights; with a mesh, a copy on the first rank's CPU, and None on other ranks."""
-        return self.model if self.meta_copy is None else gather_into(self.meta_copy, self.model)
 
     def export(self, target: Path) -> Export | None:
         model = self.whole_model()
@@ -151,7 +147,7 @@ class CausalLM:
 
     def batching_key(self, sample: Sample) -> int:
         """Return the group of a sample: rows with images and rows without images are in separate micro-batches."""
-        return self._input_processing.vision.batching_key(sample) if self._input_processing.vision else 0
+        return self.vision.batching_key(sample) if self.vision else 0
 
     def assigned_batch(self, sample: Sample) -> Hashable | None:
         return sample.micro_batch
@@ -183,30 +179,24 @@ class CausalLM:
             groups = [(group, prompt_length(collated_samples[group[0]]) * (len(group) > 1)) for group in prompt_groups]
             rows = shared_rows(ids, groups, self._input_processing.pad_id, self._padded_row_length)
         else:
-            rows = rows_of(
-                ids, self._input_processing.pad_id, packed=self._is_packed, num_tokens_of=self._padded_row_length
-            )
+            pad_id = self._input_processing.pad_id
+            rows = rows_of(ids, pad_id, packed=self._is_packed, num_tokens_of=self._padded_row_length)
         trained_positions = [np.flatnonzero(sample.loss_mask[1:]) for sample in collated_samples]
         positions = np.concatenate([start + s for start, s in zip(rows.starts, trained_positions, strict=True)])
         inputs = to_device(rows.inputs, device)
         if collated_samples[0].images:
-            assert self._input_processing.vision is not None
             del inputs["position_ids"]  # the model computes positions itself, sometimes 2-D image positions
-            image_inputs = self._input_processing.vision.inputs(collated_samples, rows.inputs["input_ids"])
-            for name, tensor in image_inputs.items():
+            for name, tensor in self.vision.inputs(collated_samples, rows.inputs["input_ids"]).items():
                 inputs[name] = tensor.to(device, self.model.dtype if tensor.is_floating_point() else None)
         if self.has_model_loss:
             inputs |= to_device(sequences_of(rows.inputs, [len(row_ids) for row_ids in ids]), device)
-        trained_indices_N = torch.from_numpy(positions).to(device)
+        scored_N = torch.from_numpy(positions).to(device)
+        is_local_N: Tensor | None = None
         top_ids_NK = _concatenate_top_ids(collated_samples, device)
-        if not (self.mesh and self.mesh.context):
-            return TokenBatch(
-                samples, indices, inputs, trained_indices_N, None, trained_positions, top_ids_NK=top_ids_NK
-            )
-        rank_rows = shard_rows(inputs, trained_indices_N, self.mesh.context)
-        if top_ids_NK is not None:
-            top_ids_NK = top_ids_NK[rank_rows.is_local_N]
-        return TokenBatch(samples, indices, *rank_rows, trained_positions, top_ids_NK=top_ids_NK)
+        if self.mesh and self.mesh.context:
+            inputs, scored_N, is_local_N = shard_rows(inputs, scored_N, self.mesh.context)
+            top_ids_NK = None if top_ids_NK is None else top_ids_NK[is_local_N]
+        return TokenBatch(samples, indices, inputs, scored_N, is_local_N, trained_positions, top_ids_NK=top_ids_NK)
 
     def gather_outputs(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs of all trained tokens, of which each context-parallel rank computes only some."""
@@ -220,9 +210,8 @@ class CausalLM:
         outputs = dict(outputs)
         balance = outputs.pop(BALANCE, None)
         row_index_N = np.repeat(np.arange(len(batch.samples)), [len(s) for s in batch.trained_positions])
-        positions = tuple(
-            torch.from_numpy(i).to(self.device) for i in (row_index_N, np.concatenate(batch.trained_positions))
-        )
+        indices = (row_index_N, np.concatenate(batch.trained_positions))
+        positions = tuple(torch.from_numpy(index_N).to(self.device) for index_N in indices)
         shape = (len(batch.samples), max(len(sample.input_ids) for sample in batch.samples) - 1)
 
         def scatter_to_rows(values_N: Tensor) -> Tensor:
@@ -233,10 +222,9 @@ class CausalLM:
         return MicroBatch(batch.samples, batch.indices, padded_outputs, mask_BS, balance)
 
     def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
-        lengths = [len(sample.input_ids) - 1 for sample in micro.samples]
         return [
-            {name: value[row_index, :length] for name, value in micro.outputs.items()}
-            for row_index, length in enumerate(lengths)
+            {name: value[row_index, : len(sample.input_ids) - 1] for name, value in micro.outputs.items()}
+            for row_index, sample in enumerate(micro.samples)
         ]
 
     def attach_loss_derivative(self, batch: TokenBatch, loss: Callable[[MicroBatch], Tensor]) -> TokenBatch:
@@ -252,7 +240,7 @@ class CausalLM:
                 check_split(self.model, self.runner.roots, self.mesh.tensor)
             self.runner.reshard()
 
-    def _parallelize(self) -> SequentialRunner | PipelineRunner:
+    def _parallelize(self) -> Runner:
         """Parallelise the model over the mesh, load this rank's weights, and return the runner of micro-batches."""
         mesh, model = self.mesh, self.model
         if mesh and mesh.pipeline:
@@ -261,9 +249,8 @@ class CausalLM:
             apply_tp(model, mesh.tensor, with_experts=mesh.expert is None)
         if mesh and mesh.expert:
             apply_ep(model, mesh, self._train)
-        runner: SequentialRunner | PipelineRunner
         if mesh and mesh.pipeline:
-            runner = PipelineRunner(model, self._train, mesh, self._dtype)
+            runner: Runner = PipelineRunner(model, self._train, mesh, self._dtype)
         else:
             scorer = Scorer(model)
             runner = SequentialRunner(scorer, partial(self._forward, scorer), self._train, self.device)
@@ -287,7 +274,7 @@ class CausalLM:
             top_ids_NK=batch.top_ids_NK,
         )  # fmt: skip
 
-    def _enable_packed_rows(self, runner: SequentialRunner | PipelineRunner) -> None:
+    def _enable_packed_rows(self, runner: Runner) -> None:
         """Enable packed rows, or use padded rows if the model does not support packing; raise ModelError if context
         parallelism needs packing."""
         mesh = self.mesh

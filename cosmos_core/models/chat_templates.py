@@ -8,11 +8,10 @@ from transformers import PreTrainedTokenizerBase
 from cosmos_core.errors import ConfigError
 
 _KEY = "policy.chat_template"
-_BLANK_LINE = "\n\n"
 TEMPLATES = {
     "plain": (
         "{{ bos_token or '' }}{% for m in messages %}{% if m.role == 'assistant' %}{{ 'Assistant: ' + m.content "
-        "+ eos_token }}{% else %}{{ m.role | capitalize + ': ' + m.content }}{% endif %}{{ '" + _BLANK_LINE + "' }}"
+        "+ eos_token }}{% else %}{{ m.role | capitalize + ': ' + m.content }}{% endif %}{{ '\n\n' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
     ),
     "chatml": (
@@ -24,11 +23,8 @@ TEMPLATES = {
 
 def set_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
     """Set the chat template of a tokenizer. `name` is a key of `TEMPLATES`, or the path of a Jinja file; None: keep the
-    template of the tokenizer.
-
-    Raises:
-        ConfigError: the template does not exist, or the tokenizer lacks a token of the template.
-    """
+    template of the tokenizer. Raise ConfigError if there is no such file, or if the tokenizer lacks a token of the
+    template."""
     if name is None:
         return
     if name not in TEMPLATES:

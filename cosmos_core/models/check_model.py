@@ -39,13 +39,11 @@ class Check(NamedTuple):
     detail: str
 
 
-def check_model(model: str, model_class: str | None = None, max_prompt_length: int = 64) -> Iterator[Check]:
+def check_model(model: str, model_class: str | None = None) -> Iterator[Check]:
     """Yield the results of the checks of a pipeline. A check that raises an error has failed. If no family supports the
     pipeline, all further checks are skipped."""
-    diffusers_config = DiffusersConfig(max_prompt_length=max_prompt_length)
-    policy = PolicyConfig(
-        is_diffusers=True, model_name_or_path=model, model_class=model_class, diffusers=diffusers_config
-    )
+    config = DiffusersConfig(max_prompt_length=64)
+    policy = PolicyConfig(is_diffusers=True, model_name_or_path=model, model_class=model_class, diffusers=config)
     try:
         family = open_family(model, policy)
     except CosmosError as error:
@@ -118,22 +116,19 @@ def _check_prediction(family: DiffusionModel) -> str:
         return output
 
     network.forward = record
+    probe, generator, max_difference = family.probe(), torch.Generator().manual_seed(0), 0.0
     with torch.no_grad():
         pipeline = family.whole_pipeline(network)
-        pipeline(
-            prompt=_PROBE_PROMPTS[:1], **family.probe(), generator=torch.Generator().manual_seed(0), output_type="pt"
-        )
+        pipeline(prompt=_PROBE_PROMPTS[:1], **probe, generator=generator, output_type="pt")
         network.forward = forward
         text_inputs = family.text_embedding(_PROBE_PROMPTS[:1])
-        probe_arguments, max_difference = family.probe(), 0.0
-        num_frames = probe_arguments.get("frames", probe_arguments.get("num_frames", 1))
-        shape = family.latent_shape(probe_arguments["height"], probe_arguments["width"], num_frames)
+        num_frames = probe.get("frames", probe.get("num_frames", 1))
+        shape = family.latent_shape(probe["height"], probe["width"], num_frames)
         for arguments, expected_output in calls:
             latents = family.latents_in(arguments[argument_names[0]], shape)
-            timestep_scale = family.nft_prepare_transformer_input(latents, torch.ones(len(latents)), text_inputs)[
-                "timestep"
-            ]
-            sigma_B = (arguments["timestep"].flatten()[0] / timestep_scale.flatten()[0]).expand(len(latents))
+            noise_arguments = family.nft_prepare_transformer_input(latents, torch.ones(len(latents)), text_inputs)
+            timestep_scale = noise_arguments["timestep"].flatten()[0]
+            sigma_B = (arguments["timestep"].flatten()[0] / timestep_scale).expand(len(latents))
             velocity = family.predict(network, latents, sigma_B, text_inputs)
             difference = (velocity - family.velocity_of(expected_output, latents)).abs().max()
             max_difference = max(max_difference, float(difference / expected_output.abs().max()))
@@ -148,13 +143,11 @@ def _check_gradient(family: DiffusionModel) -> str:
     text_inputs = family.text_embedding(_PROBE_PROMPTS)
     velocity = family.predict(network, torch.randn(2, *shape), torch.tensor([0.2, 0.8]), text_inputs)
     velocity.square().mean().backward()  # type: ignore[no-untyped-call]
-    trained_names = [name for name, weight in network.named_parameters() if weight.grad is not None]
-    total = sum(1 for _ in network.parameters())
-    if not trained_names or not torch.isfinite(velocity).all():
+    weights = list(network.parameters())
+    num_trained = sum(weight.grad is not None for weight in weights)
+    if not num_trained or not torch.isfinite(velocity).all():
         return f"{_MISMATCH}no weight has a gradient, or a prediction is not finite"
-    return (
-        f"{len(trained_names)} of {total} weights, {sum(p.numel() for p in network.parameters()) / 1e6:.3g} M numbers"
-    )
+    return f"{num_trained} of {len(weights)} weights, {sum(w.numel() for w in weights) / 1e6:.3g} M numbers"
 
 
 def _check_adapter(family: DiffusionModel) -> str:
@@ -168,12 +161,11 @@ def _check_adapter(family: DiffusionModel) -> str:
 
 
 def _random_pixels(family: DiffusionModel) -> tuple[Tensor, tuple[int, ...]]:
-    image_size = family.size_multiple * 2
-    num_frames = family.pixels_per_latent[0] + 1
-    generator = torch.Generator().manual_seed(0)
-    shape = (1, 3, num_frames, image_size, image_size) if family.is_video else (1, 3, image_size, image_size)
-    pixels = torch.rand(shape, generator=generator) * 2 - 1
-    return pixels, family.latent_shape(image_size, image_size, num_frames if family.is_video else 1)
+    """Return a small image or clip with values in [-1, 1], and the shape of its latents."""
+    image_size, num_frames = family.size_multiple * 2, family.pixels_per_latent[0] + 1 if family.is_video else 1
+    shape = (1, 3, *[num_frames] * family.is_video, image_size, image_size)
+    pixels = torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return pixels, family.latent_shape(image_size, image_size, num_frames)
 
 
 def main() -> int:

@@ -91,11 +91,7 @@ class CosmosPredict(SanaVideo):
         return DiffusionModel.call_settings(self, *size, **settings)
 
     def check_context(self, size: int) -> None:
-        """Check that `size` ranks can divide the attention heads among them, as Ulysses attention requires.
-
-        Raises:
-            ConfigError: `size` does not divide the number of attention heads.
-        """
+        """Raise ConfigError if `size` ranks cannot divide the attention heads, as Ulysses attention requires."""
         num_heads = int(self.folder.settings(self.denoiser_name)["num_attention_heads"])
         if num_heads % size:
             raise ConfigError(

@@ -1,12 +1,10 @@
 """Model adapter of diffusion models: the denoiser of a pipeline, which predicts the velocity of latents at a noise
-level.
-
-`diffusion.py` handles the other components of the pipeline.
+level. `diffusion.py` handles the other components of the pipeline.
 
 Shapes: B samples, dots for the dimensions of a latent.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,14 @@ from torch import Tensor, nn
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.flow_sample import FlowSample
-from cosmos_core.models.base import Batch, Export, MicroBatch
+from cosmos_core.models.base import Batch, Export, MicroBatch, ModelAdapter
 from cosmos_core.models.diffusion import DiffusionModel, Text
 from cosmos_core.models.export_pipeline import export_pipeline
 from cosmos_core.models.lora import FOLDER as ADAPTER
 from cosmos_core.models.lora import is_adapted
 from cosmos_core.models.sequential import SequentialRunner, forward_context
 from cosmos_core.models.verify_pipeline_export import verify_pipeline
-from cosmos_core.parallel.fsdp import apply_fsdp, copy_without_weights, gather_into
+from cosmos_core.parallel.fsdp import apply_fsdp, copy_without_weights
 from cosmos_core.parallel.mesh import Mesh
 
 
@@ -46,17 +44,12 @@ class FlowBatch(Batch):
     num_conditioning_B: Tensor | None
 
 
-class Denoiser:
-    """Denoiser of a diffusion pipeline, replicated or sharded over the mesh; implements `models.base.ModelAdapter`."""
+class Denoiser(ModelAdapter):
+    """Denoiser of a diffusion pipeline, replicated or sharded over the mesh; its family encodes text and media."""
 
     model_class: str | None = None
     """Import path of a user-defined model family that the recipe names; None: a built-in family."""
     default_outputs: RequestedOutputs = RequestedOutputs()
-    """Outputs of an update that requests none: the velocity without guidance."""
-    tokenizer: Any = None
-    """None, because a denoiser has no tokenizer; the model family encodes text."""
-    vision: Any = None
-    """None, because samples of a diffusion model contain latents instead of images."""
 
     def __init__(self, model: Any, family: DiffusionModel, train: TrainConfig, mesh: Mesh | None = None) -> None:
         """Shard the denoiser `model`, with its LoRA adapter if it has one, over the mesh and prepare it for
@@ -65,16 +58,13 @@ class Denoiser:
         self.device = torch.device(mesh.data.device_type) if mesh else next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.meta_copy = copy_without_weights(model) if mesh else None
-        self.has_model_loss, self._train = False, train
+        self._train = train
         if mesh and mesh.context:
             family.shard_tokens(model, mesh.context)
         root = FsdpRoot(model)
         if mesh:
             apply_fsdp(root, model, mesh, train)
         self.runner = SequentialRunner(root, self._forward, train, self.device)
-
-    def whole_model(self) -> Any:
-        return self.model if self.meta_copy is None else gather_into(self.meta_copy, self.model)
 
     def predict(
         self,
@@ -121,15 +111,6 @@ class Denoiser:
         text_shapes = tuple(sorted((name, tuple(value.shape)) for name, value in sample.text.items()))
         return tuple(sample.latents.shape), text_shapes, sample.negative is None
 
-    def assigned_batch(self, sample: FlowSample) -> Hashable | None:
-        return None
-
-    def arrange(
-        self, samples: Sequence[FlowSample], order: Sequence[int], size: int, num_ranks: int
-    ) -> list[list[int]] | None:
-        """Return None: latents of a group have the same shape, so no other arrangement needs less computation."""
-        return None
-
     def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], padding_sample: FlowSample) -> FlowBatch:
         """Collate samples to model inputs and add noise to latents; without samples, collate the sample
         `padding_sample`. All or none of the samples of an update have noise, which may be created on access."""
@@ -149,10 +130,6 @@ class Denoiser:
         text_inputs = self._stack_text_inputs([sample.text for sample in collated_samples])
         return FlowBatch(samples, indices, inputs, sigma_B, text_inputs, negative_text, num_conditioning_B)
 
-    def gather_outputs(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return `outputs` unchanged, because every rank has the full velocities of its samples."""
-        return outputs
-
     def micro_batch(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> MicroBatch:
         mask = self.family.trained_frames_mask(batch.inputs["noisy"], batch.num_conditioning_B)
         if mask is None:
@@ -161,13 +138,6 @@ class Denoiser:
 
     def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
         return [{"velocity": velocity} for velocity in micro.outputs["velocity"]]
-
-    def attach_loss_derivative(self, batch: FlowBatch, loss: Callable[[MicroBatch], Tensor]) -> FlowBatch:
-        """Return the batch unchanged: knowing the derivative of the loss in advance saves no computation here."""
-        return batch
-
-    def check_parallel_plan(self) -> None:
-        """Do nothing, because replicas and FSDP shards of a denoiser compute the same values as one rank."""
 
     def _forward(self, batch: FlowBatch, request: RequestedOutputs) -> dict[str, Tensor]:
         velocity = self.predict(

@@ -90,13 +90,11 @@ class DiffusionModel:
         return dict(empty)
 
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
-        """Return the `num_steps` + 1 noise levels of the pipeline's scheduler, from noise to 0, in float64.
+        """Return the `num_steps` + 1 noise levels of the pipeline's scheduler, from noise to 0, in float64; raise
+        ConfigError if they are not those of a rectified flow, or do not fall from at most 1 to 0.
 
         The levels are computed in float64 instead of from integer timesteps. If they differ from the scheduler's own
         float32 table, that table is returned.
-
-        Raises:
-            ConfigError: the scheduler is not that of a rectified flow, or its levels do not fall from at most 1 to 0.
         """
         if self.schedule == "karras":  # if a setting is missing, the tables differ
             max_level, min_level = (float(self.scheduler.get(name) or 1) for name in ("sigma_max", "sigma_min"))
@@ -104,21 +102,18 @@ class DiffusionModel:
         else:
             exact_levels_N = flow.SCHEDULES[self.schedule](num_steps, self.timestep_shift)
         scheduler = self.folder.load("scheduler")
-        error_prefix = f"policy.model_name_or_path = {self.folder.model!r}: "
         try:
             scheduler.set_timesteps(num_steps)
         except (ValueError, ImportError) as error:
             remedy = "name another in policy.diffusers.sample.sigma_schedule"
-            raise ConfigError(
-                f"{error_prefix}its scheduler has no table of noise levels here: {error}; {remedy}"
-            ) from error
+            raise self._error(f"its scheduler has no table of noise levels here: {error}; {remedy}") from error
         sigmas_N = scheduler.sigmas.double()
         has_expected_shape = sigmas_N.shape == exact_levels_N.shape
         if has_expected_shape and (sigmas_N - exact_levels_N).abs().max() < _MAX_TABLE_DIFFERENCE:
             return exact_levels_N
         if not (has_expected_shape and sigmas_N[0] <= 1 and sigmas_N[-1] == 0 and sigmas_N.diff().max() < 0):
-            raise ConfigError(
-                f"{error_prefix}the {len(sigmas_N)} noise levels of its {type(scheduler).__name__} for {num_steps} "
+            raise self._error(
+                f"the {len(sigmas_N)} noise levels of its {type(scheduler).__name__} for {num_steps} "
                 f"steps go from {sigmas_N[0]:g} to {sigmas_N[-1]:g}; they must fall from at most 1 to 0 at each step: "
                 f"mend invert_sigmas, final_sigmas_type or the kind of sigmas in scheduler/scheduler_config.json"
             )
@@ -177,11 +172,7 @@ class DiffusionModel:
         return unconditional + scale * (conditional - unconditional)
 
     def check_context(self, size: int) -> None:
-        """Check that `shard_tokens` can divide the tokens of a clip among `size` context-parallel ranks.
-
-        Raises:
-            ConfigError: the family does not support context parallelism over `size` ranks.
-        """
+        """Raise ConfigError if `shard_tokens` cannot divide the tokens of a clip among `size` ranks."""
         raise ConfigError(
             f"policy.parallelism.cp_size = {size}: a {self.folder.class_name} has no tokens that ranks can share here, "
             f"only those of video families are; set it to 1"
@@ -203,11 +194,8 @@ class DiffusionModel:
 
     @property
     def schedule(self) -> str:
-        """Return the name of the scheduler's formula for noise levels, a key of `flow.SCHEDULES`.
-
-        Raises:
-            ConfigError: the scheduler is not that of a rectified flow.
-        """
+        """Return the name of the scheduler's formula for noise levels, a key of `flow.SCHEDULES`; raise ConfigError if
+        the scheduler is not that of a rectified flow."""
         name, settings = str(self.scheduler.get("_class_name", "")), self.scheduler
         if name.startswith("FlowMatch"):
             return "euler"
@@ -215,9 +203,9 @@ class DiffusionModel:
             if settings.get("use_karras_sigmas"):
                 return "karras"
             return "unipc" if name.startswith("UniPC") else "dpm"
-        raise ConfigError(
-            f"policy.model_name_or_path = {self.folder.model!r}: its scheduler {name or 'of no name'} is not that of a "
-            f"rectified flow, the only kind that is trained here; give a pipeline that is one"
+        raise self._error(
+            f"its scheduler {name or 'of no name'} is not that of a rectified flow, the only kind that is trained "
+            f"here; give a pipeline that is one"
         )
 
     @property
@@ -246,17 +234,12 @@ class DiffusionModel:
     def size_multiple(self) -> int:
         """Return the number by which height and width in pixels must be divisible."""
         patch_size = self.folder.settings(self.denoiser_name).get("patch_size", 1)
-        patch_pixels = self.pixels_per_latent[1] * int(
-            patch_size[-1] if isinstance(patch_size, list | tuple) else patch_size
-        )
-        return math.lcm(patch_pixels, self.pipeline_multiple)
+        patch_length = int(patch_size[-1] if isinstance(patch_size, list | tuple) else patch_size)
+        return math.lcm(self.pixels_per_latent[1] * patch_length, self.pipeline_multiple)
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of the latents of one image or clip, given its size in pixels and frames.
-
-        Raises:
-            ConfigError: the network does not support the size.
-        """
+        """Return the shape of the latents of one image or clip from its size in pixels and frames; raise ConfigError if
+        the network does not support the size."""
         in_time, pixels_per_position = self.pixels_per_latent
         for name, pixel_size in (("height", height), ("width", width)):
             if pixel_size % self.size_multiple:
@@ -286,7 +269,7 @@ class DiffusionModel:
     def pipeline(self) -> Any:
         """Return the pipeline without its denoiser; text encoders in `policy.diffusers.dtype`, the VAE in float32."""
         pipeline_class = self.folder.pipeline_class
-        component_names = set(inspect.signature(pipeline_class.__init__).parameters) & set(self.folder.components)
+        component_names = set(inspect.signature(pipeline_class).parameters) & set(self.folder.components)
         separate_names = {self.denoiser_name, "vae", *self.component_placeholders()}
         components = {name: self._load(name) for name in sorted(component_names - separate_names)}
         return self.make_pipeline(components | {"vae": self.vae, self.denoiser_name: None})
@@ -299,10 +282,8 @@ class DiffusionModel:
     def make_pipeline(self, components: Mapping[str, Any]) -> Any:
         """Build the pipeline from `components`, by name; required components that are missing are set to None."""
         pipeline_class = self.folder.pipeline_class
-        init_parameters = list(inspect.signature(pipeline_class.__init__).parameters.values())[1:]
-        required_components = {
-            parameter.name: None for parameter in init_parameters if parameter.default is inspect.Parameter.empty
-        }
+        parameters = inspect.signature(pipeline_class).parameters.values()
+        required_components = {each.name: None for each in parameters if each.default is inspect.Parameter.empty}
         pipeline = pipeline_class(**required_components | self.component_placeholders() | dict(components))
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
@@ -327,9 +308,8 @@ class DiffusionModel:
     @classmethod
     def load_pipeline(cls, folder: PipelineFolder, dtype: torch.dtype) -> Any:
         """Load a whole pipeline with `from_pretrained`, as a user would, except for the `component_placeholders`."""
-        absent_components = {
-            name: None for name, entry in folder.index.items() if isinstance(entry, list) and not any(entry)
-        }
+        entries = folder.index.items()
+        absent_components = {name: None for name, entry in entries if isinstance(entry, list) and not any(entry)}
         pipeline = folder.pipeline_class.from_pretrained(
             str(folder.path), dtype=dtype, local_files_only=True, **absent_components | cls.component_placeholders()
         )
@@ -346,15 +326,17 @@ class DiffusionModel:
     ) -> dict[str, Any]:
         """Return the arguments of a call of the pipeline, without prompt and seed. `size`: height and width in pixels;
         `num_frames`: ignored by families of image models."""
-        height, width = size
         frame_settings = {"num_frames": num_frames} if self.is_video else {}
-        return {"height": height, "width": width, "num_inference_steps": num_steps, "guidance_scale": guidance_scale,
+        return {"height": size[0], "width": size[1], "num_inference_steps": num_steps, "guidance_scale": guidance_scale,
                 "max_sequence_length": self.config.max_prompt_length, **frame_settings}  # fmt: skip
 
     def load_denoiser(self, dtype: torch.dtype) -> Any:
         """Return the denoiser with all weights on the CPU in `dtype`. FSDP needs weights of one dtype, but in half
         precision diffusers leaves some weights in float32."""
         return torch.nn.Module.to(self.folder.load(self.denoiser_name, dtype), dtype)
+
+    def _error(self, problem: str) -> ConfigError:
+        return ConfigError(f"policy.model_name_or_path = {self.folder.model!r}: {problem}")
 
     @property
     def _vae_scaling(self) -> tuple[float, float]:
@@ -373,10 +355,8 @@ class DiffusionModel:
     @contextmanager
     def _working(self, *names: str) -> Iterator[Any]:
         """Move pipeline components to the device during the block, without gradients, and yield the last component.
-
-        With `policy.diffusers.offload` the components return to host memory after the block, or at the end of an
-        enclosing `residency.keep_on_device`.
-        """
+        With `policy.diffusers.offload` they return to host memory after the block, or at the end of an enclosing
+        `residency.keep_on_device`."""
         named_components = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
         components = [component for component in named_components if component is not None]
         with torch.no_grad(), self.residency.on_device(components):

@@ -19,13 +19,8 @@ _DISK_FULL_ERRORS = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 @contextmanager
 def translate_disk_errors(name: str, describe_intact_files: Callable[[], str]) -> Iterator[None]:
-    """Convert disk errors of the block, which writes the file `name`, to one-line errors.
-
-    The message includes the result of `describe_intact_files()`, a text about the files that are still intact.
-
-    Raises:
-        StageFailed: the disk is full, read-only or missing.
-    """
+    """Convert disk errors of the block, which writes the file `name`, to a `StageFailed` of one line with the result of
+    `describe_intact_files()`, a text about the files that are still intact."""
     try:
         yield
     except CheckpointException as error:
@@ -38,12 +33,8 @@ def translate_disk_errors(name: str, describe_intact_files: Callable[[], str]) -
 
 @contextmanager
 def write_export(target: Path, extra_files: Mapping[str, bytes]) -> Iterator[Path]:
-    """Yield a folder that replaces `target` when the block ends. `extra_files`, the content of files by path in the
-    folder, are written last.
-
-    Raises:
-        StageFailed: the disk is full, read-only or missing.
-    """
+    """Yield a folder that replaces `target` when the block ends; raise StageFailed if the disk is full, read-only or
+    missing. `extra_files`, the content of files by path in the folder, are written last."""
     with translate_disk_errors(f"export {target}", lambda: "nothing is left of it"), replaced_folder(target) as folder:
         yield folder
         for name, content in extra_files.items():

@@ -31,10 +31,7 @@ def export_model(
 
     Floating-point weights are cast to `dtype` (None: unchanged) without changing the model itself. As in transformers,
     tied weights are written once, and several weight files get an index. `extra_files` has the contents of further
-    files by path in the folder.
-
-    Raises:
-        StageFailed: the disk is full or broken.
+    files by path in the folder. Raise StageFailed if the disk is full or broken.
     """
     with write_export(target, extra_files) as staging_folder:
         with merge_adapter(model), default_generation_config(model), without_quantization(model):

@@ -35,13 +35,11 @@ def export_pipeline(
     dtype: torch.dtype | None = None,
     extra_files: Mapping[str, bytes] = {},
 ) -> None:
-    """Write the pipeline with `model` as its denoiser to the folder `target`, atomically.
+    """Write the pipeline with `model` as its denoiser to the folder `target`, atomically; raise StageFailed if the disk
+    is full or broken.
 
     The denoiser's weights are cast to `dtype` (None: unchanged) without changing the model itself. `extra_files` has
     the contents of further files by path in the folder.
-
-    Raises:
-        StageFailed: the disk is full or broken.
     """
     with write_export(target, extra_files) as staging_folder:
         for file in untrained_files(family.folder, family.denoiser_name):
@@ -50,12 +48,12 @@ def export_pipeline(
         with merge_adapter(model):
             denoiser_folder = staging_folder / family.denoiser_name
             model.save_config(denoiser_folder)
-            weights = export_state(model, dtype)
             save_torch_state_dict(
-                weights, denoiser_folder, filename_pattern=_WEIGHTS_FILE_PATTERN, metadata={"format": "pt"}
-            )
+                export_state(model, dtype), denoiser_folder, filename_pattern=_WEIGHTS_FILE_PATTERN,
+                metadata={"format": "pt"},
+            )  # fmt: skip
         if is_adapted(model):
-            save_pipeline_adapter(family, model, staging_folder / FOLDER)
+            _save_adapter(family, model, staging_folder / FOLDER)
 
 
 def untrained_files(folder: PipelineFolder, denoiser_name: str) -> Iterator[Path]:
@@ -67,34 +65,25 @@ def untrained_files(folder: PipelineFolder, denoiser_name: str) -> Iterator[Path
             yield from (file.relative_to(folder.path) for file in files)
 
 
-def save_pipeline_adapter(family: DiffusionModel, model: Any, folder: Path) -> None:
-    """Write the LoRA adapter of `model` to `folder` with `save_lora_weights` of the pipeline.
+def _save_adapter(family: DiffusionModel, model: Any, folder: Path) -> None:
+    """Write the LoRA adapter of `model` to `folder` with `save_lora_weights` of the pipeline, and its settings as JSON
+    values, in the same order in every process.
 
-    The settings of the adapter are written too: without them diffusers uses the rank as alpha on loading, which changes
-    the scale of the adapter.
+    Without the settings, diffusers uses the rank as alpha on loading, which changes the scale of the adapter. It would
+    keep dropout enabled, and a pipeline would return another image in each call, so dropout is set to 0.
     """
     adapter_state = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER_NAME, save_embedding_layers=False)
     assert not has_changed_base(model), "refused by `check`: the adapter would not fit the untouched base"
-    component_name = family.denoiser_name
-    folder.mkdir(parents=True)
-    family.folder.pipeline_class.save_lora_weights(
-        str(folder),
-        weight_name=ADAPTER_FILE,
-        **{
-            f"{component_name}_lora_layers": {
-                key: tensor.detach().cpu().contiguous() for key, tensor in adapter_state.items()
-            }
-        },
-        **{f"{component_name}_lora_adapter_metadata": adapter_settings(model)},
-    )
-
-
-def adapter_settings(model: Any) -> dict[str, Any]:
-    """Return the settings of the model's LoRA adapter as JSON values, in the same order in every process. Dropout is
-    set to 0, because diffusers would keep it enabled, and a pipeline would return another image in each call."""
     settings = model.peft_config[_ADAPTER_NAME].to_dict() | {"inference_mode": True, "lora_dropout": 0.0}
     json_settings = {key: sorted(value) if isinstance(value, (set, list)) else value for key, value in settings.items()}
-    return json.loads(json.dumps(json_settings, default=str, sort_keys=True))
+    arguments = {
+        "lora_layers": {key: tensor.detach().cpu().contiguous() for key, tensor in adapter_state.items()},
+        "lora_adapter_metadata": json.loads(json.dumps(json_settings, default=str, sort_keys=True)),
+    }
+    folder.mkdir(parents=True)
+    family.folder.pipeline_class.save_lora_weights(
+        str(folder), weight_name=ADAPTER_FILE, **{f"{family.denoiser_name}_{key}": arguments[key] for key in arguments}
+    )
 
 
 def export_state(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:

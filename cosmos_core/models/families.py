@@ -19,31 +19,20 @@ from cosmos_core.registry import import_user_code, suggestion
 
 
 def open_family(model: str, policy: PolicyConfig, device: torch.device | str = "cpu") -> DiffusionModel:
-    """Return the `DiffusionModel` of the pipeline `model`, a folder or Hub id. The encoders are loaded on first use.
-
-    Raises:
-        ModelError: the model is not a pipeline, or no family supports its class.
-        ConfigError: `policy.model_class` is not a subclass of `DiffusionModel`.
-    """
+    """Return the `DiffusionModel` of the pipeline `model`, a folder or Hub id; raise ModelError if the model is not a
+    pipeline, and the errors of `find_family`. The encoders are loaded on first use."""
     folder = PipelineFolder(model, policy.model_revision)
     return find_family(folder, policy.model_class)(folder, policy.diffusers, device)
 
 
 def find_family(folder: PipelineFolder, model_class: str | None = None) -> type[DiffusionModel]:
     """Return the family class for a pipeline: the user-defined `model_class`, or the family that supports the
-    pipeline's class.
-
-    Raises:
-        ModelError: no family supports the class of the pipeline.
-        ConfigError: `model_class` is not a subclass of `DiffusionModel`.
-    """
+    pipeline's class. Raise ModelError if there is none, ConfigError if `model_class` is no `DiffusionModel`."""
     if model_class is not None:
         cls = import_user_code(model_class)
         if not (isinstance(cls, type) and issubclass(cls, DiffusionModel)):
-            raise ConfigError(
-                f"policy.model_class = {model_class!r} must be a subclass of "
-                f"cosmos_core.models.diffusion.DiffusionModel"
-            )
+            base = f"{DiffusionModel.__module__}.{DiffusionModel.__name__}"
+            raise ConfigError(f"policy.model_class = {model_class!r} must be a subclass of {base}")
         return cls
     modules = pipeline_modules()
     if folder.class_name not in modules:

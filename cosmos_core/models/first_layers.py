@@ -15,7 +15,7 @@ _FLOAT32_BYTES = 4
 
 
 class FirstLayers(NamedTuple):
-    """First layers of a model to keep: the name of its list of layers, and the number of kept layers."""
+    """First layers of a model to keep."""
 
     path: str
     """Name of the module list that has the layers of the model."""
@@ -25,11 +25,8 @@ class FirstLayers(NamedTuple):
 
 def num_fitting_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory: int) -> FirstLayers | None:
     """Return the largest number of first layers, at least one, that fit into `memory` bytes as a float32 copy in
-    another process; None if all layers fit.
-
-    If the weights of the export are not float32, this process needs a second float32 copy. `dtype` is the dtype of the
-    export; None: the dtype of the weights.
-    """
+    another process; None if all layers fit. If `dtype`, the dtype of the export (None: that of the weights), is not
+    float32, this process needs a second copy."""
     path = layers_path(model)
     if path is None:
         return None

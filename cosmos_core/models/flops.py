@@ -37,9 +37,8 @@ class TrainFlops:
             active_fraction = active_expert_fraction if parameter.ndim == 3 else 1.0
             self.flops_per_token += active_fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
         num_heads = getattr(text_config, "num_attention_heads", 0)
-        head_size = getattr(text_config, "head_dim", None) or getattr(text_config, "hidden_size", 0) // max(
-            1, num_heads
-        )
+        hidden_size = getattr(text_config, "hidden_size", 0)
+        head_size = getattr(text_config, "head_dim", None) or hidden_size // max(1, num_heads)
         self._flops_per_token_pair = 6.0 * getattr(text_config, "num_hidden_layers", 0) * num_heads * head_size
 
     def total(self, costs: Sequence[int]) -> float:

@@ -94,11 +94,8 @@ def draw_noise_levels(
     else:
         unshifted_levels_N = torch.rand(count, generator=generator, dtype=torch.float64)
         if scheme == "mode":
-            unshifted_levels_N = (
-                1
-                - unshifted_levels_N
-                - _MODE_SCHEME_SCALE * (torch.cos(math.pi * unshifted_levels_N / 2) ** 2 - 1 + unshifted_levels_N)
-            )
+            deviation_N = torch.cos(math.pi * unshifted_levels_N / 2) ** 2 - 1 + unshifted_levels_N
+            unshifted_levels_N = 1 - unshifted_levels_N - _MODE_SCHEME_SCALE * deviation_N
     return shift_levels(unshifted_levels_N, shift)
 
 

@@ -58,9 +58,8 @@ def flow_sde(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transitio
     sigma, sigma_change = levels.sigma, levels.next - levels.sigma
     noise_rate = eta * torch.sqrt(sigma / (1 - torch.where(sigma > _PURE_NOISE_LEVEL, levels.second_sigma, sigma)))
     drift_factor = noise_rate**2 / (2 * sigma)
-    mean = x * broadcast_per_sample(1 + drift_factor * sigma_change, x) + v * broadcast_per_sample(
-        (1 + drift_factor * (1 - sigma)) * sigma_change, x
-    )
+    velocity_factor = (1 + drift_factor * (1 - sigma)) * sigma_change
+    mean = x * broadcast_per_sample(1 + drift_factor * sigma_change, x) + v * broadcast_per_sample(velocity_factor, x)
     return Transition(mean, noise_rate * torch.sqrt(-sigma_change), noise_rate)
 
 
@@ -108,12 +107,9 @@ def compute_transition(kernel: str, x: Tensor, v: Tensor, levels: NoiseLevels, e
 
 
 def log_prob(distribution: Transition, next_latents: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return for each sample the log-probability of the latents `next_latents` after a step, as the *mean* over
-    elements.
-
-    Because the value is a mean, clip ranges are as small as 1e-4. Only elements with mask 1 count (None: all elements);
-    conditioning frames have mask 0.
-    """
+    """Return for each sample the log-probability of the latents `next_latents` after a step, as the *mean* over the
+    elements with mask 1 (None: all elements); conditioning frames have mask 0. Because the value is a mean, clip ranges
+    are as small as 1e-4."""
     mean, next_latents = distribution.mean, next_latents.to(distribution.mean.dtype)
     squared_error_B = mean_per_sample((next_latents - mean) ** 2, mask)
     if not distribution.has_density:

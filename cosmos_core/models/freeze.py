@@ -1,15 +1,16 @@
 """Selection of the weights to train: the weights of a LoRA adapter, or all weights that the recipe does not freeze."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.lora import add_adapter
-from cosmos_core.models.meta_device import placeholders
 from cosmos_core.models.quantized_base import TRAINABLE_FORMATS, quantization_method
 from cosmos_core.registry import suggestion
 
@@ -41,39 +42,53 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, targets: Sequen
     if policy.lora is not None:
         if keys:
             raise ConfigError(f"policy.{keys[0]} excludes policy.lora, which trains adapters and modules_to_save alone")
-        with placeholders(model):
+        with _placeholders(model):
             add_adapter(model, policy.lora, targets)
         return
-    named_weights = dict(model.named_parameters(remove_duplicate=False))  # lists a tied weight under each of its names
-    for patterns, is_trained in ((policy.freeze_pattern, False), (policy.trainable_pattern, True)):
+    for key, patterns in (("freeze_pattern", policy.freeze_pattern), ("trainable_pattern", policy.trainable_pattern)):
         if patterns:
-            key = "policy.trainable_pattern" if is_trained else "policy.freeze_pattern"
-            model.requires_grad_(not is_trained)
-            for pattern in patterns:
-                _set_requires_grad(named_weights, key, pattern, re.compile(pattern).search, is_trained)
-    _apply_trainable_map(named_weights, policy.trainable_map or {})
+            model.requires_grad_(key == "freeze_pattern")
+        for pattern in patterns or ():
+            _set_requires_grad(model, f"policy.{key}", pattern, pattern, key == "trainable_pattern")
+    for name, is_trained in sorted((policy.trainable_map or {}).items(), key=lambda entry: len(entry[0])):
+        # The longest name comes last, so that the setting of an inner module takes precedence.
+        _set_requires_grad(model, "policy.trainable_map", name, rf"^{re.escape(name)}(\.|\Z)", is_trained)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"policy.{keys[-1]} leaves no weight to train; name fewer in it")
 
 
-def _apply_trainable_map(named_weights: dict[str, nn.Parameter], trainable_map: dict[str, bool]) -> None:
-    """Apply `trainable_map` from outer to inner modules, so that the longest matching module name takes precedence."""
-    for module_name in sorted(trainable_map, key=len):
-
-        def is_in_module(name: str, module_name: str = module_name) -> bool:
-            return name == module_name or name.startswith(f"{module_name}.")
-
-        _set_requires_grad(named_weights, "policy.trainable_map", module_name, is_in_module, trainable_map[module_name])
-
-
-def _set_requires_grad(
-    names: dict[str, nn.Parameter], key: str, name_or_pattern: str, matches: Callable[[str], object], is_trained: bool
-) -> None:
-    parameters = [parameter for name, parameter in names.items() if matches(name)]
+def _set_requires_grad(model: nn.Module, key: str, name_or_pattern: str, expression: str, is_trained: bool) -> None:
+    named_weights = dict(model.named_parameters(remove_duplicate=False))  # lists a tied weight under each of its names
+    parameters = [parameter for name, parameter in named_weights.items() if re.search(expression, name)]
     if not parameters:
-        known_names = sorted(
-            {re.split(r"\.\d+\.", name)[0] for name in names}
-        )  # names of weights up to the layer number
+        known_names = sorted({re.split(r"\.\d+\.", name)[0] for name in named_weights})  # up to the layer number
         raise ConfigError(f"{key}: {name_or_pattern!r} matches no weight{suggestion(name_or_pattern, known_names)}")
     for parameter in parameters:
         parameter.requires_grad_(is_trained)
+
+
+@contextmanager
+def _placeholders(model: nn.Module) -> Iterator[None]:
+    """Replace the meta parameters of a model, which `load_sharded` reads later, by placeholders on a real device during
+    the block, so that adapters that are created get data. Each placeholder is an expanded scalar, which needs no
+    memory. If the default device is meta, as in an estimate of memory, do nothing."""
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
+    if torch.get_default_device().type != "meta":
+        device = next((buffer.device for buffer in model.buffers() if not buffer.is_meta), torch.device("cpu"))
+        for parameter in filter(lambda each: each.is_meta, model.parameters()):
+            scalar = torch.zeros((), dtype=parameter.dtype, device=device)
+            replacements[parameter] = nn.Parameter(scalar.expand(parameter.shape), parameter.requires_grad)
+    _replace_parameters(model, replacements)
+    try:
+        yield
+    finally:
+        for parameter, replacement in replacements.items():
+            parameter.requires_grad_(replacement.requires_grad)
+        _replace_parameters(model, {replacement: parameter for parameter, replacement in replacements.items()})
+
+
+def _replace_parameters(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = replacements.get(parameter, parameter)

@@ -1,8 +1,6 @@
-"""Read and write the `generation_config.json` of a model without validation errors.
-
-The file does not affect training, so no value may stop a training or an export. transformers refuses to load some
-values and to save others, for example sampling parameters without `do_sample`, which many published models have.
-"""
+"""Read and write the `generation_config.json` of a model without validation errors: the file does not affect training,
+but transformers refuses to load some values and to save others, for example sampling parameters without `do_sample`,
+which many published models have."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -23,13 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 def load_generation_config(model: str, revision: str | None = None) -> GenerationConfig | None:
-    """Load the generation config of a model, such as its end tokens; return None if the model has no such file.
-
-    Settings that transformers refuses to load are left out with a warning.
-
-    Raises:
-        ModelError: the file is not a JSON object, or the model cannot be fetched from the Hub.
-    """
+    """Load the generation config of a model, such as its end tokens; return None if the model has no such file, and
+    raise ModelError if the file is not a JSON object. Settings that transformers refuses are left out with a
+    warning."""
     if (content := _read_generation_config(model, revision)) is None:
         return None
     config, refused_names = _split_refused_settings(content)
@@ -40,11 +34,7 @@ def load_generation_config(model: str, revision: str | None = None) -> Generatio
 
 def find_refused_settings(model: str, revision: str | None = None) -> list[str]:
     """Return the names of a model's generation settings that transformers, and therefore rollout engines, refuse to
-    load.
-
-    Raises:
-        ModelError: the file is not a JSON object, or the model cannot be fetched from the Hub.
-    """
+    load; raise ModelError if the file is not a JSON object."""
     return _split_refused_settings(_read_generation_config(model, revision) or {})[1]
 
 

@@ -1,11 +1,11 @@
-"""Loading of language models in Hugging Face format, with a check of all loaded tensors.
+"""Loading of language models in Hugging Face format, with checks of all loaded tensors, and of the rows for them.
 
 This is the only module that selects model classes of transformers. Adapters, meshes, log-probabilities and diffusion
 models are in other modules.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import meta_device_safe_creation_ops, no_init_weights
 from transformers.quantizers.auto import get_hf_quantizer
 
-from cosmos_core.errors import ModelError
+from cosmos_core.data.prepared import check_ids, longest_row
+from cosmos_core.errors import DataError, ModelError
 from cosmos_core.models.chat_templates import set_template
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.lora import merge_adapter, merged_state_dict
@@ -39,12 +40,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.
 def load_tokenizer(
     model: str, revision: str | None = None, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder or Hub id. If `chat_template` is not None, it replaces the tokenizer's chat
-    template.
-
-    Raises:
-        ModelError: the folder or Hub id does not exist or has no tokenizer, or the tokenizer has no token for padding.
-    """
+    """Load the tokenizer of a model folder or Hub id; raise ModelError if there is none, or if it has no token for
+    padding. If `chat_template` is not None, it replaces the tokenizer's chat template."""
     model_source, load_options = locate_model(model, revision)
     if isinstance(model_source, Path) and not any((model_source / name).is_file() for name in _TOKENIZER_FILES):
         # Without this check, transformers creates an empty tokenizer from config.json alone.
@@ -66,23 +63,20 @@ def load_tokenizer(
 
 
 def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
-    """Load the configuration of a model folder or Hub id.
-
-    Raises:
-        ModelError: the folder or Hub id does not exist, or its config.json is missing or invalid.
-    """
+    """Load the configuration of a model folder or Hub id; raise ModelError if its config.json is missing or invalid."""
     model_source, load_options = locate_model(model, revision)
-    if isinstance(model_source, Path) and not (model_source / "config.json").is_file():
-        remedy = "give a folder in Hugging Face format"
-        if (model_source / "adapter_config.json").is_file():
-            remedy = "it is an adapter: name its base here, and the folder in policy.lora.lora_path"
-        elif (model_source / "model_index.json").is_file():
-            remedy = "it is a pipeline of diffusers, which cosmos diffusion-sft trains"
-        raise model_error(model, f"the folder has no config.json; {remedy}")
-    if isinstance(model_source, Path) and (model_source / "adapter_config.json").is_file():
-        # `from_pretrained` would load the adapter too, and `load_sharded` would not.
-        problem = "the folder has a model and an adapter (adapter_config.json)"
-        raise model_error(model, f"{problem}; move the adapter to a folder for policy.lora.lora_path")
+    if isinstance(model_source, Path):
+        has_adapter = (model_source / "adapter_config.json").is_file()
+        if not (model_source / "config.json").is_file():
+            remedy = "give a folder in Hugging Face format"
+            if has_adapter:
+                remedy = "it is an adapter: name its base here, and the folder in policy.lora.lora_path"
+            elif (model_source / "model_index.json").is_file():
+                remedy = "it is a pipeline of diffusers, which cosmos diffusion-sft trains"
+            raise model_error(model, f"the folder has no config.json; {remedy}")
+        if has_adapter:  # `from_pretrained` would load the adapter too, and `load_sharded` would not
+            problem = "the folder has a model and an adapter (adapter_config.json)"
+            raise model_error(model, f"{problem}; move the adapter to a folder for policy.lora.lora_path")
     for name in ("config.json", "generation_config.json"):
         read_object(Path(model_source, name), model)
     with translate_load_errors("config.json", model):
@@ -109,8 +103,7 @@ def load_model(
     with torch.device("meta"), meta_device_safe_creation_ops():
         _build_empty_model(config, model, dtype)  # reports a wrong config.json with the same error as `init_on_meta`
     cls = _find_model_class(config)
-    generation_config = load_generation_config(model, revision)
-    if generation_config is not None:
+    if generation_config := load_generation_config(model, revision):
         load_options["generation_config"] = generation_config
     load_options |= (quantization := dequantize_options(config))
     with translate_load_errors("weights", model):
@@ -135,11 +128,7 @@ def model_without_weights(
     model: str, *, revision: str | None = None, dtype: torch.dtype, gradient_checkpointing: Recompute = False
 ) -> PreTrainedModel:
     """Build the model that `load_model` would return from its config.json, without weights, for the meta device or fake
-    mode.
-
-    Raises:
-        ModelError: the model does not exist, its config.json is wrong, or its architecture does not generate text.
-    """
+    mode; raise ModelError if its config.json is wrong, or its architecture does not generate text."""
     empty_model = _build_empty_model(load_config(model, revision), model, dtype)
     empty_model.tie_weights()  # `from_pretrained` ties weights during the initialisation, which is skipped here
     recompute_activations(empty_model, gradient_checkpointing)
@@ -147,12 +136,8 @@ def model_without_weights(
 
 
 def check_row_length(config: PretrainedConfig, max_length: int) -> None:
-    """Refuse rows that are so long that their rotary embedding depends on the longest row of the batch (`longrope`,
-    `dynamic`).
-
-    Raises:
-        ModelError: `max_length` exceeds the number of tokens from which transformers changes the rotary embedding.
-    """
+    """Raise ModelError if `max_length` exceeds the number of tokens from which transformers changes the rotary
+    embedding of a whole batch (`longrope`, `dynamic`), so that results would depend on its longest row."""
     text_config = config.get_text_config()
     rope_parameters = getattr(text_config, "rope_parameters", None) or {}
     for rope_settings in [rope_parameters] if "rope_type" in rope_parameters else rope_parameters.values():
@@ -165,6 +150,32 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
                 f"for every row of a batch that has one of more than {max_stable_length} tokens, so a loss would "
                 f"depend on its neighbours; make it at most {max_stable_length}"
             )
+
+
+def check_rows(config: PretrainedConfig, folder: Path, build: Callable[[], PreTrainedModel]) -> str:
+    """Refuse prepared rows in `folder` that a model cannot process. Return a warning if rows exceed the model's
+    positions, otherwise an empty string. `build` returns the model; it is called only if weight shapes are needed.
+
+    Raises:
+        DataError: a token has no embedding.
+        ModelError: a row has more tokens than the model has learned position embeddings.
+    """
+    text_config = config.get_text_config()
+    try:
+        check_ids(folder, getattr(text_config, "vocab_size", 0))
+    except DataError:  # the embeddings of some models have more rows than `vocab_size`
+        embedding: Any = build().get_input_embeddings()
+        check_ids(folder, embedding.weight.shape[0])
+    max_positions, longest_length = getattr(text_config, "max_position_embeddings", None), longest_row(folder)
+    if not max_positions or longest_length <= max_positions:
+        return ""
+    problem = f"rows of up to {longest_length:,} tokens are longer than the {max_positions:,} positions of the model"
+    model, remedy = build(), "lower policy.model_max_length"
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    sizes = {each.num_embeddings for each in embeddings if each is not model.get_input_embeddings()}
+    if not sizes.isdisjoint({max_positions, max_positions + 2}):
+        raise ModelError(f"{problem}; {remedy}")
+    return f"{problem} (max_position_embeddings), so it learns positions that it never saw; {remedy}"
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -184,21 +195,15 @@ def _build_empty_model(config: PretrainedConfig, model: str, dtype: torch.dtype)
 
 
 def _check_architecture(config: PretrainedConfig, model: str) -> None:
-    """Refuse a config.json whose architecture cannot be trained, or whose quantized weights cannot be read.
-
-    Raises:
-        ModelError: the architecture is no model of transformers, does not generate text, or does not match
-            `model_type`; or the weights are quantized, and the package that reads them is missing.
-    """
-    architectures = config.architectures
+    """Raise ModelError if the architecture in a config.json is no model of transformers, does not generate text or does
+    not match `model_type`, or if the package that reads quantized weights is missing."""
     with translate_load_errors("architecture", model):  # importing the model class fails if a library is missing
         cls = _find_model_class(config)
-    if architectures:
-        entry = f"config.json has architectures = {architectures!r}"
+    if config.architectures:
+        entry = f"config.json has architectures = {config.architectures!r}"
         if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-            raise model_error(
-                model, f"{entry}, which transformers has no model for; name a causal language model there"
-            )
+            problem = f"{entry}, which transformers has no model for"
+            raise model_error(model, f"{problem}; name a causal language model there")
         if not cls.can_generate():
             raise model_error(model, f"{cls.__name__} does not generate text; give a causal language model")
         config_class: Any = cls.config_class
@@ -231,11 +236,8 @@ def _select_attention(cls: Any, config: PretrainedConfig) -> dict[str, str]:
 
 
 def check_loaded_tensors(loaded: PreTrainedModel, info: dict[str, Any], model: str) -> None:
-    """Refuse a model whose loaded tensors do not match the files; transformers only logs a warning in this case.
-
-    Raises:
-        ModelError: tensors are missing, unexpected, of another shape, or not tied although config.json ties them.
-    """
+    """Raise ModelError if tensors are missing, unexpected, of another shape, or not tied although config.json ties
+    them; transformers only logs a warning in this case."""
     mismatched_names = {entry[0] for entry in info["mismatched_keys"]}
     tied_names = loaded.get_expanded_tied_weights_keys(all_submodels=True).keys()
     problems = {

@@ -33,13 +33,8 @@ _unpatched_namespaces: dict[str, dict[str, Any]] = {}
 
 
 def use_liger(model: PreTrainedModel) -> None:
-    """Replace norms, rotary embedding and activation functions of a model by Liger's kernels.
-
-    Liger's loss functions are not used, because `scorer.py` computes the log-probabilities.
-
-    Raises:
-        ConfigError: Liger has no kernels for the model family.
-    """
+    """Replace norms, rotary embedding and activation functions of a model by Liger's kernels, but not the loss, because
+    `scorer.py` computes log-probabilities. Raise ConfigError if Liger has no kernels for the model family."""
     liger_patches: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
     patch_functions = liger_patches.MODEL_TYPE_TO_APPLY_LIGER_FN
     model_type = model.config.model_type
@@ -104,11 +99,8 @@ def remove_fp8(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def use_flash_attention() -> bool:
-    """Use FlashAttention 3 for packed attention if the GPU is a Hopper and the package is installed; return True if
-    FlashAttention 3 is used.
-
-    torch's default kernel is FlashAttention 2, which reaches about half of the rate of a Hopper GPU.
-    """
+    """Use FlashAttention 3 for packed attention if the GPU is a Hopper and the package is installed; return True if it
+    is used. torch's default kernel is FlashAttention 2, which reaches about half of the rate of a Hopper GPU."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _HOPPER_MAJOR:
         return False
     try:
@@ -121,11 +113,9 @@ def use_flash_attention() -> bool:
 
 
 def autocast_experts(experts: Any, states: Tensor, *routing: Tensor) -> Tensor:
-    """Compute the output of experts by the grouped matrix product, on a GPU in the dtype of autocast.
-
-    On a GPU the grouped product is fast only in half precision, and autocast does not cover it. The alternative, a loop
-    over the experts, synchronises with the GPU for each expert.
-    """
+    """Compute the output of experts by the grouped matrix product, on a GPU in the dtype of autocast: there the product
+    is fast only in half precision, and autocast does not cover it. The alternative, a loop over the experts,
+    synchronises with the GPU for each expert."""
     device_type = states.device.type
     if device_type != "cuda" or not torch.is_autocast_enabled(device_type):
         return grouped_mm_experts_forward(experts, states, *routing)

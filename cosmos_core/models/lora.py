@@ -1,5 +1,5 @@
-"""LoRA (arXiv 2106.09685) through PEFT: adapters are injected into a transformers model, so that the rest of the
-program keeps using the same model object.
+"""LoRA (arXiv 2106.09685) through PEFT: adapters are injected into a model, so that the rest of the program keeps using
+the same model object.
 
 A model has at most one adapter. Rollout engines, exports and checks get merged weights through `merge_adapter`. Base
 weights and adapters have the dtype of the model.
@@ -10,7 +10,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,13 @@ FOLDER = "lora"
 """Name of the subfolder with the adapter in an export, next to the merged weights."""
 _ADAPTER_NAME = "default"
 _KEY = "policy.lora"
-BASE_CHANGING_INITS = ("pissa", "olora")
+_BASE_CHANGING_INITS = ("pissa", "olora")
 """Prefixes of the names of LoRA initialisations that move a part of the base weights into the adapter."""
+
+
+def needs_base_weights(lora: LoraConfig | None) -> bool:
+    """Return True if the initialisation of a LoRA adapter with these settings needs the values of the base weights."""
+    return lora is not None and lora.lora_path is None and str(lora.init_lora_weights).startswith(_BASE_CHANGING_INITS)
 
 
 def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> None:
@@ -63,23 +68,19 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     if lora.target_modules is None and targets:
         lora = lora.derive(target_modules=tuple(targets))
     targets = lora.target_modules if isinstance(lora.target_modules, tuple) else ()
-    module_names = [name for name, _ in model.named_modules() if name]
-    _check_targets(f"{_KEY}.target_modules", targets, names_of_targets(model), r"(^|.*\.){}")
-    _check_targets(f"{_KEY}.modules_to_save", lora.modules_to_save or (), module_names, r".*{}")
+    saved_modules = tuple(lora.modules_to_save or ())
+    _check_targets("target_modules", targets, names_of_targets(model), r"(^|.*\.){}")
+    _check_targets("modules_to_save", saved_modules, [name for name, _ in model.named_modules() if name], r".*{}")
     tied_names = _find_tied_modules(model)
-    should_keep_ties = any(
-        name.endswith(saved_module) for name in tied_names for saved_module in lora.modules_to_save or ()
-    )
     if lora.lora_path is None:
-        config = _build_peft_config(model, lora, should_keep_ties)
+        config = _build_peft_config(model, lora, any(name.endswith(saved_modules) for name in tied_names))
     else:
         config = load_saved_settings(lora, tied_names)
         resolve_saved_targets(config, model)
     config.base_model_name_or_path = getattr(model, "name_or_path", None)
     config.revision = getattr(model.config, "_commit_hash", None)
     try:
-        with warnings.catch_warnings():  # PEFT only warns of problems that this function checks itself
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):  # PEFT only warns of problems that this function checks itself
             ExactLora(model, config, _ADAPTER_NAME)
     except (ValueError, TypeError, re.error) as error:
         if lora.target_modules is None:
@@ -95,12 +96,17 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
         )
     logger.info("policy.lora: %s", describe_adapter(model, lora.target_modules))
     for key, patterns in (("r_pattern", lora.r_pattern), ("alpha_pattern", lora.alpha_pattern)):
-        _check_targets(f"{_KEY}.{key}", patterns or {}, [*layers_by_pattern_name(model)], r"(.*\.)?({})", True)
+        _check_targets(key, patterns or {}, layers_by_pattern_name(model), r"(.*\.)?({})", True)
     separate_patterns(model, config)
-    _check_head_dropout(model, lora)
+    # The output head runs again in the backward pass, with another dropout mask.
+    if lora.lora_dropout and isinstance(_embedding_and_head(model)[1], LoraLayer):
+        raise ConfigError(
+            f"{_KEY}.lora_dropout = {lora.lora_dropout} excludes an adapter on the head; leave it out of "
+            f"target_modules or set lora_dropout = 0.0"
+        )
     if lora.lora_path is not None and not next(model.parameters()).is_meta:
         load_weights(model, lora)
-    if str(lora.init_lora_weights).startswith(BASE_CHANGING_INITS):
+    if needs_base_weights(lora):
         for layer in layers_by_name.values():
             for factor_name in ("A", "B"):
                 initial_factor = getattr(layer, f"lora_{factor_name}")[_ADAPTER_NAME].weight.detach().clone()
@@ -147,9 +153,8 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def names_without_adapter(model: nn.Module) -> dict[str, str]:
     """Return for each key of a model's state dict the key in the model without the adapter; empty for LoRA tensors."""
-    wrapper_names = {
-        name for name, module in model.named_modules() if isinstance(module, (LoraLayer, ModulesToSaveWrapper))
-    }
+    wrapper_classes = (LoraLayer, ModulesToSaveWrapper)
+    wrapper_names = {name for name, module in model.named_modules() if isinstance(module, wrapper_classes)}
     return {key: _remove_wrapper_names(key, wrapper_names) for key in model.state_dict()}
 
 
@@ -159,11 +164,8 @@ def trains_only_linear_factors(model: nn.Module) -> bool:
         return False
     config: Any = model.peft_config[_ADAPTER_NAME]  # type: ignore[union-attr,index]
     other_changes = (config.modules_to_save, config.use_dora, config.lora_bias, config.bias != "none")
-    embedding_layers = (
-        [model.get_input_embeddings(), model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
-    )
     return not any(other_changes) and all(
-        isinstance(layer.get_base_layer(), nn.Linear) and layer not in embedding_layers
+        isinstance(layer.get_base_layer(), nn.Linear) and layer not in _embedding_and_head(model)
         for layer in adapted_layers(model).values()
     )
 
@@ -206,7 +208,7 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
 
 def _build_peft_config(model: Any, lora: LoraConfig, should_keep_ties: bool) -> peft.LoraConfig:
     targets = find_targets(model, lora.target_modules)
-    if targets.parameters and str(lora.init_lora_weights).startswith(BASE_CHANGING_INITS):
+    if targets.parameters and needs_base_weights(lora):
         raise ConfigError(
             f"{_KEY}.init_lora_weights = {lora.init_lora_weights!r} starts from linear layers, and "
             f"{targets.parameters[0]} is none; use true, or leave it out of target_modules"
@@ -242,37 +244,30 @@ def _build_peft_config(model: Any, lora: LoraConfig, should_keep_ties: bool) -> 
 
 
 def _check_targets(
-    key: str, targets: Iterable[str], names: Iterable[str], pattern_template: str, are_patterns: bool = False
+    key: str, targets: Iterable[str], names: Collection[str], pattern_template: str, are_patterns: bool = False
 ) -> None:
     """Check that each of `targets`, inserted into the regular expression `pattern_template`, matches at least one
     module name."""
-    names = list(names)
     for target in targets:
         expression = pattern_template.format(target if are_patterns else re.escape(target))
         if not any(re.fullmatch(expression, name) for name in names):
             last_components = sorted({name.rpartition(".")[2] for name in names})
-            raise ConfigError(f"{key} = {target!r} matches no module{suggestion(target, last_components)}")
+            raise ConfigError(f"{_KEY}.{key} = {target!r} matches no module{suggestion(target, last_components)}")
+
+
+def _embedding_and_head(model: nn.Module) -> tuple[Any, Any]:
+    """Return the input embedding and the output head of a language model; None for a missing one."""
+    if not isinstance(model, PreTrainedModel):
+        return None, None
+    return model.get_input_embeddings(), model.get_output_embeddings()
 
 
 def _find_tied_modules(model: nn.Module) -> list[str]:
     """Return the names of the input embedding and the output head if they share a weight, otherwise an empty list."""
-    if not isinstance(model, PreTrainedModel):
+    embedding, head = _embedding_and_head(model)
+    if embedding is None or head is None or embedding.weight is not head.weight:
         return []
-    embedding_layers = (model.get_input_embeddings(), model.get_output_embeddings())
-    if any(end is None for end in embedding_layers) or embedding_layers[0].weight is not embedding_layers[1].weight:
-        return []
-    return [name for name, module in model.named_modules() if module in embedding_layers]
-
-
-def _check_head_dropout(model: nn.Module, lora: LoraConfig) -> None:
-    """Refuse LoRA dropout on the output head, which runs again in the backward pass, with another dropout mask."""
-    if not isinstance(model, PreTrainedModel):
-        return
-    if lora.lora_dropout and isinstance(model.get_output_embeddings(), LoraLayer):
-        raise ConfigError(
-            f"{_KEY}.lora_dropout = {lora.lora_dropout} excludes an adapter on the head; leave it out of "
-            f"target_modules or set lora_dropout = 0.0"
-        )
+    return [name for name, module in model.named_modules() if module in (embedding, head)]
 
 
 def _remove_wrapper_names(key: str, wrapper_names: set[str]) -> str:
@@ -295,14 +290,12 @@ def _rebase_adapter_on_original(model: PreTrainedModel, state: Mapping[str, Tens
     buffers = dict(model.named_buffers())
     doubled_rank_state = {}
     for name, tensor in state.items():
-        layer_name, _, factor = name.removesuffix(".weight").rpartition(".lora_")
+        layer_name, factor = factor_of(name)
         initial_factor = buffers.get(f"{layer_name}.initial_{factor}")
-        if initial_factor is None:  # the tensor is no LoRA factor but a weight in `modules_to_save`
-            doubled_rank_state[name] = tensor
-        else:
-            doubled_rank_state[name] = (
-                torch.cat([tensor, initial_factor]) if factor == "A" else torch.cat([tensor, -initial_factor], 1)
-            )
+        if initial_factor is not None:  # otherwise the tensor is no LoRA factor but a weight in `modules_to_save`
+            is_a = factor == "A"
+            tensor = torch.cat([tensor, initial_factor if is_a else -initial_factor], 0 if is_a else 1)
+        doubled_rank_state[name] = tensor
     # alpha grows with the rank, so that the scale of the adapter, alpha / r or alpha / sqrt(r), does not change.
     alpha_growth = math.sqrt(2) if config.use_rslora else 2.0
     config.r, config.lora_alpha = 2 * config.r, alpha_growth * config.lora_alpha

@@ -18,6 +18,7 @@ from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from cosmos_core.errors import ConfigError
 
@@ -25,7 +26,6 @@ ALL_LINEAR = "all-linear"
 _FUSED = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 """Names of the projections that a stacked parameter of experts contains, for each naming scheme of checkpoints.
 Checkpoints store each projection separately."""
-_TARGET_MODULES_KEY = "policy.lora.target_modules"
 _ADAPTER_MARKERS = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
 
 
@@ -53,35 +53,29 @@ class ExactLora(peft.LoraModel):
 
 
 def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -> Targets:
-    """Return the layers of a model that the setting `target_modules` of a recipe selects.
-
-    Raises:
-        ConfigError: `target_modules` names only one of two projections that experts store in one matrix.
-    """
-    stacked_names = _find_stacked_parameters(model)
+    """Return the layers of a model that the setting `target_modules` of a recipe selects; raise ConfigError if it names
+    only one of two projections that experts store in one matrix."""
     if target_modules is None:
         return Targets(None, [], [], [])
+    stacked_names = _find_stacked_parameters(model)
     if isinstance(target_modules, str):
         excluded = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and not is_plain_linear(m)]
-        parameter_names = sorted(set(map(name_without_prefix, stacked_names)))
-        return Targets(
-            ALL_LINEAR, parameter_names, excluded, [kind for kind in parameter_names if kind.endswith("gate_up_proj")]
-        )
+        kinds = sorted(set(map(name_without_prefix, stacked_names)))
+        return Targets(ALL_LINEAR, kinds, excluded, [kind for kind in kinds if kind.endswith("gate_up_proj")])
+
+    def matching_targets(*names: str) -> list[str]:
+        return [target for target in target_modules for name in names if _has_name_suffix(name, target)]
+
     target_parameters: set[str] = set()
     double_rank: set[str] = set()
     matched_targets: set[str] = set()
     for name in stacked_names:
         parent_name, _, child_name = name.rpartition(".")
-        if matches := [target for target in target_modules if _has_name_suffix(name, target)]:
-            target_parameters.add(_shorten_parameter_name(name, matches))
-            matched_targets |= set(matches)
-        for projections in _FUSED.get(child_name, ()):
-            matches = [
-                t for t in target_modules for each in projections if _has_name_suffix(f"{parent_name}.{each}", t)
-            ]
+        for projections in ((child_name,), *_FUSED.get(child_name, ())):
+            matches = matching_targets(*(f"{parent_name}.{each}" for each in projections))
             if matches and len(matches) < len(projections):
                 raise ConfigError(
-                    f"{_TARGET_MODULES_KEY} names {matches[0]!r} alone, but the experts of "
+                    f"policy.lora.target_modules names {matches[0]!r} alone, but the experts of "
                     f"{name_without_prefix(parent_name)} "
                     f"hold {' and '.join(projections)} in one matrix; name both or neither"
                 )
@@ -89,13 +83,13 @@ def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -
                 target_parameters.add(_shorten_parameter_name(name, matches))
                 matched_targets |= set(matches)
                 double_rank |= {_shorten_parameter_name(name, matches)} if len(projections) > 1 else set()
+    module_names = []
     for name, module in model.named_modules():
-        if _is_weight_target(module) and (
-            matches := [target for target in target_modules if _has_name_suffix(name, target)]
-        ):
+        if not _is_weight_target(module):
+            module_names.append(name)
+        elif matches := matching_targets(name):
             target_parameters.add(f"{_shorten_parameter_name(name, matches)}.weight")
             matched_targets |= set(matches)
-    module_names = [name for name, module in model.named_modules() if not _is_weight_target(module)]
     remaining_targets = [
         t for t in target_modules if t not in matched_targets or any(_has_name_suffix(name, t) for name in module_names)
     ]
@@ -113,12 +107,9 @@ def names_of_targets(model: nn.Module) -> list[str]:
 
 
 def portable_config(config: Any, model: nn.Module) -> Any:
-    """Return the configuration of an adapter in a form from which PEFT adapts the same layers when it loads the
-    adapter.
-
-    Linear layers with names that PEFT would translate to experts are listed as parameters, whose names PEFT does not
-    translate. The tensors of the adapter keep their names and shapes.
-    """
+    """Return the configuration of an adapter in a form from which PEFT, when it loads the adapter, adapts the same
+    layers. Linear layers with names that PEFT would translate to experts are listed as parameters, whose names PEFT
+    does not translate. The tensors of the adapter keep their names and shapes."""
     config, translated_config = copy.deepcopy(config), copy.deepcopy(config)
     try:
         convert_peft_config_for_transformers(translated_config, model, None)
@@ -165,8 +156,7 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 def layers_by_pattern_name(model: nn.Module) -> dict[str, LoraLayer]:
-    """Return the adapted layers by the names that PEFT compares with rank and alpha patterns: the name of a linear
-    layer, or of a stacked parameter."""
+    """Return the adapted layers by the names that PEFT compares with patterns: of a linear layer or a parameter."""
     return {
         f"{name.replace('.base_layer', '')}.{layer.parameter_name}" if isinstance(layer, ParamWrapper) else name: layer
         for name, layer in adapted_layers(model).items()
@@ -190,14 +180,14 @@ def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> 
     text = "LoRA on " + ", ".join(f"{count} {kind}" for kind, count in adapted_counts.items())
     if target_modules != ALL_LINEAR:  # the user chose layers by name, so unadapted layers are not listed
         return text
-    output_heads = [model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     unchanged: Counter[str] = Counter()
     for name, module in model.named_modules():
         is_in_adapter = any(marker in name for marker in _ADAPTER_MARKERS)
         if is_in_adapter or isinstance(module, LoraLayer | nn.Embedding):
             continue
         if any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
-            excluded_kind = "the head" if any(module is head for head in output_heads) else type(module).__name__
+            excluded_kind = "the head" if module is head else type(module).__name__
             unchanged[f"{name_without_prefix(name)} ({excluded_kind})"] += 1
     return text + ("; not on " + ", ".join(f"{count} {kind}" for kind, count in unchanged.items()) if unchanged else "")
 
@@ -247,9 +237,8 @@ def _shorten_parameter_name(name: str, targets: Sequence[str]) -> str:
 def _is_weight_target(module: nn.Module) -> bool:
     """Return True if PEFT can adapt only the weight of a module and not the module itself, for example of a router."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
-    is_supported = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    is_conv1d = type(module).__name__ == "Conv1D"
-    return weight is not None and weight.ndim in {2, 3} and not is_supported and not is_conv1d
+    is_supported = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d | Conv1D)
+    return weight is not None and weight.ndim in {2, 3} and not is_supported
 
 
 def _has_name_suffix(name: str, target: str) -> bool:

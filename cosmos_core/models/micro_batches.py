@@ -45,17 +45,15 @@ def split_by_length(
     overhead = min(_MAX_OVERHEAD_TOKENS, sum(widths) // _OVERHEAD_DIVISOR)
     costs, starts = [0], [0]
     for end in range(1, len(widths) + 1):
-        split_options = [(costs[i] + widths[i] * (end - i) + overhead, i) for i in range(max(0, end - size), end)]
-        cost, start = min(split_options)
+        possible_starts = range(max(0, end - size), end)
+        cost, start = min((costs[i] + widths[i] * (end - i) + overhead, i) for i in possible_starts)
         costs.append(cost)
         starts.append(start)
-    split_bounds = [len(widths)]
-    while split_bounds[-1]:
-        split_bounds.append(starts[split_bounds[-1]])
-    batch_slices = [(num_ranks * start, num_ranks * end) for start, end in pairwise(reversed(split_bounds))]
-    batches = [
-        list(sorted_indices[start + rank : end : num_ranks]) for start, end in batch_slices for rank in range(num_ranks)
-    ]
+    bounds = [len(widths)]
+    while bounds[-1]:
+        bounds.append(starts[bounds[-1]])
+    slices = [(num_ranks * start, num_ranks * end) for start, end in pairwise(reversed(bounds))]
+    batches = [list(sorted_indices[start + k : end : num_ranks]) for start, end in slices for k in range(num_ranks)]
     return [batch for batch in batches if batch]
 
 
@@ -93,31 +91,27 @@ def merge_prompts(
     A micro-batch has at most as many tokens as `size` of the longest samples without sharing. The arguments are those
     of `split_by_length`.
     """
-    prompt_groups = [
-        [sorted_indices[k] for k in group] for group in group_by_prompt([samples[i] for i in sorted_indices])
-    ]
-    group_tokens = [num_shared_tokens([samples[i] for i in group]) for group in prompt_groups]
+    groups = [[sorted_indices[k] for k in group] for group in group_by_prompt([samples[i] for i in sorted_indices])]
+    group_tokens = [num_shared_tokens([samples[i] for i in group]) for group in groups]
     num_tokens = sum(len(samples[i].input_ids) for i in sorted_indices)
-    max_tokens = min(
-        size * len(samples[sorted_indices[0]].input_ids), max(max(group_tokens), -(-sum(group_tokens) // num_ranks))
-    )
+    max_row_tokens = size * len(samples[sorted_indices[0]].input_ids)
+    max_tokens = min(max_row_tokens, max(max(group_tokens), -(-sum(group_tokens) // num_ranks)))
     batches: list[list[int]] = []
     batch_tokens: list[int] = []
-    for group_index in sorted(range(len(prompt_groups)), key=lambda group_key: -group_tokens[group_key]):
-        num_prompt_tokens = prompt_length(samples[prompt_groups[group_index][0]])
-        if not batches or batch_tokens[-1] + group_tokens[group_index] > max_tokens:
+    for num_group_tokens, group in sorted(zip(group_tokens, groups, strict=True), key=lambda entry: -entry[0]):
+        num_prompt_tokens = prompt_length(samples[group[0]])
+        if not batches or batch_tokens[-1] + num_group_tokens > max_tokens:
             batches.append([])
             batch_tokens.append(0)
         batch_tokens[-1] += num_prompt_tokens
-        for i in prompt_groups[group_index]:
+        for i in group:
             num_new_tokens = len(samples[i].input_ids) - num_prompt_tokens
             if batches[-1] and batch_tokens[-1] + num_new_tokens > max_tokens:
                 batches.append([])
                 batch_tokens.append(num_prompt_tokens)
             batches[-1].append(i)
             batch_tokens[-1] += num_new_tokens
-    batch_order = sorted(range(len(batches)), key=lambda batch_index: -batch_tokens[batch_index])
-    rank_tokens = sum(batch_tokens[batch_index] for batch_index in batch_order[::num_ranks])
-    if not saves_enough_tokens(num_tokens / num_ranks, rank_tokens):
+    order = sorted(range(len(batches)), key=lambda k: -batch_tokens[k])
+    if not saves_enough_tokens(num_tokens / num_ranks, sum(batch_tokens[k] for k in order[::num_ranks])):
         return None
-    return [batches[batch_index] for batch_index in batch_order]
+    return [batches[k] for k in order]

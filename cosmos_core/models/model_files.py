@@ -31,11 +31,8 @@ def model_error(model: str, problem: str) -> ModelError:
 
 
 def locate_model(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
-    """Return the folder `model` and no arguments if it exists, otherwise a Hub id and the arguments to fetch its files.
-
-    Raises:
-        ModelError: the name is neither an existing folder nor a possible Hub id.
-    """
+    """Return the folder `model` and no arguments if it exists, otherwise a Hub id and the arguments to fetch its files;
+    raise ModelError if the name is neither."""
     path = Path(os.path.expanduser(model))  # os.path, because Path.expanduser raises an error for some invalid names
     if os.path.isdir(path):
         return path, {}
@@ -46,13 +43,8 @@ def locate_model(model: str, revision: str | None) -> tuple[Path | str, dict[str
 
 
 def translate_load_errors(component: str, model: str) -> AbstractContextManager[None]:
-    """Convert errors of libraries in the block, which reads `component` of `model`, to one-line errors.
-
-    Errors of memory, disk and network, and errors of the class `CosmosError`, are raised unchanged.
-
-    Raises:
-        ModelError: the files of the model are wrong.
-    """
+    """Convert errors of libraries in the block, which reads `component` of `model`, to a `ModelError` of one line.
+    Errors of memory, disk and network, and errors of the class `CosmosError`, are raised unchanged."""
 
     def convert(error: Exception) -> Exception:
         is_transient = is_machine_error(error) or (is_network_error(error) and hub_is_reachable())
@@ -62,13 +54,8 @@ def translate_load_errors(component: str, model: str) -> AbstractContextManager[
 
 
 def read_object(file: Path, model: str) -> dict[str, Any]:
-    """Read the object in a JSON file of a model's folder; return an empty dictionary if the file is missing.
-
-    A value of another type is refused here, because later errors of libraries would name neither file nor cause.
-
-    Raises:
-        ModelError: the file is damaged, or does not contain an object.
-    """
+    """Read the object in a JSON file of a model's folder; return an empty dictionary if the file is missing. Raise
+    ModelError if it is damaged or has no object: later errors of libraries would name neither file nor cause."""
     if not os.path.isfile(file):  # Path.is_file raises an error for a name that is too long
         return {}
     try:
@@ -81,11 +68,8 @@ def read_object(file: Path, model: str) -> dict[str, Any]:
 
 
 def check_weights(model: str) -> None:
-    """Check every weight file of a local folder without reading tensors; do nothing for a Hub id.
-
-    Raises:
-        ModelError: there is no weight file, the index does not match, or a file is damaged or contains no tensors.
-    """
+    """Check every weight file of a local folder without reading tensors; do nothing for a Hub id. Raise ModelError if
+    there is no weight file, the index does not match, or a file is damaged or contains no tensors."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return

@@ -36,14 +36,11 @@ def call_in_interpreter(
     folder: Path,
     poll: Callable[[], None] = lambda: None,
 ) -> T:
-    """Call `function(*arguments)` in the process of `pool`, and return the result. Error messages name `folder`, the
-    export that the function reads.
+    """Call `function(*arguments)` in the process of `pool`, and return the result; raise StageFailed, which names
+    `folder`, the export that the function reads, if it raised an error or took longer than `seconds` (None: no limit).
 
-    `poll` is called every few seconds until the function returns. If `poll` raises an error, the interpreter
-    is stopped.
-
-    Raises:
-        StageFailed: the function raised an error, or took longer than `seconds` seconds; None: no limit.
+    `poll` is called every few seconds until the function returns. If `poll` raises an error, the interpreter is
+    stopped.
     """
     failure_prefix = f"export {folder} failed the check 'reload'"
     future = pool.schedule(function, arguments, timeout=seconds)

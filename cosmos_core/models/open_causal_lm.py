@@ -8,16 +8,14 @@ from cosmos_core.config.media import media_settings
 from cosmos_core.data.prepared import has_images
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.balance import load_balancing_settings
-from cosmos_core.models.causal_lm import CausalLM, InputProcessing
+from cosmos_core.models.causal_lm import CausalLM, make_input_processing
 from cosmos_core.models.compiled import compile_blocks, watch_compiling
 from cosmos_core.models.freeze import mark_trained_weights
-from cosmos_core.models.hf import check_row_length, load_model, load_tokenizer
+from cosmos_core.models.hf import check_row_length, check_rows, load_model, load_tokenizer
 from cosmos_core.models.kernels import use_flash_attention, use_fp8, use_liger
-from cosmos_core.models.meta_device import needs_base_weights
+from cosmos_core.models.lora import needs_base_weights
 from cosmos_core.models.processor import ImageReader, load_processor, processor_files
-from cosmos_core.models.row_limits import check_rows
 from cosmos_core.models.sharded_load import init_on_meta
-from cosmos_core.models.teacher import choose_pad_id, count_ids
 from cosmos_core.parallel.fsdp import move_buffers
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.stage import Stage
@@ -69,20 +67,13 @@ def open_model(stage: Stage) -> CausalLM:
         watch_compiling(stage.progress)
         compile_blocks(model)
     extra_files = processor_files(stage.model, policy.model_revision, policy.chat_template)
-    input_processing = InputProcessing(
-        choose_pad_id(tokenizer, model), vision, tokenizer, extra_files, num_ids=count_ids(tokenizer)
-    )
     load_balancing = load_balancing_settings(model, policy.aux_loss_coeff) if stage.kind.trains_model else None
-    return CausalLM(model, train, input_processing, mesh, load_balancing)
+    return CausalLM(model, train, make_input_processing(tokenizer, model, vision, extra_files), mesh, load_balancing)
 
 
 def open_image_reader(stage: Stage) -> ImageReader | None:
-    """Return the reader of the images in a stage's prepared rows; None: the rows have no images.
-
-    Raises:
-        ConfigError: the recipe has a parallelism or load balancing that does not support images.
-        ModelError: the processor cannot be loaded.
-    """
+    """Return the reader of the images in a stage's prepared rows; None: the rows have no images. Raise ConfigError if
+    the recipe has a parallelism or load balancing that does not support images, and ModelError without a processor."""
     if stage.data is None or not has_images(stage.data):
         return None
     if obstacle := stage.recipe.obstacle_to_images(stage.kind):

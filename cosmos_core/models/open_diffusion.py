@@ -1,17 +1,14 @@
 """Load the diffusion model of a stage: model family, denoiser on the mesh, and choice of trained weights."""
 
 import logging
-from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from cosmos_core.models.compiled import compile_blocks, watch_compiling
 from cosmos_core.models.denoiser import Denoiser
 from cosmos_core.models.families import open_family
 from cosmos_core.models.freeze import mark_trained_weights
-from cosmos_core.models.recompute import Recompute, selective
+from cosmos_core.models.recompute import recompute_activations
 from cosmos_core.parallel.fsdp import move_buffers
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.stage import Stage
@@ -40,7 +37,7 @@ def open_model(stage: Stage) -> Denoiser:
     model = family.load_denoiser(getattr(torch, train.master_dtype))
     model.to(torch.device("cpu") if train.fsdp_offload else device)
     move_buffers(model, device)
-    recompute_blocks(model, policy.model_gradient_checkpointing)
+    recompute_activations(model, policy.model_gradient_checkpointing)
     if stage.kind.trains_model:
         mark_trained_weights(model, policy, family.lora_targets)
     if stage.recipe.should_compile_blocks(device.type):
@@ -49,19 +46,3 @@ def open_model(stage: Stage) -> Denoiser:
     adapter = Denoiser(model, family, train, mesh)
     adapter.model_class = policy.model_class
     return adapter
-
-
-def recompute_blocks(model: Any, how: Recompute) -> None:
-    """Make the blocks of a denoiser recompute activations in the backward pass. If the denoiser does not support
-    recomputation, log a warning and keep all activations. `how` is a setting of the type `recompute.Recompute`."""
-    if not how:
-        return
-    settings: dict[str, Any] = {"context_fn": selective} if how == "selective" else {}
-
-    def run(module: nn.Module, *args: Any) -> Any:
-        return checkpoint(module.__call__, *args, use_reentrant=False, **settings)
-
-    try:
-        model.enable_gradient_checkpointing(run)
-    except ValueError as error:
-        logger.warning("policy.model_gradient_checkpointing has no effect, every activation is kept: %s", error)

@@ -56,11 +56,9 @@ def enable_packing(
     *,
     gathers_inside_block: bool = False,
 ) -> str:
-    """Enable packed rows for `model`. Return the reason if the model does not support packed rows, otherwise an empty
-    string.
-
-    Packed rows have sequence bounds (`data.batch.packed_bounds`) and `position_ids` that restart in each sequence. If
-    the model does not support packed rows, it stays unchanged. If it is sharded, all ranks must call this function.
+    """Enable packed rows for `model`, which have sequence bounds (`data.batch.packed_bounds`) and `position_ids` that
+    restart in each sequence. Return an empty string, or the reason why the model does not support packed rows and stays
+    unchanged. If it is sharded, all ranks must call this function.
 
     Args:
         model: model whose attention is replaced.
@@ -79,9 +77,10 @@ def enable_packing(
     if is_without_data(model):
         _set_attention(model, _PACKED_ATTENTION_NAMES[attention_name])
         return ""
-    has_kernel = _compute_device(model).type == _VARLEN_DEVICE
-    dtypes = [] if gathers_inside_block else [model.dtype]
-    for dtype in dict.fromkeys([*dtypes, *([compute_dtype] if (has_kernel or not dtypes) and compute_dtype else [])]):
+    dtypes = {} if gathers_inside_block else {model.dtype: None}
+    if compute_dtype and (gathers_inside_block or _compute_device(model).type == _VARLEN_DEVICE):
+        dtypes[compute_dtype] = None
+    for dtype in dtypes:
         _set_attention(model, attention_name)
         is_different = not _is_packing_exact(model, roots, attention_name, dtype)
         if any_rank(is_different) if roots else is_different:  # pipeline ranks test different layers
@@ -92,11 +91,11 @@ def enable_packing(
 
 @torch.no_grad()
 def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Return True if a packed row may contain a prompt once for several sequences. Packed rows must be enabled already.
+    """Return True if a packed row, which must be enabled already, may contain a prompt once for several sequences.
 
-    Sharing requires `PACKED_ATTENTION` without windows in all layers, a CPU, and no dropout, which would be
-    the same for all sequences. A probe compares outputs in `dtype`. `roots` are the modules to call instead of a
-    sharded model, on all ranks.
+    Sharing requires `PACKED_ATTENTION` without windows in all layers, a CPU, and no dropout, which would be the same
+    for all sequences. A probe compares outputs in `dtype`. `roots` are the modules to call instead of a sharded model,
+    on all ranks.
     """
     text = model.config.get_text_config()
     is_full_attention = set(getattr(text, "layer_types", None) or ["full_attention"]) == {"full_attention"}
@@ -104,18 +103,12 @@ def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch
         return False
     if _compute_device(model).type != "cpu" or is_without_data(model) or has_dropout(model):
         return False
-    generator, vocab_size = torch.Generator().manual_seed(0), int(text.vocab_size)
-    prompt, *continuations = (
-        torch.randint(vocab_size, (length,), generator=generator).numpy() for length in (7, *_PROBE_LENGTHS)
-    )
+    prompt, *continuations = _random_rows(model, (7, *_PROBE_LENGTHS))
     token_rows = [np.concatenate([prompt, each]) for each in continuations]
     shared_row = shared_rows(token_rows, [((0, 1), len(prompt))], 0, lambda length: length)
-    was_training = model.training
-    model.eval()
-    with torch.autocast(_compute_device(model).type, dtype, enabled=dtype != model.dtype):
+    with _evaluation_mode(model, dtype):
         separate_outputs = _compute_probe_outputs(model, roots, rows_of(token_rows, 0, packed=True).inputs)
         shared_outputs = _compute_probe_outputs(model, roots, shared_row.inputs)
-    model.train(was_training)
     first_length = len(token_rows[0])
     expected_outputs = torch.cat([separate_outputs[:first_length], separate_outputs[first_length + len(prompt) :]])
     return _is_close(shared_outputs, expected_outputs, dtype)
@@ -124,9 +117,8 @@ def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Compute the attention of packed rows; without `sequence_bounds` in `kwargs`, compute the attention `sdpa` of
-    transformers. As for any attention function of transformers, inputs have the shape (batch, heads, positions, head
-    size), and the output has the shape (batch, positions, heads, head size)."""
+    """Compute the attention of packed rows or, without `sequence_bounds` in `kwargs`, the attention `sdpa` of
+    transformers. Inputs are (batch, heads, positions, head size), outputs (batch, positions, heads, head size)."""
     bounds, window_size = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
     if bounds is None and not (window_size and attention_mask is None and query.shape[2] == key.shape[2]):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -188,8 +180,7 @@ def _attend_varlen(states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
     query_PKD, key_PKD, value_PKD = (state.transpose(1, 2).squeeze(0) for state in states)
     output_PKD = varlen_attn(
         query_PKD, key_PKD, value_PKD, cu_seq_lens, cu_seq_lens, max_length, max_length, scale=kwargs.get("scaling"),
-        window_size=(window_size - 1 if window_size else -1, 0),
-         # number of visible keys before and after a query; -1: all
+        window_size=(window_size - 1 if window_size else -1, 0),  # visible keys before and after a query; -1: all
         **(_GQA_OPTIONS if query_PKD.shape[1] != key_PKD.shape[1] else {})
     )  # fmt: skip
     assert isinstance(output_PKD, Tensor)
@@ -234,38 +225,28 @@ def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *
     lengths, prompt_indices = np.diff(bounds.ends).tolist(), bounds.prompts
     slices = [state.squeeze(0).split(lengths, dim=1) for state in states]  # each slice: (K, sequence length, D)
     indices_by_lengths: dict[tuple[int, int], list[int]] = {}
-    for index, prompt_index in sorted(
-        enumerate(prompt_indices), key=lambda index_and_prompt: lengths[index_and_prompt[0]]
-    ):
-        padded_length = _padded_length(lengths[index], states[0].dtype)
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        length, prompt_index = lengths[index], prompt_indices[index]
+        # In float32 no kernel is compiled for each shape, so a short sequence is padded only to a power of two.
+        is_short = states[0].dtype == torch.float32 and length <= _MAX_SHORT_LENGTH
+        padded_length = 1 << (length - 1).bit_length() if is_short else round_length(length)
         prompt_length = lengths[prompt_index] if prompt_index >= 0 else 0
         indices_by_lengths.setdefault((padded_length, prompt_length), []).append(index)
     outputs: dict[int, Tensor] = {}
     for (padded_length, prompt_length), indices in indices_by_lengths.items():
         batch = [_stack_padded([state_slices[i] for i in indices], padded_length) for state_slices in slices]
         if prompt_length:  # prepend the keys and values of the shared prompts
-            prompt_tensors = (
-                torch.stack([state_slices[prompt_indices[i]] for i in indices]) for state_slices in slices[1:]
-            )
-            batch[1:] = [torch.cat(pair, dim=2) for pair in zip(prompt_tensors, batch[1:], strict=True)]
+            prompts = [torch.stack([state_slices[prompt_indices[i]] for i in indices]) for state_slices in slices[1:]]
+            batch[1:] = [torch.cat(pair, dim=2) for pair in zip(prompts, batch[1:], strict=True)]
         outputs |= zip(indices, attend(*batch).unbind(0), strict=True)
     return torch.cat([outputs[index][:length] for index, length in enumerate(lengths)]).unsqueeze(0)
 
 
-def _padded_length(length: int, dtype: torch.dtype) -> int:
-    """Return the length to which a sequence is padded in a batch. In float32 no kernel is compiled for each shape, so a
-    short sequence is padded only to a power of two."""
-    is_short = dtype == torch.float32 and length <= _MAX_SHORT_LENGTH
-    return 1 << (length - 1).bit_length() if is_short else round_length(length)
-
-
 def _stack_padded(states: Sequence[Tensor], length: int) -> Tensor:
     """Stack states KPD of sequences, sorted by length, after padding each of them to `length` tokens."""
-    length_stacks = [torch.stack(list(group)) for _, group in groupby(states, key=lambda state: state.shape[1])]
-    padded_stacks = [
-        pad(stack, [0, 0, 0, length - stack.shape[2]]) if stack.shape[2] < length else stack for stack in length_stacks
-    ]
-    return padded_stacks[0] if len(padded_stacks) == 1 else torch.cat(padded_stacks)
+    stacks = [torch.stack(list(group)) for _, group in groupby(states, key=lambda state: state.shape[1])]
+    stacks = [pad(stack, [0, 0, 0, length - stack.shape[2]]) if stack.shape[2] < length else stack for stack in stacks]
+    return stacks[0] if len(stacks) == 1 else torch.cat(stacks)
 
 
 def _sliding_window_mask(length: int, window: int, device: torch.device) -> Tensor:
@@ -285,17 +266,32 @@ def _set_attention(model: PreTrainedModel, attention_name: str) -> None:
 def _shorten_sliding_windows(model: PreTrainedModel) -> Iterator[None]:
     """Make sliding windows shorter than the rows of the probe during the block. The probe thus detects model families
     whose packed attention ignores the window."""
-    window_owners: list[Any] = [model.config.get_text_config(), *model.modules()]
-    original_windows = [
-        (holder, holder.sliding_window) for holder in window_owners if getattr(holder, "sliding_window", None)
-    ]
+    owners: list[Any] = [model.config.get_text_config(), *model.modules()]
+    original_windows = [(owner, owner.sliding_window) for owner in owners if getattr(owner, "sliding_window", None)]
     try:
-        for holder, _ in original_windows:
-            holder.sliding_window = _PROBE_WINDOW
+        for owner, _ in original_windows:
+            owner.sliding_window = _PROBE_WINDOW
         yield
     finally:
-        for holder, window_size in original_windows:
-            holder.sliding_window = window_size
+        for owner, window_size in original_windows:
+            owner.sliding_window = window_size
+
+
+@contextmanager
+def _evaluation_mode(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
+    """Disable dropout in the block, and compute in `dtype`."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.autocast(_compute_device(model).type, dtype, enabled=dtype != model.dtype):
+            yield
+    finally:
+        model.train(was_training)
+
+
+def _random_rows(model: PreTrainedModel, lengths: Sequence[int]) -> list[np.ndarray]:
+    generator, vocab_size = torch.Generator().manual_seed(0), int(model.config.get_text_config().vocab_size)
+    return [torch.randint(vocab_size, (length,), generator=generator).numpy() for length in lengths]
 
 
 def _compute_device(model: PreTrainedModel) -> torch.device:
@@ -312,27 +308,18 @@ def _is_packing_exact(model: PreTrainedModel, roots: Sequence[Any], attention_na
     Separate rows use the attention `attention_name`, and all rows are computed in `dtype`. Afterwards packed attention
     is enabled.
     """
-    generator = torch.Generator().manual_seed(0)
-    vocab_size = int(model.config.get_text_config().vocab_size)
-    token_rows = [torch.randint(vocab_size, (length,), generator=generator).numpy() for length in _PROBE_LENGTHS]
+    token_rows = _random_rows(model, _PROBE_LENGTHS)
 
     def logits(token_rows: Sequence[Any], *, packed: bool) -> Tensor:
         return _compute_probe_outputs(model, roots, rows_of(token_rows, 0, packed=packed).inputs)
 
-    was_training = model.training
-    model.eval()
-    with (
-        _shorten_sliding_windows(model),
-        torch.autocast(_compute_device(model).type, dtype, enabled=dtype != model.dtype),
-    ):
+    with _shorten_sliding_windows(model), _evaluation_mode(model, dtype):
         separate_outputs = torch.cat([logits([row], packed=False) for row in token_rows])
         _set_attention(model, _PACKED_ATTENTION_NAMES[attention_name])
         try:
             packed_outputs = logits(token_rows, packed=True)
         except (TypeError, ValueError, RuntimeError, AttributeError):  # this model family refuses packed inputs
             return False
-        finally:
-            model.train(was_training)
     return _is_close(packed_outputs, separate_outputs, dtype)
 
 

@@ -1,8 +1,5 @@
-"""Files of a diffusion pipeline: its `model_index.json`, and components that can be loaded separately.
-
-`from_pretrained` of the pipeline loads all components, but training needs only the denoiser, and stages of kind
-`prepare` need all others.
-"""
+"""Files of a diffusion pipeline: its `model_index.json`, and components that can be loaded separately, because training
+needs only the denoiser, and stages of kind `prepare` need all others."""
 
 import importlib
 from pathlib import Path
@@ -20,13 +17,16 @@ class PipelineFolder:
     """Folder, local or on the Hugging Face Hub, that `save_pretrained` of a diffusers pipeline wrote."""
 
     def __init__(self, model: str, revision: str | None = None) -> None:
-        """Locate the folder of `model`, a path or Hub id, and read its `model_index.json`.
-
-        Raises:
-            ModelError: the folder does not exist, or is not a pipeline.
-        """
+        """Locate the folder of `model`, a path or Hub id, and read its `model_index.json`; raise ModelError if the
+        folder does not exist, or is not a pipeline."""
         self.model = model
-        self.path = _locate_pipeline(model, revision)
+        model_source, load_options = locate_model(model, revision)
+        if isinstance(model_source, Path):
+            self.path = model_source
+        else:
+            pipeline: Any = importlib.import_module("diffusers").DiffusionPipeline
+            with translate_load_errors("pipeline", model):
+                self.path = Path(pipeline.download(model_source, **load_options))
         self.index = read_object(self.path / INDEX, model)
         if not isinstance(self.index.get("_class_name"), str):
             remedy = "give a folder that DiffusionPipeline.save_pretrained wrote, or leave policy.is_diffusers out"
@@ -39,11 +39,7 @@ class PipelineFolder:
 
     @property
     def pipeline_class(self) -> Any:
-        """Return the class of the pipeline in diffusers.
-
-        Raises:
-            ModelError: diffusers has no class of this name.
-        """
+        """Return the class of the pipeline in diffusers; raise ModelError if diffusers has no class of this name."""
         cls = getattr(importlib.import_module("diffusers"), self.class_name, None)
         if not isinstance(cls, type):
             raise model_error(self.model, f"the installed diffusers has no {self.class_name}; update it")
@@ -52,54 +48,41 @@ class PipelineFolder:
     @property
     def components(self) -> tuple[str, ...]:
         """Return the names of the components of the pipeline."""
-        named = {name: entry for name, entry in self.index.items() if not name.startswith("_")}
-        return tuple(name for name, entry in named.items() if isinstance(entry, list) and len(entry) == 2 and entry[1])
+        entries = [(name, entry) for name, entry in self.index.items() if not name.startswith("_")]
+        return tuple(name for name, entry in entries if isinstance(entry, list) and len(entry) == 2 and entry[1])
 
     def component_class(self, name: str) -> Any:
-        """Return the class of the component `name`.
-
-        Raises:
-            ModelError: the pipeline has no such component, or its class is not in diffusers or transformers.
-        """
+        """Return the class of the component `name`; raise ModelError if the pipeline has no such component, or if its
+        class is not in diffusers or transformers."""
         if name not in self.components:
             component_names = ", ".join(self.components) or "nothing"
             raise model_error(self.model, f"{INDEX} names no {name!r}; it has {component_names}")
         library, class_name = self.index[name]
         cls = getattr(importlib.import_module(library), class_name, None) if library in _COMPONENT_LIBRARIES else None
         if not isinstance(cls, type):
-            component_description = f"{library}.{class_name} for {name!r}"
-            raise model_error(self.model, f"{INDEX} wants {component_description}, which is not installed")
+            raise model_error(self.model, f"{INDEX} wants {library}.{class_name} for {name!r}, which is not installed")
         return cls
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Any:
-        """Return the component `name` in evaluation mode, with its weights on the CPU in `dtype`.
-
-        Components without weights, such as a scheduler, need no `dtype`.
-
-        Raises:
-            ModelError: files are missing or damaged, or lack tensors of the class.
-        """
+        """Return the component `name` in evaluation mode, with its weights on the CPU in `dtype`, which components
+        without weights, such as a scheduler, do not need. Raise ModelError if files are missing or damaged, or lack
+        tensors of the class."""
         cls = self.component_class(name)
         is_module = issubclass(cls, torch.nn.Module)
         load_options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True} if is_module else {}
         with translate_load_errors(name, self.model):
-            loaded_component = cls.from_pretrained(
-                str(self.path), subfolder=name, local_files_only=True, **load_options
-            )
+            loaded = cls.from_pretrained(str(self.path), subfolder=name, local_files_only=True, **load_options)
         if not is_module:
-            return loaded_component
-        module, loading_info = loaded_component
+            return loaded
+        module, loading_info = loaded
         if missing_keys := sorted(map(str, loading_info["missing_keys"])):
             problem = f"{len(missing_keys)} tensors of {name!r} are missing from the files, first {missing_keys[0]!r}"
             raise model_error(self.model, f"{problem}; copy it again")
         return module.eval()
 
     def build(self, name: str) -> Any:
-        """Return the component `name` built from its configuration without weights, on the default device.
-
-        Raises:
-            ModelError: the configuration is missing or invalid.
-        """
+        """Return the component `name` built from its configuration without weights, on the default device; raise
+        ModelError if the configuration is missing or invalid."""
         cls = self.component_class(name)
         with translate_load_errors(name, self.model):
             return cls.from_config(cls.load_config(str(self.path), subfolder=name, local_files_only=True))
@@ -110,12 +93,3 @@ class PipelineFolder:
             if settings := read_object(self.path / name / file, self.model):
                 return settings
         return {}
-
-
-def _locate_pipeline(model: str, revision: str | None) -> Path:
-    model_source, load_options = locate_model(model, revision)
-    if isinstance(model_source, Path):
-        return model_source
-    pipeline: Any = importlib.import_module("diffusers").DiffusionPipeline
-    with translate_load_errors("pipeline", model):
-        return Path(pipeline.download(model_source, **load_options))

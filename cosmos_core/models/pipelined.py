@@ -7,7 +7,7 @@ Shape legend: B rows, T tokens, P tokens of the longest micro-batch, H hidden si
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,23 +16,13 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.models.base import ChunkConsumer
-from cosmos_core.models.scorer import RequestedOutputs, Scorer
+from cosmos_core.models.base import ChunkConsumer, Runner
+from cosmos_core.models.scorer import LOGPROBS, RequestedOutputs, Scorer
 from cosmos_core.models.sequential import forward_context
-from cosmos_core.parallel.fsdp import reshard
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.pipeline import num_stages, stage_of, stages_of_rank
 
 _SINGLE_STAGE_SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
-
-
-class _MicroBatches(NamedTuple):
-    """Micro-batches of one call of `PipelineRunner.run`, as input for the pipeline stages of this rank."""
-
-    batches: Sequence[Any]
-    request: RequestedOutputs
-    num_tokens: int
-    """Number of tokens P of the longest micro-batch."""
 
 
 class StageModule(nn.Module):
@@ -46,7 +36,10 @@ class StageModule(nn.Module):
         self.number, self.is_last_stage, self._train, self._dtype = number, is_last_stage, train, dtype
         self.hidden_dtype = model.dtype
         """Dtype of hidden states between stages, stored because `model.dtype` changes while FSDP gathers weights."""
-        self.micro_batches: _MicroBatches | None = None
+        self.batches: Sequence[Any] = ()
+        """Micro-batches of the current call of `PipelineRunner.run`."""
+        self.request, self.num_tokens = LOGPROBS, 0
+        """Outputs to compute for these micro-batches, and number of tokens P of the longest one."""
         self.names: list[str] = []
         """Names of the outputs of the last pipeline stage, stored because torch's schedules pass only tensors."""
 
@@ -61,8 +54,7 @@ class StageModule(nn.Module):
 
     def forward(self, *hidden_PH: Tensor, number: Tensor) -> Any:
         """Return the hidden states PH or, from the last pipeline stage, the outputs of the scorer."""
-        assert self.micro_batches is not None
-        batch = self.micro_batches.batches[int(number)]
+        batch = self.batches[int(number)]
         shape = batch.inputs["input_ids"].shape
         inputs = dict(batch.inputs)
         if hidden_PH:
@@ -70,25 +62,24 @@ class StageModule(nn.Module):
         with forward_context(self._train, batch.scored_N.device):
             if self.is_last_stage:
                 outputs = self.scorer(
-                    inputs, batch.scored_N, request=self.micro_batches.request, dtype=self._dtype,
-                    derivative_N=batch.derivative_N, top_ids_NK=batch.top_ids_NK,
+                    inputs, batch.scored_N, request=self.request, dtype=self._dtype, derivative_N=batch.derivative_N,
+                    top_ids_NK=batch.top_ids_NK,
                 )  # fmt: skip
                 self.names = list(outputs)
                 return tuple(outputs.values())
             hidden_BTH = self.scorer.hidden(inputs)
-        padding_length = self.micro_batches.num_tokens - shape.numel()
-        return pad(hidden_BTH.flatten(0, 1), (0, 0, 0, padding_length)).to(self.hidden_dtype)
+        return pad(hidden_BTH.flatten(0, 1), (0, 0, 0, self.num_tokens - shape.numel())).to(self.hidden_dtype)
 
 
-class PipelineRunner:
-    """Runner of micro-batches through the pipeline stages of this rank; implements `models.base.Runner`."""
+class PipelineRunner(Runner):
+    """Runner of micro-batches through the pipeline stages of this rank."""
 
     def __init__(self, model: PreTrainedModel, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> None:
         assert mesh.pipeline is not None
         self._model, self._parallelism = model, mesh.sizes
         self._device = torch.device(mesh.data.device_type)  # shards of the model may be on the CPU (`fsdp_offload`)
         self._pipeline_group, self._num_stages = mesh.pipeline.get_group(), num_stages(model, mesh.sizes)
-        self.roots = [
+        self.roots: list[StageModule] = [
             StageModule(stage_of(model, number, mesh.sizes), number, number == self._num_stages - 1, train, dtype)
             for number in stages_of_rank(model, mesh.sizes, mesh.pipeline.get_local_rank())
         ]
@@ -116,22 +107,14 @@ class PipelineRunner:
             return consume(micro_batches[int(number)], dict(zip(self.roots[-1].names, output_tensors, strict=True)))
 
         for stage in self.roots:
-            stage.micro_batches = _MicroBatches(micro_batches, request, num_tokens)
+            stage.batches, stage.request, stage.num_tokens = micro_batches, request, num_tokens
         # All passes use the same schedule, because the first step of a new schedule discards existing gradients.
         schedule = self._build_schedule(batches_per_pass, num_tokens, loss)
         run_step = schedule.step if torch.is_grad_enabled() else schedule.eval
         for batch_indices in torch.arange(len(micro_batches)).split(batches_per_pass):
             run_step(number=batch_indices, target=batch_indices, return_outputs=False)
         for stage in self.roots:
-            stage.micro_batches = None
-
-    def train(self, mode: bool) -> None:
-        for stage in self.roots:
-            stage.train(mode)
-
-    def reshard(self) -> None:
-        for stage in self.roots:
-            reshard(stage)
+            stage.batches = ()
 
     def _num_passes(self, num_batches: int, size: int) -> int:
         return -(-num_batches // self._round_up_to_ranks(-(-size // self.rows(size))))

@@ -28,11 +28,7 @@ _PIXEL_LIMIT_KEYS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"
 
 def processor_files(model: str, revision: str | None = None, chat_template: str | None = None) -> dict[str, bytes]:
     """Return the content of the processor files of a model folder or Hub id, by file name; empty for a text-only model.
-    With a `chat_template` that replaces the model's, the file with the template of the model is left out.
-
-    Raises:
-        ModelError: the folder does not exist, or the Hub id cannot be fetched.
-    """
+    With a `chat_template` that replaces the model's, the file with the template of the model is left out."""
     model_source, load_options = locate_model(model, revision)
     load_options |= {
         "_raise_exceptions_for_missing_entries": False,
@@ -68,7 +64,12 @@ def load_processor(
         return None
     if processor.chat_template is None:  # older checkpoints store the template only in tokenizer_config.json
         processor.chat_template = processor.tokenizer.chat_template
-    _set_pixel_limits(processor, dict(pixels))
+    for key, size in pixels:
+        # With `merge_size`, the limits in `size` are numbers of pixels; in other processors, lengths of edges.
+        if not hasattr(processor.image_processor, "merge_size"):
+            name = type(processor).__name__
+            raise ConfigError(f"custom.vision.{key} = {size}: {name} has no such setting; leave it out")
+        setattr(processor.image_processor.size, _PIXEL_LIMIT_KEYS[key], size)
     return processor
 
 
@@ -81,29 +82,17 @@ def _load_without_videos(processor_class: Any, model_source: str, load_options: 
     """Load a processor for images and videos without its video processor, which would require torchvision."""
 
     def check(self: Any, name: str, argument: Any) -> Any:
-        return (
-            None if name == "video_processor" else processor_class.check_argument_for_proper_class(self, name, argument)
-        )
+        is_video = name == "video_processor"
+        return None if is_video else processor_class.check_argument_for_proper_class(self, name, argument)
 
     lenient_class: Any = type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": check})
-    processor_settings, _ = processor_class.get_processor_dict(model_source, **load_options)
+    settings, _ = processor_class.get_processor_dict(model_source, **load_options)
     components = {
         "image_processor": AutoImageProcessor.from_pretrained(model_source, **load_options),
         "tokenizer": AutoTokenizer.from_pretrained(model_source, **load_options),
         "video_processor": None,
     }
-    return lenient_class.from_args_and_dict(
-        [components[name] for name in processor_class.get_attributes()], processor_settings
-    )
-
-
-def _set_pixel_limits(processor: ProcessorMixin, pixel_limits: Mapping[str, int]) -> None:
-    # With `merge_size`, the limits in `size` are numbers of pixels; in other processors, lengths of edges.
-    if pixel_limits and not hasattr(processor.image_processor, "merge_size"):
-        key, size = next(iter(pixel_limits.items()))
-        raise ConfigError(f"custom.vision.{key} = {size}: {type(processor).__name__} has no such setting; leave it out")
-    for key, size in pixel_limits.items():
-        setattr(processor.image_processor.size, _PIXEL_LIMIT_KEYS[key], size)
+    return lenient_class.from_args_and_dict([components[name] for name in processor_class.get_attributes()], settings)
 
 
 class ImageReader:
@@ -115,12 +104,9 @@ class ImageReader:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token
 
     def batching_key(self, row: Sample) -> int:
-        """Return the group of a row; a micro-batch contains rows of one group only.
-
-        Rows with images are separate from rows without images, because all ranks must enter the vision tower together.
-        In a model with cross-attention to images, tokens before the first image attend to all images of the batch, so
-        all rows of a group have the same number of images.
-        """
+        """Return the group of a row. Rows with images are separate from rows without images, because all ranks must
+        enter the vision tower together. In a model with cross-attention to images, tokens before the first image attend
+        to all images of the batch, so all rows of a group have the same number of images."""
         is_cross_attending = "cross_attention_mask" in self._processor.model_input_names
         return len(row.images) if is_cross_attending else min(len(row.images), 1)
 
@@ -133,28 +119,20 @@ class ImageReader:
         return is_image_token.index(True) if True in is_image_token else len(is_image_token)
 
     def inputs(self, rows: Sequence[Sample], input_ids_BT: Tensor) -> dict[str, Tensor]:
-        """Return the model inputs, by name, for the images of rows of one group; empty for rows without images.
-
-        `input_ids_BT` are the padded token ids of the rows.
-
-        Raises:
-            DataError: an image or the processor has changed since the rows were prepared.
-        """
-        if not rows[0].images:
-            return {}
+        """Return the model inputs, by name, for the images of rows of one group with the padded token ids
+        `input_ids_BT`; raise DataError if an image or the processor has changed since the rows were prepared."""
         images = [[open_image(ref) for ref in row.images] for row in rows]
         # The text consists only of the words that represent images, because the processor needs no other text here.
         text = [image_word(self._processor) * len(row_images) for row_images in images]
         inputs: dict[str, Any] = dict(self._processor(text=text, images=images, padding=True, return_tensors="pt"))
         image_ids_BT, _ = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
-        if not torch.equal(
-            self._mark_image_tokens(image_ids_BT).sum(-1), self._mark_image_tokens(input_ids_BT).sum(-1)
-        ):
+        processed_mask_BT, mask_BT = self._mark_image_tokens(image_ids_BT), self._mark_image_tokens(input_ids_BT)
+        if not torch.equal(processed_mask_BT.sum(-1), mask_BT.sum(-1)):
             raise DataError("the processor makes another number of tokens of an image than when its row was prepared")
         for name in ("mm_token_type_ids", "token_type_ids"):
             token_type_ids = inputs.pop(name, None)
-            if token_type_ids is not None and torch.equal(token_type_ids, self._mark_image_tokens(image_ids_BT)):
-                inputs[name] = self._mark_image_tokens(input_ids_BT)
+            if token_type_ids is not None and torch.equal(token_type_ids, processed_mask_BT):
+                inputs[name] = mask_BT
         if "cross_attention_mask" in inputs:
             inputs["cross_attention_mask"] = self._cross_attention_mask(rows, inputs, input_ids_BT.shape[1])
         return inputs

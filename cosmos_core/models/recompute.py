@@ -6,11 +6,13 @@ This follows arXiv 2205.05198, section 5, but selects by the size of results ins
 """
 
 import logging
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.attention.varlen  # noqa: F401 - registers its operator
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 Recompute = bool | Literal["selective"]
@@ -30,28 +32,27 @@ _ATTENTION_OPERATIONS = {
 _MATRIX_PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
 
 
-def recompute_activations(model: PreTrainedModel, how: Recompute) -> None:
-    """Make the blocks of a model recompute activations in the backward pass; gradients do not change.
-
-    If the model family does not support recomputation, log a warning and keep all activations: recomputation is a
-    default and must not stop a run. `how` is a setting of the type `Recompute`.
-    """
+def recompute_activations(model: Any, how: Recompute) -> None:
+    """Make the blocks of a model of transformers or diffusers recompute activations in the backward pass; gradients do
+    not change. If the model does not support recomputation, log a warning and keep all activations: recomputation is a
+    default and must not stop a run."""
     if not how:
         return
-    checkpoint_settings: dict[str, Any] = {"use_reentrant": False}
+    settings: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
-        checkpoint_settings["context_fn"] = selective
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _choose_checkpoint_policy)
+
+    def run(module: nn.Module, *args: Any) -> Any:
+        return checkpoint(module.__call__, *args, **settings)
+
     try:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_settings)
+        if isinstance(model, PreTrainedModel):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+            model.config.use_cache = False
+        else:
+            model.enable_gradient_checkpointing(run)
     except ValueError as error:
         logger.warning("policy.model_gradient_checkpointing has no effect, every activation is kept: %s", error)
-        return
-    model.config.use_cache = False
-
-
-def selective() -> Any:
-    """Return the contexts with which `torch.utils.checkpoint` keeps small activations that are expensive to compute."""
-    return create_selective_checkpoint_contexts(_choose_checkpoint_policy)
 
 
 def _choose_checkpoint_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -47,10 +47,6 @@ class Sana(DiffusionModel):
             latents: Tensor = vae.encode(pixels.to(self.device, torch.float32)).latent * self._vae_scaling[0]
             return latents.cpu(), None
 
-    @property
-    def pixels_per_latent(self) -> tuple[int, int]:
-        return 1, 2 ** (len(self.folder.settings("vae")["encoder_block_out_channels"]) - 1)
-
     def nft_prepare_transformer_input(
         self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_conditioning_B: Tensor | None = None
     ) -> dict[str, Any]:

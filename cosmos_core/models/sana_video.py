@@ -62,12 +62,10 @@ def channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of each channel of a VAE's latents; 0 and 1 if the VAE declares none."""
     statistics = []
     for name, default in (("latents_mean", 0.0), ("latents_std", 1.0)):
-        config_values = vae.config.get(name)
-        config_values = vae.__dict__.get("_buffers", {}).get(name) if config_values is None else config_values
-        channel_values = (
-            torch.full((latents.shape[1],), default) if config_values is None else torch.as_tensor(config_values)
-        )
-        statistics.append(channel_values.to(latents).view(1, -1, 1, 1, 1))
+        values = vae.config.get(name)
+        values = vae.__dict__.get("_buffers", {}).get(name) if values is None else values
+        values = torch.full((latents.shape[1],), default) if values is None else torch.as_tensor(values)
+        statistics.append(values.to(latents).view(1, -1, 1, 1, 1))
     return statistics[0], statistics[1]
 
 

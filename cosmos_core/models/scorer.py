@@ -13,10 +13,10 @@ size, V vocabulary, K most likely tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -52,12 +52,12 @@ LOGPROBS = RequestedOutputs()
 
 
 def chunk_bytes(device: torch.device) -> int:
-    """Return the maximum size in bytes of the float32 logits of one chunk on `device`.
+    """Return the maximum size in bytes of the float32 logits of one chunk: a 64th of the memory of `device` as a power
+    of two, from 64 MiB to 1 GiB.
 
-    The size is a 64th of the device's memory as a power of two, from 64 MiB to 1 GiB: the peak memory of a chunk is
-    about three times its size, and each chunk reads and writes the gradient of the whole head once. The size depends on
-    the total instead of the free memory: chunks determine the order in which gradients are summed, so a resumed run
-    needs the same chunks.
+    The peak memory of a chunk is about three times its size, and each chunk reads and writes the gradient of the whole
+    head once. The size depends on the total instead of the free memory, because chunks determine the order in which
+    gradients are summed, so a resumed run needs the same chunks.
     """
     is_cuda = device.type == "cuda" and torch.cuda.is_available()
     total_memory = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
@@ -77,7 +77,6 @@ class Scorer(nn.Module):
         self.num_ids: int | None = None
         """Number of token ids among which the most likely tokens are selected; None: all rows of the head, which may
         exceed the ids of the tokenizer."""
-
         self.balance: LoadBalancingSettings | None = None
         """Settings of the load-balancing loss, the output `balance` if gradients are enabled; None: no loss."""
 
@@ -116,9 +115,8 @@ class Scorer(nn.Module):
         max_chunk_bytes = self._chunk_bytes or chunk_bytes(hidden_NH.device)
         num_ids = min(self.num_ids or self.vocabulary, self.vocabulary)
         num_top_ids = min(request.top_k, num_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
-        chunk_scorer = _ChunkScorer(
-            head, request, num_top_ids, num_ids, dtype, max(1, max_chunk_bytes // (4 * self.vocabulary))
-        )
+        num_rows = max(1, max_chunk_bytes // (4 * self.vocabulary))
+        chunk_scorer = _ChunkScorer(head, request, num_top_ids, num_ids, dtype, num_rows)
         if derivative_N is not None:
             derivative_N = derivative_N.to(dtype)  # the backward pass compares it with the gradient from autograd
         head_weights = head.trained_weights if torch.is_grad_enabled() else []
@@ -129,9 +127,7 @@ class Scorer(nn.Module):
         """Return the last hidden states BTH, the input of the head or of the next pipeline stage."""
         return self.model.base_model(**_select_model_inputs(inputs), use_cache=False).last_hidden_state
 
-    def probe(self, inputs: dict[str, Any]) -> Tensor:
-        """Return `hidden(inputs)`; FSDP gathers the weights for a call of this method as for `forward`."""
-        return self.hidden(inputs)
+    probe = hidden  # under this name, FSDP gathers the weights for a call as for `forward`
 
     @property
     def vocabulary(self) -> int:
@@ -144,14 +140,13 @@ class Scorer(nn.Module):
         if self._has_plain_head is None:
             self._has_plain_head = self._probe(inputs["input_ids"].device)
         body_module = self.model.base_model if self._has_plain_head else self.model
-        if self.balance is None or not torch.is_grad_enabled():
-            output, balance_output = body_module(**_select_model_inputs(inputs), use_cache=False), {}
-        else:
-            output = body_module(**_select_model_inputs(inputs), use_cache=False, output_router_logits=True)
-            num_sequences = int(inputs[NUM_SEQUENCES])
-            balance_output = {
-                OUTPUT: balance_loss(self.balance, output.router_logits, inputs[SEQUENCES], num_sequences)
-            }
+        balance = self.balance if torch.is_grad_enabled() else None
+        balance_output: dict[str, Tensor] = {}
+        router_options = {"output_router_logits": True} if balance else {}
+        output = body_module(**_select_model_inputs(inputs), use_cache=False, **router_options)
+        if balance:
+            sequence_of_M, num_sequences = inputs[SEQUENCES], int(inputs[NUM_SEQUENCES])
+            balance_output = {OUTPUT: balance_loss(balance, output.router_logits, sequence_of_M, num_sequences)}
         if not self._has_plain_head:
             return output.logits, _OutputHead(None, lambda logits: logits), balance_output
         return output.last_hidden_state, self._output_head, balance_output
@@ -184,9 +179,8 @@ class Scorer(nn.Module):
         # The autocast cache is disabled: a recomputation in a later pass would not find casts cached here.
         with _open_autocast(device, _autocast_dtype(device)):
             expected_logits = self.model(input_ids=token_ids, use_cache=False).logits
-            hidden_states = getattr(
-                self.model.base_model(input_ids=token_ids, use_cache=False), "last_hidden_state", None
-            )
+            body_output = self.model.base_model(input_ids=token_ids, use_cache=False)
+            hidden_states = getattr(body_output, "last_hidden_state", None)
             self.model.train(was_training)
             if hidden_states is None:
                 return False
@@ -245,14 +239,6 @@ class _OutputHead:
         return self.transform_logits(functional_call(self.module, cast_weights, (hidden_MH,)))
 
 
-class _Softmax(NamedTuple):
-    """Logits of a chunk, divided by the temperature, and their logsumexp."""
-
-    scaled_MV: Tensor
-    sums_M1: Tensor
-    """Logsumexp of each row of the scaled logits."""
-
-
 @dataclass(frozen=True, slots=True)
 class _ChunkScorer:
     """Settings and formulas of `_ChunkedScore`: outputs of a chunk, and loss derivative with respect to its logits."""
@@ -278,25 +264,23 @@ class _ChunkScorer:
         """Return the names of the outputs through which gradients flow."""
         return set(self.names) - {"top_ids", "is_top"} - ({"entropy"} if self.request.entropy != "gradient" else set())
 
-    def chunks(self, num_tokens: int) -> Iterator[slice]:
-        """Yield the slices of the `num_tokens` selected tokens that form the chunks."""
-        for start in range(0, num_tokens, self.num_rows):
-            yield slice(start, start + self.num_rows)
+    def chunks(self, num_tokens: int) -> list[slice]:
+        """Return the slices of the `num_tokens` selected tokens that form the chunks."""
+        return [slice(start, start + self.num_rows) for start in range(0, num_tokens, self.num_rows)]
 
     def logits(self, hidden_MH: Tensor, cast_weights: dict[str, Tensor]) -> Tensor:
         """Return the logits of a chunk. The head runs on a padded length that is efficient for kernels."""
-        num_tokens = len(hidden_MH)
         logits = self.head(pad_to_kernel(hidden_MH, -2), cast_weights)
-        return logits if len(logits) == num_tokens else logits[:num_tokens]
+        return logits if len(logits) == len(hidden_MH) else logits[: len(hidden_MH)]
 
-    def softmax(self, logits_MV: Tensor) -> _Softmax:
-        """Divide a chunk's logits by the temperature, and compute their logsumexp."""
+    def softmax(self, logits_MV: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a chunk's logits divided by the temperature MV, and their logsumexp M1."""
         scaled_MV = logits_MV.detach().to(self.dtype)
         if self.request.temperature != 1.0:
             scaled_MV = scaled_MV / self.request.temperature
-        return _Softmax(scaled_MV, scaled_MV.logsumexp(-1, keepdim=True))
+        return scaled_MV, scaled_MV.logsumexp(-1, keepdim=True)
 
-    def outputs(self, softmax: _Softmax, labels_M: Tensor, top_ids_MK: Tensor | None) -> dict[str, Tensor]:
+    def outputs(self, softmax: tuple[Tensor, Tensor], labels_M: Tensor, top_ids_MK: Tensor | None) -> dict[str, Tensor]:
         """Return the outputs of a chunk of tokens by name."""
         scaled_MV, sums_M1 = softmax
         label_M1 = scaled_MV.gather(-1, labels_M.unsqueeze(-1))
@@ -313,39 +297,34 @@ class _ChunkScorer:
         return outputs
 
     def derivative(
-        self, softmax: _Softmax, labels_M: Tensor, upstream_gradients: dict[str, Tensor], top_ids_MK: Tensor | None
+        self, softmax: tuple[Tensor, Tensor], labels_M: Tensor, gradients: dict[str, Tensor], top_ids_MK: Tensor | None
     ) -> Tensor:
-        """Return the derivative of the loss with respect to the logits of a chunk: MV.
+        """Return the derivative of the loss with respect to the logits of a chunk, MV, from the upstream gradients of
+        the outputs.
 
         With p the softmax and g the upstream gradient of an output, the derivative is g (1[v = t] - p_v) for the
         log-probability of token t, and -g p_v (log p_v + E) for the entropy E.
         """
-        upstream_gradients_M1 = {
-            name: gradient.to(self.dtype).unsqueeze(-1) for name, gradient in upstream_gradients.items()
-        }
-        total_gradient_M1 = upstream_gradients_M1["logprobs"]
-        if "top_logprobs" in upstream_gradients:
-            total_gradient_M1 = total_gradient_M1 + upstream_gradients_M1["top_logprobs"].squeeze(-1).sum(
-                -1, keepdim=True
-            )
-        derivative_MV = softmax.scaled_MV - softmax.sums_M1
-        if "entropy" in upstream_gradients:
+        gradients = {name: gradient.to(self.dtype) for name, gradient in gradients.items()}
+        gradient_M1 = total_gradient_M1 = gradients["logprobs"].unsqueeze(-1)
+        if "top_logprobs" in gradients:
+            total_gradient_M1 = gradient_M1 + gradients["top_logprobs"].sum(-1, keepdim=True)
+        derivative_MV = softmax[0] - softmax[1]
+        if "entropy" in gradients:
             probabilities_MV = derivative_MV.exp()
             entropy_M1 = -(probabilities_MV * derivative_MV).sum(-1, keepdim=True)
-            derivative_MV.add_(entropy_M1).mul_(upstream_gradients_M1["entropy"]).add_(total_gradient_M1).neg_().mul_(
-                probabilities_MV
-            )
+            derivative_MV.add_(entropy_M1).mul_(gradients["entropy"].unsqueeze(-1))
+            derivative_MV.add_(total_gradient_M1).neg_().mul_(probabilities_MV)
         else:
             derivative_MV.exp_().mul_(-total_gradient_M1)
-        derivative_MV.scatter_add_(-1, labels_M.unsqueeze(-1), upstream_gradients_M1["logprobs"])
-        if "top_logprobs" in upstream_gradients and top_ids_MK is not None:
-            derivative_MV.scatter_add_(-1, top_ids_MK, upstream_gradients_M1["top_logprobs"].squeeze(-1))
+        derivative_MV.scatter_add_(-1, labels_M.unsqueeze(-1), gradient_M1)
+        if "top_logprobs" in gradients and top_ids_MK is not None:
+            derivative_MV.scatter_add_(-1, top_ids_MK, gradients["top_logprobs"])
         return derivative_MV if self.request.temperature == 1.0 else derivative_MV.div_(self.request.temperature)
 
 
 class _ChunkedScore(torch.autograd.Function):
-    """Autograd function that computes the outputs of a `_ChunkScorer` chunk by chunk, and frees the logits of each
-    chunk."""
+    """Autograd function for the outputs of a `_ChunkScorer`, chunk by chunk, so that logits are freed early."""
 
     @staticmethod
     def forward(
@@ -359,18 +338,17 @@ class _ChunkedScore(torch.autograd.Function):
     ) -> Any:
         ctx.task, ctx.weights = task, weights
         ctx.compute_dtype = _autocast_dtype(hidden_NH.device)
-        has_known_derivative = (
-            derivative_N is not None and task.differentiable_outputs == {"logprobs"} and any(ctx.needs_input_grad)
-        )
-        gradients = _Gradients(task, hidden_NH, weights, ctx.compute_dtype) if has_known_derivative else None
+        gradients = None
+        if derivative_N is not None and task.differentiable_outputs == {"logprobs"} and any(ctx.needs_input_grad):
+            gradients = _Gradients(task, hidden_NH, weights, ctx.compute_dtype)
         chunk_outputs: list[dict[str, Tensor]] = []
         with _open_autocast(hidden_NH.device, ctx.compute_dtype):
             cast_weights = {} if gradients else task.head.cast(ctx.compute_dtype)
             for chunk in task.chunks(len(labels_N)):
                 top_ids_MK = None if top_ids_NK is None else top_ids_NK[chunk]
-                softmax = task.softmax(
-                    gradients.logits(chunk) if gradients else task.logits(hidden_NH[chunk], cast_weights)
-                )
+                logits_MV = gradients.logits(chunk) if gradients else task.logits(hidden_NH[chunk], cast_weights)
+                softmax = task.softmax(logits_MV)
+                del logits_MV
                 chunk_outputs.append(task.outputs(softmax, labels_N[chunk], top_ids_MK))
                 if gradients and derivative_N is not None:
                     gradients.add(task.derivative(softmax, labels_N[chunk], {"logprobs": derivative_N[chunk]}, None))
@@ -388,9 +366,8 @@ class _ChunkedScore(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> Any:  # type: ignore[override]
         task: _ChunkScorer = ctx.task
         hidden_NH, labels_N, top_ids_NK, derivative_N = ctx.saved_tensors
-        upstream_by_name = {
-            name: g for name, g in zip(task.names, upstream, strict=True) if name in task.differentiable_outputs
-        }
+        named_upstream = zip(task.names, upstream, strict=True)
+        upstream_by_name = {name: each for name, each in named_upstream if name in task.differentiable_outputs}
         precomputed_gradients, ctx.precomputed = ctx.precomputed, None
         # The comparison is exact, because an approximately equal derivative would change the gradient.
         if precomputed_gradients is not None and bool((upstream_by_name["logprobs"] == derivative_N).all()):

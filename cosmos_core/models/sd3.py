@@ -27,11 +27,7 @@ class SD3(DiffusionModel):
     )  # fmt: skip
 
     def __init__(self, folder: PipelineFolder, config: DiffusersConfig, device: torch.device | str = "cpu") -> None:
-        """Check the prompt length, and initialise the family as in `DiffusionModel`.
-
-        Raises:
-            ConfigError: the pipeline does not accept prompts of the configured length.
-        """
+        """Initialise the family; raise ConfigError if the pipeline accepts no prompts of the configured length."""
         if config.max_prompt_length > _MAX_PROMPT_TOKENS:
             raise ConfigError(
                 f"policy.diffusers.max_prompt_length = {config.max_prompt_length}: the T5 of a {folder.class_name} "

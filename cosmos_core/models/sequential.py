@@ -8,29 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.models.base import ChunkConsumer, Wants
+from cosmos_core.models.base import ChunkConsumer, Runner, Wants
 from cosmos_core.models.offload import activations_on_cpu
-from cosmos_core.parallel.fsdp import reshard
 
 Forward = Callable[[Any, Wants], dict[str, Tensor]]
 """Function from a batch and the requested outputs to the outputs by name."""
 
 
-class SequentialRunner:
-    """Runner of micro-batches through one module; implements `models.base.Runner`."""
+class SequentialRunner(Runner):
+    """Runner of micro-batches through one module, without empty micro-batches."""
 
     def __init__(self, root: nn.Module, forward: Forward, train: TrainConfig, device: torch.device) -> None:
         """Store the root module of FSDP, `root`, and the function `forward`, which calls this module."""
         self.roots = [root]
         self._run_forward, self._train, self._device = forward, train, device
-
-    def rows(self, size: int) -> int:
-        """Return `size`: all rows that may be in the model at the same time form one micro-batch."""
-        return size
-
-    def count(self, num_batches: int, size: int) -> int:
-        """Return `num_batches`, because no empty micro-batches are needed."""
-        return num_batches
 
     def run(self, batches: Sequence[Callable[[], Any]], consume: ChunkConsumer, request: Wants, size: int) -> None:
         for build_batch in batches:
@@ -40,12 +31,6 @@ class SequentialRunner:
             loss = consume(batch, outputs)
             if loss is not None and torch.is_grad_enabled():
                 loss.backward()  # type: ignore[no-untyped-call]
-
-    def train(self, mode: bool) -> None:
-        self.roots[0].train(mode)
-
-    def reshard(self) -> None:
-        reshard(self.roots[0])
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Load a sharded model: initialise it on the meta device, parallelise it, then read each rank's shards from the files.
 
-transformers' own sharded loading cannot be used: it applies its plans during loading, before adapters exist, and does
-not support pipeline stages. Only the weight conversions of transformers are used. A rank stores at most its shards and
-one group of tensors that transformers converts together, such as the matrices that become the fused experts of a layer.
-The loaded weights and the refused models are the same as with `load_model`.
+transformers' own sharded loading cannot be used, except for its weight conversions: it applies its plans during
+loading, before adapters exist, and does not support pipeline stages. A rank stores at most its shards and one group of
+tensors that are converted together, such as the matrices that become the fused experts of a layer. The loaded weights
+and the refused models are the same as with `load_model`.
 """
 
 import copy
@@ -114,11 +114,8 @@ def check_file_tensors(
     network: PreTrainedModel, model: str, revision: str | None = None, beat: Callable[[], None] = lambda: None
 ) -> str:
     """Compare the tensors in a local model folder with those of `network`, a model on the meta device, and check their
-    values one group at a time, with a call of `beat` after each. Return a notice if the files are too large to read.
-
-    Raises:
-        ModelError: `load_model` or `load_sharded` would fail.
-    """
+    values one group at a time, with a call of `beat` after each; raise ModelError if `load_model` or `load_sharded`
+    would fail. Return a notice if the files are too large to read."""
     if not Path(model).expanduser().is_dir():
         return ""
     files, reason = weight_files(model, revision)
@@ -141,11 +138,10 @@ def _audit_values(network: PreTrainedModel, report_progress: Callable[[], None])
         group_targets, loaded_tensors = dict[str, list[Tensor]](), set(tied_tensors.values())
         for name in group.shapes:
             key = id(state[name])
-            group_targets[name] = [
-                tied_tensors[key] if key in tied_tensors else torch.empty_like(state[name], device="cpu").detach()
-            ]
+            target = tied_tensors[key] if key in tied_tensors else torch.empty_like(state[name], device="cpu").detach()
+            group_targets[name] = [target]
             if num_names[key] > 1:
-                tied_tensors[key] = group_targets[name][0]
+                tied_tensors[key] = target
         try:
             _read_tensor_group(group, group_targets, network, loaded_tensors)
         except (ModelError, SafetensorError, OSError) as error:
@@ -156,14 +152,9 @@ def _audit_values(network: PreTrainedModel, report_progress: Callable[[], None])
 
 
 def load_sharded(model: PreTrainedModel) -> None:
-    """Read this rank's shards of a model from `init_on_meta`; do nothing for a model that is already loaded.
-
-    All ranks must call this function.
-
-    Raises:
-        ModelError: a value is not finite, tensors that config.json ties differ, or a file cannot be read. Every rank
-            raises the error of the first rank that failed.
-    """
+    """Read this rank's shards of a model from `init_on_meta`; do nothing for a model that is already loaded. All ranks
+    must call this function. Every rank raises the ModelError of the first rank that failed: a value is not finite,
+    tensors that config.json ties differ, or a file cannot be read."""
     loading_plan = _LOADING_PLANS.pop(model, None)
     if loading_plan is None:
         return
@@ -211,10 +202,8 @@ def _plan_loading(
     if needed_names - loading_info.missing_keys:
         return "transformers makes up some of its weights"
     _initialise_buffers(network, device)
-    if generation_config := load_generation_config(
-        model, revision
-    ):  # without this file, config.json determines the config
-        network.generation_config = generation_config
+    # Without generation_config.json, config.json determines the generation config.
+    network.generation_config = load_generation_config(model, revision) or network.generation_config
     network.config._commit_hash = getattr(network.config, "_commit_hash", None) or revision
     _LOADING_PLANS[network] = _LoadingPlan(model, device, groups)
     return ""
@@ -227,9 +216,9 @@ def _group_file_tensors(
     loading information lists missing and unexpected tensors, and tensors of another shape."""
     model_state = network.state_dict()
     weight_conversions = get_model_conversion_mapping(network)
-    renamings = [conversion for conversion in weight_conversions if isinstance(conversion, WeightRenaming)]
-    converters = [conversion for conversion in weight_conversions if isinstance(conversion, WeightConverter)]
-    converter_by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    renamings = [each for each in weight_conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in weight_conversions if isinstance(each, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     sources_by_target: dict[str, tuple[_WeightTransform, list[_SourceTensor]]] = {}
     loading_info = LoadStateDictInfo(set(model_state), set(), set(), [], {}, set())
     for key in sorted(slices, key=dot_natural_key):
@@ -237,16 +226,12 @@ def _group_file_tensors(
         if name not in model_state and key in model_state:
             name, pattern = rename_source_key(key, [], [], network.base_model_prefix, model_state)
         if name not in model_state:
-            target_patterns = converter_by_pattern[pattern].target_patterns if pattern else [""]
-            loading_info.unexpected_keys |= {
-                name.replace(target_patterns[0], target_pattern) for target_pattern in target_patterns
-            }
+            target_patterns = converter_of[pattern].target_patterns if pattern else [""]
+            loading_info.unexpected_keys |= {name.replace(target_patterns[0], each) for each in target_patterns}
             continue
-        transform: _WeightTransform = (
-            copy.deepcopy(converter_by_pattern[pattern]) if pattern else WeightRenaming(key, name)
-        )
+        transform: _WeightTransform = copy.deepcopy(converter_of[pattern]) if pattern else WeightRenaming(key, name)
         sources_by_target.setdefault(name, (transform, []))[1].append((key, pattern or key, slices[key]))
-    network.__dict__["_weight_conversions"] = [conversion for conversion in weight_conversions if conversion.was_used()]
+    network.__dict__["_weight_conversions"] = [each for each in weight_conversions if each.was_used()]
     groups = []
     for name, (transform, sources) in sources_by_target.items():
         meta_tensors = [
@@ -257,15 +242,13 @@ def _group_file_tensors(
             converted_weights = _convert_tensors(name, transform, sources, meta_tensors, network, loading_info)
         except SkipParameters:
             raise merge_error(model) from None
-        groups.append(
-            _TensorGroup(transform, sources, {key: tensor.shape for key, tensor in converted_weights.items()})
-        )
-        for key, tensor in converted_weights.items():
-            loading_info.missing_keys.discard(key)
-            if key not in model_state:
-                loading_info.unexpected_keys.add(key)
-            elif tensor.shape != model_state[key].shape:
-                loading_info.mismatched_keys.add((key, tuple(tensor.shape), tuple(model_state[key].shape)))  # type: ignore[arg-type]
+        shapes = {key: tensor.shape for key, tensor in converted_weights.items()}
+        groups.append(_TensorGroup(transform, sources, shapes))
+        loading_info.missing_keys -= shapes.keys()
+        loading_info.unexpected_keys |= {key for key in shapes if key not in model_state}
+        for key, shape in shapes.items():
+            if key in model_state and shape != model_state[key].shape:
+                loading_info.mismatched_keys.add((key, tuple(shape), tuple(model_state[key].shape)))  # type: ignore[arg-type]
     return groups, loading_info
 
 
@@ -298,7 +281,11 @@ def _read_tensor_group(
     else:
         if _is_expert_stack(group):
             expert_rows = shard_bounds(next(iter(local_targets.values()))[0])[0]
-            sources, first_row = _select_experts(sources, expert_rows), expert_rows.start
+            sources_by_pattern: dict[str, list[_SourceTensor]] = {}
+            for source in sources:  # within each pattern in the order of the experts
+                sources_by_pattern.setdefault(source[1], []).append(source)
+            sources = [source for each in sources_by_pattern.values() for source in each[expert_rows]]
+            first_row = expert_rows.start
         tensor_readers = [partial(source.__getitem__, ...) for _, _, source in sources]
         converted_weights = _convert_tensors(next(iter(local_targets)), group.transform, sources, tensor_readers, model)
     for name, tensors in local_targets.items():
@@ -321,15 +308,6 @@ def _keeps_first_dim(operation: Any) -> bool:
     if isinstance(operation, Concatenate):
         return operation.dim > 0
     return isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0
-
-
-def _select_experts(sources: Sequence[_SourceTensor], expert_rows: slice) -> list[_SourceTensor]:
-    """Return the tensors of the experts in the slice `expert_rows`; `sources` lists experts in order within each
-    pattern."""
-    sources_by_pattern: dict[str, list[_SourceTensor]] = {}
-    for source in sources:
-        sources_by_pattern.setdefault(source[1], []).append(source)
-    return [source for pattern_sources in sources_by_pattern.values() for source in pattern_sources[expert_rows]]
 
 
 def _copy_shard(name: str, tensor: Tensor, source: Any, first_row: int, is_dry_run: bool) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.precision import FP8Config
@@ -16,7 +16,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.base import ModelAdapter
-from cosmos_core.models.causal_lm import CausalLM, InputProcessing
+from cosmos_core.models.causal_lm import CausalLM, make_input_processing
 from cosmos_core.models.hf import check_row_length, load_config, load_model, load_tokenizer
 from cosmos_core.models.model_files import MODEL_KEY, check_weights
 from cosmos_core.models.sharded_load import init_on_meta
@@ -38,7 +38,8 @@ def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapt
         ModelError: the teacher cannot be loaded, or its token ids differ from the policy's.
         ConfigError: rows of the recipe are longer than the teacher supports.
     """
-    check_vocabulary(teacher, policy.tokenizer)
+    tokenizer = policy.tokenizer
+    check_vocabulary(teacher, tokenizer)
     teacher_train = teacher_settings(teacher, recipe.train)
     with name_teacher_in_errors():
         load_function = init_on_meta if policy.mesh else load_model
@@ -51,19 +52,12 @@ def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapt
         move_buffers(model, policy.device)
         model.requires_grad_(False)
         check_row_length(model.config, recipe.policy.model_max_length)
-        tokenizer = policy.tokenizer
-        pad_id = choose_pad_id(tokenizer, model)
-        input_processing = InputProcessing(pad_id, tokenizer=tokenizer, num_ids=count_ids(tokenizer))
-        return CausalLM(model, teacher_train, input_processing, policy.mesh)
+        return CausalLM(model, teacher_train, make_input_processing(tokenizer, model), policy.mesh)
 
 
 def check_teacher(teacher: DistillationConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Check a teacher model without reading its weights, and return the line of `cosmos check` about the teacher.
-
-    Raises:
-        ModelError: the teacher cannot be loaded, or its token ids differ from the policy's.
-        ConfigError: rows of the recipe are longer than the teacher supports.
-    """
+    """Check a teacher model as `open_teacher` does, but without reading its weights, and return the line of `cosmos
+    check` about the teacher."""
     check_vocabulary(teacher, tokenizer)
     with name_teacher_in_errors():
         config = load_config(teacher.model_name_or_path, teacher.model_revision)
@@ -73,11 +67,7 @@ def check_teacher(teacher: DistillationConfig, recipe: Recipe, tokenizer: PreTra
 
 
 def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that every token of the policy has the same id in the teacher, which may have additional tokens.
-
-    Raises:
-        ModelError: an id differs, or the teacher's tokenizer cannot be loaded.
-    """
+    """Raise ModelError if a token of the policy has another id in the teacher, which may have additional tokens."""
     with name_teacher_in_errors():
         teacher_ids = load_tokenizer(teacher.model_name_or_path, teacher.model_revision).get_vocab()
     policy_ids = tokenizer.get_vocab()
@@ -89,17 +79,6 @@ def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizer
             f"the policy have another id in its tokenizer or none: {first_token!r} is {policy_ids[first_token]} here "
             f"and {mismatch_text} there; take a teacher of the policy's family"
         )
-
-
-def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of token ids of a tokenizer, its largest id plus one; an output head may have more rows."""
-    return int(max(tokenizer.get_vocab().values())) + 1
-
-
-def choose_pad_id(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> int:
-    """Return the pad token, or 0 if the model has no embedding for the pad token; any token can pad."""
-    pad_id = int(tokenizer.pad_token_id)
-    return pad_id if pad_id < model.config.get_text_config().vocab_size else 0
 
 
 def teacher_settings(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:

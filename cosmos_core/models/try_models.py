@@ -29,12 +29,8 @@ Respond = Callable[[str, int], str]
 
 
 def open_chat(model: str, max_tokens: int, temperature: float, device: torch.device) -> Respond:
-    """Return a function that completes prompts with a language model. If the model has a chat template, each prompt
-    continues the conversation.
-
-    Raises:
-        ModelError: the model cannot be loaded.
-    """
+    """Return a function that completes prompts with a language model; raise ModelError if the model cannot be loaded.
+    If the model has a chat template, each prompt continues the conversation."""
     from transformers.utils.logging import disable_progress_bar
 
     from cosmos_core.models.hf import load_model, load_tokenizer
@@ -43,9 +39,7 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
     tokenizer = load_tokenizer(model)
     loaded_model = load_model(model, dtype=dtype_on(device), device=device)
     conversation: list[dict[str, Any]] = []
-    sampling_settings: dict[str, Any] = (
-        {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    )
+    sampling: dict[str, Any] = {"do_sample": bool(temperature), **({"temperature": temperature} if temperature else {})}
 
     def respond(prompt: str, number: int) -> str:
         conversation.append({"role": "user", "content": prompt})
@@ -58,9 +52,9 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
         torch.manual_seed(number)
         inputs = {name: tokenized_prompt[name].to(device) for name in ("input_ids", "attention_mask")}
         pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        output = loaded_model.generate(
-            **inputs, max_new_tokens=max_tokens, pad_token_id=pad_token_id, **sampling_settings
-        )  # type: ignore[operator]
+        output = loaded_model.generate(  # type: ignore[operator]
+            **inputs, max_new_tokens=max_tokens, pad_token_id=pad_token_id, **sampling
+        )
         text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         conversation.append({"role": "assistant", "content": text})
         return str(text)
@@ -69,12 +63,8 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
 
 
 def open_image_generator(model: str, name: str, device: torch.device) -> Respond:
-    """Return a function that writes the generated image of a prompt to the current folder. The noise is the same for
-    each model.
-
-    Raises:
-        ModelError: the pipeline cannot be loaded, or draws videos.
-    """
+    """Return a function that writes the generated image of a prompt to the current folder; raise ModelError if the
+    pipeline cannot be loaded, or draws videos. The noise is the same for each model."""
     from cosmos_core.models.diffusion import DiffusionModel
     from cosmos_core.models.pipeline_folder import PipelineFolder
 
@@ -83,16 +73,15 @@ def open_image_generator(model: str, name: str, device: torch.device) -> Respond
         raise ModelError(f"{model}: this pipeline draws videos; cosmos try shows text and images")
     try:
         pipeline = DiffusionModel.load_pipeline(folder, dtype_on(device)).to(device)
-    except ImportError as error:  # a component, such as the guardrail of Cosmos, needs a package
-        raise ModelError(f"{model}: the pipeline cannot be loaded: {first_line(error)}") from error
-    except (OSError, ValueError, AttributeError, KeyError) as error:  # the folder lacks files
-        raise ModelError(f"{model}: the pipeline cannot be loaded: {first_line(error)}; export it again") from error
+    except (ImportError, OSError, ValueError, AttributeError, KeyError) as error:
+        # A component, such as the guardrail of Cosmos, needs a package, or the folder lacks files.
+        remedy = "" if isinstance(error, ImportError) else "; export it again"
+        raise ModelError(f"{model}: the pipeline cannot be loaded: {first_line(error)}{remedy}") from error
 
     def respond(prompt: str, number: int) -> str:
-        output = pipeline(prompt=prompt, generator=torch.Generator("cpu").manual_seed(number))
-        file = Path(f"{Path(name).name}-{number}.png")
-        output.images[0].save(file)
-        return str(file)
+        file = f"{Path(name).name}-{number}.png"
+        pipeline(prompt=prompt, generator=torch.Generator("cpu").manual_seed(number)).images[0].save(file)
+        return file
 
     return respond
 
@@ -138,10 +127,10 @@ def main() -> int:
             responses = [respond(prompt, prompt_index) for respond in responders]
             if len(responses) == 1:
                 console.print(responses[0], soft_wrap=True)
-                continue
-            table = Table(*options["names"], title=prompt, title_justify="left")
-            table.add_row(*responses)
-            console.print(table)
+            else:
+                table = Table(*options["names"], title=prompt, title_justify="left")
+                table.add_row(*responses)
+                console.print(table)
     except CosmosError as error:
         sys.stderr.write(f"cosmos: {' '.join(str(error).split())}\n")
         return error.exit_code

@@ -101,8 +101,16 @@ def verify_export(
             available_memory = psutil.virtual_memory().available if memory is None else memory
             first_layers = num_fitting_layers(model, dtype, int(available_memory * _MAX_MEMORY_FRACTION))
             with keep_first_layers(model, first_layers):
-                merged_logits_BTV, reload_checks = _check_reload(model, target, dtype, tokenizer, first_layers, pool)
-        checks += reload_checks
+                merged_logits_BTV = _compute_trainer_logits(model, dtype)
+                reloaded_logits_BTV, description = _compute_reloaded_logits(model, target, first_layers, pool)
+        checks.append(_compare_logits("reload", merged_logits_BTV, reloaded_logits_BTV, target, first_layers))
+        if tokenizer is not None:
+            if description != _describe_tokenizer(tokenizer):
+                raise ProgramError(
+                    f"export {target} failed the check 'tokenizer': the reloaded one encodes {_PROBE_TEXT!r} "
+                    "otherwise or has another chat template; save the tokenizer again from the base model"
+                )
+            checks.append("tokenizer")
         if is_adapted(model):
             with keep_first_layers(model, first_layers):
                 checks += _check_adapter(model, merged_logits_BTV, target, first_layers, pool)
@@ -112,11 +120,8 @@ def verify_export(
 def check_export_possible(
     config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, model: str, processor_files: Mapping[str, bytes]
 ) -> None:
-    """Check before a training that the config, tokenizer and processor of its export can be saved and loaded again.
-
-    Raises:
-        ModelError: transformers cannot save them, or loads a different tokenizer.
-    """
+    """Check before a training that the config, tokenizer and processor of its export can be saved and loaded again;
+    raise ModelError if transformers cannot save them, or loads a different tokenizer."""
     with translate_load_errors("config and tokenizer that an export would have", model), TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -130,8 +135,8 @@ def check_export_possible(
 def _check_files(
     expected_tensors: dict[str, torch.Tensor], export_folder: Path, dtype: torch.dtype | None
 ) -> list[str]:
-    """Check that the weight files and their index contain exactly the tensors `expected_tensors` of the model. Of tied
-    weights at least one key must exist. Each tensor on disk must equal the trainer's tensor in `dtype`, bit for bit."""
+    """Check that the weight files and their index contain exactly the tensors `expected_tensors` of the model, bit for
+    bit in `dtype`. Of tied weights at least one key must exist."""
     file_by_key: dict[str, str] = {}
     differing_keys: list[str] = []
     for file, key, tensor in tensors_of(export_folder):
@@ -162,42 +167,14 @@ def _check_files(
 
 
 def tensors_of(target: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
-    """Yield file, key and tensor of each tensor in the safetensors files of a folder.
-
-    Raises:
-        StageFailed: a file is damaged.
-    """
+    """Yield file, key and tensor of all tensors in a folder of safetensors files; raise StageFailed if one is bad."""
     for file in sorted(target.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensor_file:
                 yield from ((file, key, tensor_file.get_tensor(key)) for key in tensor_file.keys())  # noqa: SIM118
         except SafetensorError as error:
-            raise StageFailed(
-                f"export file {file} is damaged ({error}); check the disk and run the stage again"
-            ) from error
-
-
-def _check_reload(
-    model: PreTrainedModel,
-    export_folder: Path,
-    dtype: torch.dtype | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    first_layers: FirstLayers | None,
-    pool: ProcessPool,
-) -> tuple[torch.Tensor, list[str]]:
-    """Compare the logits BTV that transformers computes in a fresh, offline interpreter with the logits of this
-    process; return the logits and the checks that passed."""
-    logits_BTV = _compute_trainer_logits(model, dtype)
-    reloaded_logits_BTV, reloaded_tokenizer = _compute_reloaded_logits(model, export_folder, first_layers, pool)
-    checks = [_compare_logits("reload", logits_BTV, reloaded_logits_BTV, export_folder, first_layers)]
-    if tokenizer is not None:
-        if reloaded_tokenizer != _describe_tokenizer(tokenizer):
-            raise ProgramError(
-                f"export {export_folder} failed the check 'tokenizer': the reloaded one encodes {_PROBE_TEXT!r} "
-                "otherwise or has another chat template; save the tokenizer again from the base model"
-            )
-        checks.append("tokenizer")
-    return logits_BTV, checks
+            remedy = "check the disk and run the stage again"
+            raise StageFailed(f"export file {file} is damaged ({error}); {remedy}") from error
 
 
 def _check_adapter(
@@ -205,8 +182,7 @@ def _check_adapter(
 ) -> list[str]:
     """Check that merging the adapter changes the logits only by rounding, and that PEFT computes the same logits from
     the base model and the exported adapter."""
-    merge_tolerance = _MERGE_TOLERANCE[model.dtype]
-    logits_BTV = _compute_trainer_logits(model, None)
+    logits_BTV, merge_tolerance = _compute_trainer_logits(model, None), _MERGE_TOLERANCE[model.dtype]
     adapter_folder, tolerance = target / FOLDER, merge_tolerance if has_changed_base(model) else _RELATIVE_TOLERANCE
     reloaded_logits_BTV, _ = _compute_reloaded_logits(model, adapter_folder, first, pool)
     return [
@@ -219,19 +195,14 @@ def _compute_reloaded_logits(
     model: PreTrainedModel, folder: Path, first_layers: FirstLayers | None, pool: ProcessPool
 ) -> tuple[torch.Tensor, list[object]]:
     """Return the logits BTV that a fresh interpreter computes from an export, and a description of its tokenizer."""
-    attention_name = model.config._attn_implementation or "sdpa"
-    probe_inputs = Probe(
-        _make_probe_ids(model).numpy(),
-        model.dtype,
-        attention_name.removeprefix("packed_"),  # padded rows use the attention function without this prefix
-        torch.get_num_threads(),
-        first_layers,
-        {
-            buffer_name: buffer.dtype
-            for buffer_name, buffer in model.named_buffers()
-            if buffer.is_floating_point() and buffer.dtype != torch.float32
-        },
-    )
+    attention = (model.config._attn_implementation or "sdpa").removeprefix("packed_")  # padded rows need no prefix
+    buffer_dtypes = {
+        name: buffer.dtype
+        for name, buffer in model.named_buffers()
+        if buffer.is_floating_point() and buffer.dtype != torch.float32
+    }
+    token_ids, num_threads = _make_probe_ids(model).numpy(), torch.get_num_threads()
+    probe_inputs = Probe(token_ids, model.dtype, attention, num_threads, first_layers, buffer_dtypes)
     logits_BTV, tokenizer = call_in_interpreter(pool, compute_logits, (folder, probe_inputs), _RELOAD_SECONDS, folder)
     return torch.from_numpy(logits_BTV), tokenizer
 
@@ -252,22 +223,19 @@ def _compare_logits(
 ) -> str:
     """Return a text about a check that passed; raise an error if the logits differ by more than `relative_tolerance`
     times the largest logit."""
-    layers_suffix = (
-        f" (first {first_layers.num_first_layers} of {first_layers.num_layers} layers)" if first_layers else ""
-    )
+    layers = f" (first {first_layers.num_first_layers} of {first_layers.num_layers} layers)" if first_layers else ""
     if are_bits_equal(trainer_logits_BTV, reloaded_logits_BTV):
-        return f"{check_name}{layers_suffix}: bit-identical"
+        return f"{check_name}{layers}: bit-identical"
     tolerance = relative_tolerance * float(trainer_logits_BTV.abs().max())
-    difference = float("inf")
-    if trainer_logits_BTV.shape == reloaded_logits_BTV.shape:
-        difference = float((trainer_logits_BTV - reloaded_logits_BTV).abs().max())
+    is_same_shape = trainer_logits_BTV.shape == reloaded_logits_BTV.shape
+    difference = float((trainer_logits_BTV - reloaded_logits_BTV).abs().max()) if is_same_shape else float("inf")
     if not difference <= tolerance:  # `not <=` instead of `>`, so that NaN fails too
         raise ProgramError(
             f"export {export_folder} failed the check {check_name!r}: logits of the "
             f"{_COMPARED_MODEL_NAMES[check_name]} differ by {difference:.2g} from the trainer's, more than "
             f"{tolerance:.2g}; compare its config.json with that of the base model"
         )
-    return f"{check_name}{layers_suffix}: max difference {difference:.1g} <= {tolerance:.1g}"
+    return f"{check_name}{layers}: max difference {difference:.1g} <= {tolerance:.1g}"
 
 
 @torch.no_grad()
@@ -305,9 +273,8 @@ def _load_exported_model(folder: Path, probe_inputs: Probe) -> Any:
         folder, config=config, dtype=torch.float32, attn_implementation=probe_inputs.attention, output_loading_info=True
     )
     model, loading_info = load_result
-    loading_info["unexpected_keys"] = {
-        key for key in loading_info["unexpected_keys"] if not is_removed(str(key), probe_inputs.first)
-    }
+    unexpected_keys = [key for key in loading_info["unexpected_keys"] if not is_removed(str(key), probe_inputs.first)]
+    loading_info["unexpected_keys"] = unexpected_keys
     if problems := {name: sorted(map(str, keys)) for name, keys in loading_info.items() if keys}:
         raise StageFailed(f"transformers found {problems}")
     return model
@@ -352,4 +319,4 @@ def are_bits_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 def format_names(names: list[str]) -> str:
     """Return a text with the first three of `names` and the number of the others."""
-    return "none" if not names else ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (", ".join(names[:3]) or "none") + (f" and {len(names) - 3} more" if len(names) > 3 else "")

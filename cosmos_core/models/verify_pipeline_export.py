@@ -64,19 +64,18 @@ def verify_pipeline(
     family = type(family)(family.folder, family.config)
     try:
         with merge_adapter(model):
-            checks = [_check_denoiser_tensors(export_state(model, dtype), target, family.denoiser_name)]
-            checks.append(_check_component_files(family, target))
-        checks += _check_images(family, model, target, dtype, model_class)
-        return checks
+            _check_files(family, export_state(model, dtype), target)
+        return ["tensors", "copies", *_check_images(family, model, target, dtype, model_class)]
     finally:
         model.train(was_training).to(device)
 
 
-def _check_denoiser_tensors(expected_tensors: dict[str, Tensor], export_folder: Path, denoiser_name: str) -> str:
-    """Check that the weight files of the denoiser contain exactly the tensors `expected_tensors`, bit for bit."""
+def _check_files(family: DiffusionModel, expected_tensors: dict[str, Tensor], target: Path) -> None:
+    """Check that the weight files of the denoiser contain exactly the tensors `expected_tensors`, bit for bit, and that
+    the files of components that were not trained equal the files of the base pipeline."""
     exported_keys: set[str] = set()
     changed_keys: list[str] = []
-    for _, key, tensor in tensors_of(export_folder / denoiser_name):
+    for _, key, tensor in tensors_of(target / family.denoiser_name):
         exported_keys.add(key)
         if key in expected_tensors and not are_bits_equal(tensor, expected_tensors[key]):
             changed_keys.append(key)
@@ -84,24 +83,17 @@ def _check_denoiser_tensors(expected_tensors: dict[str, Tensor], export_folder: 
     unexpected_keys = sorted(exported_keys - expected_tensors.keys())
     if missing_keys or unexpected_keys or changed_keys:
         raise StageFailed(
-            f"export {export_folder} failed the check 'tensors': missing {format_names(missing_keys)}, unexpected "
+            f"export {target} failed the check 'tensors': missing {format_names(missing_keys)}, unexpected "
             f"{format_names(unexpected_keys)}, changed {format_names(sorted(changed_keys))}; it must not be used, "
             f"run the stage again"
         )
-    return "tensors"
-
-
-def _check_component_files(family: DiffusionModel, target: Path) -> str:
-    """Check that the files of components that were not trained equal the files of the base pipeline."""
-    folder = family.folder
-    files = untrained_files(folder, family.denoiser_name)
+    folder, files = family.folder, untrained_files(family.folder, family.denoiser_name)
     differing_files = [str(file) for file in files if not filecmp.cmp(folder.path / file, target / file, shallow=False)]
     if differing_files:
         raise StageFailed(
             f"export {target} failed the check 'copies': {format_names(differing_files)} is not what was copied; "
             f"check the disk, run the stage again"
         )
-    return "copies"
 
 
 def _check_images(
@@ -111,15 +103,19 @@ def _check_images(
     export_dtype, probe_settings, num_threads = dtype or model.dtype, family.probe(), torch.get_num_threads()
     with merge_adapter(model):
         policy_images = {"images": _generate_rounded(family, model, export_dtype)}
-    probes = {"images": Probe(target, None, probe_settings, export_dtype, model_class, num_threads)}
+    probes = [Probe(target, None, probe_settings, export_dtype, model_class, num_threads)]
     if is_adapted(model):
         policy_images["adapter"] = _generate_rounded(family, model, model.dtype)
-        base_folder = family.folder.path
-        probes["adapter"] = Probe(base_folder, target / FOLDER, probe_settings, model.dtype, model_class, num_threads)
-    images = _generate_in_interpreter(list(probes.values()))
-    return [
-        _check_equal_images(name, policy_images[name], each, target) for name, each in zip(probes, images, strict=True)
-    ]
+        base = family.folder.path
+        probes.append(Probe(base, target / FOLDER, probe_settings, model.dtype, model_class, num_threads))
+    for (name, expected), image in zip(policy_images.items(), _generate_in_interpreter(probes), strict=True):
+        if not are_bits_equal(expected, image):
+            difference = float((expected - image).abs().max()) if expected.shape == image.shape else float("inf")
+            raise StageFailed(
+                f"export {target} failed the check {name!r}: what a fresh interpreter draws differs by "
+                f"{difference:.2g} from what the policy draws; it must not be used, run the stage again"
+            )
+    return [f"{name}: bit-identical" for name in policy_images]
 
 
 @torch.no_grad()
@@ -128,8 +124,7 @@ def _generate_rounded(family: DiffusionModel, model: Any, dtype: torch.dtype) ->
     family = type(family)(family.folder, family.config.derive(dtype=str(dtype).removeprefix("torch.")))
     text_inputs = family.text_embedding([_PROBE_PROMPT])
     family.drop_encoders()
-    component_names = set(family.folder.components) & {"scheduler", "vae"}
-    components = {name: family.folder.load(name, dtype) for name in component_names}
+    components = {name: family.folder.load(name, dtype) for name in {"scheduler", "vae"} & {*family.folder.components}}
     pipeline = family.make_pipeline({**components, family.denoiser_name: model})
     # The fresh interpreter compiles no block, and the kernels of compiled blocks round differently.
     with torch.compiler.set_stance("force_eager"), _round_weights(model, dtype):
@@ -169,17 +164,6 @@ def _generate_in_interpreter(probes: Sequence[Probe]) -> list[Tensor]:
     with pool_of_one_process() as pool:
         images = call_in_interpreter(pool, generate_images, (probes,), _TIMEOUT_SECONDS, probes[0].folder)
     return [torch.from_numpy(image) for image in images]
-
-
-def _check_equal_images(check_name: str, expected_image: Tensor, exported_image: Tensor, export_folder: Path) -> str:
-    if are_bits_equal(expected_image, exported_image):
-        return f"{check_name}: bit-identical"
-    is_same_shape = expected_image.shape == exported_image.shape
-    difference = float((expected_image - exported_image).abs().max()) if is_same_shape else float("inf")
-    raise StageFailed(
-        f"export {export_folder} failed the check {check_name!r}: what a fresh interpreter draws differs by "
-        f"{difference:.2g} from what the policy draws; it must not be used, run the stage again"
-    )
 
 
 @torch.no_grad()

@@ -54,9 +54,8 @@ class ClipSharding:
     def token_mask(self, like_tensor: Tensor) -> Tensor:
         """Return a mask N over this rank's tokens: 1 for tokens, 0 for padding, in dtype and device of
         `like_tensor`."""
-        return (self.rank * self.length + torch.arange(self.length, device=like_tensor.device) < self.count).to(
-            like_tensor.dtype
-        )
+        index_N = self.rank * self.length + torch.arange(self.length, device=like_tensor.device)
+        return (index_N < self.count).to(like_tensor.dtype)
 
     def to_heads(self, states_BKND: Tensor) -> Tensor:
         """Exchange this rank's tokens of all heads for all tokens of this rank's heads, by an all-to-all."""
@@ -74,9 +73,8 @@ class ClipSharding:
         """Return the frames of this rank with one more frame at each end, from the neighbouring ranks. The frames
         before the first and after the last frame of the clip are zeros."""
         own_borders = torch.stack([frames_BCFS[:, :, 0], frames_BCFS[:, :, -1]])
-        all_borders = self.all_reduce(
-            functional.pad(own_borders[None], (0,) * 2 * own_borders.ndim + (self.rank, self.size - 1 - self.rank))
-        )
+        rank_padding = (0,) * 2 * own_borders.ndim + (self.rank, self.size - 1 - self.rank)
+        all_borders = self.all_reduce(functional.pad(own_borders[None], rank_padding))
         zero_border = torch.zeros_like(own_borders[0])
         previous_frame = all_borders[self.rank - 1, 1] if self.rank else zero_border
         next_frame = all_borders[self.rank + 1, 0] if self.rank + 1 < self.size else zero_border
@@ -84,10 +82,8 @@ class ClipSharding:
 
     @staticmethod
     def _pad_tokens(tensor: Tensor, dim: int, length: int) -> Tensor:
-        padding_length = length - tensor.shape[dim]
-        return (
-            functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, padding_length)) if padding_length else tensor
-        )
+        padding = (0, 0) * (tensor.ndim - 1 - dim) + (0, length - tensor.shape[dim])
+        return functional.pad(tensor, padding) if padding[-1] else tensor
 
 
 def shard_blocks(
@@ -104,8 +100,7 @@ def shard_blocks(
         shards: distribution of tokens over ranks, which `adapt` sets.
         dims: token dimension of each argument of a block, except `hidden_states`.
         adapt: function that changes the arguments of a block, by name, before they are sharded.
-        block_sizes: layers after the blocks, by name, with the token dimensions of their arguments that have all
-            tokens.
+        block_sizes: token dimensions of the arguments with all tokens of layers after the blocks, by layer name.
     """
 
     def shard_arguments(arguments: dict[str, Any], dims: Dims) -> None:
@@ -151,9 +146,8 @@ class UlyssesAttention:
         query, key = attn.norm_q(split_heads(attn.to_q)), attn.norm_k(split_heads(attn.to_k))
         value = split_heads(attn.to_v)
         if image_rotary_emb is not None:
-            query, key = (
-                apply_rotary_emb(each, image_rotary_emb, use_real=True, use_real_unbind_dim=-2) for each in (query, key)
-            )
+            rotate = partial(apply_rotary_emb, freqs_cis=image_rotary_emb, use_real=True, use_real_unbind_dim=-2)
+            query, key = rotate(query), rotate(key)
         query, key, value = (self._shards.to_heads(each) for each in (query, key, value))
         attended_BKND = self._shards.to_tokens(functional.scaled_dot_product_attention(query, key, value))
         return _project_output(attn, attended_BKND.transpose(1, 2).flatten(2, 3).type_as(query))
@@ -184,9 +178,7 @@ class SummedLinearAttention:
         key = key if attn.norm_k is None else attn.norm_k(key)
         query, key = functional.relu(split_heads(query)), functional.relu(split_heads(key))
         key = key * self._shards.token_mask(key)[None, :, None, None]
-        rotated_query, rotated_key = (
-            _apply_rotary_embedding(query_or_key, *rotary_emb).float() for query_or_key in (query, key)
-        )
+        rotated_query, rotated_key = (_apply_rotary_embedding(each, *rotary_emb).float() for each in (query, key))
         key_sum_BKD = self._shards.all_reduce(key.sum(1))
         value_key_sum_BKDD = self._shards.all_reduce(torch.einsum("bnkc,bnkd->bkcd", value.float(), rotated_key))
         scale_BNK = 1 / (torch.einsum("bkd,bnkd->bnk", key_sum_BKD, query) + 1e-15)
@@ -211,11 +203,8 @@ def _apply_rotary_embedding(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding to queries or keys, in pairs of neighbouring elements."""
     even_elements, odd_elements = states.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
-    return (
-        torch.stack([even_elements * cos - odd_elements * sin, even_elements * sin + odd_elements * cos], -1)
-        .flatten(-2)
-        .type_as(states)
-    )
+    rotated_pairs = [even_elements * cos - odd_elements * sin, even_elements * sin + odd_elements * cos]
+    return torch.stack(rotated_pairs, -1).flatten(-2).type_as(states)
 
 
 def _project_output(attn: Any, states: Tensor) -> Tensor:
@@ -223,8 +212,7 @@ def _project_output(attn: Any, states: Tensor) -> Tensor:
 
 
 def _register_argument_hook(module: nn.Module, change_arguments: Callable[[dict[str, Any]], None]) -> None:
-    """Call `change_arguments` before each call of a module with the arguments by name, which `change_arguments` may
-    modify."""
+    """Let `change_arguments` modify the arguments, by name, before each call of a module."""
     signature = inspect.signature(module.forward)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -12,7 +12,6 @@ from cosmos_core.run.progress import has_step
 from cosmos_core.run.tail import FileTail
 
 FOLDER = "completions"
-_SIGN_BY_SORT_ORDER = {"best": -1.0, "worst": 1.0}
 
 
 def iter_completions(run: Path, stage: str, step: int | None, order: str, max_count: int) -> Iterator[str]:
@@ -31,9 +30,9 @@ def iter_completions(run: Path, stage: str, step: int | None, order: str, max_co
     path = _find_stage_path(run, stage)
     lines = _read_completions(path, step)
     if order:
-        scored_completions = [line for line in lines if isinstance(line.get("reward"), int | float)]
-        sign = _SIGN_BY_SORT_ORDER[order]
-        lines = sorted(scored_completions, key=lambda line: (math.isnan(r := as_float(line["reward"])), sign * r))
+        lines = [line for line in lines if isinstance(line.get("reward"), int | float)]
+        sign = -1.0 if order == "best" else 1.0
+        lines.sort(key=lambda line: (math.isnan(reward := as_float(line["reward"])), sign * reward))
     if not lines:
         raise ConfigError(f"stage {path.name!r} has no completions{'' if step is None else f' of step {step}'} on disk")
     prompt = None
@@ -46,16 +45,13 @@ def iter_completions(run: Path, stage: str, step: int | None, order: str, max_co
 
 def newest_completions(stage: Path, max_count: int) -> list[dict[str, Any]]:
     """Return the first `max_count` completions with text from a stage's newest logged step; empty if none exist."""
-    return [line for line in _read_completions(stage, None) if not line.get("media") and completion_text(line, stage)][
-        :max_count
-    ]
+    lines = [line for line in _read_completions(stage, None) if not line.get("media")]
+    return [line for line in lines if completion_text(line, stage)][:max_count]
 
 
 def _format_scores(line: dict[str, Any]) -> str:
-    reward = line.get("reward")
-    score_texts = [
-        f"reward {as_float(reward):.4g}" if isinstance(reward, int | float) else f"no reward ({line.get('error', '')})"
-    ]
+    has_reward = isinstance(line.get("reward"), int | float)
+    score_texts = [f"reward {as_float(line['reward']):.4g}" if has_reward else f"no reward ({line.get('error', '')})"]
     score_texts += [f"{name} {as_float(value):.4g}" for name, value in (line.get("metrics") or {}).items()]
     if line.get("tokens"):
         score_texts.append(f"{line['tokens']} tokens" + ", cut off" * (line.get("finish_reason") == "length"))
@@ -71,16 +67,14 @@ def completion_text(line: dict[str, Any], stage: Path) -> str:
 
 
 def _find_stage_path(run: Path, name: str) -> Path:
-    stages = sorted(
-        (each for each in run.glob("stages/*") if _list_completion_files(each)), key=lambda each: each.stat().st_mtime
-    )
-    names = ", ".join(each.name for each in stages) or (
-        f"none, since only RL and validations of it log completions; complete prompts with cosmos try {run.name}"
-    )
+    stages = [each for each in run.glob("stages/*") if _list_completion_files(each)]
+    stages.sort(key=lambda each: each.stat().st_mtime)
     matching_stages = [each for each in stages if not name or each.name == name]
     if not matching_stages:
-        stage_suffix = f" of a stage {name!r}" if name else ""
-        raise ConfigError(f"{run.name}: no completions{stage_suffix}; stages with some: {names}")
+        reason = "only RL and validations of it log completions"
+        no_names = f"none, since {reason}; complete prompts with cosmos try {run.name}"
+        names, stage_suffix = ", ".join(each.name for each in stages), f" of a stage {name!r}" if name else ""
+        raise ConfigError(f"{run.name}: no completions{stage_suffix}; stages with some: {names or no_names}")
     return next((each for each in reversed(matching_stages) if (each / FOLDER).is_dir()), matching_stages[-1])
 
 

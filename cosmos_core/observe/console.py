@@ -50,8 +50,6 @@ _PLAIN_TEXT_WIDTH = 160
 
 @dataclass
 class _StageDisplayState:
-    """Display state of one stage of a run."""
-
     state: str = "waiting"
     progress: Position | None = None
     start_time: float | None = None
@@ -66,8 +64,7 @@ class _StageDisplayState:
     history: dict[int, float] = field(default_factory=dict)
     """Value of the headline metric (reward, loss or accuracy) by step."""
     anchor: Position | None = None
-    """Progress at the first step of the attempt, from which the time per step is computed, so that compilation in that
-    step does not count."""
+    """Progress at the first step of the attempt, after whose compilation the time per step is measured."""
 
 
 class Display:
@@ -113,10 +110,13 @@ class Display:
         with self._lock:
             line = self._stage_states.setdefault(stage, _StageDisplayState())
             self._name_width = max(self._name_width, len(stage))
-            has_changed = state != line.state
+            has_changed, now = state != line.state, self._clock()
             if has_changed:
-                self._update_times(line, state)
-            now = self._clock()
+                line.state = state
+                if state in ACTIVE:
+                    line.start_time, line.end_time = now if line.start_time is None else line.start_time, None
+                elif line.start_time is not None and line.end_time is None:
+                    line.end_time = now
             if progress is not None:
                 if line.progress is None or line.progress.phase != progress.phase:
                     line.phase_began = now
@@ -146,13 +146,6 @@ class Display:
         with self._lock:
             self._write_line(text)
 
-    def _update_times(self, line: _StageDisplayState, state: str) -> None:
-        line.state = state
-        if state in ACTIVE:
-            line.start_time, line.end_time = line.start_time if line.start_time is not None else self._clock(), None
-        elif line.start_time is not None and line.end_time is None:
-            line.end_time = self._clock()
-
     def _write_line(self, text: str) -> None:
         self._stream.write(text + "\n")
         self._stream.flush()
@@ -162,14 +155,11 @@ class Display:
         if line.state in {"waiting", "reused"} or (has_changed and line.state in ACTIVE):
             return line_parts
         line_parts += filter(None, (_phase(line), *self._format_step_texts(line)))
-        if line.state in ACTIVE:
-            eta = _estimate_eta_seconds(line)
-            return [*line_parts, f"eta {formatting.duration(eta)}"] if eta is not None else line_parts
-        return (
-            [*line_parts, formatting.duration(self._get_elapsed_seconds(line))]
-            if line.start_time is not None
-            else line_parts
-        )
+        if line.state not in ACTIVE:
+            seconds = self._get_elapsed_seconds(line)
+            return line_parts if seconds is None else [*line_parts, formatting.duration(seconds)]
+        eta = _estimate_eta_seconds(line)
+        return line_parts if eta is None else [*line_parts, f"eta {formatting.duration(eta)}"]
 
     def _format_step_texts(self, line: _StageDisplayState) -> list[str]:
         """Return the texts of a printed line: the step with its metrics, unless the last line of the running stage
@@ -191,7 +181,7 @@ class Display:
     def _describe_phase(self, line: _StageDisplayState) -> str:
         phase = _phase(line) if line.state == "running" else ""
         elapsed_text = f" {formatting.duration(self._clock() - line.phase_began)}" if phase == "compile" else ""
-        return f"{phase}{elapsed_text}" if phase else line.state
+        return f"{phase}{elapsed_text}" or line.state
 
     def _table(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
@@ -200,11 +190,10 @@ class Display:
             table.add_column(justify="right" if column == 3 else "left", no_wrap=True)
         with self._lock:
             for name, line in self._stage_states.items():
-                style = STATE_STYLES.get(line.state, "")
+                style, seconds = STATE_STYLES.get(line.state, ""), self._get_elapsed_seconds(line)
                 progress_bar = _progress_bar(line, 24 if is_wide else 10, self._clock())
-                elapsed_seconds = self._get_elapsed_seconds(line)
                 eta = _estimate_eta_seconds(line) if line.state in ACTIVE else None
-                time_text = formatting.duration(elapsed_seconds) if eta is None else f"eta {formatting.duration(eta)}"
+                time_text = formatting.duration(seconds) if eta is None else f"eta {formatting.duration(eta)}"
                 table.add_row(
                     Text(f"{_STATE_SYMBOLS.get(line.state, ' ')} {name}", style=style),
                     Text(self._describe_phase(line), style=style),
@@ -212,7 +201,7 @@ class Display:
                     _format_step(line).removeprefix("step "),
                     Text("  ".join([*_numbers(line), *_resources(line)] if is_wide else _numbers(line))),
                     Text(sparkline(list(line.history.values())) if is_wide else "", style=style),
-                    Text(time_text if elapsed_seconds is not None else "", style="dim"),
+                    Text(time_text if seconds is not None else "", style="dim"),
                 )
         return table
 
@@ -232,17 +221,13 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     """Print the outcome of a run: its stages, the time spent inside and outside of them, and how to load its model."""
     run = read_run(run_path)
     seconds = time_overhead(run) or dict.fromkeys(("wall", "inside", "overhead"), 0.0)
-    summary_fields = {
-        "time inside stage workers": formatting.duration(seconds["inside"]),
-        "orchestration overhead": formatting.duration(seconds["overhead"]),
-    }
-    summary_fields |= cost_card(run)
+    names = {"inside": "time inside stage workers", "overhead": "orchestration overhead"}
+    summary_fields = {name: formatting.duration(seconds[key]) for key, name in names.items()} | cost_card(run)
     if (run.path / "report.html").is_file():
         summary_fields["report"] = report_url(run.path) or str(run.path / "report.html")
     if run.outcome in {"failed", "refused", "stopped"}:  # the model of an incomplete run may be its base model
-        summary_fields |= {
-            f"model of stage {each.name!r}": str(each.path / each.info["model"]) for each in run.trained_models
-        }
+        for stage in run.trained_models:
+            summary_fields[f"model of stage {stage.name!r}"] = str(stage.path / stage.info["model"])
     elif run.model is not None:
         summary_fields |= {"model": str(run.model), "load it with": model_loading_code(run.model)}
     if run.published_locations:
@@ -266,18 +251,16 @@ def make_console(stream: TextIO | None = None) -> Console:
 
 
 def _list_notices(run: RunRecord) -> list[Text]:
-    """Return a line for each stage that failed or ran again although it had a result, and for each stage's notices and
-    warnings."""
+    """Return a line for each stage that failed or ran again, and for each notice and warning of a stage."""
     lines = []
     for stage in run.stages:
         if stage.state.state == "failed" and stage.state.error:
             lines.append(Text(f"{stage.name}: {stage.state.error}", style="red"))
-        if stage.reason_for_rerun:
-            lines.append(Text(f"{stage.name}: remade: {stage.reason_for_rerun}", style="yellow"))
         notices = stage.info.get("notices")
         texts = notices if isinstance(notices, list) else []
-        texts = [*texts, *(f"warning: {text}" for text in stage.warnings if text not in texts)]
-        lines += [Text(f"{stage.name}: {text}", style="yellow") for text in texts]
+        reasons = [f"remade: {stage.reason_for_rerun}"] if stage.reason_for_rerun else []
+        warnings = [f"warning: {text}" for text in stage.warnings if text not in texts]
+        lines += [Text(f"{stage.name}: {text}", style="yellow") for text in (*reasons, *texts, *warnings)]
     return lines
 
 
@@ -367,12 +350,9 @@ def sparkline(values: Sequence[float]) -> str:
     if len(values) < 2:
         return ""
     num_bars = min(_SPARKLINE_WIDTH, len(values))
-    sampled_values = [values[round(i * (len(values) - 1) / (num_bars - 1))] for i in range(num_bars)]
-    low, max_value = min(sampled_values), max(sampled_values)
-    return "".join(
-        _SPARKLINE_LEVELS[round((value - low) / (max_value - low) * 7) if max_value > low else 0]
-        for value in sampled_values
-    )
+    bars = [values[round(i * (len(values) - 1) / (num_bars - 1))] for i in range(num_bars)]
+    low, height = min(bars), max(bars) - min(bars)
+    return "".join(_SPARKLINE_LEVELS[round((value - low) / height * 7) if height else 0] for value in bars)
 
 
 def _progress_bar(line: _StageDisplayState, width: int, now: float) -> ProgressBar:
@@ -384,8 +364,7 @@ def _progress_bar(line: _StageDisplayState, width: int, now: float) -> ProgressB
 
 
 def _estimate_eta_seconds(line: _StageDisplayState) -> float | None:
-    """Return the estimated number of seconds until the last step of a stage, from the time per step since its first
-    observed step; None if it is unknown."""
+    """Return the estimated seconds until a stage's last step, from its time per step so far; None if it is unknown."""
     position, first = line.progress, line.anchor
     if position is None or first is None or not position.total or not first.step < position.step < position.total:
         return None

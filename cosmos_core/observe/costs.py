@@ -49,21 +49,20 @@ class RunCost:
 
     def __str__(self) -> str:
         hours, cost = f"{formatting.number(self.hours)} GPU hours", self.cost(self.hours)
-        estimated_cost = self.cost(self.estimated_hours)
-        if not estimated_cost and self.estimated_hours is not None:
-            estimated_cost = f"{formatting.number(self.estimated_hours)} GPU hours"
-        budget_notes = [f"estimated {estimated_cost}"] if estimated_cost else []
-        budget_notes += [f"budget {formatting.number(self.budget)}"] if self.budget is not None else []
-        return ", ".join([f"{cost} for {hours}" if cost else hours, *budget_notes])
+        parts = [f"{cost} for {hours}" if cost else hours]
+        if self.estimated_hours is not None:
+            estimate = f"{formatting.number(self.estimated_hours)} GPU hours"
+            parts.append(f"estimated {self.cost(self.estimated_hours) or estimate}")
+        if self.budget is not None:
+            parts.append(f"budget {formatting.number(self.budget)}")
+        return ", ".join(parts)
 
 
 def cost_of(run_path: Path) -> RunCost:
     """Return the GPU hours and the cost of a run so far."""
     pipeline, start_info = read_pipeline(run_path), read_start_info(run_path)
-    price, budget = (
-        formatting.as_float(value) if isinstance(value := pipeline.get(key), int | float) else None
-        for key in ("price_per_gpu_hour", "budget")
-    )
+    values = [pipeline.get(key) for key in ("price_per_gpu_hour", "budget")]
+    price, budget = (formatting.as_float(value) if isinstance(value, int | float) else None for value in values)
     estimates = list(start_info.estimate.values()) if start_info else []
     has_estimates = bool(estimates) and None not in estimates
     hours = sum(value or 0.0 for value in estimates) / _SECONDS_PER_HOUR if has_estimates else None
@@ -71,8 +70,8 @@ def cost_of(run_path: Path) -> RunCost:
 
 
 def cost_card(run: RunRecord) -> dict[str, str]:
-    """Return the cost of a run as a dict with one label and text. Empty if no stage held GPUs. Also empty if the price
-    is unknown and no machine has a GPU, because each process then counts as one GPU."""
+    """Return the cost of a run as a dict with one label and text; empty if no stage held GPUs, or if the price is
+    unknown and no machine has a GPU, because each process then counts as one GPU."""
     cost = cost_of(run.path)
     if cost.price is not None:
         return {"cost": str(cost)} if cost.holds else {}
@@ -94,8 +93,6 @@ def table_of_costs(output_dir: Path, max_runs: int) -> Table:
         total_hours, total_cost = total_hours + cost.hours, total_cost + cost.hours * (cost.price or 0.0)
         is_complete = is_complete and (cost.price is not None or not cost.hours)
     table.add_section()
-    lower_bound_prefix = "" if is_complete else "> "
-    table.add_row(
-        "all", "", "", formatting.number(total_hours), f"{lower_bound_prefix}{formatting.number(total_cost)}", "", ""
-    )
+    cost_text = f"{'' if is_complete else '> '}{formatting.number(total_cost)}"
+    table.add_row("all", "", "", formatting.number(total_hours), cost_text, "", "")
     return table

@@ -64,9 +64,7 @@ def layout(run: RunRecord) -> Graph | None:
         height=height + 2 * _MARGIN,
         boxes=[(node.left_edge, node.y, node.stage) for node in layout_nodes if node.stage],
         edges=[
-            (_make_edge_svg_path(other, node), node.stage is not None)
-            for node in layout_nodes
-            for other in node.predecessors
+            (_edge_path(other, node), node.stage is not None) for node in layout_nodes for other in node.predecessors
         ],
     )
 
@@ -75,8 +73,7 @@ def _build_layout_nodes(stages: tuple[StageRecord, ...]) -> list[_LayoutNode]:
     nodes_by_name = {stage.name: _LayoutNode(stage.depth, stage) for stage in stages}
     edge_slots: list[_LayoutNode] = []
     for stage in stages:
-        for name in (name for name in stage.after if name in nodes_by_name):
-            edge_end = nodes_by_name[name]
+        for edge_end in (nodes_by_name[name] for name in stage.after if name in nodes_by_name):
             for column in range(edge_end.column + 1, stage.depth):
                 edge_end = _LayoutNode(column, None, [edge_end])
                 edge_slots.append(edge_end)
@@ -98,7 +95,7 @@ def _arrange_column(column: list[_LayoutNode], height: float) -> None:
         y += node.height + _VERTICAL_GAP
 
 
-def _make_edge_svg_path(source: _LayoutNode, target: _LayoutNode) -> str:
+def _edge_path(source: _LayoutNode, target: _LayoutNode) -> str:
     x1, y1 = source.left_edge + _BOX_WIDTH, source.y + source.height / 2
     x2, y2 = target.left_edge, target.y + target.height / 2
     path_start = f"M{source.left_edge:g} {y1:g} H{x1:g}" if source.stage is None else f"M{x1:g} {y1:g}"

@@ -35,8 +35,7 @@ def duration(seconds: float | None) -> str:
 
 
 def machines(ranks: Iterable[Any]) -> str:
-    """Return the machines of a stage's ranks as text such as `node-3 (8 ranks, NVIDIA H100, 16 threads)`; each rank has
-    the attributes `host`, `gpus` and `threads`."""
+    """Return the machines of ranks (`host`, `gpus`, `threads`) as `node-3 (8 ranks, NVIDIA H100, 16 threads)`."""
     rank_counts = Counter((rank.host, ", ".join(dict.fromkeys(rank.gpus)) or "cpu", rank.threads) for rank in ranks)
     return "; ".join(
         f"{host} ({num_ranks} rank{'' if num_ranks == 1 else 's'}, {device}, {threads} threads)"
@@ -72,8 +71,8 @@ def as_float(value: float) -> float:
 
 
 def number(value: Any) -> str:
-    """Return a metric as text: with three decimals, thousands separators if whole or large, or three significant
-    digits if below 0.001; None as a dash."""
+    """Return a metric as text: three decimals, thousands separators if whole or large, or three digits if below 0.001;
+    a dash for None."""
     if value is None:
         return "–"
     if isinstance(value, bool | str):
@@ -102,8 +101,7 @@ def family(key: str) -> str:
 
 
 def judge_change(key: str, change: float | None) -> str:
-    """Return whether a change of a metric is `better` or `worse`; empty for no change, and for metrics without a
-    preferred direction, such as a length."""
+    """Return whether a change of a metric is `better` or `worse`; empty for no change or no preferred direction."""
     lower_is_better = any(word in key.lower() for word in LOWER_IS_BETTER)
     if not change or not (lower_is_better or family(key) in _HEADLINE_METRICS):
         return ""
@@ -111,8 +109,7 @@ def judge_change(key: str, change: float | None) -> str:
 
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
-    """Return name and value of the metric for a progress line: the reward, else the loss, else the accuracy; None if
-    none of the three was measured."""
+    """Return name and value of the reward, else the loss, else the accuracy, for a progress line, or None."""
     for name in _HEADLINE_METRICS:
         for key, value in metrics.items():
             if family(key) == name and isinstance(value, int | float):
@@ -129,12 +126,10 @@ def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
 def key_metrics(metrics: Mapping[str, Any], max_count: int = 4) -> dict[str, float]:
     """Return at most `max_count` metrics: first those of validation, then reward, loss and accuracy, then others."""
 
+    ranks = {name: rank for rank, name in enumerate(_HEADLINE_METRICS)}
+
     def metric_rank(key: str) -> int:
-        if key.startswith("validation/"):
-            return 0
-        return (
-            1 + _HEADLINE_METRICS.index(family(key)) if family(key) in _HEADLINE_METRICS else len(_HEADLINE_METRICS) + 1
-        )
+        return -1 if key.startswith("validation/") else ranks.get(family(key), len(ranks))
 
     shown_keys = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(RESOURCE_PREFIXES)]
     return {key: metrics[key] for key in sorted(shown_keys, key=metric_rank)[:max_count]}
@@ -147,15 +142,12 @@ def short_name(key: str) -> str:
 
 
 def table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return accuracy, reward, loss and log-prob difference by short name, or the first three metrics
-    if none of these exists."""
+    """Return accuracy, reward, loss and log-prob difference by short name, or else the first three metrics."""
     ranked_metrics = key_metrics(metrics, max_count=len(metrics))
     shown_metrics: dict[str, float] = {}
     for name in _TABLE_METRIC_NAMES:
         for key, value in ranked_metrics.items():
             if family(key) == name:
                 shown_metrics.setdefault(short_name(key), value)
-    other_keys = [key for key in ranked_metrics if not key.endswith(STDERR)]
-    return shown_metrics or {
-        (key.partition("/")[2] or key).replace("_", " "): ranked_metrics[key] for key in other_keys[:3]
-    }
+    others = [key for key in ranked_metrics if not key.endswith(STDERR)][:3]
+    return shown_metrics or {(key.partition("/")[2] or key).replace("_", " "): ranked_metrics[key] for key in others}

@@ -71,19 +71,18 @@ def save(stage: Path, step: int, rows: Sequence[Sequence[GeneratedSample]]) -> l
 
 def save_rows(target: Path, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
     """Write the samples of each prompt and their grid to a new folder `target`; return the file names by prompt."""
+    from PIL import Image
+
     with replaced_folder(target) as folder:
-        names = [
-            [_write_sample(folder, f"{p}-{k}", sample) for k, sample in enumerate(row)] for p, row in enumerate(rows)
-        ]
-        _to_image(grid(rows)).save(folder / GRID_FILE)
+        names = [[_write_sample(folder, f"{p}-{k}", each) for k, each in enumerate(row)] for p, row in enumerate(rows)]
+        Image.fromarray(grid(rows)).save(folder / GRID_FILE)
     return names
 
 
 def samples_of_group(
     scored_group: ScoredGroup, indices: Iterable[int], *, is_scored: bool = True
 ) -> list[GeneratedSample]:
-    """Return the generated images or videos of the completions `indices` of a group; `is_scored` is whether the scores
-    of the group are rewards to show."""
+    """Return the samples of the completions `indices` of a group; `is_scored`: its scores are rewards to show."""
     samples = [(scored_group.group.completions[k].diffusion_sample, scored_group.scores[k].value) for k in indices]
     text = scored_group.group.prompt.text
     return [GeneratedSample(text, each.pixels.numpy(), score, is_scored) for each, score in samples if each is not None]
@@ -91,8 +90,8 @@ def samples_of_group(
 
 def newest_grid_file(stage: Path) -> Path | None:
     """Return the path of the grid image of the newest step; None if no grid was written."""
-    grid_paths_by_step = {step_of(path.parent.name): path for path in (stage / FOLDER).glob(f"step_*/{GRID_FILE}")}
-    return grid_paths_by_step[max(grid_paths_by_step)] if grid_paths_by_step else None
+    paths = (stage / FOLDER).glob(f"step_*/{GRID_FILE}")
+    return max(paths, key=lambda path: step_of(path.parent.name), default=None)
 
 
 def grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
@@ -100,18 +99,15 @@ def grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
     from PIL import Image, ImageDraw
 
     height, width = _cell_size([sample.middle_frame.shape for row in rows for sample in row])
-    num_columns = max(len(row) for row in rows)
-    canvas = Image.new(
-        "RGB",
-        (_MARGIN + num_columns * (width + _MARGIN), _MARGIN + len(rows) * (height + 2 * _LINE_HEIGHT + 2 * _MARGIN)),
-        _BACKGROUND_COLOR,
-    )
+    column_width, row_height = width + _MARGIN, height + 2 * _LINE_HEIGHT + 2 * _MARGIN
+    canvas_size = (_MARGIN + max(map(len, rows)) * column_width, _MARGIN + len(rows) * row_height)
+    canvas = Image.new("RGB", canvas_size, _BACKGROUND_COLOR)
     draw = ImageDraw.Draw(canvas)
     for prompt_index, row in enumerate(rows):
-        row_top = _MARGIN + prompt_index * (height + 2 * _LINE_HEIGHT + 2 * _MARGIN)
+        row_top = _MARGIN + prompt_index * row_height
         draw.text((_MARGIN, row_top), _truncate(row[0].prompt, canvas.width), fill=_TEXT_COLOR)
         for sample_index, sample in enumerate(row):
-            x_offset = _MARGIN + sample_index * (width + _MARGIN)
+            x_offset = _MARGIN + sample_index * column_width
             canvas.paste(_resize_pixels(sample.middle_frame, height, width), (x_offset, row_top + _LINE_HEIGHT))
             draw.text((x_offset, row_top + _LINE_HEIGHT + height), _truncate(sample.caption, width), fill=_TEXT_COLOR)
     return np.asarray(canvas)
@@ -134,8 +130,10 @@ def data_uri(path: Path) -> str:
 
 
 def _write_sample(folder: Path, name: str, sample: GeneratedSample) -> str:
+    from PIL import Image
+
     if sample.pixels.ndim == 3:
-        _to_image(sample.pixels).save(folder / f"{name}.png")
+        Image.fromarray(sample.pixels).save(folder / f"{name}.png")
         return f"{name}.png"
     _write_video(folder / f"{name}{VIDEO}", sample.pixels)
     return f"{name}{VIDEO}"
@@ -156,12 +154,9 @@ def _write_video(path: Path, frames: np.ndarray) -> None:
 
 
 def _cell_size(shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return height and width in pixels of the cells of a grid: small images are enlarged by a whole factor, large
-    images reduced."""
+    """Return height and width of a cell in pixels: small images grow by a whole factor, large images shrink."""
     height, width = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
-    scale = (
-        max(1, -(-_MIN_CELL_SIZE // width)) if width < _MIN_CELL_SIZE else min(1.0, _MAX_CELL_SIZE / max(height, width))
-    )
+    scale = -(-_MIN_CELL_SIZE // width) if width < _MIN_CELL_SIZE else min(1.0, _MAX_CELL_SIZE / max(height, width))
     return round(height * scale), round(width * scale)
 
 
@@ -169,13 +164,7 @@ def _resize_pixels(pixels: np.ndarray, height: int, width: int) -> Any:
     from PIL import Image
 
     resampling = Image.Resampling.LANCZOS if pixels.shape[0] > height else Image.Resampling.NEAREST
-    return _to_image(pixels).resize((width, height), resampling)
-
-
-def _to_image(pixels: np.ndarray) -> Any:
-    from PIL import Image
-
-    return Image.fromarray(pixels)
+    return Image.fromarray(pixels).resize((width, height), resampling)
 
 
 def make_data_uri(mime_type: str, content: bytes) -> str:

@@ -36,8 +36,7 @@ NO_TELEMETRY: dict[str, str] = {
 }
 """Environment variables that disable the telemetry of all libraries in use."""
 _WARNING_FILTERS = {"TORCH_LOGS": "-torch.utils._pytree"}
-"""Environment variables that suppress repeated warnings: torch logs a warning for each enumeration that torchao
-registers twice, through a separate log handler."""
+"""Environment variables against repeated warnings: torch logs one for each enumeration that torchao registers twice."""
 
 NOISY_LOGGERS = frozenset({
     "PIL", "accelerate", "asyncio", "datasets", "filelock", "fsspec", "httpcore", "httpx", "huggingface_hub",
@@ -46,8 +45,7 @@ NOISY_LOGGERS = frozenset({
 })  # fmt: skip
 """Names of top-level loggers whose records are shown only from level WARNING."""
 _ERROR_ONLY_LOGGERS = frozenset({"torchao", "vllm"})
-"""Names of top-level loggers whose records are shown only from level ERROR: vLLM logs a dozen warnings at each start
-and weight sync, and torchao one for each kernel that it cannot load."""
+"""Names of top-level loggers whose records are shown only from level ERROR: they log many warnings at each start."""
 
 _MIN_LOG_INTERVAL_SECONDS = 1.0
 
@@ -55,12 +53,9 @@ _LEVEL_NAMES = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 
 
 def configure(level: str | int = "INFO", stream: TextIO | None = None) -> None:
-    """Write every log record of this process as one line to `stream`; a later call replaces the configuration.
-
-    If `stream` is None, each record is written to the current `sys.stderr`, so that a live display can redirect it.
-    Call this function before importing vLLM, because it sets `VLLM_CONFIGURE_LOGGING=0`, without which vLLM adds its
-    own handler.
-    """
+    """Write every log record of this process as one line to `stream` (None: the current `sys.stderr`, which a live
+    display can redirect); a later call replaces the configuration. Call this function before importing vLLM, which adds
+    its own handler without `VLLM_CONFIGURE_LOGGING=0`."""
     if "VLLM_LOGGING_CONFIG_PATH" not in os.environ:
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     handler = LineHandler(stream)

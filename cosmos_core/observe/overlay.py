@@ -1,8 +1,4 @@
-"""Build one HTML page that compares several runs: changed settings, metrics, and the curves of all runs in shared
-plots.
-
-The page is built from the run directories with the templates of the report, and loads no external resources.
-"""
+"""Build one standalone HTML page that compares the settings, the metrics and the curves of several runs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,34 +12,27 @@ from cosmos_core.observe.previous_run import format_setting, resolved
 from cosmos_core.observe.record import RunRecord, read_run
 from cosmos_core.observe.report import environment
 
-_PAGE_TEMPLATE = "compare.html"
-
 
 def build(paths: Sequence[Path]) -> str:
-    """Return the HTML page that compares the runs at `paths`; stages of different runs are matched by name.
-
-    Raises:
-        ConfigError: there is only one run, a run is named twice, or there are more runs than colours and line styles.
-    """
+    """Return the HTML page that compares the runs at `paths`, stages by name; raise ConfigError if these are not 2 to 8
+    different runs."""
     names = [path.name for path in paths]
     if len(set(names)) < len(names) or not 2 <= len(names) <= MAX_LINES:
         raise ConfigError(f"cosmos compare --html takes 2 to {MAX_LINES} different runs; these are {', '.join(names)}")
     runs = [read_run(path) for path in paths]
     stages = list(dict.fromkeys(stage.name for run in runs for stage in run.stages))
-    lines_by_stage = [
-        (name, {run.path.name: stage.curves for run in runs for stage in run.stages if stage.name == name})
-        for name in stages
-    ]
-    curves = [(name, svg) for name, lines in lines_by_stage if (svg := overlay_svg(lines, REPORT_PANELS))]
-    page_template = environment().get_template(_PAGE_TEMPLATE)
-    return page_template.render(
-        runs=runs, settings=_list_changed_settings(runs), metrics=_compare_metrics(runs, stages), curves=curves
-    )
+    curves = []
+    for name in stages:
+        lines = {run.path.name: stage.curves for run in runs for stage in run.stages if stage.name == name}
+        if svg := overlay_svg(lines, REPORT_PANELS):
+            curves.append((name, svg))
+    settings, metrics = _list_changed_settings(runs), _compare_metrics(runs, stages)
+    template = environment().get_template("compare.html")
+    return template.render(runs=runs, settings=settings, metrics=metrics, curves=curves)
 
 
 def _list_changed_settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
-    """Return the settings that differ between runs, each as its key and one value per run. A setting that differs in
-    the same way in all stages is one row."""
+    """Return the settings that differ as key and one value per run; changes that all stages share are one row."""
     settings = [resolved(run.path) for run in runs]
     changes_by_stage: dict[str, list[tuple[str, ...]]] = {}
     for name in dict.fromkeys(name for run_settings in settings for name in run_settings):
@@ -55,8 +44,7 @@ def _list_changed_settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
 
 
 def _compare_metrics(runs: Sequence[RunRecord], stages: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the most important metrics of each stage with one value per run, and whether the change from the first to
-    the last run is better or worse."""
+    """Return the key metrics of each stage by run, and whether the change from first to last run is better or worse."""
     rows = []
     for name in stages:
         metrics = [next((stage.metrics for stage in run.stages if stage.name == name), {}) for run in runs]

@@ -1,15 +1,25 @@
 """Table of the decisions of `cosmos plan`: whether a run would reuse or run each stage, and the reasons."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich.table import Table
 
 from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.conditions import MetricCondition, parse_condition
 from cosmos_core.config.mesh import placements
-from cosmos_core.observe.smallest_effects import smallest_effects
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.target import split_target
+from cosmos_core.errors import CosmosError
+from cosmos_core.registry import is_import_path
+from cosmos_core.run.hub import call_with_timeout
+from cosmos_core.run.paired_items import num_required_items, published_item_folders, smallest_effect
 from cosmos_core.run.plan import Decision
+from cosmos_core.upload.base import open_target
 
 _ACTION_TEXTS = {"adopt": "be reused", "reuse": "be reused", "run": "run", "depends": "run unless unchanged"}
+_SECONDS = 8.0
+"""Maximum number of seconds to wait for the record of a publication target."""
 
 
 def plan_table(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Table:
@@ -19,10 +29,39 @@ def plan_table(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Table:
     for stage in pipeline.stages:
         decision = decisions[stage.name]
         table.add_row(stage.name, stage.kind, ", ".join(stage.after), _ACTION_TEXTS[decision.action], decision.reason)
-    sweeps_by_stage = [(stage.name, stage.sweep) for stage in pipeline.stages if stage.sweep is not None]
-    caption_lines = [
-        f"{name}: {sweep.mode} {sweep.metric} of {len(sweep.branches)} branches" for name, sweep in sweeps_by_stage
-    ]
-    caption_lines += [*placements(pipeline), *smallest_effects(pipeline)]
-    table.caption = "\n".join(caption_lines) or None
+    sweeps = [(stage.name, stage.sweep) for stage in pipeline.stages if stage.sweep is not None]
+    lines = [f"{name}: {sweep.mode} {sweep.metric} of {len(sweep.branches)} branches" for name, sweep in sweeps]
+    lines += [*placements(pipeline), *smallest_effects(pipeline)]
+    table.caption = "\n".join(lines) or None
     return table
+
+
+def smallest_effects(pipeline: Pipeline) -> Iterator[str]:
+    """Yield a line of text for each benchmark that a gate with `confidence` compares with the published model per item.
+    User-defined publication targets are left out, because user code is imported only when a stage runs."""
+    for stage in pipeline.stages:
+        conditions = [each for each in map(parse_condition, stage.require) if each.needs_published_model]
+        if not (conditions and stage.confidence and stage.target) or is_import_path(split_target(stage.target)[0]):
+            continue
+        try:
+            record = call_with_timeout(_SECONDS, open_target(stage.target).published)
+        except (CosmosError, TimeoutError) as error:
+            yield f"{stage.name}: what is published is not known: {error}"
+            continue
+        for condition in conditions if record else ():
+            for metric in record["metrics"]:
+                if any(map(condition.matches_metric, (metric, *(f"{each}.{metric}" for each in stage.after)))):
+                    yield from _describe_effects(stage, condition, metric, record)
+
+
+def _describe_effects(
+    stage: StageConfig, condition: MetricCondition, metric: str, record: dict[str, Any]
+) -> Iterator[str]:
+    items_folder = next(published_item_folders(record, metric), None)
+    if condition.comparison == "==" or items_folder is None:
+        return
+    if (count_and_effect := smallest_effect(metric, record["metrics"][metric], items_folder, stage.confidence)) is None:
+        return
+    (num_items, effect), margin = count_and_effect, abs(condition.offset)
+    text = f"{stage.name}: {num_items:,} items of {metric} show a difference of {effect:.2g} in 80 of 100 cases"
+    yield text + (f"; {margin:g} needs {num_required_items(num_items, effect, margin):,}" if margin else "")

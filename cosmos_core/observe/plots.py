@@ -49,10 +49,8 @@ Series = dict[str, tuple[list[float], list[float]]]
 
 
 def curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> bytes:
-    """Return a PNG with a panel for each metric family in `keys` that occurs, else with the text "no metrics yet".
-
-    `lines` are the parsed lines of `metrics.jsonl`. NaN, infinities and values beyond 1e300 leave a gap in the curve.
-    """
+    """Return a PNG with a panel for each metric family in `keys` that occurs in `lines` of `metrics.jsonl`, else with
+    "no metrics yet". NaN, infinities and values beyond 1e300 leave a gap in the curve."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -60,9 +58,8 @@ def curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> byt
     num_columns = max(1, min(3, len(panels)))
     num_rows = max(1, math.ceil(len(panels) / num_columns))
     with _plot_lock, matplotlib.rc_context(_MATPLOTLIB_STYLE):
-        figure = Figure(
-            figsize=(_PANEL_SIZE_INCHES[0] * num_columns, _PANEL_SIZE_INCHES[1] * num_rows), layout="constrained"
-        )
+        width, height = _PANEL_SIZE_INCHES
+        figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
         if not panels:
             figure.text(0.5, 0.5, "no metrics yet", ha="center", va="center", color=_TEXT_COLOR)
         for index, (name, series) in enumerate(panels.items()):
@@ -73,11 +70,8 @@ def curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> byt
 
 
 def curves_svg(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> str:
-    """Return one `<svg>` element for each metric family in `keys` that occurs, for an HTML page; empty if none occurs.
-
-    Colours are CSS variables, `--ink-soft`, `--grid`, `--line-0` to `--line-3`, with defaults, so that the plots follow
-    the light or dark mode of the page.
-    """
+    """Return one `<svg>` element for each metric family in `keys` that occurs, for an HTML page. Colours are the CSS
+    variables `--ink-soft`, `--grid`, `--line-0` to `--line-3`, with defaults, to follow the mode of the page."""
     return _draw_svg_panels(_collect_panels(lines, keys))
 
 
@@ -119,11 +113,10 @@ def _collect_panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dic
                 steps, values = panels[panel].setdefault(key, ([], []))
                 steps.append(float(step))
                 values.append(_to_plot_value(value))
-    finite_panels = {
-        name: {key: points for key, points in series.items() if any(map(math.isfinite, points[1]))}
-        for name, series in panels.items()
-    }
-    return {name: series for name, series in finite_panels.items() if len(series) > (name in _PANEL_TITLES)}
+    for series in panels.values():
+        for key in [key for key, (_, values) in series.items() if not any(map(math.isfinite, values))]:
+            del series[key]
+    return {name: series for name, series in panels.items() if len(series) > (name in _PANEL_TITLES)}
 
 
 def _get_panel_title(name: str) -> str:
@@ -144,9 +137,8 @@ def _draw_series(axes: Axes, name: str, series: Series) -> None:
         colour, style = _LINE_COLORS[index % len(_LINE_COLORS)], "-" if index < len(_LINE_COLORS) else "--"
         marker = "o" if len(steps) <= 12 else ""
         axes.plot(steps, values, style, color=colour, linewidth=1.4, marker=marker, markersize=2.8, label=key)
-    plotted_steps = {
-        x for steps, values in plotted_series.values() for x, y in zip(steps, values, strict=True) if math.isfinite(y)
-    }
+    points = [point for line in plotted_series.values() for point in zip(*line, strict=True)]
+    plotted_steps = {step for step, value in points if math.isfinite(value)}
     if len(plotted_steps) == 1:
         axes.set_xlim(min(plotted_steps) - 1, max(plotted_steps) + 1)
     axes.set_title(_get_panel_title(name), loc="left", fontsize=9, color=_TEXT_COLOR)
@@ -177,8 +169,6 @@ def _figure_to_svg(figure: Figure, label: str) -> str:
     svg_content = re.sub(r"\s*\n\s*", " ", svg_content).replace("xlink:href", "href")
     for colour, css_variable in _CSS_VARIABLES.items():
         svg_content = svg_content.replace(colour, css_variable)
-    width, height = (72 * size_in_inches for size_in_inches in _PANEL_SIZE_INCHES)
-    return (
-        f'<svg class="curve" role="img" aria-label="{escape(label)}" viewBox="0 0 {width:g} '
-        f'{height:g}">{svg_content}</svg>'
-    )
+    view_box = "0 0 {:g} {:g}".format(*(72 * size_in_inches for size_in_inches in _PANEL_SIZE_INCHES))
+    label = escape(label)
+    return f'<svg class="curve" role="img" aria-label="{label}" viewBox="{view_box}">{svg_content}</svg>'

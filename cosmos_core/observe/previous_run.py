@@ -15,9 +15,8 @@ _EXCLUDED_KEYS = ("recipe", "overrides")
 
 
 def compare_with_previous(run: RunRecord) -> dict[str, Any] | None:
-    """Return the previous run of the pipeline of a run, and its differences from the run: key, old and new value of
-    each changed setting, where a change that all stages share is listed once; and stage, metric, old value, new value
-    and verdict (`better`, `worse` or empty) for each metric of both runs. Return None for a first run."""
+    """Return the previous run of the pipeline of a run, with key, old and new value of each changed setting, and stage,
+    name, old value, new value and verdict (`better`, `worse` or empty) of each metric; None for a first run."""
     run_ids = [info.run_id for info in runs_in(run.path.parent) if info.pipeline == run.start_info.pipeline]
     if run.path.name not in run_ids or run_ids.index(run.path.name) == 0:
         return None
@@ -30,8 +29,7 @@ def compare_with_previous(run: RunRecord) -> dict[str, Any] | None:
 
 
 def resolved(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the settings in `pipeline.toml` of a run by stage name and dotted key. Stages without a name are left out;
-    the result is empty if the file is damaged."""
+    """Return the settings in `pipeline.toml` of a run by stage name and dotted key; empty if the file is damaged."""
     stages, settings = read_pipeline(path).get("stages", []), {}
     for stage in stages if isinstance(stages, list) else []:
         if isinstance(stage, dict) and isinstance(stage.get("name"), str):

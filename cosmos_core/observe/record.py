@@ -144,7 +144,7 @@ class StageRecord:
             return None
         begin_times = [begin for begin, _ in self.state.spans]
         signs = (self.state.heartbeat, self.state.renewed, self.progress and self.progress.heartbeat, *begin_times)
-        return max((liveness_time for liveness_time in signs if liveness_time), default=0.0)
+        return max((sign for sign in signs if sign), default=0.0)
 
     @property
     def resumable_step(self) -> int:
@@ -273,14 +273,10 @@ class RunRecord:
     @property
     def refused_stages(self) -> set[str]:
         """Return the names of all direct and indirect predecessors of the gates that refused."""
-        predecessors = {stage.name: stage.after for stage in self.stages}
         refused_names: set[str] = set()
-        pending_names = [name for stage in self.stages if stage.status == "refused" for name in stage.after]
-        while pending_names:
-            refused_names.add(name := pending_names.pop())
-            pending_names += [
-                predecessor for predecessor in predecessors.get(name, ()) if predecessor not in refused_names
-            ]
+        for stage in reversed(self.stages):  # in reverse topological order
+            if stage.status == "refused" or stage.name in refused_names:
+                refused_names.update(stage.after)
         return refused_names
 
     @property
@@ -288,14 +284,14 @@ class RunRecord:
         """Return the folder of the run's final model: the last export, or else the last model of any stage. Return None
         if there is no model, if a gate refused the model, or if the model exists only in an artifact store."""
         names = self.refused_stages
-        model_stages = [stage for stage in self.stages if stage.kind.makes != "publication" and stage.name not in names]
-        model_stages = [stage for stage in model_stages if "://" not in str(stage.info.get("model") or "://")]
-        exports = [
-            stage for stage in model_stages if stage.kind.makes == "model" and not stage.kind.trains_model
-        ] or model_stages
-        model = exports[-1].path / exports[-1].info["model"] if exports else None
-        is_remote = model is not None and not model.exists() and exports[-1].result and STORE_KEY in exports[-1].result
-        return None if is_remote else model
+        stages = [stage for stage in self.stages if stage.kind.makes != "publication" and stage.name not in names]
+        stages = [stage for stage in stages if "://" not in str(stage.info.get("model") or "://")]
+        exports = [stage for stage in stages if stage.kind.makes == "model" and not stage.kind.trains_model]
+        if not (exports or stages):
+            return None
+        stage = (exports or stages)[-1]
+        model: Path = stage.path / stage.info["model"]
+        return None if not model.exists() and STORE_KEY in (stage.result or {}) else model
 
     @property
     def trained_models(self) -> list[StageRecord]:
@@ -317,10 +313,8 @@ def read_run(path: Path) -> RunRecord:
     entries = [entry for entry in pipeline.get("stages", []) if isinstance(entry, dict) and "name" in entry]
     if not entries and (path / "stages").is_dir():
         entries = [{"name": folder.name} for folder in sorted((path / "stages").iterdir()) if folder.is_dir()]
-    parents = {}
-    for entry in entries:
-        names = entry.get("after", ())
-        parents[entry["name"]] = (names,) if isinstance(names, str) else tuple(names)
+    names_after = {entry["name"]: entry.get("after", ()) for entry in entries}
+    parents = {key: (names,) if isinstance(names, str) else tuple(names) for key, names in names_after.items()}
     start_info, depths = read_start_info(path) or RunStartInfo(), _compute_depths(parents)
     stages = [_read_stage(path / "stages" / entry["name"], entry, parents, depths, start_info) for entry in entries]
     name = str(pipeline.get("name") or start_info.pipeline or "pipeline")
@@ -328,10 +322,8 @@ def read_run(path: Path) -> RunRecord:
 
 
 def read_pipeline(path: Path) -> dict[str, Any]:
-    """Return the table `pipeline` of a run's `pipeline.toml`; empty if the file is missing or damaged.
-
-    The table contains all settings of all stages. It is cached and must not be changed.
-    """
+    """Return the table `pipeline` of a run's `pipeline.toml` with all settings of all stages, which is cached and must
+    not be changed; empty if the file is missing or damaged."""
     try:
         table = read_toml(path / PIPELINE).get("pipeline", {})
     except ConfigError:
@@ -343,14 +335,13 @@ def time_overhead(run: RunRecord) -> dict[str, float]:
     """Return seconds of the last command: `wall` time, `inside` stages, `overhead`; empty if its start is unknown."""
     if not run.began:
         return {}
-    wall_seconds, inside = max(0.0, run.end_time - run.began), busy_seconds(run, run.began)
-    return {"wall": wall_seconds, "inside": inside, "overhead": max(0.0, wall_seconds - inside)}
+    wall, inside = max(0.0, run.end_time - run.began), busy_seconds(run, run.began)
+    return {"wall": wall, "inside": inside, "overhead": max(0.0, wall - inside)}
 
 
 def busy_seconds(run: RunRecord, start_time: float) -> float:
     """Return the number of seconds since the unix time `start_time` in which at least one worker ran."""
-    now = time.time()
-    total_seconds, covered_until = 0.0, start_time
+    now, total_seconds, covered_until = time.time(), 0.0, start_time
     worker_states = [stage.state for stage in run.stages if stage.kind.in_worker]
     for begin, end in sorted(span for state in worker_states for span in state.closed_attempts(now)):
         total_seconds += max(0.0, end - max(begin, covered_until))
@@ -388,8 +379,7 @@ def _read_recorded_kind(name: str, recorded_kinds: dict[str, dict[str, Any]]) ->
 
 
 def _compute_depths(parents: dict[str, tuple[str, ...]]) -> dict[str, int]:
-    """Return `StageRecord.depth` by stage name, without recursion: the loop of a Python flow may add a thousand stages
-    that depend on each other."""
+    """Return `StageRecord.depth` by stage name, without recursion: a thousand stages may depend on each other."""
     try:
         names = [*TopologicalSorter(parents).static_order()]
     except CycleError:  # the pipeline is damaged

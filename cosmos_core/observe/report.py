@@ -14,12 +14,11 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from cosmos_core.observe import formatting, sections, usage
+from cosmos_core.observe import formatting, sections
 from cosmos_core.observe.costs import cost_of
 from cosmos_core.observe.dag import layout
 from cosmos_core.observe.previous_run import compare_with_previous
 from cosmos_core.observe.record import model_loading_code, read_run
-from cosmos_core.observe.sweeps import sweep_tables
 from cosmos_core.observe.trained import sample_rows, training_properties
 from cosmos_core.run.files import write_text
 from cosmos_core.run.stage import Stage
@@ -45,8 +44,8 @@ def build(run_path: Path, folder: Path | None = None) -> str:
         run=run_record, graph=layout(run_record), cards=sections.summary_cards(run_record),
         trained=training_properties(run_record),
         sample_rows=sample_rows(run_record), comparison=sections.comparison(run_record),
-        sweeps=sweep_tables(run_record),
-        before=compare_with_previous(run_record), cost=cost_of(run_path), resources=usage.resources(run_record),
+        sweeps=sections.sweep_tables(run_record),
+        before=compare_with_previous(run_record), cost=cost_of(run_path), resources=sections.resources(run_record),
         gates=[(stage, condition) for stage in run_record.stages for condition in stage.conditions],
         samples=sections.samples(run_record),
         lineage=sections.lineage(run_record),
@@ -65,7 +64,7 @@ def environment() -> Environment:
         "size": formatting.size, "json": json.dumps, "items_of": dict, "px": lambda length: f"{length:g}",
         "cut": lambda text: text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]}…",
         "label": sections.label, "headline": sections.headline, "times": sections.times,
-        "metrics": sections.metrics, "operators": sections.operators, "reward_bins": usage.reward_bins,
+        "metrics": sections.metrics, "operators": sections.operators, "reward_bins": sections.reward_bins,
         "info": sections.info, "curves": sections.curves, "rollouts": sections.rollouts,
         "drawings": sections.completion_media, "services": sections.services, "logs": sections.logs,
         "outcome_of": sections.outcome_of

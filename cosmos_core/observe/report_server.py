@@ -38,11 +38,8 @@ def report_url(run_path: Path) -> str:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """HTTP server for the reports of the runs in the folder `output_dir`; call `serve_forever` to run it.
-
-    Raises:
-        ConfigError: the token has fewer than 16 characters.
-    """
+    """HTTP server for the reports of the runs in the folder `output_dir`; call `serve_forever` to run it. The
+    constructor raises ConfigError if the token has fewer than 16 characters."""
 
     def __init__(self, output_dir: Path, token: str, address: tuple[str, int]) -> None:
         if len(token) < _MIN_TOKEN_LENGTH:

@@ -8,18 +8,20 @@ from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord
 from cosmos_core.run.directory import read_start_info
 from cosmos_core.run.liveness import has_lost_launcher, read_approval, start_of_dead_holder
-from cosmos_core.run.process import ran_on_this_machine
 from cosmos_core.run.state import ACTIVE
 
 
 def pause_or_death(run: RunRecord) -> str:
     """Return a message about a run that no flow executes: it was killed, its stages still run after its flow ended, it
-    waits for approval, or a person declined the publication. Return an empty string for any other run."""
-    if run.outcome == "declined":
+    waits for approval, or a person declined the publication; empty for any other run."""
+    outcome = run.outcome
+    if outcome == "declined":
         return "a person has declined: the model is not published"
-    if run.outcome == "waiting" and (approval := read_approval(run.path)):
+    if outcome == "waiting" and (approval := read_approval(run.path)):
         return f"waits for approval in the UI of Prefect until {formatting.format_time(approval.until)}"
-    return {"died": _describe_death, "running": _describe_running_stages}.get(run.outcome, lambda _: "")(run)
+    if outcome == "running":
+        return _describe_running_stages(run)
+    return _describe_death(run) if outcome == "died" else ""
 
 
 def _describe_running_stages(run: RunRecord) -> str:
@@ -43,8 +45,8 @@ def _describe_death(run: RunRecord) -> str:
         start = max(start_of_dead_holder(run.path) or 0.0, run.start_info.started)
         return f"died after {formatting.format_time(max(end_times, default=start))}, {resume_hint}"
     last_dead_stage = max(dead_stages, key=lambda stage: stage.died_at or 0.0)
-    host, step = last_dead_stage.state.launcher_host, _get_last_step(last_dead_stage)
-    host_text = f" on {host}" if host and not ran_on_this_machine(last_dead_stage.state.launcher_machine, host) else ""
+    state, step = last_dead_stage.state, _get_last_step(last_dead_stage)
+    host_text = f" on {state.launcher_host}" if state.launcher_host and not state.is_local else ""
     progress_text = f" after step {step}" if step else f" in {last_dead_stage.name}"
     return (
         f"died at {formatting.format_time(last_dead_stage.died_at)}{host_text}{progress_text}, "
@@ -53,11 +55,7 @@ def _describe_death(run: RunRecord) -> str:
 
 
 def enter_folder_of(run_path: Path) -> list[str]:
-    """Change to the folder in which a run was created, if it exists, and return a notice about the change.
-
-    Settings and user code may have names relative to that folder, and another folder may contain one with the name of a
-    model on the Hub.
-    """
+    """Change to the folder in which a run was created, which its settings may refer to; return notices of a change."""
     folder = start_info.working_directory if (start_info := read_start_info(run_path)) else ""
     if folder == os.getcwd() or not os.access(folder, os.X_OK):
         return []

@@ -13,8 +13,10 @@ from cosmos_core.observe.record import RunRecord, StageRecord, read_run
 from cosmos_core.observe.resuming import pause_or_death
 from cosmos_core.run.directory import PIPELINE, runs_in
 from cosmos_core.run.liveness import is_flow_running, read_holder, start_of_dead_holder
-from cosmos_core.run.process import ran_on_this_machine
 from cosmos_core.run.state import ACTIVE, FINISHED
+
+_MAX_START_DELAY_SECONDS = 60.0
+"""Number of seconds after which a stage with complete inputs is no longer expected to start."""
 
 
 def table_of_runs(output_dir: Path, max_runs: int) -> Table:
@@ -38,18 +40,14 @@ def table_of_runs(output_dir: Path, max_runs: int) -> Table:
 
 
 def run_differences(first_path: Path, second_path: Path, kinds: StageKinds) -> Iterator[str | Table]:
-    """Yield the differences between two runs: settings as lines of text, then a table of the metrics of shared stages.
-
-    Raises:
-        ConfigError: the pipeline of a run cannot be read.
-    """
+    """Yield the differences between two runs: settings as lines of text, then a table of the metrics of shared stages;
+    raise ConfigError if a pipeline cannot be read."""
     pipelines = [load_pipeline(path / PIPELINE, (), kinds) for path in (first_path, second_path)]
     lines = list(pipeline_differences(*pipelines))
     yield from lines or ["the settings are the same"]
-    runs = [read_run(path) for path in (first_path, second_path)]
-    stages = {stage.name: stage for stage in runs[1].stages}
+    stages = {stage.name: stage for stage in read_run(second_path).stages}
     table = Table("stage", "metric", first_path.name, second_path.name, "change")
-    for stage in runs[0].stages:
+    for stage in read_run(first_path).stages:
         if stage.name in stages:
             for row in _compare_stage_metrics(stage, stages[stage.name]):
                 table.add_row(stage.name, *row)
@@ -78,18 +76,15 @@ def is_inactive(run: RunRecord) -> bool:
     if is_flow_running(run.path):
         return False
     states = {stage.name: stage.status for stage in run.stages}
-    has_active_stage = any(state in ACTIVE for state in states.values())
+    if not ACTIVE.isdisjoint(states.values()):
+        return False
     waiting_stages = [stage for stage in run.stages if stage.status == "waiting"]
     has_ready_stage = any(all(states.get(name) in FINISHED for name in stage.after) for stage in waiting_stages)
-    if has_active_stage or not has_ready_stage or run.outcome == "stopped":
-        return not has_active_stage
+    if not has_ready_stage or run.outcome == "stopped":
+        return True
     holder = read_holder(run.path)
-    if holder and not holder.flow_state and ran_on_this_machine(holder.launcher_machine, holder.launcher_host):
+    if holder and not holder.flow_state and holder.is_local:
         # A stage may wait for hours, for GPUs, for a worker or for approval.
         return start_of_dead_holder(run.path) is not None or run.outcome not in {"running", "waiting"}
     newest_time = max([run.began, *(stage.state.ended or 0.0 for stage in run.stages)])
     return time.time() - newest_time >= _MAX_START_DELAY_SECONDS
-
-
-_MAX_START_DELAY_SECONDS = 60.0
-"""Number of seconds after which a stage with complete inputs is no longer expected to start."""

@@ -1,11 +1,9 @@
-"""Compute the content of the report as plain values: stages, prompts, metrics and files; `templates/` contains the
-layout.
-
-Each function takes the record of a run or of one of its stages.
-"""
+"""Compute the content of the report as plain values from the record of a run or a stage; the layout is in
+`templates/`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,8 @@ from cosmos_core.observe import formatting, gallery
 from cosmos_core.observe.costs import cost_card
 from cosmos_core.observe.plots import REPORT_PANELS, curves_svg
 from cosmos_core.observe.record import RunRecord, Sample, StageRecord, time_overhead
-from cosmos_core.observe.sweeps import stages_in_branches
 from cosmos_core.run.files import Document, parsed, read_json
+from cosmos_core.run.gpu_time import closed_intervals, gpu_seconds
 from cosmos_core.run.stage import PROFILES
 
 NUM_PROMPTS = 12
@@ -27,15 +25,16 @@ _NUM_FILES = 40  # number of output files listed for a stage
 _REWARD_COLUMNS = ("items", "errors", "ready", "restarts", "retried", "seconds")
 _LOGPROB_DIFFERENCE = "rollout/logprob_difference_p95"
 _REPORT_LABEL = "this page"
+_NUM_BINS = 10  # number of bins of a histogram of rewards
+_STATUS_ORDER = ("failed", "refused", "died", "stopped", "running", "retrying", "waiting", "done", "reused")
 
 
 def measured_stages(run: RunRecord) -> list[StageRecord]:
     """Return the stages whose validation metrics are compared: stages that only measure or choose or, if there are
-    none, all stages with validation metrics. Stages in branches of a sweep are left out, because the sweep has its own
-    table."""
+    none, all stages with validation metrics, except those in branches of a sweep, which has its own table."""
     branch_stages = stages_in_branches(run)
-    other_stages = [stage for stage in run.stages if stage.name not in branch_stages]
-    candidates = [stage for stage in other_stages if any(map(_is_validation, stage.metrics))]
+    measured = [stage for stage in run.stages if any(map(_is_validation, stage.metrics))]
+    candidates = [stage for stage in measured if stage.name not in branch_stages]
     return [stage for stage in candidates if stage.kind.makes == "metrics" or stage.kind.selects_branch] or candidates
 
 
@@ -51,27 +50,21 @@ def summary_cards(run: RunRecord) -> list[tuple[str, str]]:
         values = [formatting.number(stage_metrics[name]) for stage_metrics in metrics if name in stage_metrics]
         shown_cards.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
     shown_cards += [("log-prob difference, p95", f"≤ {max(logprob_differences):.1e}")] if logprob_differences else []
-    times = {"wall time": "wall", "inside stage workers": "inside", "overhead": "overhead"}
-    if seconds := time_overhead(run):
-        shown_cards += [(name, formatting.duration(seconds[key])) for name, key in times.items()]
+    names = {"wall": "wall time", "inside": "inside stage workers", "overhead": "overhead"}
+    shown_cards += [(names[key], formatting.duration(seconds)) for key, seconds in time_overhead(run).items()]
     shown_cards += cost_card(run).items()
     num_finished = sum(label(stage) in {"done", "reused", _REPORT_LABEL} for stage in run.stages)
     return [*shown_cards, ("stages finished", f"{num_finished} of {len(run.stages)}")]
 
 
 def comparison(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the table of validation metrics: the names of its columns, and one row per metric with its values and the
-    change from the first to the last column. If training validated before its first step, the first column shows that
-    validation."""
-    first_training = next((stage for stage in run.stages if stage.kind.trains_model), None)
-    initial_metrics = (
-        next((line for line in first_training.curves if line.get("step") == 0), {}) if first_training else {}
-    )
-    columns = (
-        [(f"before {first_training.name}", initial_metrics)]
-        if first_training and any(map(_is_validation, initial_metrics))
-        else []
-    )
+    """Return the table of validation metrics: the names of its columns, first that of a validation before training, and
+    one row per metric with its values and the change from the first to the last column."""
+    columns: list[tuple[str, dict[str, Any]]] = []
+    if first_training := next((stage for stage in run.stages if stage.kind.trains_model), None):
+        initial_metrics = next((line for line in first_training.curves if line.get("step") == 0), {})
+        if any(map(_is_validation, initial_metrics)):
+            columns.append((f"before {first_training.name}", initial_metrics))
     columns += [(stage.name, stage.metrics) for stage in measured_stages(run)]
     rows = []
     for key in dict.fromkeys(key for _, metrics in columns[-1:] + columns for key in metrics if _is_validation(key)):
@@ -203,10 +196,8 @@ def rollouts(stage: StageRecord) -> list[Sample]:
     if stage.kind.feed != "rollouts":
         return []
     steps = sorted({line.step for line in stage.samples})
-    shown_steps = [steps[0], steps[-1]] if len(steps) > 1 else steps
-    return [
-        line for step in shown_steps for line in [line for line in stage.samples if line.step == step][:_NUM_ROLLOUTS]
-    ]
+    lines = [[line for line in stage.samples if line.step == step] for step in dict.fromkeys(steps[:1] + steps[-1:])]
+    return [line for lines_of_step in lines for line in lines_of_step[:_NUM_ROLLOUTS]]
 
 
 class ProfiledOperator(Document):
@@ -228,20 +219,106 @@ def operators(stage: StageRecord) -> list[ProfiledOperator]:
 def completion_media(line: Sample) -> list[dict[str, Any]]:
     """Return the images and videos of a logged completion for the page, each with its reward."""
     shown_media = []
+    rewards = [formatting.number(value) if value is not None else "no valid reward" for value in line.rewards]
     for index, name in enumerate(line.media[:_MAX_SHOWN_SAMPLES]):
         path = Path(line.folder) / name
-        rewards = [formatting.number(value) if value is not None else "no valid reward" for value in line.rewards]
-        uri = gallery.data_uri(path)
-        shown_media.append({
-            "path": name, "uri": uri, "is_video": bool(uri) and path.suffix == gallery.VIDEO,
-            "caption": rewards[index] if index < len(rewards) else "",
-        })  # fmt: skip
+        uri, caption = gallery.data_uri(path), rewards[index] if index < len(rewards) else ""
+        is_video = bool(uri) and path.suffix == gallery.VIDEO
+        shown_media.append({"path": name, "uri": uri, "is_video": is_video, "caption": caption})
     return shown_media
 
 
 def _map_newest_samples(stage: StageRecord) -> dict[str, Sample]:
     newest_samples: dict[str, Sample] = {}
     for line in stage.samples:
-        if line.prompt not in newest_samples or line.step > newest_samples[line.prompt].step:
+        if line.step > newest_samples.setdefault(line.prompt, line).step:
             newest_samples[line.prompt] = line
     return newest_samples
+
+
+def resources(run: RunRecord) -> list[dict[str, Any]]:
+    """Return the resources of each stage that ran a worker process in this run: its machines, GPU hours, tokens per
+    second and the size of its output files in bytes."""
+    return [
+        {
+            "stage": stage, "machines": formatting.machines(stage.ranks), "gpu_hours": _compute_gpu_hours(stage),
+            "tokens_per_second": _median_tokens_per_second(stage),
+            "size": sum(file["size"] for file in stage.result["outputs"]) if stage.result else 0,
+        }
+        for stage in run.stages
+        if stage.seconds is not None and stage.kind.in_worker
+    ]  # fmt: skip
+
+
+def _compute_gpu_hours(stage: StageRecord) -> float:
+    """Return the GPU hours that a stage held; runs of earlier versions, without GPU intervals, give an estimate."""
+    if stage.state.holds:
+        return gpu_seconds(closed_intervals(stage.path)) / 3600
+    return (stage.seconds or 0.0) * sum(bool(rank.gpus) for rank in stage.ranks) / 3600
+
+
+def _median_tokens_per_second(stage: StageRecord) -> float | None:
+    """Return the median tokens per second over the steps, which slow first steps do not affect; None: not measured."""
+    speeds = sorted(value for line in stage.curves if (value := formatting.tokens_per_second(line)) is not None)
+    return speeds[len(speeds) // 2] if speeds else None
+
+
+def reward_bins(stage: StageRecord) -> list[dict[str, float]]:
+    """Return the bins of two histograms of the logged rewards of a training, one for each half of its steps; empty if
+    fewer than two steps or rewards differ. `first` and `last` are the fractions of the rewards of each half that lie in
+    a bin, in percent of the largest fraction of any bin."""
+    logged_rewards = [(line.step, value) for line in stage.samples for value in (line.rewards or [line.reward])]
+    rewards = [(step, value) for step, value in logged_rewards if value is not None and math.isfinite(value)]
+    steps = sorted({step for step, _ in rewards})
+    values = [value for _, value in rewards]
+    if stage.kind.feed != "rollouts" or len(steps) < 2:
+        return []
+    middle_step, min_reward = steps[len(steps) // 2], min(values)
+    bin_width = (max(values) - min_reward) / _NUM_BINS
+    if not 0 < bin_width < math.inf:
+        return []
+    counts = [[0] * _NUM_BINS, [0] * _NUM_BINS]
+    for step, value in rewards:
+        counts[step >= middle_step][min(_NUM_BINS - 1, int((value - min_reward) / bin_width))] += 1
+    fractions_by_half = [[count / sum(bin_counts) for count in bin_counts] for bin_counts in counts]
+    max_fraction = max(map(max, fractions_by_half))
+    return [
+        {
+            "low": min_reward + i * bin_width, "high": min_reward + (i + 1) * bin_width,
+            "first": 100 * fractions_by_half[0][i] / max_fraction, "num_first_half": counts[0][i],
+            "last": 100 * fractions_by_half[1][i] / max_fraction, "num_second_half": counts[1][i],
+        }
+        for i in range(_NUM_BINS)
+    ]  # fmt: skip
+
+
+def sweep_tables(run: RunRecord) -> list[dict[str, Any]]:
+    """Return a table of branches for each stage of a run that chooses among branches of a sweep. Each row has the
+    settings of a branch, the most urgent state among its stages, and the value of the metric that decides (None: not
+    measured yet); the best branch is first, and branches without a value are last."""
+    stages = {stage.name: stage for stage in run.stages}
+    tables = []
+    for stage, sweep in ((each, choice) for each in run.stages if (choice := each.sweep) and choice.branches):
+        keys = tuple(dict.fromkeys(key for sweep_branch in sweep.branches for key in sweep_branch.settings))
+        rows: list[dict[str, Any]] = []
+        for sweep_branch in sweep.branches:
+            branch_stages = [stages[name] for name in sweep_branch.stages if name in stages]
+            value = {k: v for each in branch_stages for k, v in each.metrics.items()}.get(sweep.metric)
+            stage_seconds = [each.seconds for each in branch_stages if each.seconds]
+            states = sorted((each.status for each in branch_stages), key=_STATUS_ORDER.index)
+            rows.append({
+                "name": sweep_branch.stages[0], "settings": tuple(sweep_branch.settings.get(key) for key in keys),
+                "state": states[0] if states else "waiting", "seconds": sum(stage_seconds) if stage_seconds else None,
+                "value": formatting.as_float(value) if isinstance(value, int | float) else None,
+                "is_chosen": stage.info.get("chosen") in sweep_branch.stages,
+            })  # fmt: skip
+        sort_sign = -1.0 if sweep.mode == "max" else 1.0
+        rows.sort(key=lambda row: ((value := row["value"]) is None or value != value, sort_sign * (value or 0.0)))
+        tables.append({"stage": stage, "metric": sweep.metric, "mode": sweep.mode, "keys": keys, "rows": rows})
+    return tables
+
+
+def stages_in_branches(run: RunRecord) -> set[str]:
+    """Return the names of all stages of a run that belong to a branch of a sweep."""
+    sweeps = [stage.sweep for stage in run.stages if stage.sweep is not None]
+    return {name for sweep in sweeps for sweep_branch in sweep.branches for name in sweep_branch.stages}

@@ -12,11 +12,7 @@ from cosmos_core.run.tail import FileTail
 
 def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
     """Write the log of a stage's newest attempt to standard output: once, or until the stage ends if `follow`, with the
-    logs of further attempts.
-
-    Raises:
-        ConfigError: the stage has no log yet.
-    """
+    logs of further attempts; raise ConfigError if the stage has no log yet."""
     logs = sorted(run_path.glob(f"stages/{stage or '*'}/logs/attempt_*.log"), key=lambda path: path.stat().st_mtime)
     if not logs:
         raise ConfigError(f"{run_path}: {f'stage {stage!r} has' if stage else 'no stage has'} logged anything yet")

@@ -1,19 +1,22 @@
 """Summary of each training of a run: base model, data with a sample row, learning rate, batch, steps and reward.
 
-The summary is made from the resolved settings in `pipeline.toml` and the files of the stages; unknown values are left
-out.
+It is made from the settings in `pipeline.toml` and the files of the stages; unknown values are left out.
 """
 
+from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.difference import flat
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord, read_pipeline
-from cosmos_core.observe.sample_row import sample_row
 from cosmos_core.run.files import read_object
 
 _STAGE_PREFIX = "stage:"
 _DIGEST_LETTERS = 12
+_MAX_SHOWN_TOKENS = 400
 _PARTIAL_KEYS = ("policy.freeze_pattern", "policy.trainable_pattern", "policy.trainable_map")
 
 
@@ -23,46 +26,41 @@ def training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tuple[st
     rows = []
     for stage in run.stages:
         entry = entries.get(stage.name)
-        if stage.kind.trains_model and entry and isinstance(entry.get("overrides"), dict):
-            model = _find_base_model(entry)
-            base_model = (
-                f"what stage {model.removeprefix(_STAGE_PREFIX)} made" if model.startswith(_STAGE_PREFIX) else model
-            )
-            data_stages = _trace_data_stages(entries, stage.name)
-            properties = [
-                ("base model", base_model),
-                ("digest of the model", _format_source_digests(run, data_stages[:1], "model")),
-                ("data", _describe_data(run, entries, data_stages)),
-                ("digest of the data", _format_source_digests(run, data_stages, "data")),
-                *_list_training_settings(stage, flat(entry["overrides"])),
-            ]  # fmt: skip
-            rows.append((stage, [(name, value) for name, value in properties if value]))
+        if not (stage.kind.trains_model and entry and isinstance(entry.get("overrides"), dict)):
+            continue
+        model, data_stages = _find_base_model(entry), _trace_data_stages(entries, stage.name)
+        if model.startswith(_STAGE_PREFIX):
+            model = f"what stage {model.removeprefix(_STAGE_PREFIX)} made"
+        properties = [
+            ("base model", model),
+            ("digest of the model", _format_source_digests(run, data_stages[:1], "model")),
+            ("data", _describe_data(run, entries, data_stages)),
+            ("digest of the data", _format_source_digests(run, data_stages, "data")),
+            *_list_training_settings(stage, flat(entry["overrides"])),
+        ]
+        rows.append((stage, [(name, value) for name, value in properties if value]))
     return rows
 
 
 def sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]]]]:
-    """Return each training stage with its first row as a list of texts, each with whether the loss includes it. A data
-    set that several stages use is shown once."""
+    """Return each training stage with its first row as texts, each with whether the loss includes it."""
     entries = _read_stage_entries(run)
     stages = {stage.name: stage for stage in run.stages}
     shown_rows: dict[str, tuple[StageRecord, list[tuple[str, bool]]]] = {}
     for stage in run.stages:
         entry = entries.get(stage.name)
-        if stage.kind.trains_model and entry:
-            data_stages = _trace_data_stages(entries, stage.name)
-            prepare_stages = [name for name in data_stages if name in stages and (stages[name].path / "data").is_dir()]
-            base_model = _find_base_model(entry)
-            model_stage = (
-                stages.get(base_model.removeprefix(_STAGE_PREFIX)) if base_model.startswith(_STAGE_PREFIX) else None
-            )
-            model_paths = [
-                each.path / str(each.info["model"]) for each in (stage, model_stage) if each and each.info.get("model")
-            ]
-            for name in prepare_stages[:1]:
-                if name not in shown_rows and (
-                    row := sample_row(stages[name].path / "data", [*model_paths, base_model])
-                ):
-                    shown_rows[name] = (stage, row)
+        if not (stage.kind.trains_model and entry):
+            continue
+        data_stages = [stages[name] for name in _trace_data_stages(entries, stage.name) if name in stages]
+        data_stage = next((each for each in data_stages if (each.path / "data").is_dir()), None)
+        if data_stage is None or data_stage.name in shown_rows:
+            continue
+        base_model = _find_base_model(entry)
+        is_stage = base_model.startswith(_STAGE_PREFIX)
+        model_stages = (stage, stages.get(base_model.removeprefix(_STAGE_PREFIX)) if is_stage else None)
+        models = [each.path / str(each.info["model"]) for each in model_stages if each and each.info.get("model")]
+        if row := _sample_row(data_stage.path / "data", [*models, base_model]):
+            shown_rows[data_stage.name] = (stage, row)
     return list(shown_rows.values())
 
 
@@ -86,8 +84,7 @@ def _trace_data_stages(entries: dict[str, dict[str, Any]], name: str) -> list[st
 
 
 def _format_source_digests(run: RunRecord, stage_names: list[str], source_kind: str) -> str:
-    """Return the digests of the external models or external data sets (`model` or `data`) that a chain of stages
-    has read."""
+    """Return the digests of the external models or data sets (`model` or `data`) that a chain of stages has read."""
     results = [stage.result for stage in run.stages if stage.name in stage_names and stage.result]
     sources = [source for result in results for source in result.get("sources", ()) if source["kind"] == source_kind]
     return ", ".join(dict.fromkeys(source["digest"][:_DIGEST_LETTERS] for source in sources))
@@ -110,13 +107,12 @@ def _describe_data(run: RunRecord, entries: dict[str, dict[str, Any]], stage_nam
     source = source or (f"what stage {stage_names[-1]} made" if len(stage_names) > 1 else "")
     paths = [stage.path / "data" / "statistics.json" for stage in run.stages if stage.name in stage_names]
     row_statistics = next((statistics for path in paths if (statistics := read_object(path))), {})
-    row_count_texts = [
-        f"{formatting.number(split_statistics['rows'])} rows{' held out' if split_name == 'validation' else ''}"
-        for split_name in ("train", "validation")
-        if isinstance(split_statistics := row_statistics.get(split_name), dict)
-        and isinstance(split_statistics.get("rows"), int)
-    ]
-    return ", ".join([source, *row_count_texts] if source else row_count_texts)
+    texts = [source] if source else []
+    for split_name, suffix in (("train", ""), ("validation", " held out")):
+        split_statistics = row_statistics.get(split_name)
+        if isinstance(split_statistics, dict) and isinstance(split_statistics.get("rows"), int):
+            texts.append(f"{formatting.number(split_statistics['rows'])} rows{suffix}")
+    return ", ".join(texts)
 
 
 def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> list[tuple[str, str]]:
@@ -127,17 +123,14 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
     policy_prefix = "train_policy."
     (step, total), has_rollouts = stage.position, stage.kind.feed == "rollouts"
     lora_rank, num_generations = settings.get("policy.lora.r"), settings.get("rollout.n_generation")
-    rates = {
-        key.removeprefix("train.optm_lr").removeprefix("."): rate
-        for key, rate in settings.items()
-        if key.startswith("train.optm_lr") and isinstance(rate, int | float)
-    }
+    prefix = "train.optm_lr"
+    rates = {key.removeprefix(prefix).removeprefix("."): settings[key] for key in settings if key.startswith(prefix)}
+    rates = {path: rate for path, rate in rates.items() if isinstance(rate, int | float)}
     is_partial = any(key.startswith(_PARTIAL_KEYS) and value not in ([], {}) for key, value in settings.items())
     policy_type, variant = setting_text(f"{policy_prefix}type"), setting_text(f"{policy_prefix}variant")
     algorithm_name = setting_text(f"{policy_prefix}trainer_type") or policy_type
-    warmup_template = (
-        "warmup of {} steps" if settings.get("train.optm_warmup_steps", 1) >= 1 else "warmup of {} of all steps"
-    )
+    is_count = settings.get("train.optm_warmup_steps", 1) >= 1
+    warmup_template = "warmup of {} steps" if is_count else "warmup of {} of all steps"
     setting_groups: list[tuple[str, list[Any]]] = [
         ("algorithm", [algorithm_name, variant if algorithm_name == policy_type != variant else ""]),
         ("trains", [f"LoRA of rank {lora_rank}" if lora_rank else "some weights" if is_partial else "all weights",
@@ -156,8 +149,7 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
 
 
 def _list_rewards(settings: dict[str, Any]) -> list[str]:
-    """Return the rewards of a training with their weights: those of the reward service, those of each data set of a
-    mixture, or those of the algorithm."""
+    """Return the rewards of a training with their weights: of the reward service, the data sets, or the algorithm."""
     policy = "train.train_policy."
     if settings.get(f"{policy}use_remote_reward"):
         functions = settings.get(f"{policy}remote_reward.reward_fns", ())
@@ -166,3 +158,42 @@ def _list_rewards(settings: dict[str, Any]) -> list[str]:
     default = {key.removeprefix(prefix): weight for key, weight in settings.items() if key.startswith(prefix)}
     weights = [source.get("reward_function") or default for source in settings.get(f"{policy}datasets") or [{}]]
     return list(dict.fromkeys(f"{name} x {weight:g}" for each in weights for name, weight in each.items()))
+
+
+def _sample_row(data: Path, models: Iterable[str | Path]) -> list[tuple[str, bool]]:
+    """Return the first training row in the folder `data` as texts, each with whether the loss includes it, decoded with
+    the first `tokenizer.json` in the folders `models`; empty if there is none, or if the row has no text."""
+    tokenizer = next((file for name in models if (file := Path(name) / "tokenizer.json").is_file()), None)
+    if tokenizer is None or not (row := _read_first_row(data / "train.arrow")):
+        return []
+    from tokenizers import Tokenizer
+
+    try:
+        decode = Tokenizer.from_file(str(tokenizer)).decode
+    except Exception:  # noqa: BLE001 - for a damaged file, tokenizers raises the class Exception itself
+        return []
+    text_segments: list[tuple[str, bool]] = []
+    for name in [name for name in row if name.endswith("_ids") and row[name]]:
+        column = name.removesuffix("_ids")
+        mask = row.get("loss_mask" if column == "input" else f"{column}_mask") or [0] * len(row[name])
+        text_segments += [(f"\n{column}: " if text_segments else f"{column}: ", False)] if column != "input" else []
+        masked_tokens = list(zip(mask, row[name], strict=False))[:_MAX_SHOWN_TOKENS]
+        for is_learned, token_group in groupby(masked_tokens, key=itemgetter(0)):
+            text = decode([token for _, token in token_group], skip_special_tokens=False)
+            text_segments.append((text, bool(is_learned)))
+        text_segments += [("…", False)] if len(row[name]) > _MAX_SHOWN_TOKENS else []
+    return text_segments
+
+
+def _read_first_row(file: Path) -> dict[str, Any]:
+    """Return token ids and masks in the first row of an Arrow file by column name; empty if it cannot be read."""
+    import pyarrow as pa
+
+    try:
+        with pa.memory_map(str(file)) as source:
+            table = pa.ipc.open_file(source).get_batch(0).slice(0, 1)
+            names = [name for name in table.schema.names if name.endswith(("_ids", "_mask"))]
+            rows: list[dict[str, Any]] = table.select(names).to_pylist()
+    except (OSError, pa.ArrowException, IndexError):
+        return {}
+    return rows[0] if rows else {}

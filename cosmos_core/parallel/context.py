@@ -33,13 +33,11 @@ class RowShard(NamedTuple):
 
 
 def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed_attention: str) -> None:
-    """Make the attention of a model exchange tokens and heads over the ranks of `mesh`.
-
-    `packed_attention` is the name under which transformers has registered the attention function for packed rows.
+    """Make the attention of a model exchange tokens and heads over the ranks of `mesh`. `packed_attention` is the name
+    under which transformers has registered the attention function for packed rows.
 
     Raises:
-        ModelError: the model does not use the attention `packed_attention`, or its number of heads is not divisible by
-            the number of ranks.
+        ModelError: the model uses other attention, or its number of heads is not divisible by the number of ranks.
     """
     check_heads(model, "cp_size", mesh.size())
     if model.config.get_text_config()._attn_implementation != packed_attention:
@@ -67,7 +65,6 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed_attention: str) ->
 
 def shard_rows(inputs: dict[str, Any], scored_N: Tensor, mesh: DeviceMesh) -> RowShard:
     """Return this rank's shard of packed rows, whose length in tokens must be divisible by the number of ranks.
-
     `inputs` are the model inputs of the packed rows, `scored_N` the indices of the tokens whose outputs the loss needs.
     """
     ids_1P = inputs["input_ids"]
@@ -81,10 +78,8 @@ def shard_rows(inputs: dict[str, Any], scored_N: Tensor, mesh: DeviceMesh) -> Ro
 
 
 def gather_scored(values: Tensor, is_local_N: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the values of all scored tokens on every rank; `values` are those of the tokens in this rank's shard.
-
-    In the backward pass, the gradient of each value goes to the rank whose shard contains the token.
-    """
+    """Return the values of all scored tokens on every rank; `values` are those of the tokens in this rank's shard, to
+    which their gradients go in the backward pass."""
     all_values: Tensor = _GatherScored.apply(values, is_local_N, mesh.get_group())
     return all_values
 

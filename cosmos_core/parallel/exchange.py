@@ -28,17 +28,13 @@ Without the lock, a thread that leaves `safe_globals` would remove the classes w
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the values of all ranks of a process group, in the order of ranks; `group` None: the default group."""
     local_bytes = _to_bytes(value)
-    byte_counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(byte_counts, torch.tensor([len(local_bytes)]), group=group)
-    max_bytes = max(int(num_bytes) for num_bytes in byte_counts)
-    received_bytes = [torch.empty(max_bytes, dtype=torch.uint8) for _ in byte_counts]
-    dist.all_gather(
-        received_bytes, torch.nn.functional.pad(local_bytes, (0, max_bytes - len(local_bytes))), group=group
-    )
-    return [
-        _from_bytes(packed_bytes[: int(num_bytes)])
-        for packed_bytes, num_bytes in zip(received_bytes, byte_counts, strict=True)
-    ]
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, torch.tensor([len(local_bytes)]), group=group)
+    max_bytes = int(max(counts))
+    received = [torch.empty(max_bytes, dtype=torch.uint8) for _ in counts]
+    padded_bytes = torch.nn.functional.pad(local_bytes, (0, max_bytes - len(local_bytes)))
+    dist.all_gather(received, padded_bytes, group=group)
+    return [_from_bytes(packed_bytes[: int(count)]) for packed_bytes, count in zip(received, counts, strict=True)]
 
 
 def broadcast(value: T, source: int = 0, group: dist.ProcessGroup | None = None) -> T:

@@ -29,13 +29,11 @@ _DISPATCH_STYLE = "ep_dispatch_experts"
 
 def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> None:
     """Keep this rank's experts of every layer, sharded over `mesh.expert_fsdp`, and dispatch tokens to experts of other
-    ranks.
-
-    Call this function before `apply_fsdp`.
+    ranks; call this function before `apply_fsdp`.
 
     Raises:
-        ModelError: the model has no plan that dispatches tokens, an adapter wraps the experts, or the number of experts
-            is not divisible by the number of ranks.
+        ModelError: the model has no plan that dispatches tokens, an adapter wraps the experts, or their number is not
+            divisible by the number of ranks.
     """
     from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel  # transformers 5.17 lacks this class
 
@@ -43,9 +41,8 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> N
     expert_patterns = [pattern for pattern, style in model.ep_plan.items() if style == _DISPATCH_STYLE]
     expert_layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
     error_prefix = f"policy.parallelism.ep_size = {mesh.expert.size()}: {type(model).__name__}"
-    if not expert_patterns or not (
-        expert_layers or mesh.pipeline
-    ):  # with a pipeline, all layers of this rank may be dense
+    # With a pipeline, all layers of this rank may be dense.
+    if not expert_patterns or not (expert_layers or mesh.pipeline):
         raise ModelError(
             f"{error_prefix} has no plan that sends tokens to experts; set it to 1 and raise dp_shard_size"
         )
@@ -57,27 +54,20 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> N
         EpDispatchExpertsParallel().install_forward(experts, mesh.expert)
         experts.forward = torch.compiler.disable(experts.forward)  # torch would recompile for each number of tokens
         if mesh.expert_fsdp is not None:
-            get_shard_placement = partial(expert_sharding, mesh.expert_fsdp.shape[-1])
-            fully_shard(
-                experts, mesh=mesh.expert_fsdp, shard_placement_fn=get_shard_placement, **fsdp_arguments(train_config)
-            )
+            placement = partial(expert_sharding, mesh.expert_fsdp.shape[-1])
+            arguments = fsdp_arguments(train_config)
+            fully_shard(experts, mesh=mesh.expert_fsdp, shard_placement_fn=placement, **arguments)
 
 
 def keep_local_experts(experts: Any, expert_mesh: DeviceMesh, error_prefix: str) -> None:
-    """Keep this rank's experts of a layer, and remove the experts of other ranks from the module.
-
-    Raises:
-        ModelError: the number of experts is not divisible by the number of ranks; the message begins with
-            `error_prefix`.
-    """
-    if experts.num_experts % expert_mesh.size():
-        largest_valid_size = gcd(experts.num_experts, expert_mesh.size())
-        raise ModelError(
-            f"{error_prefix} has {experts.num_experts} experts, which do not divide by it; set it to "
-            f"{largest_valid_size}"
-        )
+    """Keep this rank's experts of a layer, and remove the others from the module; raise a `ModelError`, which begins
+    with `error_prefix`, if the number of experts is not divisible by the number of ranks."""
+    num_experts, num_ranks = experts.num_experts, expert_mesh.size()
+    if num_experts % num_ranks:
+        remedy = f"set it to {gcd(num_experts, num_ranks)}"
+        raise ModelError(f"{error_prefix} has {num_experts} experts, which do not divide by it; {remedy}")
     for name, parameter in experts.named_parameters():
-        local_weights = parameter.detach().chunk(expert_mesh.size())[expert_mesh.get_local_rank()].clone()
+        local_weights = parameter.detach().chunk(num_ranks)[expert_mesh.get_local_rank()].clone()
         sharded_weights = DTensor.from_local(local_weights, expert_mesh, [Shard(0)], run_check=False)
         experts.register_parameter(name, nn.Parameter(sharded_weights, requires_grad=parameter.requires_grad))
-    experts.num_experts //= expert_mesh.size()
+    experts.num_experts = num_experts // num_ranks

@@ -34,10 +34,8 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 
 def fsdp_arguments(train: TrainConfig, *, should_cast: bool = True) -> dict[str, Any]:
-    """Return the arguments of torch's `fully_shard` for the settings in the recipe table `train`.
-
-    `should_cast`: whether weights are gathered in `param_dtype`, the dtype in which autocast multiplies them.
-    """
+    """Return the arguments of torch's `fully_shard` for the settings in the recipe table `train`; `should_cast`:
+    whether weights are gathered in `param_dtype`, the dtype in which autocast multiplies them."""
     param_dtype = getattr(torch, train.param_dtype) if should_cast and gathers_in_param_dtype(train) else None
     policy = MixedPrecisionPolicy(param_dtype, getattr(torch, train.fsdp_reduce_dtype), cast_forward_inputs=False)
     arguments: dict[str, Any] = {"mp_policy": policy}
@@ -70,17 +68,11 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
     def placement(parameter: nn.Parameter) -> Shard | None:
         return expert_sharding(num_shards, parameter) if parameter in tp_expert_weights else None
 
-    fsdp_options: dict[str, Any] = {
-        "mesh": mesh.fsdp,
-        "ignored_params": ep_expert_weights,
-        "shard_placement_fn": placement,
-    }
-    should_reshard = {"always": True, "never": False, "default": mesh.pipeline is None}[
-        train.fsdp_reshard_after_forward
-    ]
+    options: Any = {"mesh": mesh.fsdp, "ignored_params": ep_expert_weights, "shard_placement_fn": placement}
+    resharding = {"always": True, "never": False, "default": mesh.pipeline is None}[train.fsdp_reshard_after_forward]
     for block in blocks_of(model):
-        fully_shard(block, reshard_after_forward=should_reshard, **fsdp_options, **fsdp_arguments(train))
-    fully_shard(root, reshard_after_forward=False, **fsdp_options, **fsdp_arguments(train, should_cast=False))
+        fully_shard(block, reshard_after_forward=resharding, **options, **fsdp_arguments(train))
+    fully_shard(root, reshard_after_forward=False, **options, **fsdp_arguments(train, should_cast=False))
     register_fsdp_forward_method(root, "probe")
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -89,10 +81,8 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model: the modules of the classes in its `_no_split_modules`.
-
-    Blocks inside another block are left out, because some model families list a block and also a module within it.
-    """
+    """Return the blocks of a model: the modules of the classes in its `_no_split_modules`, without those inside another
+    block, because some model families list a block and also a module within it."""
     block_class_names = set(getattr(model, "_no_split_modules", None) or ())
     blocks: list[nn.Module] = []
     nested_modules: set[nn.Module] = set()
@@ -104,11 +94,9 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def expert_sharding(num_shards: int, parameter: nn.Parameter) -> Shard:
-    """Return how FSDP shards the weight of experts, of shape (experts, features, ...).
-
-    The weight is sharded within each expert (dimension 1) if that dimension is divisible by `num_shards`, because a
-    rank may have fewer experts than there are shards; otherwise by experts (dimension 0).
-    """
+    """Return how FSDP shards the weight of experts, of shape (experts, features, ...): within each expert if its
+    features are divisible by `num_shards`, because a rank may have fewer experts than there are shards; else by
+    experts."""
     return Shard(0 if parameter.shape[1] % num_shards else 1)
 
 
@@ -131,29 +119,21 @@ def reshard(root: nn.Module) -> None:
 
 def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the full tensor for each of `tensors` (of a model: its state dict), in the same order on all
-    ranks.
-
-    The function is collective: all ranks must iterate together. A tensor that some ranks lack, such as a weight of
-    another pipeline stage, is broadcast by the lowest rank that has it. A tensor that is not sharded is yielded without
-    a copy, so the caller must copy it to keep its values.
-    """
+    ranks, which must iterate together. A tensor that some ranks lack, such as a weight of another pipeline stage, is
+    broadcast by the lowest rank that has it. A tensor that is not sharded is yielded without a copy."""
     local_tensors = tensors.state_dict(keep_vars=True) if isinstance(tensors, nn.Module) else tensors
-    all_metadata: dict[str, tuple[torch.Size, torch.dtype, str]] = {}
-    holder_ranks: dict[str, list[int]] = {}
     local_metadata = {name: (t.shape, t.dtype, local_shard(t).device.type) for name, t in local_tensors.items()}
-    for rank, metadata in enumerate(all_gather_object(local_metadata)):
-        all_metadata |= metadata
-        for name in metadata:
-            holder_ranks.setdefault(name, []).append(rank)
-    for name, (shape, dtype, device) in all_metadata.items():
-        tensor = local_tensors.get(name)
-        # A rank without the tensor receives it on the device type of its holder, which selects NCCL or gloo.
-        full_tensor = (
-            torch.empty(shape, dtype=dtype, device=device) if tensor is None else _full_tensor(tensor.detach())
-        )
-        if len(holder_ranks[name]) < num_ranks():
+    metadata_by_rank = all_gather_object(local_metadata)
+    for name in dict.fromkeys(name for metadata in metadata_by_rank for name in metadata):
+        holder_ranks = [rank for rank, metadata in enumerate(metadata_by_rank) if name in metadata]
+        if name in local_tensors:
+            full_tensor = _full_tensor(local_tensors[name].detach())
+        else:  # the tensor is received on the device type of its holder, which selects NCCL or gloo
+            shape, dtype, device = metadata_by_rank[holder_ranks[-1]][name]
+            full_tensor = torch.empty(shape, dtype=dtype, device=device)
+        if len(holder_ranks) < num_ranks():
             full_tensor = full_tensor.contiguous()
-            dist.broadcast(full_tensor, src=holder_ranks[name][0])
+            dist.broadcast(full_tensor, src=holder_ranks[0])
         yield name, full_tensor
 
 
@@ -162,22 +142,15 @@ def _full_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_without_weights(model: ModuleT) -> ModuleT:
-    """Return a copy of a model with parameters on the meta device, which take no memory.
-
-    Call this function before `apply_fsdp`, which changes the classes of modules.
-    """
-    memo: dict[int, object] = {
-        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
-    }
-    return copy.deepcopy(model, memo)
+    """Return a copy of a model with parameters on the meta device, which take no memory; call this function before
+    `apply_fsdp`, which changes the classes of modules."""
+    meta_parameters = {p: nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, {id(parameter): meta for parameter, meta in meta_parameters.items()})
 
 
 def gather_into(meta_model: ModuleT, model: nn.Module) -> ModuleT | None:
     """Fill `meta_model`, a copy of `model` without weights, with the weights of the sharded `model`; return it on the
-    CPU.
-
-    The function is collective; ranks other than the first return None.
-    """
+    CPU, and None on other ranks than the first. The function is collective."""
     tensors = {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model) if is_first()}
     if not is_first():
         return None
@@ -214,10 +187,8 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients of `parameters`, whose total norm is `norm`, down to the norm `max_norm`.
-
-    Gradients stay unchanged if `max_norm` is 0, or if their norm is smaller than `max_norm` or not finite.
-    """
+    """Scale the gradients of `parameters`, whose total norm is `norm`, down to the norm `max_norm`, unless `max_norm`
+    is 0, or their norm is smaller or not finite."""
     if max_norm > 0 and torch.isfinite(norm):
         for mesh_parameters in group_by_mesh(parameters):
             torch.nn.utils.clip_grads_with_norm_(mesh_parameters, max_norm, norm)

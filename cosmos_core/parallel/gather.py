@@ -20,16 +20,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cosmos_core.parallel.fsdp import full_tensors, local_shard, shard_bounds
-from cosmos_core.parallel.mesh import all_gather_object, any_rank, broadcast_object, rank_number
+from cosmos_core.parallel.mesh import all_gather_object, any_rank, broadcast_object, is_first, rank_number
 
 _ALIGNMENT = 64
 
 
 class Gatherer:
-    """Gatherer of full tensors of a sharded model.
-
-    It is collective: all ranks must create a gatherer together and call its methods in the same order.
-    """
+    """Gatherer of full tensors of a sharded model; all ranks must create it together and call its methods in the same
+    order."""
 
     def __init__(self, tensors: Mapping[str, Tensor], max_bytes: int) -> None:
         """Store this rank's `tensors`, full or sharded, and exchange with all ranks which rank has which tensor.
@@ -37,10 +35,10 @@ class Gatherer:
         `max_bytes` is the maximum total size of the full tensors in one call of `full`.
         """
         self.tensors, self._max_bytes = tensors, max_bytes
-        self._holder_ranks: dict[str, list[int]] = {}
+        self._first_holders: dict[str, int] = {}
+        """Lowest rank that has a tensor, by name."""
         for rank, names in enumerate(all_gather_object(list(tensors))):
-            for name in names:
-                self._holder_ranks.setdefault(name, []).append(rank)
+            self._first_holders = dict.fromkeys(names, rank) | self._first_holders
         is_on_cpu = all(local_shard(tensor).device.type == "cpu" for tensor in tensors.values())
         self._is_shared = not any_rank(not is_on_cpu) and _is_one_machine()
         # Two buffers: a loop over tensors may still refer to a tensor of the previous call during the next call.
@@ -48,9 +46,7 @@ class Gatherer:
 
     def gather_full(self, tensor_specs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the requested full tensors by name; their memory is reused when all references to them are gone.
-
-        `tensor_specs` has tensors of the same shape and dtype, which may be on the meta device.
-        """
+        `tensor_specs` has tensors of the same shape and dtype, which may be on the meta device."""
         if self._is_shared and (shared_memory := self._reusable_memory(tensor_specs)) is not None:
             return self._gather_by_shared_memory(shared_memory, tensor_specs)
         tensors = dict(full_tensors({name: self.tensors[name] for name in tensor_specs if name in self.tensors}))
@@ -88,7 +84,7 @@ class Gatherer:
         if isinstance(tensor, DTensor):
             coordinate = tensor.device_mesh.get_coordinate() or ()
             return all(index == 0 for index, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())
-        return self._holder_ranks[name][0] == rank_number()
+        return self._first_holders[name] == rank_number()
 
 
 class _SharedMemory:
@@ -106,21 +102,18 @@ class _SharedMemory:
         return sys.getrefcount(self._memory_view) > self._num_references
 
     def tensor(self, byte_offset: int, tensor_spec: Tensor) -> Tensor:
-        """Return the memory from byte offset `byte_offset` as a tensor with the shape and dtype of `tensor_spec`,
-        without a copy."""
+        """Return the memory from `byte_offset` on as a tensor of the shape and dtype of `tensor_spec`, uncopied."""
         numel = tensor_spec.numel()
         if not numel:
-            return torch.empty(tensor_spec.shape, dtype=tensor_spec.dtype, device="cpu")
-        return torch.frombuffer(self._memory_view, dtype=tensor_spec.dtype, count=numel, offset=byte_offset).view(
-            tensor_spec.shape
-        )
+            return torch.empty_like(tensor_spec, device="cpu")
+        tensor = torch.frombuffer(self._memory_view, dtype=tensor_spec.dtype, count=numel, offset=byte_offset)
+        return tensor.view(tensor_spec.shape)
 
 
 def _open_memory(num_bytes: int) -> _SharedMemory | None:
-    """Allocate `num_bytes` bytes of memory that all ranks map; return None if memory is short or a rank cannot open
-    it."""
+    """Allocate `num_bytes` bytes of memory that all ranks map; None if memory is short or a rank cannot open it."""
     descriptor = -1
-    if rank_number() == 0:
+    if is_first():
         descriptor = os.memfd_create("cosmos-weights")
         try:
             os.posix_fallocate(descriptor, 0, num_bytes)  # allocate now, because a later lack of memory raises SIGBUS
@@ -129,7 +122,7 @@ def _open_memory(num_bytes: int) -> _SharedMemory | None:
             descriptor = -1
     pid, first_rank_descriptor = broadcast_object((os.getpid(), descriptor))
     with suppress(OSError):
-        if first_rank_descriptor >= 0 and rank_number() != 0:
+        if first_rank_descriptor >= 0 and not is_first():
             descriptor = os.open(f"/proc/{pid}/fd/{first_rank_descriptor}", os.O_RDWR)
     shared_memory = None if any_rank(descriptor < 0) else _SharedMemory(descriptor, num_bytes)
     dist.barrier()  # the first rank must not close its descriptor until all ranks have opened it

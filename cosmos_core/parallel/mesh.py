@@ -51,10 +51,8 @@ class Mesh:
         return list(items[self.data.get_local_rank() :: self.data.size()])
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return the values of all data-parallel ranks, in the order of ranks.
-
-        With pipeline parallelism these are the values of the last pipeline stage, which computes the outputs.
-        """
+        """Return the values of all data-parallel ranks, in order; with pipeline parallelism those of the last pipeline
+        stage, which computes the outputs."""
         values = exchange.all_gather(value, self.data.get_group())
         if self.pipeline:
             group = self.pipeline.get_group()

@@ -47,10 +47,8 @@ class StagePlaceholder(nn.Module):
 
 
 class _EmbeddingPlaceholder(StagePlaceholder):
-    """Placeholder for an embedding, which returns deterministic hidden states for each token id.
-
-    It allows a probe of the body of a model without weights.
-    """
+    """Placeholder for an embedding, which returns deterministic hidden states for each token id, so that the body of a
+    model can be probed without weights."""
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         ids_BT, weight = hidden_BTH, self.weight
@@ -78,18 +76,14 @@ def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
 
 
 def num_stages(model: PreTrainedModel, parallelism: ParallelismConfig) -> int:
-    """Return the total number of pipeline stages. With the schedule `Interleaved1F1B`, a rank has several stages.
-
-    Raises:
-        ModelError: the settings require more stages than the model has layers.
-    """
+    """Return the total number of pipeline stages; with the schedule `Interleaved1F1B`, a rank has several. Raise a
+    `ModelError` if the settings require more stages than the model has layers."""
     num_layers = int(model.config.num_hidden_layers)
     stage_count = parallelism.num_stages(num_layers)
     if stage_count > num_layers:
-        raise ModelError(
-            f"policy.parallelism.pp_size = {parallelism.pp_size} makes {stage_count} stages of {num_layers} layers; "
-            f"lower it, or raise pp_layers_per_stage"
-        )
+        setting = f"policy.parallelism.pp_size = {parallelism.pp_size}"
+        remedy = "lower it, or raise pp_layers_per_stage"
+        raise ModelError(f"{setting} makes {stage_count} stages of {num_layers} layers; {remedy}")
     return stage_count
 
 
@@ -99,9 +93,8 @@ def stages_of_rank(model: PreTrainedModel, parallelism: ParallelismConfig, rank:
 
 
 def apply_pp(model: PreTrainedModel, parallelism: ParallelismConfig, rank: int) -> None:
-    """Keep the pipeline stages of one rank in the model, and free the weights of all other stages.
-
-    Weights may be on the meta device. If embedding and head are tied, the first and the last rank keep both.
+    """Keep the pipeline stages of one rank in the model, whose weights may be on the meta device, and free all others.
+    If embedding and head are tied, the first and the last rank keep both.
 
     Raises:
         ModelError: the model has no pipeline plan, or computes something outside its plan.
@@ -130,27 +123,21 @@ def sum_tied_gradients(model: PreTrainedModel, pipeline: DeviceMesh) -> None:
     weight = model.get_output_embeddings().weight
     if not is_tied(model) or rank not in {0, last_rank} or weight.grad is None:
         return
-    local_gradient = local_shard(weight.grad)
-    peer_gradient, peer_rank = torch.empty_like(local_gradient), dist.get_global_rank(group, last_rank - rank)
-    pending_transfers = dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, local_gradient, peer_rank, group),
-        dist.P2POp(dist.irecv, peer_gradient, peer_rank, group),
-    ])  # fmt: skip
-    for pending_transfer in pending_transfers:
-        pending_transfer.wait()
-    local_gradient.add_(peer_gradient)
+    gradient = local_shard(weight.grad)
+    peer_gradient, peer_rank = torch.empty_like(gradient), dist.get_global_rank(group, last_rank - rank)
+    transfers: list[tuple[Any, Tensor]] = [(dist.isend, gradient), (dist.irecv, peer_gradient)]
+    for work in dist.batch_isend_irecv([dist.P2POp(*transfer, peer_rank, group) for transfer in transfers]):
+        work.wait()
+    gradient.add_(peer_gradient)
 
 
 def clip_over_stages(model: PreTrainedModel, pipeline: DeviceMesh, max_norm: float) -> float:
     """Clip the gradients of all pipeline stages to the total norm `max_norm`, and return the norm before clipping."""
-    trained_parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    counted_parameters = trained_parameters
+    gradients = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
+    trained_parameters = list(gradients)
     if is_tied(model) and pipeline.get_local_rank() > 0:  # the norm counts only the first rank's copy of a tied weight
-        counted_parameters = [
-            parameter for parameter in trained_parameters if parameter is not model.get_output_embeddings().weight
-        ]
-    gradients = [parameter.grad for parameter in counted_parameters if parameter.grad is not None]
-    norm = total_norm(gradients) if gradients else torch.zeros((), device=model.device)
+        gradients.pop(model.get_output_embeddings().weight, None)
+    norm = total_norm(gradients.values()) if gradients else torch.zeros((), device=model.device)
     squared_norm = norm.to(torch.float64).square()
     dist.all_reduce(squared_norm, group=pipeline.get_group())
     norm = squared_norm.sqrt()
@@ -174,34 +161,31 @@ def _modules_around_layers(model: PreTrainedModel) -> tuple[list[str], list[str]
 def _replace_other_stages(
     model: PreTrainedModel,
     base_model: nn.Module,
-    stage_indices: Sequence[int],
+    stages: Sequence[int],
     total_stages: int,
-    discard_module: Callable[[nn.Module], nn.Module],
+    discard: Callable[[nn.Module], nn.Module],
 ) -> None:
-    """Replace modules that do not belong to the stages `stage_indices`, of `total_stages` pipeline stages, by
-    placeholders.
+    """Replace modules that do not belong to the stages `stages`, of `total_stages` pipeline stages, by placeholders.
 
-    The head of `model` and the embedding, layers and norm of `base_model` may be replaced. `discard_module` is called
-    with each replaced module, may free its weights, and returns the module from which the placeholder takes its
-    attributes."""
+    The head of `model` and the embedding, layers and norm of `base_model` may be replaced. `discard` is called with
+    each replaced module, may free its weights, and returns the module from which the placeholder takes its attributes.
+    """
     names_before_layers, names_after_layers = _modules_around_layers(model)
-    is_first_stage, is_last_stage, has_tied_head = 0 in stage_indices, total_stages - 1 in stage_indices, is_tied(model)
-    layers = _get_layers(base_model)
-    kept_layer_indices = {layer for stage in stage_indices for layer in layers_of(stage, total_stages, len(layers))}
+    is_first_stage, is_last_stage = 0 in stages, total_stages - 1 in stages
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    should_keep_both = has_tied_head and (is_first_stage or is_last_stage)
-    replaceable_modules = [(base_model, name, is_first_stage) for name in names_before_layers]
-    replaceable_modules += [(base_model, name, is_last_stage) for name in names_after_layers]
-    replaceable_modules += [(model, name, is_last_stage) for name in _head_names(model)]
-    for parent_module, name, is_on_stage in replaceable_modules:
+    tied_modules = {head, embedding} if is_tied(model) and (is_first_stage or is_last_stage) else set()
+    replaceable = [(base_model, name, is_first_stage) for name in names_before_layers]
+    replaceable += [(base_model, name, is_last_stage) for name in names_after_layers]
+    replaceable += [(model, name, is_last_stage) for name in _head_names(model)]
+    for parent_module, name, is_on_stage in replaceable:
         module = parent_module._modules[name]
         assert module is not None
-        if not is_on_stage and not (should_keep_both and module in {head, embedding}):
+        if not is_on_stage and module not in tied_modules:
             placeholder_class = _EmbeddingPlaceholder if module is embedding else StagePlaceholder
-            parent_module._modules[name] = placeholder_class(discard_module(module))
-    new_layers = (
-        layer if i in kept_layer_indices else StagePlaceholder(discard_module(layer)) for i, layer in enumerate(layers)
-    )
+            parent_module._modules[name] = placeholder_class(discard(module))
+    layers = _get_layers(base_model)
+    kept = {layer for stage in stages for layer in layers_of(stage, total_stages, len(layers))}
+    new_layers = (layer if i in kept else StagePlaceholder(discard(layer)) for i, layer in enumerate(layers))
     base_model._modules[_LAYERS_NAME] = nn.ModuleList(new_layers)
 
 
@@ -214,45 +198,32 @@ def _head_names(model: PreTrainedModel) -> list[str]:
 
 
 def _check_pipeline_support(model: PreTrainedModel, error_prefix: str) -> None:
-    """Raise a `ModelError`, whose message begins with `error_prefix`, for a model that cannot run as a pipeline.
-
-    Such a model computes something outside the modules of its plan, or passes values derived from token ids to its
-    layers, which later pipeline stages do not have.
-    """
-    pipeline_plan, config = getattr(model.config, "base_model_pp_plan", None), model.config
+    """Raise a `ModelError`, which begins with `error_prefix`, for a model that computes something outside the modules
+    of its plan, or passes values derived from token ids to its layers, which later pipeline stages do not have."""
+    pipeline_plan, config = getattr(model.config, "base_model_pp_plan", None) or {}, model.config
     base_model = model._modules.get(model.base_model_prefix)
-    is_planned = pipeline_plan and _LAYERS_NAME in pipeline_plan and config.get_text_config() is config
+    is_planned = _LAYERS_NAME in pipeline_plan and config.get_text_config() is config
+    remedy = "set it to 1 and raise dp_shard_size"
     if not is_planned or base_model is None or not _head_names(model):
-        raise ModelError(f"{error_prefix} has no plan for a pipeline; set it to 1 and raise dp_shard_size")
-    names_before_layers, names_after_layers = _modules_around_layers(model)
-    planned_names = {*names_before_layers, _LAYERS_NAME, *names_after_layers}
-    modules = [*map(base_model._modules.get, planned_names), *(model._modules[name] for name in _head_names(model))]
-    distributed_parameters = {
-        parameter for module in modules if module is not None for parameter in module.parameters()
-    }
-    if unplanned_names := [
-        name for name, parameter in model.named_parameters() if parameter not in distributed_parameters
-    ]:
-        raise ModelError(
-            f"{error_prefix}: its plan does not know {unplanned_names[0]}; set it to 1 and raise dp_shard_size"
-        )
+        raise ModelError(f"{error_prefix} has no plan for a pipeline; {remedy}")
+    modules = [*map(base_model._modules.get, pipeline_plan), *(model._modules[name] for name in _head_names(model))]
+    planned = {parameter for module in modules if module is not None for parameter in module.parameters()}
+    if unplanned := [name for name, parameter in model.named_parameters() if parameter not in planned]:
+        raise ModelError(f"{error_prefix}: its plan does not know {unplanned[0]}; {remedy}")
     try:
-        reason = _find_unplanned_compute(model, base_model, names_before_layers, names_after_layers)
+        reason = _find_unplanned_compute(model, base_model)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
     if reason:
-        raise ModelError(f"{error_prefix} cannot be cut into stages ({reason}); set it to 1 and raise dp_shard_size")
+        raise ModelError(f"{error_prefix} cannot be cut into stages ({reason}); {remedy}")
 
 
 @torch.no_grad()
-def _find_unplanned_compute(
-    model: PreTrainedModel, base_model: nn.Module, names_before_layers: Sequence[str], names_after_layers: Sequence[str]
-) -> str:
-    """Return a description of what `base_model` computes outside the modules of its plan; empty if it computes nothing
-    there.
+def _find_unplanned_compute(model: PreTrainedModel, base_model: nn.Module) -> str:
+    """Return a description of what `base_model` computes outside the modules of its plan; empty: nothing.
 
-    `names_before_layers` and `names_after_layers` are the names of the modules before and after the layers. The body
-    runs with placeholders instead of its modules, because weights may be on the meta device."""
+    The body runs with placeholders instead of its modules, because weights may be on the meta device."""
+    names_before_layers, names_after_layers = _modules_around_layers(model)
     device = next((buffer.device for buffer in base_model.buffers()), torch.device("cpu"))
     embedding = _EmbeddingPlaceholder(model.get_input_embeddings())
     ids_BT = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0)
@@ -271,14 +242,11 @@ def _find_unplanned_compute(
         if "inputs_embeds" in probe_input and output.last_hidden_state is not hidden_BTH:
             return "hidden states change outside its layers"
         arguments_by_input.append(layer_arguments)
-    argument_pairs = zip(*arguments_by_input, strict=True)  # arguments of each layer, for both inputs
-    differing_names = [
-        name
-        for a, hidden_arguments in argument_pairs
-        for name in a
-        if not _are_arguments_equal(a[name], hidden_arguments.get(name))
-    ]
-    return f"its layers are given {differing_names[0]!r}, which is made of tokens" if differing_names else ""
+    for of_ids, of_hidden in zip(*arguments_by_input, strict=True):  # arguments of each layer, for both inputs
+        for name, value in of_ids.items():
+            if not _are_arguments_equal(value, of_hidden.get(name)):
+                return f"its layers are given {name!r}, which is made of tokens"
+    return ""
 
 
 def _are_arguments_equal(value: Any, other_value: Any) -> bool:

@@ -49,11 +49,8 @@ class _PartialGradient(ParallelStyle):
 
 
 class _ExpertSharding(ParallelStyle):
-    """Parallel style in which each rank holds some experts of a layer, each expert whole.
-
-    All ranks process every token, and their outputs are summed and replicated. The model's own plan would split the
-    matrices of each expert instead, which takes the same memory but has to split two matrices that are stored as one.
-    """
+    """Parallel style in which each rank holds some experts of a layer, each expert whole. All ranks process every
+    token, and outputs are summed. The model's own plan would have to split two matrices that are stored as one."""
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         original_forward, group = module.forward, device_mesh.get_group()
@@ -74,8 +71,7 @@ class _ExpertSharding(ParallelStyle):
             return partial_NH.redistribute(placements=[Replicate()]).to_local()
 
         module.forward = torch.compiler.disable(forward_local_experts)
-        result: nn.Module = module
-        return result
+        return module  # type: ignore[no-any-return]
 
 
 _PARALLEL_STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -91,45 +87,37 @@ _PARALLEL_STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) -> None:
     """Shard every matrix in the model's tensor-parallel plan over the ranks of `mesh`; a tied embedding and head stay
-    whole.
-
-    `with_experts`: whether to distribute experts over the ranks too; False: expert parallelism shards them.
+    whole. `with_experts`: whether to distribute experts over the ranks too; False: expert parallelism shards them.
 
     Raises:
-        ModelError: the model has no plan, the plan has an unsupported style, or a size is not divisible by the number
-            of ranks.
+        ModelError: the plan is missing or has an unsupported style, or a size is not divisible by the number of ranks.
     """
-    tp_plan = {
-        pattern: style for pattern, style in (model.tp_plan or {}).items() if with_experts or style != _EXPERT_STYLE
-    }
-    error_prefix = f"policy.parallelism.tp_size = {mesh.size()}: {type(model).__name__}"
-    if not tp_plan:
-        raise ModelError(f"{error_prefix} has no plan; set it to 1")
+    plan = {name: style for name, style in (model.tp_plan or {}).items() if with_experts or style != _EXPERT_STYLE}
+    setting, model_name = f"policy.parallelism.tp_size = {mesh.size()}", type(model).__name__
+    if not plan:
+        raise ModelError(f"{setting}: {model_name} has no plan; set it to 1")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     check_heads(model, "tp_size", mesh.size())
     tied_modules = {head, embedding} if head is not None and head.weight is embedding.weight else set()
     for name, module in list(model.named_modules()):
-        style = next((tp_plan[pattern] for pattern in tp_plan if matches_pattern(pattern, name)), None)
+        style = next((plan[pattern] for pattern in plan if matches_pattern(pattern, name)), None)
         # A module without parameters is a placeholder for a module of another pipeline stage.
         if style is None or module in tied_modules or next(module.parameters(), None) is None:
             continue
         if style not in _PARALLEL_STYLES or (style == _EXPERT_STYLE and not hasattr(module, "_is_expert_parallel")):
-            raise ModelError(
-                f"policy.parallelism.tp_size = {mesh.size()}: {name} of {type(model).__name__} is split by "
-                f"{style!r}, which this version cannot; set it to 1 and raise dp_shard_size"
-            )
+            problem = f"{name} of {model_name} is split by {style!r}, which this version cannot"
+            raise ModelError(f"{setting}: {problem}; set it to 1 and raise dp_shard_size")
         if style == _EXPERT_STYLE:
-            keep_local_experts(module, mesh, error_prefix)
+            keep_local_experts(module, mesh, f"{setting}: {model_name}")
         for submodule in _find_split_modules(module, style):
             check_features(model, name, submodule, style, mesh.size())
             parallelize_module(submodule, mesh, _PARALLEL_STYLES[style]())
 
 
 def check_split(model: PreTrainedModel, root_modules: Sequence[Any], mesh: DeviceMesh) -> None:
-    """Run a few tokens forward and backward to check that the model computes nothing outside its plan.
-
-    All ranks must have the same gradient for a weight that the plan does not split. Gradients differ if a weight was
-    applied only to the heads or features of this rank. `root_modules` are the modules whose `probe` is called.
+    """Run a few tokens forward and backward through `root_modules`, by their `probe`, to check that the model computes
+    nothing outside its plan: all ranks must have the same gradient for a weight that the plan does not split, and have
+    not if it was applied only to the heads or features of this rank.
 
     Raises:
         ModelError: gradients differ between ranks, or the model raises an error.
@@ -152,30 +140,26 @@ def check_split(model: PreTrainedModel, root_modules: Sequence[Any], mesh: Devic
         raise ModelError(f"{error_prefix} ({' '.join(str(error).split())[:200]}); set it to 1") from error
     finally:
         model.train(was_training)
-    differing_names = [name for name, weight in model.named_parameters() if _has_different_gradients(weight, mesh)]
+    differing = [name for name, weight in model.named_parameters() if _has_different_gradients(weight, mesh)]
     model.zero_grad(set_to_none=True)
-    if differing_names:
-        problem = f"{error_prefix}: ranks disagree about the gradient of {differing_names[0]}"
-        raise ModelError(f"{problem}; set it to 1 and raise dp_shard_size")
+    if differing:
+        problem = f"ranks disagree about the gradient of {differing[0]}"
+        raise ModelError(f"{error_prefix}: {problem}; set it to 1 and raise dp_shard_size")
 
 
 def _has_different_gradients(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     """Return True if the gradient of an unsplit weight differs between the ranks of `mesh`."""
-    gradient = parameter.grad
-    if gradient is None:
+    if parameter.grad is None:
         return False
-    sharded_axes = set(gradient.device_mesh.mesh_dim_names or ()) if isinstance(gradient, DTensor) else set()
-    if sharded_axes & set(mesh.mesh_dim_names or ()):
+    axes = parameter.grad.device_mesh.mesh_dim_names if isinstance(parameter.grad, DTensor) else None
+    gradient = local_shard(parameter.grad)
+    if not gradient.numel() or set(axes or ()) & set(mesh.mesh_dim_names or ()):
         return False
-    gradient = local_shard(gradient)
-    if not gradient.numel():
-        return False
-    gradient_extremes = torch.stack([gradient.amax(), -gradient.amin()])
     min_gradient, max_gradient = gradient.clone(), gradient.clone()
     dist.all_reduce(min_gradient, dist.ReduceOp.MIN, mesh.get_group())
     dist.all_reduce(max_gradient, dist.ReduceOp.MAX, mesh.get_group())
-    dist.all_reduce(gradient_extremes, dist.ReduceOp.MAX, mesh.get_group())
-    return bool((max_gradient - min_gradient).amax() > _PROBE_TOLERANCE * gradient_extremes.abs().amax())
+    largest = max(max_gradient.abs().amax(), min_gradient.abs().amax())
+    return bool((max_gradient - min_gradient).amax() > _PROBE_TOLERANCE * largest)
 
 
 @contextmanager
@@ -190,10 +174,8 @@ def _replace_weights(module: Any, transform_weight: Callable[[nn.Parameter], Ten
 
 
 def _find_split_modules(module: nn.Module, style: str) -> list[nn.Module]:
-    """Return the modules to split for a module in the plan, which an adapter may wrap.
-
-    For a LoRA layer these are the base layer and the LoRA factor that has the split dimension.
-    """
+    """Return the modules to split for a module in the plan, which an adapter may wrap: of a LoRA layer the base layer
+    and the factor that has the split dimension."""
     if isinstance(module, LoraLayer):
         return [module.base_layer, *(module.lora_A if style.startswith("rowwise") else module.lora_B).values()]
     if isinstance(module, ModulesToSaveWrapper):

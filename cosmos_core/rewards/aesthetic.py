@@ -35,8 +35,7 @@ class AestheticReward:
 
 
 def aesthetic(to_be_evaluated: str, reference: str, *, media: Any, custom: Any) -> tuple[float, dict[str, float]]:
-    """Return the aesthetic score of one image or video; `[custom.aesthetic]` sets `model_path`, `predictor` and
-    `device`."""
+    """Return the aesthetic score of an image or video; `[custom.aesthetic]` has `model_path`, `predictor`, `device`."""
     return score_one("aesthetic", RewardInput("", media), custom)
 
 
@@ -46,9 +45,6 @@ def _load_linear_layers(file: Path, device: Any) -> list[tuple[Any, ...]]:
     from safetensors.torch import load_file
 
     weights = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    layer_prefixes = [name.removesuffix("weight") for name in weights if name.endswith("weight")]
-    layer_prefixes.sort(key=lambda name: next((int(part) for part in name.split(".") if part.isdigit()), 0))
-    return [
-        tuple(weights[layer_prefix + part].to(device).float() for part in ("weight", "bias"))
-        for layer_prefix in layer_prefixes
-    ]
+    layers = [name.removesuffix("weight") for name in weights if name.endswith("weight")]
+    layers.sort(key=lambda name: next((int(part) for part in name.split(".") if part.isdigit()), 0))
+    return [tuple(weights[layer + part].to(device).float() for part in ("weight", "bias")) for layer in layers]

@@ -15,6 +15,7 @@ import asyncio
 import inspect
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -58,7 +59,7 @@ class Reward:
             Exception: any error that the function raises.
         """
         if not self.binding.takes_group:
-            return _parse_score(self._call(self.binding.arguments(fields)))
+            return _parse_score(self._call([fields], as_lists=False))
         [result] = self.score_group([fields])
         if not isinstance(result, tuple):
             raise result or ValueError("returned None: it does not apply to this row")
@@ -66,14 +67,9 @@ class Reward:
 
     def score_group(self, fields: Sequence[Mapping[str, Any]]) -> list[Scored | ValueError | None]:
         """Score all completions of a prompt in one call. The result of a completion is a `ValueError` if its value is
-        not a finite number, and None if the function does not apply to the row, as in TRL.
-
-        Raises:
-            ValueError: the function did not return a list with one value per completion.
-            TypeError: a parameter cannot be bound.
-            Exception: any error that the function raises.
-        """
-        results = self._call(self.binding.list_arguments(fields))
+        not a finite number, and None if the function does not apply to the row, as in TRL. Raise `ValueError` if the
+        function did not return a list with one value per completion, and otherwise the errors of `__call__`."""
+        results = self._call(fields, as_lists=True)
         if hasattr(results, "tolist"):  # convert a NumPy array or a torch tensor
             results = results.tolist()
         if not isinstance(results, list | tuple) or len(results) != len(fields):
@@ -88,8 +84,8 @@ class Reward:
                 group_results.append(error if isinstance(error, ValueError) else ValueError(error_on_one_line(error)))
         return group_results
 
-    def _call(self, arguments: tuple[list[Any], dict[str, Any]]) -> Any:
-        positional_arguments, keyword_arguments = arguments
+    def _call(self, group: Sequence[Mapping[str, Any]], *, as_lists: bool) -> Any:
+        positional_arguments, keyword_arguments = self.binding.arguments(group, as_lists=as_lists)
         result = self.function(*positional_arguments, **keyword_arguments)
         # `asyncio.run` requires a coroutine; `wait_for` wraps any awaitable in one.
         return asyncio.run(asyncio.wait_for(result, None)) if inspect.isawaitable(result) else result
@@ -114,10 +110,7 @@ def request_of(group: Group, k: int) -> dict[str, Any]:
 
 def load_reward(name: str) -> Reward:
     """Return the reward of `cosmos_core/rewards/<name>.py`, or a user function `module:function` or `file.py:function`.
-
-    Raises:
-        RewardError: the function is missing, cannot be imported, takes no completion, or has an unsupported parameter.
-    """
+    Raise `RewardError` if it is missing, cannot be imported, takes no completion, or has an unsupported parameter."""
     if not is_import_path(name) and name not in (reward_names := offered_names(_REWARDS_PACKAGE)):
         raise RewardError(
             f"there is no reward {name!r}; one of your own is module:function or path/file.py:function"
@@ -135,21 +128,16 @@ def load_reward(name: str) -> Reward:
 def metric_names(rewards: Iterable[str]) -> dict[str, str]:
     """Return a unique metric name for each reward: its function name, with file and folders if rewards share it."""
     parts_by_reward = {reward: _parts(reward) for reward in rewards}
+    suffixes = Counter(tuple(parts[i:]) for parts in parts_by_reward.values() for i in range(len(parts)))
     names = {}
     for reward, parts in parts_by_reward.items():
-        suffix_lengths = range(1, len(parts))
-        unique_lengths = (
-            n
-            for n in suffix_lengths
-            if sum(other_parts[-n:] == parts[-n:] for other_parts in parts_by_reward.values()) == 1
-        )
+        unique_lengths = (n for n in range(1, len(parts)) if suffixes[tuple(parts[-n:])] == 1)
         names[reward] = ".".join(parts[-next(unique_lengths, len(parts)) :])
     return names
 
 
 def _parts(reward: str) -> list[str]:
-    """Return the folders or packages, the file or module, and the function in `path/file.py:function` or
-    `module:function`."""
+    """Return the folders, the file and the function in `path/file.py:function`, or the same of `module:function`."""
     if not is_import_path(reward):
         return [reward]
     module, _, function = reward.rpartition(":")
@@ -158,11 +146,7 @@ def _parts(reward: str) -> list[str]:
 
 
 def require_reference(reference: str) -> str:
-    """Return `reference` without surrounding whitespace; nothing can be compared with an empty reference.
-
-    Raises:
-        ValueError: the reference is empty.
-    """
+    """Return `reference` without surrounding whitespace; raise `ValueError` if nothing is left to compare with."""
     if not reference or not reference.strip():
         raise ValueError("the reference answer is empty")
     return reference.strip()

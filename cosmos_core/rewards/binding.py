@@ -9,6 +9,7 @@ all completions of a prompt. The module `base.py` calls the functions.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cosmos_core.errors import RewardError
@@ -66,37 +67,25 @@ class ParameterBinding:
     @property
     def takes_group(self) -> bool:
         """Return True if a parameter name implies that the function takes all completions of a prompt at once."""
-        parameter_names = {
-            parameter.name for parameter in self.parameters if parameter.kind is not parameter.VAR_KEYWORD
-        }
-        return bool(parameter_names & _GROUP_PARAMETERS) and not parameter_names & {*_COMPLETION}
+        names = {parameter.name for parameter in self.parameters if parameter.kind is not parameter.VAR_KEYWORD}
+        return bool(names & _GROUP_PARAMETERS) and not names & {*_COMPLETION}
 
     @property
     def keywords(self) -> tuple[str, ...]:
         """Return the names of `KEYWORDS` that the function receives."""
-        parameter_names = {parameter.name for parameter in self.parameters}
-        return tuple(name for name in KEYWORDS if self._takes_any_keyword or name in parameter_names)
+        names = {parameter.name for parameter in self.parameters}
+        return tuple(name for name in KEYWORDS if self.takes_any_keyword or name in names)
 
     @property
-    def _takes_any_keyword(self) -> bool:
+    def takes_any_keyword(self) -> bool:
+        """Return True if the function has a parameter such as `**others`."""
         return any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters)
 
-    def arguments(self, fields: Fields) -> tuple[list[Any], dict[str, Any]]:
-        """Return the positional and keyword arguments for one completion.
-
-        Raises:
-            TypeError: a parameter is neither a known name nor a column of the row.
-        """
-        return self._bind_values(lambda name: _argument_value(name, fields), [fields])
-
-    def list_arguments(self, group: Sequence[Fields]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments for all completions of a prompt, with a list for each parameter of a completion or row;
-        see `arguments` for errors."""
-        return self._bind_values(lambda name: _group_argument(name, group), group)
-
-    def _bind_values(
-        self, get_value: Callable[[str], Any], group: Sequence[Fields]
-    ) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, group: Sequence[Fields], *, as_lists: bool) -> tuple[list[Any], dict[str, Any]]:
+        """Return the positional and keyword arguments for the only completion of a group, or with `as_lists` for all,
+        with a list for each parameter of a completion or row. Raise `TypeError` if a parameter is neither a known name
+        nor a column of the row."""
+        get_value = partial(_group_argument, group=group) if as_lists else partial(_argument_value, fields=group[0])
         positional_arguments, keyword_arguments = [], {}
         for parameter in self.parameters:
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -108,8 +97,7 @@ class ParameterBinding:
                     column_names = ", ".join(_row_columns(group[0])) or "none"
                     raise TypeError(
                         f"nothing is called {parameter.name!r} (columns of the row: {column_names}); arguments are "
-                        f"bound by "
-                        f"name, so write {SIGNATURE}"
+                        f"bound by name, so write {SIGNATURE}"
                     ) from None
                 if parameter.kind is not parameter.POSITIONAL_ONLY:
                     continue
@@ -118,20 +106,17 @@ class ParameterBinding:
                 positional_arguments.append(value)
             else:
                 keyword_arguments[parameter.name] = value
-        if self._takes_any_keyword:
-            parameter_names = {parameter.name for parameter in self.parameters}
+        if self.takes_any_keyword:
             text_parameters = ("prompts", "completions") if self.takes_group else ("to_be_evaluated", "reference")
+            named = {parameter.name for parameter in self.parameters}
             other_names = [*text_parameters, *KEYWORDS, *_row_columns(group[0])]
-            keyword_arguments |= {name: get_value(name) for name in other_names if name not in parameter_names}
+            keyword_arguments |= {name: get_value(name) for name in other_names if name not in named}
         return positional_arguments, keyword_arguments
 
 
 def bind(name: str, function: Callable[..., Any]) -> ParameterBinding:
-    """Return the binding of a reward function; `name` is its name in the recipe.
-
-    Raises:
-        RewardError: the signature is not readable, takes no completion, or has an unsupported parameter.
-    """
+    """Return the binding of a reward function; `name` is its name in the recipe. Raise `RewardError` if the signature
+    is not readable, takes no completion, or has an unsupported parameter."""
     try:
         binding = ParameterBinding(tuple(inspect.signature(function).parameters.values()))
     except (TypeError, ValueError):
@@ -147,7 +132,7 @@ def bind(name: str, function: Callable[..., Any]) -> ParameterBinding:
     ]
     # A required parameter with an unknown name, such as `answer`, may be meant as the completion.
     are_all_known = accepted_names <= {*KEYWORDS, *_PLURAL_PARAMETERS.values(), *optional_names}
-    if not accepted_names & {*_PER_COMPLETION_PARAMETERS} and not (binding._takes_any_keyword and are_all_known):
+    if not accepted_names & {*_PER_COMPLETION_PARAMETERS} and not (binding.takes_any_keyword and are_all_known):
         parameter_names = ", ".join(each.name for each in binding.parameters) or "nothing"
         raise RewardError(f"{name!r} takes {parameter_names}: no parameter is the completion; arguments are bound by "
                           f"name, so write {SIGNATURE}")  # fmt: skip

@@ -13,6 +13,7 @@ from cosmos_core.rewards.base import require_reference
 # The timeouts of math-verify are signal alarms, which a C loop ignores; the runner enforces a deadline instead. The
 # library's warning about missing timeouts would be one log line per process.
 _NO_TIMEOUT = None
+_LATEX = LatexExtractionConfig()
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _INTEGER = r"\s*(-?\d{1,300}|-?\d{1,3}(?:,\d{3}){1,99})\s*"
@@ -46,8 +47,7 @@ def boxed_math(to_be_evaluated: str, reference: str) -> float:
 
 
 def _keep_last_box(text: str) -> str:
-    """Return the text from its last `\\boxed` on, because math-verify would combine several boxes to one result. The
-    box and the numbers are normalised for its parser."""
+    """Return the text from its last `\\boxed` on, normalised: math-verify would combine several boxes to one result."""
     boxed_command_matches = list(_BOX_COMMAND.finditer(text))
     text = "\\boxed" + text[boxed_command_matches[-1].end() :] if boxed_command_matches else text
     text = _SPACE_IN_NUMBER.sub("", re.sub("[°º]", r"^\\circ ", text))
@@ -76,16 +76,14 @@ def _grade_completion(completion_end: str, reference: str) -> float:
     reference_expressions = _parse_reference(reference)
     if not reference_expressions:
         raise ValueError(f"the reference {reference[-80:]!r} is not a mathematical expression")
-    completion_expressions = _parse_expressions(completion_end, ExprExtractionConfig(), LatexExtractionConfig())
+    completion_expressions = _parse_expressions(completion_end, ExprExtractionConfig(), _LATEX)
     return float(verify(reference_expressions, completion_expressions, timeout_seconds=_NO_TIMEOUT))
 
 
 @lru_cache(maxsize=1024)
 def _parse_reference(reference: str) -> list[Any]:
     text = reference if reference.startswith("\\boxed") else _TRAILING_PUNCTUATION.sub(r"\1", reference)
-    return _parse_expressions(text, LatexExtractionConfig()) or _parse_expressions(
-        f"\\boxed{{{text}}}", LatexExtractionConfig()
-    )
+    return _parse_expressions(text, _LATEX) or _parse_expressions(f"\\boxed{{{text}}}", _LATEX)
 
 
 def _parse_expressions(text: str, *extraction_configs: Any) -> list[Any]:

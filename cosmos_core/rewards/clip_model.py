@@ -16,11 +16,8 @@ class ClipModel:
     """CLIP model that embeds images and texts; `options.processor_path` names a processor in another folder."""
 
     def __init__(self, name: str, settings: Settings, model_path: str, processor_path: str = "") -> None:
-        """Load the model that `settings` names, else the model `model_path` with the processor `processor_path`.
-
-        Raises:
-            RewardError: the model cannot be loaded, or a package is not installed.
-        """
+        """Load the model that `settings` names, else the model `model_path` with the processor `processor_path`. Raise
+        `RewardError` if the model cannot be loaded, or a package is not installed."""
         require_packages(name, "install torch and transformers", "torch", "transformers")
         import torch
         from transformers import AutoModel, AutoProcessor
@@ -29,12 +26,10 @@ class ClipModel:
         self.device = torch.device(device_of(settings))
         self.dtype = torch.float32 if self.device.type == "cpu" else getattr(torch, settings.dtype)
         path = settings.model_path or model_path
-        processor_name = (
-            settings.options.get("processor_path") or (path if settings.model_path else processor_path) or path
-        )
+        default_processor = (processor_path if not settings.model_path else "") or path
         with translate_loading_errors(name, path):
             self.model = AutoModel.from_pretrained(path, dtype=self.dtype).to(self.device).eval().requires_grad_(False)
-            self._processor = AutoProcessor.from_pretrained(processor_name)
+            self._processor = AutoProcessor.from_pretrained(settings.options.get("processor_path") or default_processor)
         self.scale = float(self.model.logit_scale.detach().exp())
 
     def images(self, images: Sequence[Image.Image]) -> Any:

@@ -8,6 +8,7 @@ patches itself, so that neither a video processor nor torchvision is needed.
 import inspect
 import logging
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,28 +53,24 @@ class CosmosReason1Reward:
             self._model = model.to(device).eval()
             self._tokenizer = AutoTokenizer.from_pretrained(path)
             image_processor: Any = AutoImageProcessor.from_pretrained(path)
-        self._pixel_mean, self._pixel_std = (
-            np.array(statistic, np.float32)[:, None, None]
-            for statistic in (image_processor.image_mean, image_processor.image_std)
-        )
-        if system_prompt := settings.options.get("system_prompt", ""):
-            self._system_prompt = _read_system_prompt(system_prompt)
-        else:
-            self._system_prompt = _DEFAULT_SYSTEM_PROMPT
+        self._pixel_mean = np.array(image_processor.image_mean, np.float32)[:, None, None]
+        self._pixel_std = np.array(image_processor.image_std, np.float32)[:, None, None]
+        system_prompt = settings.options.get("system_prompt") or _DEFAULT_SYSTEM_PROMPT
+        is_file = os.path.isfile(system_prompt)
+        self._system_prompt = Path(system_prompt).read_text(encoding="utf-8").strip() if is_file else system_prompt
+        if system_prompt is _DEFAULT_SYSTEM_PROMPT:
             log.warning("options.system_prompt is empty: the model is asked in other words than those of its card")
         self._question = settings.options.get("question", _JUDGE_QUESTION)
         self._max_video_tokens = int(settings.options.get("tokens", _MAX_VIDEO_TOKENS))
-        self._yes_token, self._no_token = (
-            self._tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No")
-        )
+        self._yes_token = self._tokenizer.encode("Yes", add_special_tokens=False)[0]
+        self._no_token = self._tokenizer.encode("No", add_special_tokens=False)[0]
 
     def score(self, items: Sequence[RewardInput]) -> Columns:
         """Return the scores of each video; an image counts as a video of one frame."""
         columns: Columns = {"prediction": [], "no_score": [], "yes_logit": [], "no_logit": []}
         for item in items:
-            yes_logit, no_logit = self._compute_logits(
-                to_frames(item.media), float(item.info.get("video_fps") or _DEFAULT_FPS)
-            )
+            fps = float(item.info.get("video_fps") or _DEFAULT_FPS)
+            yes_logit, no_logit = self._compute_logits(to_frames(item.media), fps)
             columns["prediction"].append("Bad" if yes_logit > no_logit else "Good")
             columns["no_score"].append(1 / (1 + math.exp(min(yes_logit - no_logit, 700.0))))
             columns["yes_logit"].append(yes_logit)
@@ -88,9 +85,13 @@ class CosmosReason1Reward:
         vision_config = self._model.config.vision_config
         patches, patch_grid = self.patches(sampled_frames)
         num_video_tokens = math.prod(patch_grid) // vision_config.spatial_merge_size**2
-        input_ids = self._tokenizer(
-            self._render_prompt().replace(_VIDEO_PAD_TOKEN, _VIDEO_PAD_TOKEN * num_video_tokens), return_tensors="pt"
-        )["input_ids"]
+        placeholder = f"<|vision_start|>{_VIDEO_PAD_TOKEN * num_video_tokens}<|vision_end|>"
+        messages = [
+            {"role": "system", "content": self._system_prompt},
+            {"role": "user", "content": f"{placeholder}{self._question}"},
+        ]
+        prompt = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        input_ids = self._tokenizer(prompt, return_tensors="pt")["input_ids"]
         pad_token_id = self._tokenizer.convert_tokens_to_ids(_VIDEO_PAD_TOKEN)
         inputs: dict[str, Any] = {
             "input_ids": input_ids,
@@ -106,57 +107,31 @@ class CosmosReason1Reward:
             logits = self._model(**inputs).logits[0, -1].float()
         return float(logits[self._yes_token]), float(logits[self._no_token])
 
-    def _render_prompt(self) -> str:
-        placeholder = f"<|vision_start|>{_VIDEO_PAD_TOKEN}<|vision_end|>"
-        messages = [
-            {"role": "system", "content": self._system_prompt},
-            {"role": "user", "content": f"{placeholder}{self._question}"},
-        ]
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
     def patches(self, frames: Sequence[Image.Image]) -> tuple[np.ndarray, tuple[int, int, int]]:
         """Return the patches of a video in the layout of Qwen2.5-VL, and their number along time, height and width."""
         vision = self._model.config.vision_config
-        patch_size, merge_size, temporal_patch_size = (
-            vision.patch_size,
-            vision.spatial_merge_size,
-            vision.temporal_patch_size,
-        )
-        frames = list(
-            frames[: len(frames) // temporal_patch_size * temporal_patch_size] or [frames[0]] * temporal_patch_size
-        )
-        max_pixels = self._max_video_tokens * (patch_size * merge_size) ** 2 * temporal_patch_size // len(frames)
+        patch_size, merge_size, num_times = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
+        frames = frames[: len(frames) // num_times * num_times] or [frames[0]] * num_times
+        max_pixels = self._max_video_tokens * (patch_size * merge_size) ** 2 * num_times // len(frames)
         height, width = fit_size(frames[0].size[::-1], patch_size * merge_size, max_pixels)
         pixels = np.stack([
             np.asarray(frame.resize((width, height), Image.Resampling.BICUBIC), np.float32).transpose(2, 0, 1) / 255
             for frame in frames
         ])  # fmt: skip
         pixels = (pixels - self._pixel_mean) / self._pixel_std
-        patch_grid = (len(frames) // temporal_patch_size, height // patch_size, width // patch_size)
+        patch_grid = (len(frames) // num_times, height // patch_size, width // patch_size)
         patches = pixels.reshape(
-            patch_grid[0],
-            temporal_patch_size,
-            3,
-            patch_grid[1] // merge_size,
-            merge_size,
-            patch_size,
-            patch_grid[2] // merge_size,
-            merge_size,
-            patch_size,
-        ).transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
-        return patches.reshape(math.prod(patch_grid), 3 * temporal_patch_size * patch_size * patch_size), patch_grid
+            patch_grid[0], num_times, 3,
+            patch_grid[1] // merge_size, merge_size, patch_size,
+            patch_grid[2] // merge_size, merge_size, patch_size,
+        ).transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)  # fmt: skip
+        return patches.reshape(math.prod(patch_grid), 3 * num_times * patch_size * patch_size), patch_grid
 
 
 def fit_size(size: tuple[int, int], factor: int, max_pixels: int) -> tuple[int, int]:
-    """Return the height and width nearest to a size that are multiples of a factor and have at most `max_pixels`
-    pixels."""
+    """Return the height and width nearest to a size that are multiples of a factor and at most `max_pixels` pixels."""
     height, width = (max(factor, round(length / factor) * factor) for length in size)
     if height * width > max_pixels:
         scale_factor = math.sqrt(size[0] * size[1] / max_pixels)
         height, width = (max(factor, math.floor(length / scale_factor / factor) * factor) for length in size)
     return height, width
-
-
-def _read_system_prompt(prompt_or_path: str) -> str:
-    is_file = len(prompt_or_path) < 1000 and "\n" not in prompt_or_path and Path(prompt_or_path).is_file()
-    return Path(prompt_or_path).read_text(encoding="utf-8").strip() if is_file else prompt_or_path

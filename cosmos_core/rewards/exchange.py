@@ -56,11 +56,8 @@ class Service:
 
 
 def service_of(environment: Mapping[str, str] = os.environ) -> Service:
-    """Return the reward service in the environment variables; both URLs may be lists, separated by commas.
-
-    Raises:
-        RewardError: a variable is missing or invalid.
-    """
+    """Return the reward service in the environment variables; both URLs may be lists, separated by commas. Raise
+    `RewardError` if a variable is missing or invalid."""
     enqueue_urls, fetch_urls = (
         [url for url_text in environment.get(name, "").split(",") if (url := url_text.strip())]
         for name in (ENQUEUE_URL, FETCH_URL)
@@ -96,11 +93,8 @@ def _check_url(name: str, url: str) -> str:
 
 
 def ping(service: Service, names: Sequence[str]) -> None:
-    """Check that each replica responds and accepts the token.
-
-    Raises:
-        RewardError: a replica does not respond, or refuses the token.
-    """
+    """Check that each replica responds and accepts the token. Raise `RewardError` if a replica does not respond, or
+    refuses the token."""
     form_data, route_name = {"info_data": json.dumps({"reward_fn": dict.fromkeys(names, 1.0)})}, PING.rpartition("/")[2]
     tls_context = tls_trust()
     for enqueue_url, _ in service.replicas:
@@ -135,30 +129,19 @@ class MissingScores(Exception):
 
 
 class ServiceRequest:
-    """Request to a reward service. The request is enqueued at a replica, and enqueued again if the service loses it,
-    until its scores are fetched."""
+    """Request to a reward service, which is enqueued again if the service loses it, until its scores are fetched."""
 
     def __init__(
         self, service: Service, client: httpx.AsyncClient, timeout_seconds: float, state: ReplicaState
     ) -> None:
-        self._service, self._client, self._replica_state, self._timeout_seconds = (
-            service,
-            client,
-            state,
-            timeout_seconds,
-        )
-        self._deadline = time.monotonic() + timeout_seconds
-        self._replica = -1
-        self._replica_pin = ""
+        self._service, self._client, self._replica_state = service, client, state
+        self._timeout_seconds, self._deadline = timeout_seconds, time.monotonic() + timeout_seconds
+        self._replica, self._replica_pin = -1, ""
         self._pause_seconds = _MIN_PAUSE_SECONDS
 
     async def results(self, request_body: bytes, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the response of the service for each reward function in `names`.
-
-        Raises:
-            MissingScores: the deadline passed without scores.
-            RewardError: the service refuses the request.
-        """
+        """Return the response of the service for each reward function in `names`. Raise `MissingScores` if the deadline
+        passed without scores, and `RewardError` if the service refuses the request."""
         idempotency_key, results = str(uuid.uuid4()), dict[str, dict[str, Any]]()
         enqueue_pause = _MIN_PAUSE_SECONDS
         try:
@@ -176,9 +159,8 @@ class ServiceRequest:
             self._release_replica()
 
     async def _enqueue(self, request_body: bytes, idempotency_key: str) -> str:
-        timeout_seconds = min(
-            max(_ENQUEUE_BASE_SECONDS + _ENQUEUE_SECONDS_PER_MIB * len(request_body) / 2**20, _BOUNDS[0]), _BOUNDS[1]
-        )
+        timeout_seconds = _ENQUEUE_BASE_SECONDS + _ENQUEUE_SECONDS_PER_MIB * len(request_body) / 2**20
+        timeout_seconds = min(max(timeout_seconds, _BOUNDS[0]), _BOUNDS[1])
         headers = {"Content-Type": "application/octet-stream", IDEMPOTENCY_KEY: idempotency_key}
         while True:
             url = self._choose_replica()
@@ -222,9 +204,8 @@ class ServiceRequest:
                 self._release_replica()
                 return None
             last_response = "" if response.status_code == 400 else f"; the last response: {_reason(response)}"
-            await self._pause_before_retry(
-                response, f"no score of {name!r} after {self._timeout_seconds:g} s{last_response}"
-            )
+            reason = f"no score of {name!r} after {self._timeout_seconds:g} s{last_response}"
+            await self._pause_before_retry(response, reason)
 
     async def _post(self, url: str, timeout_seconds: float, **content: Any) -> httpx.Response | None:
         """Post a request and return the response; if the service does not respond, pause and return None."""
@@ -243,8 +224,7 @@ class ServiceRequest:
         return None
 
     def _choose_replica(self) -> str:
-        """Return the enqueue URL of the request's replica. If it has none, choose at random among the
-        replicas with the fewest pending requests that did not fail recently."""
+        """Return the enqueue URL of the request's replica, else of a least busy one that did not fail recently."""
         state = self._replica_state
         if self._replica < 0:
             replica_ranks = [(state.seconds_avoided(i), n, random.random(), i) for i, n in enumerate(state.num_pending)]
@@ -263,11 +243,8 @@ class ServiceRequest:
             self._replica = -1
 
     async def _pause_before_retry(self, response: httpx.Response | None, reason: str) -> None:
-        """Pause with exponential backoff and jitter, at least for the `Retry-After` of the response.
-
-        Raises:
-            MissingScores: the deadline would pass; its message is `reason`.
-        """
+        """Pause with exponential backoff and jitter, at least for the `Retry-After` of the response. Raise
+        `MissingScores` if the deadline would pass; its message is `reason`."""
         pause_seconds = self._pause_seconds * random.uniform(0.5, 1.5)
         self._pause_seconds = min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS)
         if response is not None:

@@ -106,13 +106,12 @@ class GenEvalReward:
                     ys, xs = np.nonzero(mask)
                     box = (float(xs.min()), float(ys.min()), float(xs.max() + 1), float(ys.max() + 1))
                     objects_by_class[name].append(Detection(box, mask, segment["score"]))
-        return {
-            name: sorted(each, key=lambda f: -f.confidence)[:_MAX_OBJECTS] for name, each in objects_by_class.items()
-        }
+        for objects in objects_by_class.values():
+            objects.sort(key=lambda detection: -detection.confidence)
+        return {name: objects[:_MAX_OBJECTS] for name, objects in objects_by_class.items()}
 
     def color(self, image: Image.Image, detection: Detection, name: str) -> str:
-        """Return the colour whose mean CLIP embedding of three prompt templates is most similar to the object, cropped
-        and on a grey background."""
+        """Return the colour whose mean CLIP embedding of three templates is most similar to the cropped object."""
         grey_background = Image.new("RGB", image.size, "#999")
         object_crop = Image.composite(image, grey_background, Image.fromarray(detection.mask)).crop(detection.box)  # type: ignore[arg-type]
         texts = [template.format(color=color, name=name) for color in _COLORS for template in _TEMPLATES]

@@ -20,10 +20,8 @@ class Hpsv2Reward:
     """Reward with the key `hpsv2`; `model_path` is a CLIP folder, or empty for the checkpoint in `download_path`."""
 
     def __init__(self, settings: Settings) -> None:
-        is_transformers_folder = (Path(settings.model_path) / "config.json").is_file() if settings.model_path else False
-        self._cosines = (
-            ClipModel("hpsv2", settings, "").similarities if is_transformers_folder else _load_checkpoint(settings)
-        )
+        is_clip_folder = bool(settings.model_path) and Path(settings.model_path, "config.json").is_file()
+        self._cosines = ClipModel("hpsv2", settings, "").similarities if is_clip_folder else _load_checkpoint(settings)
 
     def score(self, items: Sequence[RewardInput]) -> Columns:
         """Return the score of each image, or of the middle frame of each video."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from cosmos_core.rewards.clip_model import device_of
 from cosmos_core.rewards.images import middle_image
@@ -21,12 +20,10 @@ class Hpsv3Reward:
         from hpsv3 import HPSv3RewardInferencer
 
         checkpoint_file = Path(settings.model_path or Path(settings.download_path) / _WEIGHTS)
-        inferencer_arguments: dict[str, Any] = (
-            {"checkpoint_path": str(checkpoint_file)} if checkpoint_file.is_file() else {}
-        )
-        if config := settings.options.get("config_path"):
-            inferencer_arguments["config_path"] = config
-        self._inferencer = HPSv3RewardInferencer(device=device_of(settings), **inferencer_arguments)
+        arguments = {"config_path": settings.options.get("config_path")}
+        arguments["checkpoint_path"] = str(checkpoint_file) if checkpoint_file.is_file() else None
+        arguments = {name: value for name, value in arguments.items() if value}
+        self._inferencer = HPSv3RewardInferencer(device=device_of(settings), **arguments)
         self._has_sigma = bool(settings.options.get("sigma", False))
 
     def score(self, items: Sequence[RewardInput]) -> Columns:

@@ -86,8 +86,7 @@ def _find_checkpoint(settings: Settings) -> Path:
 
 
 def _build_modules(state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Return the image encoder, the text encoder and the linear layers of a checkpoint, with sizes from the shapes of
-    its tensors."""
+    """Return the image encoder, the text encoder and the linear layers of a checkpoint; tensor shapes are the sizes."""
     import torch
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
@@ -120,11 +119,10 @@ def _build_modules(state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     )  # fmt: skip
     text_encoder.load_state_dict({name: value for name, value in text.items() if not name.endswith("position_ids")})
     linear_layers = []
-    for layer_number in sorted({int(name.split(".")[1]) for name in linear_state}):
-        weight = linear_state[f"layers.{layer_number}.weight"]
-        layer = torch.nn.Linear(weight.shape[1], weight.shape[0])
-        layer.load_state_dict({"weight": weight, "bias": linear_state[f"layers.{layer_number}.bias"]})
-        linear_layers.append(layer)
+    for number in sorted({int(name.split(".")[1]) for name in linear_state}):
+        weight, bias = linear_state[f"layers.{number}.weight"], linear_state[f"layers.{number}.bias"]
+        linear_layers.append(torch.nn.Linear(weight.shape[1], weight.shape[0]))
+        linear_layers[-1].load_state_dict({"weight": weight, "bias": bias})
     return image_encoder, text_encoder, torch.nn.Sequential(*linear_layers)
 
 
@@ -143,9 +141,7 @@ def _preprocess_image(image: Image.Image, size: int) -> np.ndarray:
     """Return an image as encoder input of shape C, H, W: the shorter side resized, the centre cropped, normalised."""
     scale = size / min(image.size)
     width, height = (max(size, int(side_length * scale)) for side_length in image.size)
-    x_offset, y_offset = round((width - size) / 2), round((height - size) / 2)
-    resized = image.resize((width, height), Image.Resampling.BICUBIC).crop(
-        (x_offset, y_offset, x_offset + size, y_offset + size)
-    )
-    pixels = np.asarray(resized, np.float32) / 255
+    x, y = round((width - size) / 2), round((height - size) / 2)
+    cropped = image.resize((width, height), Image.Resampling.BICUBIC).crop((x, y, x + size, y + size))
+    pixels = np.asarray(cropped, np.float32) / 255
     return ((pixels - _PIXEL_MEAN) / _PIXEL_STD).transpose(2, 0, 1)

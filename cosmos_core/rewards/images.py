@@ -8,10 +8,7 @@ from PIL import Image
 
 def to_frames(media: Any, max_frames: int = 0) -> list[Image.Image]:
     """Return an image as a list of one frame, or the frames of a video: all, or `max_frames` evenly spaced frames.
-
-    Raises:
-        ValueError: the value is neither an image nor a video.
-    """
+    Raise `ValueError` if the value is neither an image nor a video."""
     if isinstance(media, Image.Image):
         return [media.convert("RGB")]
     if isinstance(media, np.ndarray) and media.ndim == 4 and media.shape[-1] == 3 and len(media):
@@ -25,8 +22,3 @@ def middle_image(media: Any) -> Image.Image:
     """Return an image, or the middle frame of a video."""
     frames = to_frames(media, 3)
     return frames[len(frames) // 2]
-
-
-def to_rgb_array(image: Image.Image) -> np.ndarray:
-    """Return the pixels of an image as uint8 of shape height, width, 3."""
-    return np.asarray(image.convert("RGB"))

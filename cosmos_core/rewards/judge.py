@@ -21,12 +21,9 @@ _REPLY_FORMAT = '\n\nReply with JSON: {{"reason": one sentence, "score": a whole
 async def judge(
     prompts: Sequence[Any], completions: Sequence[Any], references: Sequence[str], judge_config: Mapping[str, Any]
 ) -> list[tuple[float, dict[str, float]] | ValueError]:
-    """Return for each completion the judge's score divided by `highest_score`, and as metrics the numbers of tokens,
-    0 if the judge's reply was in the cache. For a reply without a score, return a `ValueError`.
-
-    Raises:
-        openai.OpenAIError: the server refuses the key or the model, or cannot be reached after several attempts.
-    """
+    """Return for each completion the judge's score divided by `highest_score`, and as metrics the numbers of tokens, 0
+    if the judge's reply was in the cache. For a reply without a score, return a `ValueError`. Raise
+    `openai.OpenAIError` if the server refuses the key or the model, or cannot be reached after several attempts."""
     api_key = os.environ.get(judge_config["key_env"]) or "none"
     async with AsyncOpenAI(base_url=judge_config["endpoint"], api_key=api_key, max_retries=_MAX_RETRIES) as client:
         text_fields = [
@@ -52,8 +49,7 @@ async def _request_score(
             # Only this completion has no score: it is too long for the judge, or the reply is none of a chat.
             return ValueError(error_on_one_line(error))
         token_counts = {name: float(getattr(response.usage, name, 0) or 0) for name in token_counts}
-    judge_score = _score(reply["text"], config["highest_score"])
-    if isinstance(judge_score, ValueError):
+    if isinstance(judge_score := _score(reply["text"], config["highest_score"]), ValueError):
         return judge_score
     if config["cache"]:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
@@ -80,8 +76,7 @@ def _build_request(config: Mapping[str, Any], text_fields: Mapping[str, str]) ->
 
 
 def _score(text: str, highest_score: int) -> float | ValueError:
-    """Return the score in a judge's reply, whose JSON may follow reasoning or be in a code block; a `ValueError` if the
-    reply has no score."""
+    """Return the score in a judge's reply, whose JSON may follow reasoning or be in a code block, or a `ValueError`."""
     text = text.rpartition("</think>")[2]
     try:
         score = json.loads(text[text.find("{") : text.rfind("}") + 1])["score"]

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from cosmos_core.rewards.images import to_frames, to_rgb_array
+import numpy as np
+from PIL import Image
+
+from cosmos_core.rewards.images import to_frames
 from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, require_packages
 
 _QUOTED_TEXT = re.compile(r'"([^"]+)"|“([^”]+)”')
@@ -59,8 +62,8 @@ def _score_item(item: RewardInput) -> float:
     return sum(scores) / len(scores)
 
 
-def _recognise_text(image: Any) -> str:
-    lines, _ = _load_ocr_engine()(to_rgb_array(image)[..., ::-1])  # the engine takes BGR, like OpenCV
+def _recognise_text(image: Image.Image) -> str:
+    lines, _ = _load_ocr_engine()(np.asarray(image)[..., ::-1])  # the engine takes BGR, like OpenCV
     return "".join(text for _, text, confidence in lines or [] if float(confidence) > 0)
 
 

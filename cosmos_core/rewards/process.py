@@ -26,8 +26,7 @@ START_SECONDS = 120.0
 _HEARTBEAT_SECONDS = 1.0
 
 _EXIT_PAUSE_SECONDS = 0.1
-"""Pause in seconds after a process has ended, so that pebble can read which request the process had taken; otherwise
-the request would wait for its deadline."""
+"""Pause in seconds after a process has ended: pebble reads its request, which else would wait for the deadline."""
 
 
 class WorkerPool(ABC):
@@ -56,10 +55,9 @@ class WorkerPool(ABC):
     def _replace_pool(self, start: Callable[..., None], *arguments: Any, env: Sequence[str], count: int) -> ProcessPool:
         """Replace the pool by a new pool, whose processes run an initializer first, and return it."""
         self.close()
-        initargs = (*arguments, env, os.getpid())
         context = SpawnContext()
         context.Process = partial(_Process, tuple(env))  # type: ignore[assignment,misc]
-        self._pool = ProcessPool(count, initializer=start, initargs=initargs, context=context)
+        self._pool = ProcessPool(count, initializer=start, initargs=(*arguments, env, os.getpid()), context=context)
         return self._pool
 
     def _working_pool(self) -> ProcessPool:
@@ -127,11 +125,10 @@ class _Popen(popen_spawn_posix.Popen):
         self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, parent_output))  # type: ignore[attr-defined]
         try:
             command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_input)
-            child_descriptors = (*self._fds, tracker_fd, child_input, child_sentinel)  # type: ignore[attr-defined]
-            file_actions = [(os.POSIX_SPAWN_DUP2, descriptor, descriptor) for descriptor in child_descriptors]
-            self.pid = os.posix_spawn(
-                spawn.get_executable(), command, environment_for_user_code(process_obj.names), file_actions=file_actions
-            )
+            descriptors = (*self._fds, tracker_fd, child_input, child_sentinel)  # type: ignore[attr-defined]
+            actions = [(os.POSIX_SPAWN_DUP2, descriptor, descriptor) for descriptor in descriptors]
+            environment = environment_for_user_code(process_obj.names)
+            self.pid = os.posix_spawn(spawn.get_executable(), command, environment, file_actions=actions)
         finally:
             os.close(child_input)
             os.close(child_sentinel)

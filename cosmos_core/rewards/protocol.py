@@ -49,25 +49,27 @@ def encode_request(fields: Mapping[str, Any], array: np.ndarray) -> bytes:
 
 def decode_request(request_body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], np.ndarray]:
     """Return the JSON fields and the array in the HTTP body of an enqueue; the array is a read-only view of the body.
-
-    Raises:
-        ProtocolError: the body does not have the format of the protocol.
-    """
+    Raise `ProtocolError` if the body does not have the format of the protocol."""
     body_view = memoryview(request_body)
     first_bytes = bytes(body_view[: MAX_JSON_BYTES + 1])
     newline_index = first_bytes.find(b"\n")
     if newline_index < 0:
         raise ProtocolError(f"no newline within {MAX_JSON_BYTES} bytes; the body is one line of JSON, then an array")
     fields, array_bytes = _parse_json_fields(first_bytes[:newline_index]), body_view[newline_index + 1 :]
-    return fields, _parse_torch_file(array_bytes) if bytes(array_bytes[:4]) == SIGNATURE else decode_array(array_bytes)
+    if bytes(array_bytes[:4]) != SIGNATURE:
+        return fields, decode_array(array_bytes)
+    try:
+        array = read_tensor(array_bytes)
+    except NotATensorError as error:
+        raise ProtocolError(f"the array was saved by torch, and {error}") from error
+    if not 1 <= array.ndim <= _MAX_AXES:
+        raise ProtocolError(f"the tensor has {array.ndim} axes; from one to {_MAX_AXES} are read")
+    return fields, array
 
 
 def decode_array(content: memoryview) -> np.ndarray:
-    """Return the array in a file of numpy's format, without unpickling.
-
-    Raises:
-        ProtocolError: the content is no array of numbers, or its length differs from its header.
-    """
+    """Return the array in a file of numpy's format, without unpickling. Raise `ProtocolError` if the content is no
+    array of numbers, or its length differs from its header."""
     stream = io.BytesIO(bytes(content[: _MAX_NPY_HEADER_BYTES + 16]))
     header_error = "no array in numpy's format follows the JSON: "
     with convert_errors(lambda error: ProtocolError(header_error + type(error).__name__), ProtocolError):
@@ -88,16 +90,6 @@ def decode_array(content: memoryview) -> np.ndarray:
         return flat_array.reshape(shape, order="F" if is_fortran else "C")
     except ValueError as error:  # the axes of an empty array exceed the limits of numpy
         raise ProtocolError(f"the array has the shape {str(shape)[:100]}, which none can have") from error
-
-
-def _parse_torch_file(content: memoryview) -> np.ndarray:
-    try:
-        array = read_tensor(content)
-    except NotATensorError as error:
-        raise ProtocolError(f"the array was saved by torch, and {error}") from error
-    if not 1 <= array.ndim <= _MAX_AXES:
-        raise ProtocolError(f"the tensor has {array.ndim} axes; from one to {_MAX_AXES} are read")
-    return array
 
 
 def _parse_json_fields(line: bytes) -> dict[str, Any]:

@@ -74,28 +74,22 @@ class RemoteRewards:
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Return one score per request, in order; a request has the fields of `request_of`. The service scores `media`
-        or, in a request without media, the text `to_be_evaluated`.
-
-        Raises:
-            RewardError: the service refuses requests, or lacks a configured score.
-            StageFailed: a score is missing and `missing_score` is "fail".
-        """
-        config, scores_by_request = self._config, [_Scores() for _ in requests]
-        unscored_indices, attempt = list(range(len(requests))), 1
-        while unscored_indices and attempt <= 1 + (config.retries if config.missing_score == "retry" else 0):
-            if attempt > 1:
+        or, in a request without media, the text `to_be_evaluated`. Raise `RewardError` if the service refuses requests
+        or lacks a configured score, and `StageFailed` if a score is missing and `missing_score` is "fail"."""
+        config, scores, unscored = self._config, [_Scores() for _ in requests], list(range(len(requests)))
+        for attempt in range(1 + (config.retries if config.missing_score == "retry" else 0)):
+            if not unscored:
+                break
+            if attempt:
                 message = "%d completions have no score (%s); they are sent again"
-                log.warning(message, len(unscored_indices), scores_by_request[unscored_indices[0]].error)
-            for i in unscored_indices:
-                scores_by_request[i] = _Scores()
-            self._run_in_thread(self._score_batches([(requests[i], scores_by_request[i]) for i in unscored_indices]))
-            unscored_indices = [i for i in unscored_indices if scores_by_request[i].error]
-            attempt += 1
-        if unscored_indices and config.missing_score == "fail":
-            raise StageFailed(
-                f"{len(unscored_indices)} completions have no score: {scores_by_request[unscored_indices[0]].error}"
-            )
-        return [self._total_score(request_scores) for request_scores in scores_by_request]
+                log.warning(message, len(unscored), scores[unscored[0]].error)
+            for i in unscored:
+                scores[i] = _Scores()
+            self._run_in_thread(self._score_batches([(requests[i], scores[i]) for i in unscored]))
+            unscored = [i for i in unscored if scores[i].error]
+        if unscored and config.missing_score == "fail":
+            raise StageFailed(f"{len(unscored)} completions have no score: {scores[unscored[0]].error}")
+        return [self._total_score(request_scores) for request_scores in scores]
 
     def _run_in_thread(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in a separate thread and call `beat` while it runs."""
@@ -136,14 +130,14 @@ class RemoteRewards:
     ) -> None:
         async with slots:
             service_request = ServiceRequest(self._service, client, self._config.timeout_seconds, self._replica_state)
-            batch_scores = [batch_scores for _, batch_scores in batch]
+            batch_scores = [scores for _, scores in batch]
             try:
                 request_body = await asyncio.to_thread(self._encode_body, [request for request, _ in batch])
                 function_names = dict.fromkeys(item.name for item in self._config.reward_fns)
                 results = await service_request.results(request_body, list(function_names))
             except MissingScores as error:
-                for item in batch_scores:
-                    item.error = str(error)
+                for scores in batch_scores:
+                    scores.error = str(error)
                 return
             for function in self._config.reward_fns:
                 _record_metrics(function, results[function.name], batch_scores)
@@ -151,12 +145,35 @@ class RemoteRewards:
                 _record_scores(function, metric, results[function.name], batch_scores)
 
     def _encode_body(self, requests: Sequence[Mapping[str, Any]]) -> bytes:
-        latents, videos = None, [request.get("media") for request in requests]
-        if self._config.video_vae and isinstance(videos[0], np.ndarray):
-            with self._vae_lock:
-                self._vae = self._vae or WanLatents("remote_reward.video_vae", self._config.video_vae, "cuda")
-                latents = self._vae.encode(videos)  # type: ignore[arg-type]
-        return _encode_batch(requests, self._config.reward_fns, latents)
+        """Return the HTTP body that enqueues one batch: images as uint8 of B, H, W, C; videos or their latents as B, C,
+        T, H, W; texts within the JSON."""
+        media: list[Any] = [request.get("media") for request in requests]
+        # Send positive weights, because the service skips functions whose weight is not above 0.
+        weights = {item.name: item.weight if item.weight > 0 else 1.0 for item in self._config.reward_fns}
+        fields: dict[str, Any] = {"prompts": [request.get("prompt") or "" for request in requests]}
+        fields["reward_fn"] = weights
+        if media[0] is None:
+            array = np.zeros((len(media), 0), np.uint8)
+            fields |= {"media_type": "text", "completions": [request["to_be_evaluated"] for request in requests]}
+            for name in ("num_tokens", "finish_reason", "turns"):
+                if any(name in request for request in requests):
+                    fields[name] = [request.get(name) for request in requests]
+        elif isinstance(media[0], np.ndarray):
+            fields["media_type"], array = self._encode_videos(media)
+            rates = [(request.get("metadata") or {}).get("video_fps", _DEFAULT_FPS) for request in requests]
+            fields["video_infos"] = [{"video_fps": rate} for rate in rates]
+        else:
+            fields["media_type"], array = "image", np.stack([np.asarray(item.convert("RGB")) for item in media])
+        if any(request.get("reference") for request in requests):
+            fields["references"] = [request.get("reference") or "" for request in requests]
+        return encode_request(to_json_value(fields | _row_fields(requests)), array)
+
+    def _encode_videos(self, videos: Sequence[np.ndarray]) -> tuple[str, np.ndarray]:
+        if not self._config.video_vae:
+            return "video", np.stack([np.moveaxis(video, -1, 0) for video in videos])
+        with self._vae_lock:
+            self._vae = self._vae or WanLatents("remote_reward.video_vae", self._config.video_vae, "cuda")
+            return "latent", self._vae.encode(videos)
 
 
 async def _cancel_tasks() -> None:
@@ -178,38 +195,8 @@ def _split_into_batches(items: Sequence[Any], batch_size: int) -> list[list[Any]
     return [each[i : i + batch_size] for each in batches_by_shape.values() for i in range(0, len(each), batch_size)]
 
 
-def _encode_batch(
-    requests: Sequence[Mapping[str, Any]], functions: Sequence[RewardFunctionConfig], latents: np.ndarray | None
-) -> bytes:
-    """Return the HTTP body that enqueues one batch: images as uint8 of B, H, W, C; videos or their latents as B, C, T,
-    H, W; texts within the JSON."""
-    media_list = [request.get("media") for request in requests]
-    # Send positive weights, because the service skips functions whose weight is not above 0.
-    weights = {item.name: item.weight if item.weight > 0 else 1.0 for item in functions}
-    fields: dict[str, Any] = {"prompts": [request.get("prompt") or "" for request in requests], "reward_fn": weights}
-    if media_list[0] is None:
-        array = np.zeros((len(media_list), 0), np.uint8)
-        fields |= {"media_type": "text", "completions": [request["to_be_evaluated"] for request in requests]}
-        for name in ("num_tokens", "finish_reason", "turns"):
-            if any(name in request for request in requests):
-                fields[name] = [request.get(name) for request in requests]
-    elif isinstance(media_list[0], np.ndarray):
-        has_pixels = latents is None
-        array = np.stack([np.moveaxis(item, -1, 0) for item in media_list]) if has_pixels else latents  # type: ignore
-        rates = [(request.get("metadata") or {}).get("video_fps", _DEFAULT_FPS) for request in requests]
-        fields["media_type"] = "video" if has_pixels else "latent"
-        fields["video_infos"] = [{"video_fps": rate} for rate in rates]
-    else:
-        array = np.stack([np.asarray(item.convert("RGB")) for item in media_list])  # type: ignore[union-attr]
-        fields["media_type"] = "image"
-    if any(request.get("reference") for request in requests):
-        fields["references"] = [request.get("reference") or "" for request in requests]
-    return encode_request(to_json_value(fields | _row_fields(requests)), array)
-
-
 def _row_fields(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the columns of rows as `metadata`; of rows of GenEval, the object specifications in fields of their own,
-    as the reward `gen_eval` expects."""
+    """Return the columns of rows as `metadata`; those that the reward `gen_eval` expects are fields of their own."""
     rows = [{k: v for k, v in (request.get("metadata") or {}).items() if k != "video_fps"} for request in requests]
     fields: dict[str, Any] = {}
     if all("include" in row and "tag" in row for row in rows):
@@ -219,44 +206,40 @@ def _row_fields(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return fields | ({"metadata": rows} if any(rows) else {})
 
 
-def _record_metrics(
-    function: RewardFunctionConfig, response: Mapping[str, Any], group_scores: Sequence[_Scores]
-) -> None:
+def _record_metrics(function: RewardFunctionConfig, response: Mapping[str, Any], batch: Sequence[_Scores]) -> None:
     """Record all numbers in a reply of the service as metrics; only rewards are clipped."""
     scores = response.get("scores")
     for name, column in scores.items() if isinstance(scores, dict) else ():
-        for i, completion_scores in enumerate(group_scores):
-            value = _finite_number_at(column, i, len(group_scores))
+        for i, each in enumerate(batch):
+            value = _finite_number_at(column, i, len(batch))
             if value is not None and name != function.name:
-                completion_scores.metrics[f"{function.name}/{name}"] = value
+                each.metrics[f"{function.name}/{name}"] = value
 
 
 def _record_scores(
-    function: RewardFunctionConfig, metric: str, response: Mapping[str, Any], group_scores: Sequence[_Scores]
+    function: RewardFunctionConfig, metric: str, response: Mapping[str, Any], batch: Sequence[_Scores]
 ) -> None:
     """Record the score, or the error, for each completion; raise RewardError if the response lacks the score key."""
     scores, errors = response.get("scores"), response.get("errors")
     if not isinstance(scores, dict) or not scores:
         error = response.get("error")
-        for each in group_scores:  # the death of a process is transient, an exception of a reward function is not
+        for each in batch:  # the death of a process is transient, an exception of a reward function is not
             is_service_error = bool(error) and not response.get("is_lost")
             each.record_missing(function, error or "the response has no scores", is_service_error=is_service_error)
         return
     score_key = function.score_key or function.name
     keys = [score_key] if score_key in scores else [part.strip() for part in score_key.split("+") if part.strip()]
-    if not keys or (unknown_keys := [part for part in keys if part not in scores]):
+    unknown_keys = [part for part in keys if part not in scores]
+    if unknown_keys or not keys:
+        missing_text = ", ".join(map(repr, unknown_keys or [score_key]))
         raise RewardError(
-            f"remote_reward.reward_fns: {function.name!r} returns no "
-            f"{', '.join(map(repr, unknown_keys or [score_key]))}; set "
-            f"score_key to one of {', '.join(sorted(scores))}, or to several with +"
+            f"remote_reward.reward_fns: {function.name!r} returns no {missing_text}; set score_key to one of "
+            f"{', '.join(sorted(scores))}, or to several with +"
         )
-    for i, each in enumerate(group_scores):
-        values = [
-            None if _is_failed_item(scores, i) else _finite_number_at(scores[part], i, len(group_scores))
-            for part in keys
-        ]
+    for i, each in enumerate(batch):
+        values = [None if _is_failed_item(scores, i) else _finite_number_at(scores[k], i, len(batch)) for k in keys]
         if None in values:
-            reason = errors[i] if isinstance(errors, list) and len(errors) == len(group_scores) and errors[i] else ""
+            reason = errors[i] if isinstance(errors, list) and len(errors) == len(batch) and errors[i] else ""
             each.record_missing(function, reason or "the response has no number for it", is_service_error=True)
             continue
         score = math.fsum(v for v in values if v is not None)
@@ -266,8 +249,7 @@ def _record_scores(
 
 
 def _is_failed_item(scores: Mapping[str, Any], i: int) -> bool:
-    """Return True if the numbers of an item mean an error in the format of Cosmos-RL's service: a prediction `Error`,
-    or -1 for each score of a video."""
+    """Return True if numbers mean an error in Cosmos-RL's service: a prediction `Error`, or -1 as each video score."""
     column = scores.get("prediction")
     if isinstance(column, list) and i < len(column) and column[i] == "Error":
         return True

@@ -11,9 +11,9 @@ and the reward models, so they import large packages only when a model is loaded
 """
 
 import importlib.util
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import isclass
 from typing import Any, Protocol, cast
 
 from cosmos_core.errors import RewardError
@@ -66,9 +66,7 @@ class FunctionReward:
 
     def __init__(self, name: str, reward: Reward, settings: Settings) -> None:
         self._name, self._reward, self._custom = name, reward, dict(settings.options)
-        self._option_values = {
-            keyword: self._custom[keyword] for keyword in _OPTION_PARAMETERS if keyword in self._custom
-        }
+        self._option_values = {name: self._custom[name] for name in _OPTION_PARAMETERS if name in self._custom}
         self.errors: list[str] = []
 
     def score(self, items: Sequence[RewardInput]) -> Columns:
@@ -93,20 +91,17 @@ class FunctionReward:
 
 
 def load_served(name: str, entry: str, settings: Settings) -> Scorer:
-    """Load a reward model by name, or by the import path `entry` of user code.
-
-    Raises:
-        RewardError: the reward is missing or cannot be loaded; the message names the packages to install.
-    """
-    reward_classes = offered_names(FOLDER, "Reward")
+    """Load a reward model by name, or by the import path `entry` of user code. Raise `RewardError` if the reward is
+    missing or cannot be loaded; the message names the packages to install."""
     if entry:
         user_object = import_user_code(entry)
-        if inspect.isclass(user_object):
+        if isclass(user_object):
             return cast(Callable[[Settings], Scorer], user_object)(settings)
         return FunctionReward(name, load_reward(entry), settings)
-    if name in reward_classes:
-        return cast(Callable[[Settings], Scorer], load_named(name, FOLDER, "Reward"))(settings)
-    reward_names = sorted({*reward_classes, *offered_names(FOLDER)})
+    if has_model(name):
+        scorer = load_named(name, FOLDER, "Reward")(settings)
+        return scorer
+    reward_names = sorted({*offered_names(FOLDER, "Reward"), *offered_names(FOLDER)})
     if name not in reward_names:
         raise RewardError(
             f"reward_type = {name!r}: there is no such reward; one of your own is named by entry = "
@@ -125,21 +120,15 @@ def load_served(name: str, entry: str, settings: Settings) -> Scorer:
 
 
 def replace_nonfinite(columns: Columns, count: int) -> tuple[Columns, list[str]]:
-    """Return the columns with None for numbers that are not finite, and the reason for each item without a score.
-
-    Raises:
-        ValueError: the length of a column is not the number of items.
-    """
+    """Return the columns with None for numbers that are not finite, and the reason for each item without a score. Raise
+    `ValueError` if the length of a column is not the number of items."""
     errors = [""] * count
     return {key: _clean_column(key, column, count, errors) for key, column in columns.items()}, errors
 
 
 def _clean_column(key: str, column: Any, num_items: int, errors: list[str]) -> Any:
     if isinstance(column, dict):
-        return {
-            name: _clean_column(f"{key}.{name}", subcolumn, num_items, [""] * num_items)
-            for name, subcolumn in column.items()
-        }
+        return {k: _clean_column(f"{key}.{k}", v, num_items, [""] * num_items) for k, v in column.items()}
     json_values = to_json_value(column)
     if not isinstance(json_values, list) or len(json_values) != num_items:
         raise ValueError(f"returned no list of {num_items} values as {key!r}")
@@ -150,11 +139,7 @@ def _clean_column(key: str, column: Any, num_items: int, errors: list[str]) -> A
 
 
 def require_packages(name: str, extra: str, *modules: str) -> None:
-    """Check that the packages of a reward are installed.
-
-    Raises:
-        RewardError: a package is missing; the message says what to install.
-    """
+    """Raise `RewardError`, which says what to install, if a package of a reward is not installed."""
     if missing_modules := [module for module in modules if importlib.util.find_spec(module) is None]:
         raise RewardError(f"the reward {name!r} needs {', '.join(missing_modules)}, not installed here; {extra}")
 
@@ -165,28 +150,20 @@ def has_model(name: str) -> bool:
 
 
 def open_model(name: str, custom: Mapping[str, Any] | None) -> Scorer:
-    """Return the model of a built-in reward, with the settings in `[custom.NAME]`; each process loads it once.
-
-    Raises:
-        RewardError: the model cannot be loaded.
-    """
+    """Return the model of a built-in reward with the settings in `[custom.NAME]`, loaded once per process, or raise
+    `RewardError`."""
     settings = dict((custom or {}).get(name) or {})
     cache_key = (name, repr(sorted(settings.items())))
     if cache_key not in _loaded_models:
         settings_fields = {k: settings.pop(k) for k in list(settings) if k in Settings.__dataclass_fields__}
-        reward_class: Callable[[Settings], Scorer] = load_named(name, FOLDER, "Reward")
         options = settings | dict(settings_fields.pop("options", {}))
-        _loaded_models[cache_key] = reward_class(Settings(**settings_fields, options=options))
+        _loaded_models[cache_key] = load_named(name, FOLDER, "Reward")(Settings(**settings_fields, options=options))
     return _loaded_models[cache_key]
 
 
 def score_one(name: str, item: RewardInput, custom: Mapping[str, Any] | None) -> tuple[float, dict[str, float]]:
-    """Return the score of one item by the model of a built-in reward, see `open_model`.
-
-    Raises:
-        RewardError: the model cannot be loaded.
-        ValueError: the item has no score.
-    """
+    """Return the score of one item by the model of a built-in reward, see `open_model`. Raise `ValueError` if the item
+    has no score."""
     columns, errors = replace_nonfinite(open_model(name, custom).score([item]), 1)
     metric_values = {k: v[0] for k, v in columns.items() if isinstance(v, list) and isinstance(v[0], int | float)}
     value = metric_values.pop(next(iter(columns)), None)

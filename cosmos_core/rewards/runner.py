@@ -8,6 +8,7 @@ The processes are spawned, so they share no memory, locks or GPUs with the train
 its own process group in the session of its parent, so that a kill includes the child processes of a reward.
 """
 
+import itertools
 import logging
 import math
 import os
@@ -70,10 +71,8 @@ class RewardRunner(WorkerPool):
     are the same for each completion; `beat` is called while the runner waits. If the first calls of a reward all time
     out, the rest is cancelled. The processes see standard environment variables and the variables in `env`. With
     `by_group`, user functions are called once for all completions of a prompt, with one deadline; if the call fails,
-    all these completions are invalid. Calls from several threads run one at a time.
-
-    Raises:
-        RewardError: a reward is missing or cannot be loaded (on entering, or when all processes are replaced).
+    all these completions are invalid. Calls from several threads run one at a time. Entering the runner, and a call
+    that replaces all processes, raise `RewardError` if a reward is missing or cannot be loaded.
     """
 
     def __init__(  # noqa: PLR0913 - all are settings, most with a default
@@ -98,8 +97,7 @@ class RewardRunner(WorkerPool):
         self._num_workers = num_workers or (1 if any(map(has_model, weights)) else len(os.sched_getaffinity(0)))
         self._max_timeouts = _MAX_TIMEOUTS * self._num_workers
         self._constants = {"custom": {}, **(constants or {})}
-        self._has_loaded = False
-        self._lock = threading.Lock()
+        self._has_loaded, self._lock = False, threading.Lock()
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return the groups, in order, each with one score per completion."""
@@ -108,10 +106,8 @@ class RewardRunner(WorkerPool):
         return [ScoredGroup(*each) for each in zip(groups, self._score_requests(requests, sources), strict=True)]
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """Return one score per request, in order.
-
-        A request has `to_be_evaluated`, `reference`, and may have `base.KEYWORDS`; each stands for a separate prompt.
-        """
+        """Return one score per request, in order. A request has `to_be_evaluated`, `reference`, and may have
+        `base.KEYWORDS`; each stands for a separate prompt."""
         return [score for (score,) in self._score_requests([[request] for request in requests])]
 
     def _score_requests(
@@ -125,26 +121,16 @@ class RewardRunner(WorkerPool):
                 request_batches = [group] if name in self._group_functions else [[request] for request in group]
                 calls += [_RewardCall(name, unit, name in self._group_functions) for unit in request_batches if unit]
         with cleanup_on_error(self.close), self._lock:  # kill busy processes, which would delay the next requests
-            results_of_calls = iter(self._results(calls))
-        results = (result for call_results in results_of_calls for result in call_results)
+            results = itertools.chain.from_iterable(self._results(calls))
         scores = []
         for group, weights in zip(groups, weights_of_groups, strict=True):
             results_by_reward = [[next(results) for _ in group] for _ in weights]
-            scores.append(
-                tuple(
-                    self._total(completion_results, weights)
-                    for completion_results in zip(*results_by_reward, strict=True)
-                )
-            )
+            scores.append(tuple(self._total(each, weights) for each in zip(*results_by_reward, strict=True)))
         return scores
 
     def _open(self) -> ProcessPool:
-        """Start the processes and wait until one of them has loaded the rewards.
-
-        Raises:
-            RewardError: the rewards cannot be loaded.
-            StageFailed: loading timed out, had succeeded before, or its process was killed; a retry may help.
-        """
+        """Start the processes and wait until one of them has loaded the rewards. Raise `RewardError` if that is not
+        possible, and `StageFailed` if loading timed out, had succeeded before, or its process was killed."""
         names = list(self._weights)
         pool = self._replace_pool(_start_worker, names, self._constants, env=self._env, count=self._num_workers)
         try:
@@ -213,12 +199,12 @@ class RewardRunner(WorkerPool):
         return self._timeouts.get(reward, self._timeout)
 
     def _reason(self, error: Exception, reward: str) -> str:
-        timeout_seconds = self._timeout_of(reward)
-        if isinstance(error, CancelledError):
-            return f"given up, because the {self._max_timeouts} calls before were not done in {timeout_seconds:g} s"
         if isinstance(error, BrokenProcessPool | ProcessExpired):
             return describe_exit(error)
-        return f"not done in {timeout_seconds:g} s"
+        reason = f"not done in {self._timeout_of(reward):g} s"
+        if isinstance(error, CancelledError):
+            return f"given up, because the {self._max_timeouts} calls before were {reason}"
+        return reason
 
     def _total(self, results: Sequence[_RewardResult], weights: Mapping[str, float]) -> Score:
         total, metrics, errors, is_raised = 0.0, {}, [], False
@@ -248,8 +234,7 @@ _logged_errors: set[tuple[str, type]] = set()
 
 
 def _start_worker(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
-    """Prepare a worker process and load the rewards. A reward that cannot be loaded raises no error here, but when it
-    is loaded again."""
+    """Prepare a worker process and load the rewards; an error of loading is raised when they are loaded again."""
     begin(env, parent_pid)
     _constant_fields.update(constants)
     with suppress(RewardError):
@@ -273,19 +258,16 @@ def _score_completions(name: str, requests: Sequence[Mapping[str, Any]], takes_l
     try:
         results = reward.score_group(fields) if takes_lists else [reward(item) for item in fields]
         return [
-            _error_result(reward, item, was_logged=True)
-            if isinstance(item, ValueError)
-            else _RewardResult(*(item or ()))
-            for item in results
+            _error_result(reward, each) if isinstance(each, ValueError) else _RewardResult(*(each or ()))
+            for each in results
         ]
     except BaseException as error:  # noqa: BLE001 - user code may raise any error, and the parent needs a result
-        was_logged = (name, type(error)) in _logged_errors
+        if (name, type(error)) not in _logged_errors:
+            print_exception(error)
         _logged_errors.add((name, type(error)))
-        return [_error_result(reward, error, was_logged=was_logged)] * len(requests)
+        return [_error_result(reward, error)] * len(requests)
 
 
-def _error_result(reward: Reward, error: BaseException, *, was_logged: bool) -> _RewardResult:
-    if not was_logged:
-        print_exception(error)
-    is_permanent = not is_transient(error)
-    return _RewardResult(error=masked(error_on_one_line(error, reward.location_of(error))), is_raised=is_permanent)
+def _error_result(reward: Reward, error: BaseException) -> _RewardResult:
+    error_text = error_on_one_line(error, reward.location_of(error))
+    return _RewardResult(error=masked(error_text), is_raised=not is_transient(error))

@@ -27,7 +27,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 }  # fmt: skip
 _REBUILD_TENSOR = ("torch._utils", "_rebuild_tensor_v2")
 _EMPTY_HOOKS_TYPE = ("collections", "OrderedDict")
-_CONSTANT_OPCODES = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _PICKLE_MARK = object()
 
 
@@ -54,11 +54,8 @@ class _PickledCall:
 
 
 def read_tensor(content: memoryview) -> np.ndarray:
-    """Return the tensor in a file, as a view of the file if possible; bfloat16 values as pairs of uint8.
-
-    Raises:
-        NotATensorError: the file is not one tensor of numbers.
-    """
+    """Return the tensor in a file, as a view of the file if possible; bfloat16 values as pairs of uint8. Raise
+    `NotATensorError` if the file is not one tensor of numbers."""
     archive_files = _read_zip_files(content)
     [archive_root] = {name.partition("/")[0] for name in archive_files}
     if (pickle_bytes := archive_files.get(f"{archive_root}/data.pkl")) is None or len(pickle_bytes) > _MAX_PICKLE_BYTES:
@@ -73,15 +70,11 @@ def read_tensor(content: memoryview) -> np.ndarray:
     if tensor_bytes is None or len(tensor_bytes) != storage.count * dtype.itemsize:
         raise NotATensorError("its numbers are not there, or not as many as it says")
     steps = [axis_stride if axis_size > 1 else 0 for axis_size, axis_stride in zip(shape, strides, strict=True)]
-    last_index = offset + sum(
-        (axis_size - 1) * axis_stride for axis_size, axis_stride in zip(shape, steps, strict=True)
-    )
+    last_index = offset + sum((axis_size - 1) * step for axis_size, step in zip(shape, steps, strict=True))
     if not 0 < math.prod(shape) <= storage.count or last_index >= storage.count:
         raise NotATensorError("it is empty, or its shape goes beyond its numbers")
-    flat_array = np.frombuffer(tensor_bytes, dtype)[offset:]
-    array = np.lib.stride_tricks.as_strided(
-        flat_array, shape, [axis_stride * dtype.itemsize for axis_stride in steps], writeable=False
-    )
+    flat_array, byte_steps = np.frombuffer(tensor_bytes, dtype)[offset:], [step * dtype.itemsize for step in steps]
+    array = np.lib.stride_tricks.as_strided(flat_array, shape, byte_steps, writeable=False)
     return np.ascontiguousarray(array).view(np.uint8) if storage.type_name == "BFloat16Storage" else array
 
 
@@ -132,46 +125,36 @@ def _interpret_pickle(pickle_bytes: bytes) -> Any:
     stack: list[Any] = []
     memo: dict[Any, Any] = {}
     for opcode, argument, _ in pickletools.genops(pickle_bytes):
-        opcode_name = opcode.name
-        if opcode_name in {"PROTO", "FRAME"}:
-            continue
-        if opcode_name == "STOP":
-            [result] = stack
-            return result
-        if opcode_name in {"BINPUT", "LONG_BINPUT"}:
-            memo[argument] = stack[-1]
-        elif opcode_name in {"BINGET", "LONG_BINGET"}:
-            stack.append(memo[argument])
-        elif opcode_name in _CONSTANT_OPCODES:
-            stack.append(_CONSTANT_OPCODES[opcode_name])
-        elif opcode_name in {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE"}:
-            stack.append(argument)
-        else:
-            _apply_opcode(opcode_name, argument, stack)
-    raise NotATensorError("its description has no end")
-
-
-def _apply_opcode(opcode_name: str, argument: Any, stack: list[Any]) -> None:
-    """Execute an opcode that takes values from the stack or pushes something other than a constant."""
-    if opcode_name == "GLOBAL":
-        stack.append(_GlobalName(tuple(argument.split(" "))))
-    elif opcode_name == "MARK":
-        stack.append(_PICKLE_MARK)
-    elif opcode_name == "TUPLE":
-        mark_index = (
-            len(stack) - 1 - next(i for i, stack_value in enumerate(reversed(stack)) if stack_value is _PICKLE_MARK)
-        )
-        stack[mark_index:] = [tuple(stack[mark_index + 1 :])]
-    elif opcode_name in {"TUPLE1", "TUPLE2", "TUPLE3"}:
-        tuple_size = int(opcode_name[-1])
-        stack[-tuple_size:] = [tuple(stack[-tuple_size:])]
-    elif opcode_name == "BINPERSID":
-        id_type, storage, key, _, tuple_size = stack.pop()
-        if id_type != "storage" or storage.name[0] != "torch":
-            raise NotATensorError("its numbers are kept elsewhere")
-        stack.append(_StorageReference(storage.name[1], key, tuple_size))
-    elif opcode_name == "REDUCE":
-        arguments = stack.pop()
-        stack[-1] = _PickledCall(stack[-1], arguments)
-    else:
-        raise NotATensorError(f"its description does more than to describe a tensor ({opcode_name})")
+        match opcode.name:
+            case "PROTO" | "FRAME" | "STOP":  # `genops` ends with the first STOP, and raises an error without one
+                pass
+            case "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "NONE" | "NEWTRUE" | "NEWFALSE" | "EMPTY_TUPLE":
+                stack.append(_CONSTANTS[opcode.name])
+            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINUNICODE" | "SHORT_BINUNICODE":
+                stack.append(argument)
+            case "GLOBAL":
+                stack.append(_GlobalName(tuple(str(argument).split(" "))))
+            case "MARK":
+                stack.append(_PICKLE_MARK)
+            case "TUPLE":
+                mark_index = next(i for i in reversed(range(len(stack))) if stack[i] is _PICKLE_MARK)
+                stack[mark_index:] = [tuple(stack[mark_index + 1 :])]
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                tuple_size = int(opcode.name[-1])
+                stack[-tuple_size:] = [tuple(stack[-tuple_size:])]
+            case "BINPERSID":
+                id_type, storage, key, _, count = stack.pop()
+                if id_type != "storage" or storage.name[0] != "torch":
+                    raise NotATensorError("its numbers are kept elsewhere")
+                stack.append(_StorageReference(storage.name[1], key, count))
+            case "REDUCE":
+                arguments = stack.pop()
+                stack[-1] = _PickledCall(stack[-1], arguments)
+            case name:
+                raise NotATensorError(f"its description does more than to describe a tensor ({name})")
+    [result] = stack
+    return result

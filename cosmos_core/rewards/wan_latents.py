@@ -21,11 +21,7 @@ class WanLatents:
     """Wan VAE from a folder or Hub name of diffusers, or from the published file `Wan2.1_VAE.pth`."""
 
     def __init__(self, key: str, path: str, device: str, dtype: str = "bfloat16") -> None:
-        """Load the VAE; on a CPU it computes in float32.
-
-        Raises:
-            RewardError: the VAE cannot be loaded; `key` is the name of its setting.
-        """
+        """Load the VAE, in float32 on a CPU, or raise `RewardError`; `key` is the name of its setting."""
         require_packages(key, f"pip install diffusers torch, or leave {key} empty", "torch", "diffusers")
         import torch
         from diffusers import AutoencoderKLWan
@@ -47,11 +43,7 @@ class WanLatents:
             torch.tensor(values, device=self._device, dtype=self._dtype).view(1, -1, 1, 1, 1)
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
-
-    @property
-    def num_channels(self) -> int:
-        """Return the number of channels of the latents."""
-        return int(self._vae.config.z_dim)
+        self.num_channels = int(vae.config.z_dim)
 
     def encode(self, videos: Sequence[np.ndarray]) -> np.ndarray:
         """Return the latents of videos of one shape (uint8: frames, height, width, 3) as float16 of B, C, T, H, W."""
@@ -80,11 +72,7 @@ class WanLatents:
 
 
 def inspect_vae(key: str, path: str) -> str:
-    """Check that a path holds a Wan VAE without loading it; return a description.
-
-    Raises:
-        RewardError: the path holds no Wan VAE; `key` is the name of its setting.
-    """
+    """Return a description of the Wan VAE at a path, or raise `RewardError`; `key` is the name of its setting."""
     from diffusers import AutoencoderKLWan
 
     if path.endswith(".pth"):

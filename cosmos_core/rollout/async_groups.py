@@ -49,11 +49,8 @@ class AsyncGroupSource:
     on_wait: Callable[[], None] = lambda: None
     """Function called while the source waits for groups; it may raise an error to stop."""
     num_extra_prompts: int = 0
-    """Number of prompts that engines get beyond those that `max_lag` allows, so that engines stay busy.
-
-    Groups that turn out too old are generated again. With a filter, the number is limited to the groups that the filter
-    is expected to drop, estimated from recent steps.
-    """
+    """Number of prompts that engines get beyond those that `max_lag` allows, to stay busy; groups that turn out too old
+    are generated again. With a filter, at most the groups that it is expected to drop, estimated from recent steps."""
     max_steps_ahead: int | None = None
     """Maximum number of train steps whose prompts are in flight or waiting; None: unbounded."""
     filter: Filter | None = None
@@ -103,7 +100,7 @@ class AsyncGroupSource:
         self.fleet.wake()
         self._is_training_waiting = True
         while True:
-            status, kept_groups, sampled_groups = broadcast_object(self._poll_step(step) if is_first() else None)  # type: ignore[misc]
+            status, kept, sampled = broadcast_object(self._poll_step(step) if is_first() else None)  # type: ignore[misc]
             if status == "whole":
                 break
             if status == "stale":
@@ -114,20 +111,20 @@ class AsyncGroupSource:
             self._is_training_waiting = False
         self.fleet.sleep()
         with self._ready:
-            for position in range(self._position, self._position + len(sampled_groups)):
+            for position in range(self._position, self._position + len(sampled)):
                 self._scored.pop(position, None)
-            self._position, self._step = self._position + len(sampled_groups), step + 1
+            self._position, self._step = self._position + len(sampled), step + 1
             self._num_groups_needed = None
-        self.sampled = sampled_groups
-        if not sampled_groups:
+        self.sampled = sampled
+        if not sampled:
             return [], {}
-        self._sampled_per_kept = (self._sampled_per_kept + len(sampled_groups) / max(1, len(kept_groups))) / 2
+        self._sampled_per_kept = (self._sampled_per_kept + len(sampled) / max(1, len(kept))) / 2
         previous_counts, self._reported_counts = self._reported_counts, (self._num_outdated, self.fleet.num_restarts)
-        return kept_groups, {
-            **group_metrics(sampled_groups),
-            **(filtered_metrics(self.filter, sampled_groups) if self.filter else {}),
+        return kept, {
+            **group_metrics(sampled),
+            **(filtered_metrics(self.filter, sampled) if self.filter else {}),
             "time/wait": time.perf_counter() - start_time,
-            **lag_metrics(kept_groups or sampled_groups, step),
+            **lag_metrics(kept or sampled, step),
             "rollout/outdated": float(self._reported_counts[0] - previous_counts[0]),
             "rollout/restarts": float(self._reported_counts[1] - previous_counts[1]),
         }
@@ -162,30 +159,28 @@ class AsyncGroupSource:
 
     def _groups_of(self, step: int) -> tuple[list[ScoredGroup], list[ScoredGroup]] | None:
         """Return the kept and the sampled groups of train step `step`; None if groups are missing."""
-        kept_groups: list[ScoredGroup] = []
-        sampled_groups: list[ScoredGroup] = []
+        kept: list[ScoredGroup] = []
+        sampled: list[ScoredGroup] = []
         num_required = self.steps.count(step) if self._num_groups_needed is None else self._num_groups_needed
         max_groups = self.filter.max_sampled_groups(num_required) if self.filter else num_required
-        while len(kept_groups) < num_required and len(sampled_groups) < max_groups:
-            position = self._position + len(sampled_groups)
+        while len(kept) < num_required and len(sampled) < max_groups:
+            position = self._position + len(sampled)
             scored_group = self._scored.get(position)
             if scored_group is None:
-                return None if position in self._pending or self.take(position, 1) else (kept_groups, sampled_groups)
+                return None if position in self._pending or self.take(position, 1) else (kept, sampled)
             if step - scored_group.group.version > self.max_lag:
-                self._request_outdated_groups(step, range(position, position + num_required - len(kept_groups)))
+                self._request_outdated_groups(step, range(position, position + num_required - len(kept)))
                 return None
-            sampled_groups.append(scored_group)
+            sampled.append(scored_group)
             if self.filter is None or self.filter.has_learning_signal(scored_group):
-                kept_groups.append(scored_group)
-            if self.filter is not None and len(sampled_groups) == num_required:
-                check_scores(step, sampled_groups, self.filter.metrics)
-        return kept_groups, sampled_groups
+                kept.append(scored_group)
+            if self.filter is not None and len(sampled) == num_required:
+                check_scores(step, sampled, self.filter.metrics)
+        return kept, sampled
 
     def _request_outdated_groups(self, step: int, positions: Sequence[int]) -> None:
-        """Request the groups at `positions` again if their weights are too old for train step `step`.
-
-        Nothing is requested until the engines have weights that are new enough.
-        """
+        """Request the groups at `positions` again if their weights are too old for train step `step`, but not before
+        the engines have weights that are new enough."""
         if self.fleet.version + self.max_lag < step:
             return
         # Each urgent request goes to the front of the queue, so the group that is needed first is requested last.
@@ -197,16 +192,11 @@ class AsyncGroupSource:
                 self._pending[position] = self._request_group(position, scored_group.group.prompt, is_urgent=True)
 
     def _request_group(self, position: int, prompt: Prompt, *, is_urgent: bool = False) -> Future[Group]:
-        """Request the completions of the prompt at `position` from the engines, and return the future of their group.
-
-        The seed is that of the step that would use the group if no group were dropped. A step that spans two epochs may
-        sample a prompt twice, with different seeds.
-        """
+        """Request the completions of the prompt at `position` with the seed of the step that would use the group if no
+        group were dropped. A step that spans two epochs may sample a prompt twice, with different seeds."""
         step = self.steps.step_of(position)
         first_position = self.steps.first(step)
-        num_repeats = sum(
-            earlier_prompt.id == prompt.id for earlier_prompt in self.take(first_position, position - first_position)
-        )
+        num_repeats = sum(each.id == prompt.id for each in self.take(first_position, position - first_position))
         return self.fleet.request(prompt, reseed(self.sampling, num_repeats), step, is_urgent=is_urgent)
 
     def _run_rollouts(self) -> None:
@@ -232,20 +222,17 @@ class AsyncGroupSource:
     def _max_prompts_ahead(self) -> int:
         """Return how many prompts, counted from `_position`, may have been sent to the engines."""
         newest_step = self.fleet.version + self.max_lag  # the last step that may train on groups of the current weights
-        num_allowed_groups = self._num_groups(newest_step - self._step + 1)
-        max_groups_ahead = math.inf if self.max_steps_ahead is None else self._num_groups(self.max_steps_ahead)
+        num_allowed = self._num_groups(newest_step - self._step + 1)
+        max_ahead = math.inf if self.max_steps_ahead is None else self._num_groups(self.max_steps_ahead)
         if self.filter is None:
-            return int(min(num_allowed_groups + self.num_extra_prompts, max_groups_ahead))
-        if num_allowed_groups <= 0:
+            return int(min(num_allowed + self.num_extra_prompts, max_ahead))
+        if num_allowed <= 0:
             return 0
         # Engines may sample another prompt for each dropped group; otherwise the train step would never be complete.
         num_dropped = sum(not self.filter.has_learning_signal(scored_group) for scored_group in self._scored.values())
-        num_expected_drops = min(self.num_extra_prompts, num_allowed_groups * (self._sampled_per_kept - 1))
-        is_bounded = self.max_steps_ahead is not None
-        max_sampled_groups = self.filter.max_sampled_groups(int(max_groups_ahead)) if is_bounded else math.inf
-        return int(
-            min(min(num_allowed_groups, max_groups_ahead) + max(num_dropped, num_expected_drops), max_sampled_groups)
-        )
+        num_expected_drops = min(self.num_extra_prompts, num_allowed * (self._sampled_per_kept - 1))
+        max_sampled = max_ahead if math.isinf(max_ahead) else self.filter.max_sampled_groups(int(max_ahead))
+        return int(min(min(num_allowed, max_ahead) + max(num_dropped, num_expected_drops), max_sampled))
 
     def _num_groups(self, num_steps: int) -> int:
         """Return the number of groups that the next `num_steps` steps need; 0 or less if there are no such steps."""
@@ -257,19 +244,17 @@ class AsyncGroupSource:
     def _score_finished(self) -> None:
         """Wait briefly for engines to finish groups, and score finished groups."""
         with self._ready:
-            pending_groups = dict(self._pending)
-        if not pending_groups:
+            pending = dict(self._pending)
+        if not pending:
             time.sleep(0.02)
             return
-        wait(pending_groups.values(), timeout=0.05, return_when=FIRST_COMPLETED)
-        generated_groups = {
-            position: group_future.result() for position, group_future in pending_groups.items() if group_future.done()
-        }
-        if not generated_groups:
+        wait(pending.values(), timeout=0.05, return_when=FIRST_COMPLETED)
+        generated = {position: future.result() for position, future in pending.items() if future.done()}
+        if not generated:
             return
-        scored_groups = self.score(list(generated_groups.values()))
+        scored_groups = self.score(list(generated.values()))
         with self._ready:
-            for position, scored_group in zip(generated_groups, scored_groups, strict=True):
+            for position, scored_group in zip(generated, scored_groups, strict=True):
                 del self._pending[position]
                 self._scored[position] = scored_group
             self._ready.notify_all()

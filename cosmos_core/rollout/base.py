@@ -1,8 +1,4 @@
-"""Interface of rollout engines, their settings, and helpers that all engines use.
-
-Other modules: choice of an engine (`registry`), weight sync (`publish`), groups of completions (`groups`), rewards,
-losses.
-"""
+"""Interface of rollout engines, their settings, and helpers that all engines use; `registry` chooses an engine."""
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -86,6 +82,14 @@ class LoadReceipt:
     version: int
     num_tensors: int
     """Number of tensors that the engine loaded."""
+
+    def check(self, version: int, num_sent: int, engine: str) -> None:
+        """Raise a `StageFailed` if `engine`, a name for messages, did not load all tensors of `version`."""
+        if (self.version, self.num_tensors) != (version, num_sent):
+            raise StageFailed(
+                f"weight sync: {engine} acknowledges {self.num_tensors} tensors of version {self.version}, not "
+                f"{num_sent} of version {version}"
+            )
 
 
 class Engine(Protocol):
@@ -180,10 +184,7 @@ def request_seed(seed: int, step: int, prompt_id: int, k: int) -> int:
 
 def reseed(sampling: Sampling, num_repeats: int) -> Sampling:
     """Return sampling settings with another seed for a prompt that the train step has already sampled `num_repeats`
-    times.
-
-    The seed of a completion depends only on settings, step and prompt, so otherwise the completions would be equal.
-    """
+    times, because seeds depend only on settings, step and prompt."""
     return replace(sampling, seed=request_seed(sampling.seed, -num_repeats, 0, 0)) if num_repeats else sampling
 
 
@@ -195,11 +196,7 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:
-    """Check that each prompt is shorter than the maximum sequence length, so that a completion fits.
-
-    Raises:
-        DataError: a prompt is empty or too long.
-    """
+    """Raise a `DataError` if a prompt is empty, or not shorter than the maximum sequence length."""
     for prompt in prompts:
         if not 0 < len(prompt.token_ids) < max_model_len:
             raise DataError(
@@ -218,10 +215,10 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
     earlier: Sequence[tuple[int, int]] = (),
     vision: ImageReader | None = None,
 ) -> Completion:
-    """Return a completion of one turn, with its text.
+    """Return a completion of one turn, with its text; `vision` truncates it before the first image placeholder token.
 
     `earlier` has, for each earlier version of the weights, the number of tokens sampled up to its replacement, and the
-    version. With `vision`, the completion is truncated before the first image placeholder token.
+    version.
     """
     if vision is not None and (num_text_tokens := vision.num_tokens_before_images(token_ids)) < len(token_ids):
         token_ids, logprobs, ends_with_stop = token_ids[:num_text_tokens], logprobs[:num_text_tokens], False
@@ -263,10 +260,8 @@ def storage_of(tensor: Tensor) -> Hashable:
 
 
 class Receiver:
-    """Receiving side of weight loads, which checks that every load has the same tensor names.
-
-    Without the check, a missing tensor would leave old weights or uninitialized memory in the engine.
-    """
+    """Receiving side of weight loads, which checks that every load has the same tensor names; otherwise a missing
+    tensor would leave old weights or uninitialized memory in the engine."""
 
     def __init__(self) -> None:
         self._expected_names: frozenset[str] = frozenset()
@@ -285,11 +280,8 @@ class Receiver:
             yield bucket
 
     def receipt(self, version: int) -> LoadReceipt:
-        """Return the acknowledgement of the load whose tensors `tensors` or `buckets` has yielded.
-
-        Raises:
-            StageFailed: the tensor names differ from those of the first load.
-        """
+        """Return the acknowledgement of the load whose tensors `tensors` or `buckets` has yielded; raise a
+        `StageFailed` if the tensor names differ from those of the first load."""
         self._expected_names = self._expected_names or frozenset(self._received_names)
         if missing_names := self._expected_names - self._received_names:
             raise StageFailed(f"weight sync: {len(missing_names)} tensors did not come, such as {min(missing_names)}")

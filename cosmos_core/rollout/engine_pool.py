@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -167,35 +167,30 @@ class EnginePool:
             return [engine for engine in self.engines.values() if engine.version is not None and not engine.error]
 
     def mark_dead(self, engine: PooledEngine, description: Description | None, error: ConnectionError) -> None:
-        """Stop using the engine `engine`, because a call in another thread showed by `error` that its process is dead.
-
-        `description` identifies the process that was called, because a new process may have replaced it.
-        """
+        """Stop using an engine, because a call in another thread showed by `error` that its process is dead.
+        `description` identifies the process that was called, because a new process may have replaced it."""
         with self.lock:
             if engine.description is description and description is not None:
                 engine.error = error
 
     def await_all(self, replies: Sequence[tuple[PooledEngine, Future[Any]]]) -> None:
-        """Wait until each engine has replied or failed, and report during the wait that the stage is alive.
-
-        An engine that neither replies nor makes a forward pass for `timeout_seconds` is killed.
-        """
-        progress_by_engine = {id(engine): (time.monotonic(), engine.num_passes) for engine, _ in replies}
-        while pending_replies := [(engine, reply) for engine, reply in replies if not reply.done()]:
+        """Wait until each engine has replied or failed, and report during the wait that the stage is alive. An engine
+        that neither replies nor makes a forward pass for `timeout_seconds` is killed."""
+        progress = {id(engine): (time.monotonic(), engine.num_passes) for engine, _ in replies}
+        while pending := [(engine, reply) for engine, reply in replies if not reply.done()]:
             self.check()
-            wait([reply for _, reply in pending_replies], timeout=POLL_SECONDS)
+            wait([reply for _, reply in pending], timeout=POLL_SECONDS)
             self._beat()
-            current_time = time.monotonic()
-            for engine, reply in pending_replies:
-                last_change_time, num_passes = progress_by_engine[id(engine)]
-                if engine.num_passes != num_passes:
-                    progress_by_engine[id(engine)] = current_time, engine.num_passes
-                elif current_time - last_change_time > self.timeout_seconds and not reply.done():
-                    logger.warning(
-                        "an engine did not reply for %.0f s; it is ended and started again", self.timeout_seconds
-                    )
+            now = time.monotonic()
+            for engine, reply in pending:
+                last_change, num_passes = progress[id(engine)]
+                is_late = now - last_change > self.timeout_seconds and not reply.done()
+                if engine.num_passes == num_passes and is_late:
+                    message = "an engine did not reply for %.0f s; it is ended and started again"
+                    logger.warning(message, self.timeout_seconds)
                     engine.handle.kill()
-                    progress_by_engine[id(engine)] = current_time, num_passes
+                if engine.num_passes != num_passes or is_late:
+                    progress[id(engine)] = now, engine.num_passes
 
     def _run_communication(self) -> None:
         try:
@@ -212,12 +207,8 @@ class EnginePool:
             logger.exception("the thread that talks to the engines has ended")
             with self.lock:
                 self._thread_error = error
-                requests_in_flight = (
-                    request for engine in self.engines.values() for request in engine.in_flight.values()
-                )
-                for request in (*self._waiting_requests, *self._versioned_requests, *requests_in_flight):
-                    if not request.group.done():
-                        request.group.set_exception(error)
+                in_flight = (request for engine in self.engines.values() for request in engine.in_flight.values())
+                _fail((*self._waiting_requests, *self._versioned_requests, *in_flight), error)
 
     def _update_engines(self) -> None:
         """Add engines with new handles to the pool, and remove engines whose handles were removed."""
@@ -229,10 +220,10 @@ class EnginePool:
         for handle in [handle for handle in self.engines if handle not in current_handles]:
             self._requeue_requests(self.engines.pop(handle))
 
-    def _open_engine(self, member: PooledEngine) -> None:
-        member.description, member.version, member.num_passes, member.error = None, None, 0, None
-        member.last_progress = time.monotonic()
-        member.reply = member.handle.call("begin", self._session_id)
+    def _open_engine(self, engine: PooledEngine) -> None:
+        engine.description, engine.version, engine.num_passes, engine.error = None, None, 0, None
+        engine.last_progress = time.monotonic()
+        engine.reply = engine.handle.call("begin", self._session_id)
 
     def _requeue_requests(self, engine: PooledEngine) -> None:
         """Move the requests in flight of an engine back to the front of their queues."""
@@ -296,8 +287,9 @@ class EnginePool:
         engine.last_death = time.monotonic()
         self.num_restarts, engine.num_deaths = self.num_restarts + 1, engine.num_deaths + 1
         if engine.num_deaths > _MAX_DEATHS:
-            message = f"an engine died {engine.num_deaths} times and gave nothing: {first_line(error)}"
-            raise StageFailed(message) from error
+            raise StageFailed(
+                f"an engine died {engine.num_deaths} times and gave nothing: {first_line(error)}"
+            ) from error
         logger.warning("an engine died (%s); its %d groups go to others", first_line(error), len(engine.in_flight))
         self._requeue_requests(engine)
         self._open_engine(engine)
@@ -308,60 +300,58 @@ class EnginePool:
         self._send_to_engines(ready_engines, self._waiting_requests)
         if not self._versioned_requests or self.is_loading:
             return
-        matching_engines = [engine for engine in ready_engines if engine.version == self._versioned_requests[0].version]
+        version = self._versioned_requests[0].version or 0
+        matching_engines = [engine for engine in ready_engines if engine.version == version]
         self._send_to_engines(matching_engines, self._versioned_requests)
         # Without an engine with newer weights the requests wait, because the next engine loads the requested version.
-        if not matching_engines and any(
-            (engine.version or 0) > (self._versioned_requests[0].version or 0) for engine in ready_engines
-        ):
+        if not matching_engines and any((engine.version or 0) > version for engine in ready_engines):
             while self._versioned_requests:
-                unservable_request = self._versioned_requests.popleft()
-                error = WeightsUnavailable(
-                    f"the engines with the weights of step {unservable_request.version} have died"
-                )
-                unservable_request.group.set_exception(error)
+                request = self._versioned_requests.popleft()
+                message = f"the engines with the weights of step {request.version} have died"
+                _fail([request], WeightsUnavailable(message))
 
     def _send_to_engines(self, ready_engines: Sequence[PooledEngine], request_queue: deque[_Request]) -> None:
         while request_queue and ready_engines:
-            candidate_engines = [member for member in ready_engines if request_queue[0].key not in member.in_flight]
-            member = min(candidate_engines, key=lambda member: len(member.in_flight), default=None)
-            if member is None or len(member.in_flight) >= self._max_groups:
+            candidates = [engine for engine in ready_engines if request_queue[0].key not in engine.in_flight]
+            engine = min(candidates, key=lambda engine: len(engine.in_flight), default=None)
+            if engine is None or len(engine.in_flight) >= self._max_groups:
                 return
-            max_groups = min(self._max_groups - len(member.in_flight), -(-len(request_queue) // len(ready_engines)))
-            if not member.in_flight:
-                member.last_progress = time.monotonic()
-            batch = _take_batch(request_queue, max_groups, member.in_flight)
+            max_groups = min(self._max_groups - len(engine.in_flight), -(-len(request_queue) // len(ready_engines)))
+            if not engine.in_flight:
+                engine.last_progress = time.monotonic()
+            batch = _take_batch(request_queue, max_groups, engine.in_flight)
             prompts, sampling, step = [request.prompt for request in batch], batch[0].sampling, batch[0].step
-            submission_future = member.handle.call("submit", self._session_id, prompts, sampling, step)
-            submission_future.add_done_callback(partial(self._handle_submission, member, member.description, batch))
+            reply = engine.handle.call("submit", self._session_id, prompts, sampling, step)
+            reply.add_done_callback(partial(self._handle_submission, engine, engine.description, batch))
 
     def _handle_submission(
-        self, member: PooledEngine, description: Description | None, batch: Sequence[_Request], reply: Future[Any]
+        self, engine: PooledEngine, description: Description | None, batch: Sequence[_Request], reply: Future[Any]
     ) -> None:
-        """Set the error of a failed submission on the futures of its requests.
-
-        This method must not take the pool's lock: it runs in a thread of Ray, for which `kill` waits under the lock.
-        """
+        """Set the error of a failed submission on the futures of its requests, without the pool's lock: this method
+        runs in a thread of Ray, for which `kill` waits under the lock."""
         error = reply.exception()
         if isinstance(error, ConnectionError):
-            self._failed_submissions.put((member, description, error))
+            self._failed_submissions.put((engine, description, error))
         elif error is not None:
-            for request in batch:
-                if not request.group.done():
-                    request.group.set_exception(error)
+            _fail(batch, error)
+
+
+def _fail(requests: Iterable[_Request], error: BaseException) -> None:
+    """Set an error on the futures of requests that have no group yet."""
+    for request in requests:
+        if not request.group.done():
+            request.group.set_exception(error)
 
 
 def _take_batch(
     request_queue: deque[_Request], max_groups: int, in_flight: dict[tuple[int, int, int], _Request]
 ) -> list[_Request]:
-    """Move requests that can be submitted together from the queue into `in_flight`, and return them.
-
-    All moved requests have the same step and sampling, because some engines generate a submission as one batch.
-    """
-    first_request = request_queue[0]
+    """Move requests from the queue into `in_flight`, and return them; all have the same step and sampling, because some
+    engines generate a submission as one batch."""
+    step, sampling = request_queue[0].step, request_queue[0].sampling
     batch: list[_Request] = []
     while request_queue and len(batch) < max_groups and request_queue[0].key not in in_flight:
-        if (request_queue[0].step, request_queue[0].sampling) != (first_request.step, first_request.sampling):
+        if (request_queue[0].step, request_queue[0].sampling) != (step, sampling):
             break
         request = request_queue.popleft()
         batch.append(request)

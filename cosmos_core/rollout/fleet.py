@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import torch
 
-from cosmos_core.errors import BY_NAME, CosmosError, StageFailed, serialise_error
+from cosmos_core.errors import BY_NAME, CosmosError, serialise_error
 from cosmos_core.parallel.mesh import any_rank, broadcast_object, is_first
 from cosmos_core.rollout.base import Bucket, LoadReceipt, WeightFormat
 from cosmos_core.rollout.engine_pool import POLL_SECONDS, EngineHandle, EnginePool
-from cosmos_core.rollout.transfer import EngineProcess, HostLink, NativeLink, NativeTransfer, WeightLoad
+from cosmos_core.rollout.transfer import EngineProcess, HostLink, NativeTransfer, WeightLoad
 from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -76,9 +76,7 @@ class Fleet:
         self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool = False, version: int | None = None
     ) -> Future[Group]:
         """Request one group, ahead of waiting requests if urgent; call this on the first rank only, in any thread.
-
-        `version`: see `EnginePool.request`; the caller must not load other weights before the group is done.
-        """
+        `version`: see `EnginePool.request`; the caller must not load other weights before the group is done."""
         return self._pool.request(prompt, sampling, step, is_urgent=is_urgent, version=version)
 
     @property
@@ -110,10 +108,7 @@ class Fleet:
 
     def completed(self) -> list[Group]:
         """Wait for all submitted groups, and return them at once, so that ranks synchronize only once; see
-        `Engine.completed`.
-
-        An engine that is restarted during the wait gets the weights again.
-        """
+        `Engine.completed`. An engine that is restarted during the wait gets the weights again."""
         while True:  # each poll broadcasts, so that no rank exceeds a collective's timeout
             groups, error_record, is_stale = broadcast_object(self._poll_submissions() if is_first() else None)  # type: ignore[misc]
             self._raise_on_all_ranks(error_record)
@@ -125,10 +120,11 @@ class Fleet:
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights into every open engine, see `Engine.load_weights`; engines that die in the load are skipped."""
         self._release_cached_memory()
-        num_sent, weight_load = 0, WeightLoad(self._pool, self._find_processes_to_load() if is_first() else [])
-        weight_link: HostLink | NativeLink = (
-            self._native.link(weight_load) if self._native and not self._loads_only_new else HostLink(weight_load)
-        )
+        engines = self._pool.open_engines()  # none on other ranks than the first
+        processes = [EngineProcess(m, m.description) for m in engines if m.version is None or not self._loads_only_new]
+        num_sent, weight_load = 0, WeightLoad(self._pool, processes)
+        native = None if self._loads_only_new else self._native
+        weight_link = native.link(weight_load) if native else HostLink(weight_load)
         if is_first():
             self._pool.is_loading = True
             load_options = {"background": self._swap_mode != "disabled", "timeout_seconds": self._pool.timeout_seconds}
@@ -157,9 +153,9 @@ class Fleet:
         logprobs: list[list[float]] = []
         if is_first():
             engines = [engine for engine in self._pool.loaded_engines() if version in {None, engine.version}]
-            replies = [engine.handle.call("logprobs", engine.version, token_ids) for engine in engines]
-            self._pool.await_all(list(zip(engines, replies, strict=True)))
-            for reply in replies:
+            replies = [(engine, engine.handle.call("logprobs", engine.version, token_ids)) for engine in engines]
+            self._pool.await_all(replies)
+            for _, reply in replies:
                 with suppress(ConnectionError):  # the communication thread handles a dead engine
                     logprobs.append(reply.result())
         return broadcast_object(logprobs)
@@ -244,19 +240,11 @@ class Fleet:
                 self._pool.mark_dead(*process, error)
         return replies
 
-    def _find_processes_to_load(self) -> list[EngineProcess]:
-        engines = self._pool.open_engines()
-        return [EngineProcess(m, m.description) for m in engines if m.version is None or not self._loads_only_new]
-
     def _end_load(self, version: int, processes: Sequence[EngineProcess], num_sent: int) -> None:
         load_options = {"background": self._swap_mode != "disabled", "waits": self._swap_mode == "generation"}
         try:
             for process, receipt in self._call_processes(processes, "end_load", version, **load_options):
-                if receipt != LoadReceipt(version, num_sent):
-                    raise StageFailed(
-                        f"weight sync: an engine acknowledges {receipt.num_tensors} tensors of version "
-                        f"{receipt.version}, not {num_sent} of version {version}"
-                    )
+                receipt.check(version, num_sent, "an engine")
                 with self._pool.lock:
                     if process.is_alive:
                         process.member.version, process.member.last_progress = version, time.monotonic()

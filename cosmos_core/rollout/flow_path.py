@@ -55,13 +55,11 @@ class Path:
         def stack_steps(tensors: Sequence[Tensor]) -> Tensor | None:
             return torch.stack([step_tensor[sample_index] for step_tensor in tensors]) if tensors else None
 
-        log_probs = tuple(each[sample_index].item() for each in self.log_probs)
+        logprobs = tuple(each[sample_index].item() for each in self.log_probs)
         num_frames = 0 if self.num_conditioning_B is None else int(self.num_conditioning_B[sample_index])
         before, after, means = map(stack_steps, (self.latents_before, self.latents_after, self.transition_means))
         latents, sigmas = self.latents[sample_index].clone(), tuple(sigmas_N.tolist())
-        return DiffusionSample(
-            pixels, latents, sigmas, version, self.steps, before, after, means, log_probs, num_frames
-        )  # fmt: skip
+        return DiffusionSample(pixels, latents, sigmas, version, self.steps, before, after, means, logprobs, num_frames)
 
 
 def table_of(model: DiffusionModel, sampling: FlowSampling) -> Tensor:
@@ -118,14 +116,10 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
 ) -> Path:
     """Return the sampling path from noise to clean latents.
 
-    Args:
-        velocity: function that returns the model's velocity for float32 latents and their noise levels.
-        noise: noise of unit variance, the latents at the first noise level.
-        sigmas_N: table of N + 1 noise levels.
-        sampling: sampling settings: solver, kernel, and the steps to record.
-        generators: one generator per sample, for the noise of stochastic steps.
-        stochastic_step_range: numbers of the stochastic steps.
-        conditioning: clean first frames that are inserted at each step; None: no conditioning frames.
+    `velocity` returns the model's velocity for float32 latents and their noise levels; `noise`, of unit variance, are
+    the latents at the first of the N + 1 noise levels `sigmas_N`. `sampling` has solver, kernel, and the steps to
+    record. The stochastic steps `stochastic_step_range` draw noise from `generators`, one per sample. The clean first
+    frames `conditioning` are inserted at each step; None: no conditioning frames.
     """
     insert_conditioning = conditioning.insert_frames if conditioning else lambda latents: latents
     x, solver = insert_conditioning(noise.float()), DpmSolver2M(sigmas_N)

@@ -61,7 +61,7 @@ class FlowSamplerEngine:
         rows = [(prompt, k) for prompt in prompts for k in range(count)]
         prompts_per_rank = -(-len(prompts) // self._num_ranks)
         num_rows = prompts_per_rank * min(self._max_samples_per_pass or count, count) * self._num_ranks
-        batches = (rows[row_start : row_start + num_rows] for row_start in range(0, len(rows), num_rows))
+        batches = (rows[start : start + num_rows] for start in range(0, len(rows), num_rows))
         samples = (each for batch in batches for each in self._sample_by_shape(batch, sampling, step))
         completions = [Completion((), "stop", "", diffusion_sample=each) for each in samples]
         return [Group(each, tuple(completions[p * count : (p + 1) * count]), step) for p, each in enumerate(prompts)]
@@ -90,11 +90,8 @@ class FlowSamplerEngine:
         return self._source.mesh.data.size() if self._source.mesh else 1
 
     def _sample_by_shape(self, rows: Sequence[_CompletionRow], sampling: Sampling, step: int) -> list[DiffusionSample]:
-        """Return the samples of `rows` on all ranks, in the order of the rows.
-
-        Rows are grouped by the shapes of their embeddings, because embeddings from a dataset may differ in their number
-        of tokens. All ranks have all rows, so all ranks form the same groups.
-        """
+        """Return the samples of `rows` on all ranks, in order. All ranks form the same groups of rows by the shapes of
+        their embeddings, because embeddings from a dataset may differ in their number of tokens."""
         indices_by_shape: dict[tuple[Any, ...], list[int]] = {}
         for i, (prompt, _) in enumerate(rows):
             shapes = tuple((name, tuple(tensor.shape)) for name, tensor in sorted(prompt.embedding.items()))
@@ -106,18 +103,15 @@ class FlowSamplerEngine:
 
     def _sample_on_ranks(self, rows: Sequence[_CompletionRow], sampling: Sampling, step: int) -> list[DiffusionSample]:
         """Distribute rows with embeddings of equal shape over the ranks, and return all samples on all ranks, in order.
-
-        A rank without an assigned row samples the first row, so that all ranks take part in each call of the denoiser.
+        A rank without an assigned row samples the first row, because all ranks take part in each call of the denoiser.
         """
         mesh = self._source.mesh
         if mesh is None:
             return self._sample_locally(rows, sampling, step)
         local_rows = mesh.select_local_items(rows)
-        size = -(-len(rows) // self._num_ranks)
-        samples = self._sample_locally([*local_rows, *[rows[0]] * (size - len(local_rows))], sampling, step)[
-            : len(local_rows)
-        ]
-        rank_samples = mesh.all_gather_object(samples)
+        num_missing = -(-len(rows) // self._num_ranks) - len(local_rows)
+        samples = self._sample_locally([*local_rows, *[rows[0]] * num_missing], sampling, step)
+        rank_samples = mesh.all_gather_object(samples[: len(local_rows)])
         return [rank_samples[i % self._num_ranks][i // self._num_ranks] for i in range(len(rows))]
 
     def _conditioning_frames(
@@ -125,24 +119,21 @@ class FlowSamplerEngine:
     ) -> ConditioningFrames | None:
         """Return the conditioning frames of the samples; None if the rows have no conditioning frames."""
         assert sampling.flow is not None
-        max_frames = (
-            min(self._source.model.max_conditioning_frames, latent_shape[1] - 1) if len(latent_shape) == 4 else 0
-        )
-        all_clip_latents = [prompt.conditioning_clip for prompt, _ in rows]
-        frame_range = sampling.flow.given_frame_range
-        if not max_frames or not frame_range[1] or any(clip is None for clip in all_clip_latents):
+        if len(latent_shape) != 4:
             return None
-        if other_shapes := {tuple(clip.shape) for clip in all_clip_latents} - {tuple(latent_shape)}:
+        max_frames = min(self._source.model.max_conditioning_frames, latent_shape[1] - 1)
+        clips, frame_range = [prompt.conditioning_clip for prompt, _ in rows], sampling.flow.given_frame_range
+        if not max_frames or not frame_range[1] or any(clip is None for clip in clips):
+            return None
+        if other_shapes := {tuple(clip.shape) for clip in clips} - {tuple(latent_shape)}:
             raise DataError(
                 f"a clip has latents of shape {min(other_shapes)} and what is drawn {tuple(latent_shape)}: frames "
                 f"can be given of clips of one size alone; set policy.diffusers.train_frames to inference_frames, or "
                 f"policy.diffusers.flow_rl.max_conditional_frames to 0"
             )
-        frame_counts = [
-            num_conditioning_frames(frame_range, max_frames, sampling.seed, step, prompt.id) for prompt, _ in rows
-        ]
+        counts = [num_conditioning_frames(frame_range, max_frames, sampling.seed, step, p.id) for p, _ in rows]
         device = self._source.device
-        return ConditioningFrames(torch.stack(all_clip_latents).to(device), torch.tensor(frame_counts, device=device))
+        return ConditioningFrames(torch.stack(clips).to(device), torch.tensor(counts, device=device))
 
     def _sample_locally(self, rows: Sequence[_CompletionRow], sampling: Sampling, step: int) -> list[DiffusionSample]:
         """Return the samples of `rows`, computed on this rank."""
@@ -154,8 +145,8 @@ class FlowSamplerEngine:
         generators = [_make_generator(sampling.seed, step, prompt.id, k) for prompt, k in rows]
         noise = torch.stack([torch.randn(latent_shape, generator=generator) for generator in generators])
         if settings.same_noise:
-            shared_generators = [_make_generator(sampling.seed, step, prompt.id, SHARED_NOISE) for prompt, _ in rows]
-            noise = torch.stack([torch.randn(latent_shape, generator=generator) for generator in shared_generators])
+            shared = [_make_generator(sampling.seed, step, prompt.id, SHARED_NOISE) for prompt, _ in rows]
+            noise = torch.stack([torch.randn(latent_shape, generator=generator) for generator in shared])
         device, is_guided = self._source.device, settings.guidance_scale > 1
         text_embedding = _stack_embeddings([prompt.embedding for prompt, _ in rows], device)
         null_embedding = _stack_embeddings([self._source.null_text] * len(rows), device) if is_guided else {}

@@ -100,18 +100,17 @@ class SyncGroupSource:
         """Generate and score the groups of train step `step`, or only the first `num_groups` groups."""
         start_time = time.perf_counter()
         self.engine.wake()
-        groups = self.generate_repeated(self.prompts(step)[:num_groups], step, Counter())
+        generated = self.generate_repeated(self.prompts(step)[:num_groups], step, Counter())
         self.sleep_until_next_step(step)
         generation_seconds = time.perf_counter() - start_time
-        self.sampled = scored_groups = self.score_groups(groups)
-        throughput_metrics = _throughput_metrics(scored_groups, generation_seconds, time.perf_counter() - start_time)
-        return scored_groups, group_metrics(scored_groups) | throughput_metrics | lag_metrics(scored_groups, step)
+        self.sampled = groups = self.score_groups(generated)
+        throughput = _throughput_metrics(groups, generation_seconds, time.perf_counter() - start_time)
+        return groups, group_metrics(groups) | throughput | lag_metrics(groups, step)
 
     def generate_repeated(self, prompts: Sequence[Prompt], step: int, num_samplings: Counter[int]) -> list[Group]:
-        """Generate the groups of `prompts`, and return the groups in the order of the prompts.
-
-        `num_samplings` counts how often the step has sampled each prompt, which may repeat at a boundary of epochs and
-        in a mixture of data sets; a repeated prompt gets other seeds."""
+        """Generate the groups of `prompts`, in order. `num_samplings` counts how often the step has sampled each
+        prompt, which may repeat at a boundary of epochs and in a mixture of data sets; a repeated prompt gets other
+        seeds."""
         batches: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
             batches.setdefault(num_samplings[prompt.id], []).append(i)
@@ -120,9 +119,9 @@ class SyncGroupSource:
         prompts_per_batch = self.batch_size * num_ranks()
         self.progress.phase("generate")
         for num_repeats, indices in batches.items():
-            for batch_start in range(0, len(indices), prompts_per_batch):
-                batch = indices[batch_start : batch_start + prompts_per_batch]
-                sampling = reseed(self.sampling, num_repeats)
+            sampling = reseed(self.sampling, num_repeats)
+            for start in range(0, len(indices), prompts_per_batch):
+                batch = indices[start : start + prompts_per_batch]
                 groups = generate(self.engine, [prompts[i] for i in batch], sampling, step)
                 groups_by_index |= zip(batch, groups, strict=True)
                 self.progress.beat()
@@ -191,11 +190,8 @@ class FilteredGroupSource:
         return not self.take(self._num_taken, 1)
 
     def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Return the groups of train step `step`, and metrics about the groups.
-
-        Fewer groups than requested are returned if prompts or rounds of generation are exhausted, and none if the
-        filter dropped all groups.
-        """
+        """Return the groups of train step `step`, and metrics: fewer groups than requested if prompts or rounds of
+        generation are exhausted, and none if the filter dropped all."""
         num_requested = self.num_groups if num_groups is None else num_groups
         max_rounds = self.filter.max_retries if self.filter else 0
         kept_groups: list[ScoredGroup] = []
@@ -219,8 +215,8 @@ class FilteredGroupSource:
             kept_groups += [each for each in scored_groups if not self.filter or self.filter.has_learning_signal(each)]
             num_rounds += 1
         if self.filter and len(kept_groups) < num_requested and not self.take(num_taken_prompts, 1):
-            warning_format = "step %d: the prompts of all epochs have ended with %d of %d groups of use"
-            logger.warning(warning_format, step + 1, len(kept_groups), num_requested)
+            warning = "step %d: the prompts of all epochs have ended with %d of %d groups of use"
+            logger.warning(warning, step + 1, len(kept_groups), num_requested)
         self._num_taken, self.sampled = num_taken_prompts, sampled
         self.sync.sleep_until_next_step(step)
         if not sampled:
@@ -279,13 +275,13 @@ def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 def filtered_metrics(filter: Filter, sampled_groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the number of sampled groups, and the fractions of groups that the filter dropped with equal rewards above
     0 and with equal rewards of at most 0."""
-    dropped_groups = [group for group in sampled_groups if not filter.has_learning_signal(group)]
-    rewards_by_group = ([score.value for score in group.scores if score.value is not None] for group in dropped_groups)
-    dropped_rewards = [max(valid_rewards) for valid_rewards in rewards_by_group if valid_rewards]
+    dropped = [group for group in sampled_groups if not filter.has_learning_signal(group)]
+    valid_rewards = ([score.value for score in group.scores if score.value is not None] for group in dropped)
+    rewards = [max(each) for each in valid_rewards if each]
     return {
         "rollout/sampled_groups": float(len(sampled_groups)),
-        "rollout/filtered_positive": sum(reward > 0 for reward in dropped_rewards) / len(sampled_groups),
-        "rollout/filtered_negative": sum(reward <= 0 for reward in dropped_rewards) / len(sampled_groups),
+        "rollout/filtered_positive": sum(reward > 0 for reward in rewards) / len(sampled_groups),
+        "rollout/filtered_negative": sum(reward <= 0 for reward in rewards) / len(sampled_groups),
     }
 
 
@@ -300,17 +296,14 @@ def lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
     }
 
 
-def _throughput_metrics(
-    groups: Sequence[ScoredGroup], generation_seconds: float, total_seconds: float
-) -> dict[str, float]:
+def _throughput_metrics(groups: Sequence[ScoredGroup], generation_seconds: float, seconds: float) -> dict[str, float]:
     completions = [completion for scored_group in groups for completion in scored_group.group.completions]
-    has_diffusion_samples = completions[0].diffusion_sample is not None
-    name, count = (
-        ("samples", len(completions)) if has_diffusion_samples else ("tokens", sum(c.num_sampled for c in completions))
-    )
+    name, count = "tokens", sum(completion.num_sampled for completion in completions)
+    if completions[0].diffusion_sample is not None:
+        name, count = "samples", len(completions)
     return {
         "time/generate": generation_seconds,
-        "time/score": total_seconds - generation_seconds,
+        "time/score": seconds - generation_seconds,
         f"throughput/generated_{name}_per_second": count / max(1e-9, generation_seconds),
     }
 
@@ -330,10 +323,10 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         }
     if len(reward_values):
         metrics |= {"reward/mean": float(reward_values.mean()), "reward/std": float(reward_values.std())}
-    metrics |= turn_metrics(completions)
-    # `metrics` comes last, so that a reward function named `mean` cannot overwrite the mean of all rewards.
-    metrics |= {f"reward/{source}/mean": mean for source, mean in source_means(groups).items()}
-    return {f"reward/{name}": mean for name, mean in reward_means(groups).items()} | metrics
+    sources = {f"reward/{source}/mean": mean for source, mean in source_means(groups).items()}
+    rewards = {f"reward/{name}": mean for name, mean in reward_means(groups).items()}
+    # `rewards` come first, so that a reward function named `mean` cannot overwrite the mean of all rewards.
+    return rewards | metrics | turn_metrics(completions) | sources
 
 
 def source_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:

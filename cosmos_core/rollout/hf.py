@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import DynamicLayer
 
 from cosmos_core.data.sample import Sample
@@ -81,15 +81,15 @@ class HfEngine:
         groups_by_index: dict[int, Group] = {}
         for indices in _group_batchable(prompts):
             batch = self._generate_batch([prompts[i] for i in indices], sampling, step)
-            groups_by_index |= dict(zip(indices, batch, strict=True))
+            groups_by_index |= zip(indices, batch, strict=True)
         return [groups_by_index[i] for i in range(len(prompts))]
 
     def _generate_batch(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
         """Generate the groups of `prompts` in one batch, or in several with a few completions of each group."""
-        num_completions, chunk_size = sampling.num_completions, self._max_samples_per_pass or sampling.num_completions
+        all_ks = range(sampling.num_completions)
+        chunk_size = self._max_samples_per_pass or len(all_ks)
         completions: list[list[Completion]] = [[] for _ in prompts]
-        for first_completion in range(0, num_completions, chunk_size):
-            ks = range(first_completion, min(first_completion + chunk_size, num_completions))
+        for ks in (all_ks[k : k + chunk_size] for k in all_ks[::chunk_size]):
             with self._inference_mode():
                 rows = [each.tolist() for each in self._sample(prompts, sampling, step, ks)]
             for row, (tokens, logprobs, length) in enumerate(zip(*rows, strict=True)):
@@ -197,13 +197,9 @@ class HfEngine:
             if can_drop_rows and 2 * is_active_B.sum() <= len(is_active_B):
                 kept_rows_B = is_active_B.nonzero().squeeze(-1)
                 cache.batch_select_indices(kept_rows_B)
-                tokens_B, is_used_token_BV, mask_BT = (
-                    tokens_B[kept_rows_B],
-                    is_used_token_BV[kept_rows_B],
-                    mask_BT[kept_rows_B],
-                )
-                positions_B, rows_B = positions_B[kept_rows_B], rows_B[kept_rows_B]
-                max_new_tokens_B, is_active_B = max_new_tokens_B[kept_rows_B], is_active_B[kept_rows_B]
+                rows_B, tokens_B, is_active_B = rows_B[kept_rows_B], tokens_B[kept_rows_B], is_active_B[kept_rows_B]
+                is_used_token_BV, mask_BT = is_used_token_BV[kept_rows_B], mask_BT[kept_rows_B]
+                positions_B, max_new_tokens_B = positions_B[kept_rows_B], max_new_tokens_B[kept_rows_B]
             # A model with images computes the positions of new tokens itself; batches with images have no padding.
             inputs = {"attention_mask": mask_BT, "position_ids": positions_B.unsqueeze(-1)}
             logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, last_image_inputs if image_inputs else inputs)
@@ -282,14 +278,10 @@ def _group_batchable(prompts: Sequence[Prompt]) -> list[list[int]]:
 
 
 def _load_replica(settings: EngineSettings) -> PreTrainedModel:
-    """Load a complete model as a replica of the trainer's sharded model.
-
-    If only an adapter is trained, the replica has an adapter. Otherwise it receives weights with merged adapters.
-    """
-    trained_model = settings.model
-    replica = load_model(
-        settings.folder, revision=getattr(trained_model.config, "_commit_hash", None), dtype=trained_model.dtype
-    )
+    """Load a complete model as a replica of the trainer's sharded model; it has an adapter if only an adapter is
+    trained, and otherwise receives weights with merged adapters."""
+    trained_model, revision = settings.model, getattr(settings.model.config, "_commit_hash", None)
+    replica = load_model(settings.folder, revision=revision, dtype=trained_model.dtype)
     if trains_only_linear_factors(trained_model):
         add_adapter_like(replica, trained_model)
     nn.Module.to(replica, "cuda" if torch.cuda.is_available() else "cpu")
@@ -310,22 +302,16 @@ def process_logits(logits_BV: Tensor, is_used_token_BV: Tensor, sampling: Sampli
     if sampling.temperature == 0:
         return logits_BV.log_softmax(-1)
     logits_BV = logits_BV / sampling.temperature
-    if 0 < sampling.top_k < logits_BV.shape[-1]:
-        top_k_threshold_B1 = logits_BV.topk(sampling.top_k).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < top_k_threshold_B1, -torch.inf)
+    if sampling.top_k > 0:
+        logits_BV = TopKLogitsWarper(sampling.top_k)(None, logits_BV)  # type: ignore[arg-type] # ids are not used
     if sampling.top_p < 1.0:
-        sorted_logits_BV, sort_indices_BV = logits_BV.sort(-1)
-        is_dropped_BV = sorted_logits_BV.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        is_dropped_BV[:, -1] = False  # top-p keeps at least the most likely token
-        logits_BV = logits_BV.masked_fill(is_dropped_BV.scatter(-1, sort_indices_BV, is_dropped_BV), -torch.inf)
+        logits_BV = TopPLogitsWarper(sampling.top_p)(None, logits_BV)  # type: ignore[arg-type]
     return logits_BV.log_softmax(-1)
 
 
-def _draw_uniform_numbers(
-    prompts: Sequence[Prompt], sampling: Sampling, step: int, completion_indices: range
-) -> Tensor:
+def _draw_uniform_numbers(prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> Tensor:
     """Return one uniform number per token, from a generator for each completion: RT, float64."""
-    seeds = [request_seed(sampling.seed, step, prompt.id, k) for prompt in prompts for k in completion_indices]
+    seeds = [request_seed(sampling.seed, step, prompt.id, k) for prompt in prompts for k in ks]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     return torch.stack([torch.rand(sampling.max_tokens, generator=each, dtype=torch.float64) for each in generators])
 

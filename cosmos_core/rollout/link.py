@@ -40,34 +40,26 @@ class BucketHeader(NamedTuple):
 
     def bucket(self, tensors: Mapping[str, Tensor]) -> Bucket:
         """Return the bucket of the received `tensors`, in the sender's shapes and under all names."""
-        tensors_by_name = {
-            name: tensors[name].reshape(shape) for name, shape in zip(self.names, self.shapes, strict=True)
-        }
-        return [*tensors_by_name.items(), *((alias, tensors_by_name[name]) for alias, name in self.aliases.items())]
+        bucket = {name: tensors[name].reshape(shape) for name, shape in zip(self.names, self.shapes, strict=True)}
+        return [*bucket.items(), *((alias, bucket[name]) for alias, name in self.aliases.items())]
 
     def placeholder(self) -> Bucket:
         """Return the bucket with tensors on the meta device, for an engine whose ranks hold the data already."""
         each = zip(self.names, self.dtype_names, self.shapes, strict=True)
-        meta_tensors = {
-            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, dtype, shape in each
-        }
-        return self.bucket(meta_tensors)
+        return self.bucket(
+            {name: torch.empty(shape, dtype=getattr(torch, t), device="meta") for name, t, shape in each}
+        )
 
 
 def split_bucket(bucket: Bucket) -> tuple[BucketHeader, list[Tensor]]:
     """Return the header of a bucket, and the tensors whose data are sent, in the order of the header."""
     first_names: dict[Any, str] = {}
-    for name, tensor in bucket:
-        first_names.setdefault(storage_of(tensor), name)
-    aliases = {
-        name: first_names[storage_of(tensor)] for name, tensor in bucket if first_names[storage_of(tensor)] != name
-    }
-    sent_tensors = sorted((each for each in bucket if each[0] not in aliases), key=lambda each: -each[1].element_size())
-    dtype_names = [str(tensor.dtype).removeprefix("torch.") for _, tensor in sent_tensors]
-    header = BucketHeader(
-        [name for name, _ in sent_tensors], dtype_names, [list(t.shape) for _, t in sent_tensors], aliases, {}
-    )
-    return header, [tensor.detach() for _, tensor in sent_tensors]
+    names = {name: first_names.setdefault(storage_of(tensor), name) for name, tensor in bucket}
+    aliases = {name: first_name for name, first_name in names.items() if first_name != name}
+    sent = sorted((each for each in bucket if each[0] not in aliases), key=lambda each: -each[1].element_size())
+    dtype_names = [str(tensor.dtype).removeprefix("torch.") for _, tensor in sent]
+    header = BucketHeader([name for name, _ in sent], dtype_names, [list(t.shape) for _, t in sent], aliases, {})
+    return header, [tensor.detach() for _, tensor in sent]
 
 
 def fill_bucket(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -86,14 +78,11 @@ def call_within(
     abort: Callable[[], object] = lambda: None,
     has_failed: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Return the result of a call that may hang, such as a collective whose peer has died.
-
-    The call runs in a new thread, on this thread's device, while this thread waits. The result of an aborted call is
-    ignored, because an aborted collective leaves arbitrary bytes in its buffers without an error.
+    """Return the result of a call that may hang, such as a collective whose peer has died; it runs in a new thread, on
+    this thread's device. The result of an aborted call is ignored: an aborted collective leaves arbitrary bytes.
 
     Raises:
-        TransferFailed: the call took longer than `timeout_seconds`, or `has_failed` returned True; `abort` has been
-            called.
+        TransferFailed: the call took longer than `timeout_seconds`, or `has_failed` returned True; `abort` was called.
     """
     result_future: Future[T] = Future()
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None

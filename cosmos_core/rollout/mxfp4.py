@@ -41,11 +41,8 @@ def quantize_bucket(bucket: Bucket) -> Bucket:
 
 
 def quantize(weight_EOI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest MXFP4 weight as blocks and scales.
-
-    Blocks are uint8 E x O x N x 16 with two values in each byte, the first in the lower half. Scales are uint8 E x O x
-    N, the exponents plus 127.
-    """
+    """Return the nearest MXFP4 weight: blocks, uint8 E x O x N x 16 with two values in each byte, the first in the
+    lower half; and scales, uint8 E x O x N, the exponents plus 127."""
     # Experts are quantized one at a time, because intermediate values need as much memory as the float weights.
     blocks, scales = zip(*map(_quantize_expert, weight_EOI), strict=True)
     return torch.stack(blocks), torch.stack(scales)
@@ -60,8 +57,6 @@ def _quantize_expert(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     rounding_midpoints = torch.tensor(_ROUNDING_MIDPOINTS, device=scaled_weights.device)
     # A midpoint is rounded to the neighbour with the even code, the upper neighbour for every second midpoint.
     rounding_midpoints[1::2] = torch.nextafter(rounding_midpoints[1::2], torch.zeros_like(rounding_midpoints[1::2]))
-    fp4_codes = torch.bucketize(
-        scaled_weights.abs().contiguous(), rounding_midpoints, out_int32=True
-    ) + 8 * torch.signbit(scaled_weights)
-    fp4_codes = fp4_codes.to(torch.uint8)
+    magnitudes = torch.bucketize(scaled_weights.abs().contiguous(), rounding_midpoints, out_int32=True)
+    fp4_codes = (magnitudes + 8 * torch.signbit(scaled_weights)).to(torch.uint8)
     return fp4_codes[..., 0::2] | (fp4_codes[..., 1::2] << 4), (exponents_ON + _EXPONENT_BIAS).to(torch.uint8)

@@ -25,27 +25,20 @@ from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, storage_of
 from cosmos_core.rollout.fleet import Fleet
 
 BUCKET_BYTES = 256 << 20
-"""Size of a bucket of weights in bytes, in the trainer's dtype; on several ranks a bucket consists of two halves.
-
-A module whose weights are larger, such as an embedding, is a separate bucket.
-"""
+"""Size of a bucket of weights in bytes, in the trainer's dtype; on several ranks a bucket consists of two halves. A
+module whose weights are larger, such as an embedding, is a separate bucket."""
 _LOGPROB_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
-"""Mean absolute difference of log-probabilities that rounding can cause, by the dtype of the engine.
-
-Tensors that are loaded under wrong names cause differences of whole nats.
-"""
+"""Mean absolute difference of log-probabilities that rounding can cause, by the dtype of the engine; tensors that are
+loaded under wrong names cause differences of whole nats."""
 _PROBE_TOKENS = 16
-
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class WeightPublisher:
-    """Sender of the weights of a model to an engine; all ranks call its methods together.
-
-    A new engine needs a new publisher, so that its first load is probed.
-    """
+    """Sender of the weights of a model to an engine; all ranks call its methods together. A new engine needs a new
+    publisher, so that its first load is probed."""
 
     engine: Engine
     model: PreTrainedModel
@@ -66,11 +59,8 @@ class WeightPublisher:
     _weights: _Weights | None = None
 
     def publish(self, version: int) -> dict[str, float]:
-        """Load the current weights into the engine as version `version`, and return metrics.
-
-        Raises:
-            StageFailed: the engine did not load all tensors, or its log-probabilities differ from the trainer's.
-        """
+        """Load the current weights into the engine as version `version`, and return metrics; raise a `StageFailed` if
+        the engine did not load all tensors, or its log-probabilities differ from the trainer's."""
         start_time = time.perf_counter()
         num_sent_tensors = num_bytes = 0
 
@@ -88,23 +78,17 @@ class WeightPublisher:
 
         if self.engine.weight_format == "shared":
             self.engine.load_weights(version, ())
-            sync_seconds = time.perf_counter() - start_time
-            return {"sync/version": float(version), "sync/bytes": 0.0, "time/sync": sync_seconds}
-        if self._weights is None:
-            self._weights = _Weights(self.model, self.meta_copy, self.engine.weight_format, self.bucket_bytes)
-        sleep_level = getattr(self.engine, "sleep_level", 0)
-        receipt = self.engine.load_weights(version, count_buckets())
-        if (receipt.version, receipt.num_tensors) != (version, num_sent_tensors):
-            raise StageFailed(
-                f"weight sync: the engine acknowledges {receipt.num_tensors} tensors of version {receipt.version}, not "
-                f"{num_sent_tensors} of version {version}"
-            )
-        has_new_engine = isinstance(self.engine, Fleet) and self.engine.has_new_engine
-        # The version number determines the probes, not a counter, so that a resumed run probes the same versions.
-        is_probe_due = version % self.probe_interval == 0
-        if sleep_level not in self._probed_levels or has_new_engine or is_probe_due:
-            self._probe(version)
-        self._probed_levels.add(sleep_level)
+        else:
+            if self._weights is None:
+                self._weights = _Weights(self.model, self.meta_copy, self.engine.weight_format, self.bucket_bytes)
+            sleep_level = getattr(self.engine, "sleep_level", 0)
+            self.engine.load_weights(version, count_buckets()).check(version, num_sent_tensors, "the engine")
+            has_new_engine = isinstance(self.engine, Fleet) and self.engine.has_new_engine
+            # The version number determines the probes, not a counter, so that a resumed run probes the same versions.
+            is_probe_due = version % self.probe_interval == 0
+            if sleep_level not in self._probed_levels or has_new_engine or is_probe_due:
+                self._probe(version)
+            self._probed_levels.add(sleep_level)
         sync_seconds = time.perf_counter() - start_time
         return {"sync/version": float(version), "sync/bytes": float(num_bytes), "time/sync": sync_seconds}
 
@@ -118,15 +102,13 @@ class WeightPublisher:
         else:
             logprobs_per_engine = [self.engine.logprobs(token_ids)]
         for logprobs in logprobs_per_engine:
-            mean_difference = (expected_logprobs - torch.tensor(logprobs)).abs().mean().item()
-            if not mean_difference <= tolerance:  # `not <=` also rejects a difference of NaN
+            difference = (expected_logprobs - torch.tensor(logprobs)).abs().mean().item()
+            if not difference <= tolerance:  # `not <=` also rejects a difference of NaN
                 raise StageFailed(
-                    f"weight sync: engine and trainer differ by {mean_difference:.3g} nats per token, more than "
+                    f"weight sync: engine and trainer differ by {difference:.3g} nats per token, more than "
                     f"{tolerance} in {str(self.dtype).removeprefix('torch.')}; the engine did not take all weights"
                 )
-            logger.info(
-                "weights of version %d: engine and trainer differ by %.3g nats per token", version, mean_difference
-            )
+            logger.info("weights of version %d: engine and trainer differ by %.3g nats per token", version, difference)
 
 
 def logprob_tolerance(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> float:
@@ -141,11 +123,8 @@ def probe_tokens(vocab_size: int) -> list[int]:
 
 @dataclass
 class _WeightUnit:
-    """Weights of a module and its neighbours, which must be sent in one bucket.
-
-    Engines fuse the weights of neighbours (query, key and value), and keep the first until the last arrives. Merging
-    adapters and splitting fused experts also need several tensors at once.
-    """
+    """Weights of a module and its neighbours, which must be sent in one bucket: engines fuse the weights of neighbours
+    (query, key and value), and merging adapters and splitting fused experts need several tensors at once."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Tensors to gather, on the meta device if the model is sharded, by key in the state dict."""
@@ -166,37 +145,33 @@ class _Weights:
         self, model: PreTrainedModel, full_model: PreTrainedModel | None, weight_format: WeightFormat, bucket_bytes: int
     ) -> None:
         self._model, self._weight_format = model, weight_format
-        weight_units = (
-            _make_factor_units(full_model or model) if weight_format == "adapter" else _units(full_model or model)
-        )
+        units = (_factor_units if weight_format == "adapter" else _units)(full_model or model)
         # On a mesh a bucket has half the size, because one bucket is read while the next is gathered.
-        self._bucket_units = _pack_buckets(weight_units, bucket_bytes if full_model is None else bucket_bytes // 2)
-        max_bytes = max(sum(unit.num_bytes for unit in weight_units) for weight_units in self._bucket_units)
+        self._bucket_units = _pack_buckets(units, bucket_bytes if full_model is None else bucket_bytes // 2)
+        max_bytes = max(sum(unit.num_bytes for unit in bucket_units) for bucket_units in self._bucket_units)
         self._gatherer = Gatherer(model.state_dict(keep_vars=True), max_bytes) if full_model is not None else None
 
     def buckets(self) -> Iterator[Bucket]:
-        """Yield all weights that the engine loads.
-
-        A bucket is created when it is requested, and its memory is reused after that.
-        """
+        """Yield all weights that the engine loads; a bucket is created when it is requested, and its memory is reused
+        after that."""
         state_dict = self._model.state_dict(keep_vars=True)
         if self._gatherer is not None:
             self._gatherer.tensors = state_dict
-        for weight_units in self._bucket_units:
-            yield self._gather_bucket(weight_units, state_dict)
+        for units in self._bucket_units:
+            yield self._gather_bucket(units, state_dict)
 
     @torch.no_grad()
-    def _gather_bucket(self, weight_units: Sequence[_WeightUnit], state: dict[str, Tensor]) -> Bucket:
-        tensors = {key: full for weight_unit in weight_units for key, full in weight_unit.tensors.items()}
+    def _gather_bucket(self, units: Sequence[_WeightUnit], state: dict[str, Tensor]) -> Bucket:
+        tensors = {key: tensor for unit in units for key, tensor in unit.tensors.items()}
         full = self._gatherer.gather_full(tensors) if self._gatherer else {key: state[key].detach() for key in tensors}
         weights: dict[str, Tensor] = {}
-        for weight_unit in weight_units:
-            for name, layer in weight_unit.adapted.items():
+        for unit in units:
+            for name, layer in unit.adapted.items():
                 full |= _merge_layer(name, layer, full if self._gatherer else None)
-            weights |= {name: full[key] for name, key in weight_unit.plain_names.items()}
-        return list(
-            (revert_weight_conversion(self._model, weights) if self._weight_format == "checkpoint" else weights).items()
-        )
+            weights |= {name: full[key] for name, key in unit.plain_names.items()}
+        if self._weight_format == "checkpoint":
+            weights = revert_weight_conversion(self._model, weights)
+        return list(weights.items())
 
 
 def _units(full_model: PreTrainedModel) -> list[_WeightUnit]:
@@ -207,50 +182,45 @@ def _units(full_model: PreTrainedModel) -> list[_WeightUnit]:
     names = names_without_adapter(full_model)
     for key in state_dict:
         plain_name = names.get(key, "")
-        adapted_layer = next(
-            (adapted_layer for adapted_layer in adapter_layers if key.startswith(f"{adapted_layer}.")), ""
-        )
+        adapted_layer = next((layer for layer in adapter_layers if key.startswith(f"{layer}.")), "")
         first_key = first_keys.setdefault(state_dict[key], key)
         if first_key != key:  # a tied weight belongs to the unit of its first name
-            weight_unit = unit_by_name[first_key]
+            unit = unit_by_name[first_key]
         else:
             # A layer with an adapter belongs to the unit of its parent, a weight to that of its module's parent.
             parent_name = (adapted_layer or (plain_name or key).rpartition(".")[0]).rpartition(".")[0]
-            weight_unit = unit_by_module.setdefault(parent_name, _WeightUnit())
-            weight_unit.tensors[key] = state_dict[key]
-        unit_by_name[key] = weight_unit
+            unit = unit_by_module.setdefault(parent_name, _WeightUnit())
+            unit.tensors[key] = state_dict[key]
+        unit_by_name[key] = unit
         if adapted_layer:
-            weight_unit.adapted[adapted_layer] = adapter_layers[adapted_layer]
+            unit.adapted[adapted_layer] = adapter_layers[adapted_layer]
         if plain_name:
-            weight_unit.plain_names[plain_name] = first_key
+            unit.plain_names[plain_name] = first_key
     return list(unit_by_module.values())
 
 
-def _make_factor_units(full_model: PreTrainedModel) -> list[_WeightUnit]:
+def _factor_units(full_model: PreTrainedModel) -> list[_WeightUnit]:
     """Return a unit for each factor of the LoRA adapter, which has the name of its key in the state dict."""
     state, names = full_model.state_dict(keep_vars=True), names_without_adapter(full_model)
-    factor_keys = [key for key, name in names.items() if not name]
-    return [_WeightUnit({key: state[key]}, {key: key}) for key in factor_keys]
+    return [_WeightUnit({key: state[key]}, {key: key}) for key, name in names.items() if not name]
 
 
-def _pack_buckets(weight_units: Sequence[_WeightUnit], bucket_bytes: int) -> list[list[_WeightUnit]]:
+def _pack_buckets(units: Sequence[_WeightUnit], bucket_bytes: int) -> list[list[_WeightUnit]]:
     """Group weights, in their order, into buckets of at most `bucket_bytes`."""
     buckets: list[list[_WeightUnit]] = []
     remaining_bytes = 0
-    for weight_unit in weight_units:
-        if not buckets or weight_unit.num_bytes > remaining_bytes:
+    for unit in units:
+        if not buckets or unit.num_bytes > remaining_bytes:
             buckets.append([])
             remaining_bytes = bucket_bytes
-        buckets[-1].append(weight_unit)
-        remaining_bytes -= weight_unit.num_bytes
+        buckets[-1].append(unit)
+        remaining_bytes -= unit.num_bytes
     return buckets
 
 
 def _merge_layer(name: str, layer: Any, gathered_tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
-    """Return the weights of a layer with its adapter merged.
-
-    `gathered_tensors` holds the gathered tensors if the layer is on the meta device; None: the layer has its tensors.
-    """
+    """Return the weights of a layer with its adapter merged; `gathered_tensors` has the tensors of a layer on the meta
+    device, and is None if the layer has its own."""
     if gathered_tensors is not None:
         layer = copy.deepcopy(layer)
         layer.load_state_dict({key: gathered_tensors[f"{name}.{key}"] for key in layer.state_dict()}, assign=True)

@@ -49,19 +49,19 @@ def make_engine(settings: EngineSettings) -> Engine:
     text_config = settings.model.config.get_text_config()
     max_positions = getattr(text_config, "max_position_embeddings", None) or settings.max_model_len
     if max_positions < settings.max_model_len:
-        logger.warning(
-            "rollout: sequences end at the model's %d positions, not at %d", max_positions, settings.max_model_len
-        )
+        warning = "rollout: sequences end at the model's %d positions, not at %d"
+        logger.warning(warning, max_positions, settings.max_model_len)
         settings = replace(settings, max_model_len=max_positions)
     try:
         engine = _make_engine(name, settings)
     except ImportError as error:
         if name == FALLBACK_ENGINE or is_import_path(name):
             raise
-        reason = " ".join(str(error).split())
-        logger.warning(
-            "rollout.backend = %r cannot be imported (%s); using %r in its place", name, reason, FALLBACK_ENGINE
+        reason, warning = (
+            " ".join(str(error).split()),
+            "rollout.backend = %r cannot be imported (%s); using %r in its place",
         )
+        logger.warning(warning, name, reason, FALLBACK_ENGINE)
         engine = _make_engine(FALLBACK_ENGINE, settings)
     if settings.rollout.multi_turn_config.enable:
         engine = Turns(engine, settings)
@@ -69,20 +69,14 @@ def make_engine(settings: EngineSettings) -> Engine:
 
 
 def _make_engine(name: str, settings: EngineSettings) -> Engine:
-    engine_class = (
-        import_user_code(name)
-        if is_import_path(name)
-        else import_object(f"cosmos_core.rollout.{name}:{class_name(name)}Engine")
-    )
-    engine: Engine = engine_class(settings)
+    own_class = f"cosmos_core.rollout.{name}:{class_name(name)}Engine"
+    engine: Engine = (import_user_code(name) if is_import_path(name) else import_object(own_class))(settings)
     return engine
 
 
 class DataParallel(EngineWrapper):
-    """`Engine` whose methods all ranks call together, with the same prompts and the same weights.
-
-    Each rank's engine completes some of the prompts, and all ranks get all groups.
-    """
+    """`Engine` whose methods all ranks call together, with the same prompts and weights; each rank's engine completes
+    some of the prompts, and all ranks get all groups."""
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         """Submit this rank's share of the prompts to its engine, with unchanged seeds; see `Engine.submit`."""

@@ -5,11 +5,12 @@ module does not depend on how the process was started or is called.
 """
 
 import logging
+import math
 import os
 import queue
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,8 +20,8 @@ import torch
 
 from cosmos_core.error_handling import set_future
 from cosmos_core.errors import StageFailed, first_line
-from cosmos_core.rollout.base import Bucket, Engine, LoadReceipt, WeightFormat, storage_of
-from cosmos_core.rollout.link import BucketHeader, TransferFailed
+from cosmos_core.rollout.base import Bucket, Engine, LoadReceipt, WeightFormat
+from cosmos_core.rollout.link import BucketHeader, TransferFailed, fill_bucket, split_bucket
 from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -45,12 +46,8 @@ class Description(NamedTuple):
 class PackedBucket(NamedTuple):
     """Bucket of weights as one array, which processes share without a copy."""
 
+    header: BucketHeader
     data: np.ndarray[Any, np.dtype[np.uint8]]
-    layout: list[tuple[str, str, tuple[int, ...], int, int]]
-    """Name, dtype, shape, first byte and end byte of each tensor in the array."""
-
-
-_ALIGNMENT = 16  # bytes of alignment of each tensor, since a view as a wider dtype needs an aligned offset
 
 
 @dataclass
@@ -63,11 +60,14 @@ class _NativeBucket:
     received: Future[None]
 
 
+_Item = PackedBucket | _NativeBucket | StageFailed | None
+
+
 @dataclass
 class _WeightLoad:
     """A weight load in progress."""
 
-    buckets: queue.Queue[PackedBucket | _NativeBucket | StageFailed | None]
+    buckets: queue.Queue[_Item]
     """Queue of the buckets to load; None marks the end of the load, an error the end of an abandoned load."""
     result: Future[LoadReceipt]
     seconds: float
@@ -102,11 +102,8 @@ class Replica:
             self._engine_thread.start()
 
     def begin(self, session: str) -> Description:
-        """Wait until the engine is open, and start a session; requests of earlier sessions are discarded.
-
-        Raises:
-            CosmosError: the engine cannot be opened.
-        """
+        """Wait until the engine is open, and start a session; requests of earlier sessions are discarded. Raise a
+        `CosmosError` if the engine cannot be opened."""
         with self._group_condition:
             if self._engine_thread.ident is None:
                 self._engine_thread.start()
@@ -129,11 +126,8 @@ class Replica:
         return description
 
     def submit(self, session: str, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """Submit prompts to the engine, and raise its error for invalid prompts; see `Engine.submit`.
-
-        Raises:
-            ConnectionError: the session is over, or it began in an earlier process that has died.
-        """
+        """Submit prompts to the engine, and raise its error for invalid prompts, see `Engine.submit`; or a
+        `ConnectionError` if the session is over, or began in an earlier process that has died."""
 
         def submit(engine: Engine) -> None:
             engine.submit(prompts, sampling, step)
@@ -143,13 +137,8 @@ class Replica:
         self._run_on_engine_thread(submit)
 
     def completed(self, session: str, seconds: float) -> tuple[list[Group], int]:
-        """Wait at most `seconds` for a group; return all finished groups, and the engine's number of forward passes.
-
-        The number of passes distinguishes a working engine from one that hangs.
-
-        Raises:
-            ConnectionError: the session is over, or it began in an earlier process that has died.
-        """
+        """Wait at most `seconds` for a group; return all finished groups, and the engine's number of forward passes,
+        which distinguishes a working engine from one that hangs. Raise a `ConnectionError` as `submit` does."""
         with self._group_condition:
             self._group_condition.wait_for(lambda: self._finished_groups or session != self._session_id, seconds)
             self._check_session(session)
@@ -161,17 +150,14 @@ class Replica:
             raise ConnectionError("the process in which the session began has died")
 
     def begin_load(self, version: int, *, background: bool, timeout_seconds: float) -> None:
-        """Prepare to receive the weights of version `version` in buckets.
-
-        With `background`, the engine generates until the last bucket has arrived, and then loads all buckets.
-        `timeout_seconds` is the number of seconds after which the trainer kills an engine that does not reply.
-        """
+        """Prepare to receive the weights of version `version` in buckets; with `background`, the engine generates until
+        the last bucket has arrived. The trainer kills an engine that does not reply for `timeout_seconds`."""
         assert self._load is None or self._load.result.done(), "one load at a time"
-        bucket_timeout = max(_LOAD_SECONDS, _TIMEOUT_FACTOR * timeout_seconds)
-        max_buckets = 0 if background else 1
-        self._load = weight_load = _WeightLoad(
-            queue.Queue(max_buckets), Future(), bucket_timeout, is_scheduled=not background
+        seconds, buckets = (
+            max(_LOAD_SECONDS, _TIMEOUT_FACTOR * timeout_seconds),
+            queue.Queue[_Item](0 if background else 1),
         )
+        self._load = weight_load = _WeightLoad(buckets, Future(), seconds, is_scheduled=not background)
         if not background:
             self._commands.put(lambda engine: self._load_buckets(engine, weight_load, version))
 
@@ -181,32 +167,25 @@ class Replica:
         weight_load.buckets.put(packed, timeout=weight_load.seconds)
 
     def join_link(self, backend: str, init_info: dict[str, Any], seconds: float) -> None:
-        """Connect the engine with the trainer between two passes, for native transfer of weights; see `VllmLink.join`.
-
-        Raises:
-            TransferFailed: the engine has no link, or there is no connection after `seconds`.
-        """
+        """Connect the engine with the trainer between two passes, see `VllmLink.join`; raise `TransferFailed` if the
+        engine has no link, or there is no connection after `seconds`."""
         self._run_on_engine_thread(lambda engine: _get_native_link(engine).join(backend, init_info, seconds))
 
     def receive(self, header: BucketHeader, seconds: float) -> None:
         """Receive the next bucket of the weight load in progress through the native link; return before it is loaded.
-
-        Raises:
-            TransferFailed: the bucket did not arrive, and can be sent again by `bucket`.
-        """
+        Raise `TransferFailed` if the bucket did not arrive; it can be sent again by `bucket`."""
         weight_load = self._get_current_load()
-        native_bucket = _NativeBucket(header, seconds, Future())
-        weight_load.buckets.put(native_bucket, timeout=weight_load.seconds)
-        awaited_futures: list[Future[Any]] = [native_bucket.received, weight_load.result]
-        wait(awaited_futures, return_when=FIRST_COMPLETED)
-        if not native_bucket.received.done():
+        received: Future[None] = Future()
+        weight_load.buckets.put(_NativeBucket(header, seconds, received), timeout=weight_load.seconds)
+        awaited: list[Future[Any]] = [received, weight_load.result]
+        wait(awaited, return_when=FIRST_COMPLETED)
+        if not received.done():
             raise TransferFailed("the engine's weight load has ended")
-        native_bucket.received.result()
+        received.result()
 
     def end_load(self, version: int, *, background: bool, waits: bool) -> LoadReceipt:
-        """End the load after the last bucket, and wait until all weights are loaded.
-
-        With `background`, loading begins only now. With `waits`, loading first waits until no request is in flight.
+        """End the load after the last bucket, and wait until all weights are loaded. With `background`, loading begins
+        only now; with `waits`, it first waits until no request is in flight.
 
         Raises:
             StageFailed: a tensor is missing, or the model has no such tensor.
@@ -215,9 +194,7 @@ class Replica:
         weight_load.buckets.put(None, timeout=weight_load.seconds)
         if background:
             weight_load.is_scheduled = True
-            self._commands.put(
-                lambda engine: self._load_buckets(engine, weight_load, version, should_drain_requests=waits)
-            )
+            self._commands.put(lambda engine: self._load_buckets(engine, weight_load, version, drains=waits))
         return weight_load.result.result()
 
     def _get_current_load(self) -> _WeightLoad:
@@ -227,11 +204,8 @@ class Replica:
         return self._load
 
     def logprobs(self, version: int, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of tokens under weights of `version`; see `Engine.logprobs`.
-
-        Raises:
-            ConnectionError: the engine does not have weights of that version, because it was restarted.
-        """
+        """Return the log-probabilities of tokens, see `Engine.logprobs`; raise a `ConnectionError` if the engine, which
+        was restarted, does not have weights of `version`."""
         if version != self._version:
             raise ConnectionError(f"the engine has weights of version {self._version}")
         return self._run_on_engine_thread(lambda engine: engine.logprobs(token_ids))
@@ -259,10 +233,8 @@ class Replica:
         except Exception as error:  # noqa: BLE001 - raised again in `begin`
             self._description_future.set_exception(error)
             return
-        supports_native_transfer = getattr(engine, "link", None) is not None
-        self._description_future.set_result(
-            Description(engine.name, engine.weight_format, os.getpid(), supports_native_transfer)
-        )
+        has_link = getattr(engine, "link", None) is not None
+        self._description_future.set_result(Description(engine.name, engine.weight_format, os.getpid(), has_link))
         while True:
             while self._in_flight == 0 or not self._commands.empty():
                 self._commands.get()(engine)
@@ -283,13 +255,9 @@ class Replica:
                 self._finished_groups += groups
                 self._group_condition.notify_all()
 
-    def _load_buckets(
-        self, engine: Engine, weight_load: _WeightLoad, version: int, *, should_drain_requests: bool = False
-    ) -> None:
-        """Load the buckets of `weight_load`; with `should_drain_requests`, first generate until no request is in
-        flight."""
-        # each forward pass is progress, so the trainer does not kill the engine
-        while should_drain_requests and self._in_flight:
+    def _load_buckets(self, engine: Engine, weight_load: _WeightLoad, version: int, *, drains: bool = False) -> None:
+        """Load the buckets of `weight_load`; with `drains`, first generate until no request is in flight."""
+        while drains and self._in_flight:  # each forward pass is progress, so the trainer does not kill the engine
             self._generate(engine)
 
         def run() -> Any:
@@ -302,18 +270,10 @@ class Replica:
 
 def pack(bucket: Bucket) -> PackedBucket:
     """Return a bucket as one array in host memory; tied weights are stored once."""
-    layout, num_bytes = [], 0
-    offset_by_storage: dict[Hashable, int] = {}
-    for name, tensor in bucket:
-        start_offset = offset_by_storage.setdefault(storage_of(tensor), num_bytes)
-        end_offset = start_offset + tensor.numel() * tensor.element_size()
-        layout.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start_offset, end_offset))
-        num_bytes = max(num_bytes, -(-end_offset // _ALIGNMENT) * _ALIGNMENT)
-    bucket_array = PackedBucket(np.empty(num_bytes, np.uint8), layout)
-    for (_, tensor), (_, array_view) in zip(bucket, unpack(bucket_array), strict=True):
-        if offset_by_storage.pop(storage_of(tensor), None) is not None:
-            array_view.copy_(tensor.detach())
-    return bucket_array
+    header, tensors = split_bucket(bucket)
+    data = np.empty(sum(tensor.nbytes for tensor in tensors), np.uint8)
+    fill_bucket(torch.from_numpy(data), tensors)
+    return PackedBucket(header, data)
 
 
 def unpack(bucket: PackedBucket) -> Bucket:
@@ -321,10 +281,11 @@ def unpack(bucket: PackedBucket) -> Bucket:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         flat_bytes = torch.from_numpy(bucket.data)
-    return [
-        (name, flat_bytes[start_offset:end_offset].view(getattr(torch, dtype)).reshape(shape))
-        for name, dtype, shape, start_offset, end_offset in bucket.layout
-    ]
+    header = bucket.header
+    dtypes = [getattr(torch, name) for name in header.dtype_names]
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(header.shapes, dtypes, strict=True)]
+    slices = zip(header.names, flat_bytes.split(sizes), dtypes, strict=True)
+    return header.bucket({name: tensor_bytes.view(dtype) for name, tensor_bytes, dtype in slices})
 
 
 def _get_native_link(engine: Engine) -> Any:

@@ -15,11 +15,8 @@ def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 
 
 def use_uniform_sampling(worker: object) -> None:
-    """Make a vLLM worker sample with `sample_tokens`; called on each rank.
-
-    By default vLLM samples one exponential number per vocabulary entry and row, which takes a fifth of the time of a
-    decoding step on CPU.
-    """
+    """Make a vLLM worker sample with `sample_tokens`; called on each rank. vLLM's own sampling draws one exponential
+    number per vocabulary entry and row, a fifth of the time of a decoding step on CPU."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     def forward(

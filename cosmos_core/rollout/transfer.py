@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cosmos_core.error_handling import log_errors
@@ -45,10 +44,8 @@ class EngineProcess(NamedTuple):
 
 
 class WeightLoad:
-    """Engine processes that take part in one weight load; other ranks than the first have none.
-
-    An engine whose process dies leaves the load.
-    """
+    """Engine processes that take part in one weight load, which those that die leave; other ranks than the first have
+    none."""
 
     def __init__(self, pool: EnginePool, processes: Sequence[EngineProcess]) -> None:
         self._pool, self.processes = pool, list(processes)
@@ -58,13 +55,10 @@ class WeightLoad:
         self, method: str, arguments: Sequence[tuple[Any, ...]], shared: Any = None, only: Sequence[int] = ()
     ) -> list[Future[Any]]:
         """Call a method of each engine, or of the engines at the positions `only`, with its entry of `arguments`."""
-        called_processes = [self.processes[i] for i in only] if only else self.processes
-        process_arguments = zip(called_processes, arguments, strict=True)
-        replies = [
-            process.member.handle.call(method, *own_arguments, shared=shared)
-            for process, own_arguments in process_arguments
-        ]
-        self._process_by_reply.update(zip(replies, called_processes, strict=True))
+        called = [self.processes[i] for i in only] if only else self.processes
+        calls = zip(called, arguments, strict=True)
+        replies = [process.member.handle.call(method, *each, shared=shared) for process, each in calls]
+        self._process_by_reply.update(zip(replies, called, strict=True))
         return replies
 
     def finish(self, replies: Sequence[Future[Any]]) -> list[int]:
@@ -101,40 +95,17 @@ class HostLink:
         """Do nothing: this link has no memory to release after the last bucket."""
 
 
-@dataclass
-class Connection:
-    """Engine processes that are connected with the trainer, and the failures of transfers to them."""
-
-    members: list[Any] = field(default_factory=list)
-    is_open: bool = False
-    num_failures: int = 0
-    """Number of failures since the engines changed, or since a load that succeeded."""
-
-    def is_for(self, members: Sequence[Any]) -> bool:
-        """Return whether exactly these engine processes are connected, in this order."""
-        return self.is_open and self._has_same_members(members)
-
-    def may_open(self, members: Sequence[Any]) -> bool:
-        """Return True if another attempt to connect with these engine processes is allowed after the failed ones. If a
-        process was replaced, failed attempts are counted from 0 again."""
-        if not self._has_same_members(members):
-            self.members, self.num_failures, self.is_open = list(members), 0, False
-        return bool(members) and self.num_failures < _MAX_FAILURES
-
-    def _has_same_members(self, descriptions: Sequence[Any]) -> bool:
-        # Descriptions are compared by identity: another process may have equal values, such as a reused pid.
-        return len(descriptions) == len(self.members) and all(
-            a is b for a, b in zip(descriptions, self.members, strict=True)
-        )
-
-
 class NativeTransfer:
     """Connection of the trainer with its engines, which is kept between weight loads. The link for each load is native
     if the engines can be connected, and otherwise goes through host memory."""
 
     def __init__(self, transport: Transport, ranks_per_engine: int) -> None:
         self.transport, self._ranks_per_engine = transport, ranks_per_engine
-        self.connection = Connection()
+        self._processes: list[Description | None] = []
+        """Engine processes of the last attempt to connect, in order."""
+        self._is_connected = False
+        self.num_failures = 0
+        """Number of failures since an engine process was replaced, or since a load that succeeded."""
 
     def link(self, load: WeightLoad) -> HostLink | NativeLink:
         """Return the native link if the engines of the load are or can be connected, else the host link."""
@@ -144,36 +115,39 @@ class NativeTransfer:
     def fail(self, reason: str) -> None:
         """Disconnect after a failure, and log the reason; the next load connects again."""
         self.transport.abort()
-        self.connection.is_open = False
-        self.connection.num_failures += 1
+        self._is_connected = False
+        self.num_failures += 1
         if is_first():
-            is_final_failure = self.connection.num_failures >= _MAX_FAILURES
-            retry_notice = ", as all later ones until an engine is replaced" if is_final_failure else ""
-            logger.warning(
-                "native weight transfer: %s; these weights travel through host memory%s", reason, retry_notice
-            )
+            is_final = self.num_failures >= _MAX_FAILURES
+            notice = ", as all later ones until an engine is replaced" if is_final else ""
+            logger.warning("native weight transfer: %s; these weights travel through host memory%s", reason, notice)
+
+    def is_connected(self, processes: Sequence[EngineProcess]) -> bool:
+        """Return whether exactly these engine processes are connected, in this order."""
+        # Descriptions are compared by identity: another process may have equal values, such as a reused pid.
+        return self._is_connected and list(map(id, self._processes)) == [id(each.description) for each in processes]
 
     def _connect(self, weight_load: WeightLoad) -> bool:
+        if self.is_connected(weight_load.processes):
+            return True
         descriptions = [process.description for process in weight_load.processes]
-        if self.connection.is_for(descriptions) or not self.connection.may_open(descriptions):
-            return self.connection.is_open
-        # After an error, weights travel through host memory, which needs neither NCCL nor CUDA IPC.
-        with log_errors(lambda error: self.fail(first_line(error))):
-            self._connect_engines(weight_load)
-            self.connection.is_open = True
-        return self.connection.is_open
+        if list(map(id, descriptions)) != list(map(id, self._processes)):
+            self._processes, self.num_failures, self._is_connected = descriptions, 0, False
+        if descriptions and self.num_failures < _MAX_FAILURES:
+            # After an error, weights travel through host memory, which needs neither NCCL nor CUDA IPC.
+            with log_errors(lambda error: self.fail(first_line(error))):
+                self._connect_engines(weight_load)
+                self._is_connected = True
+        return self._is_connected
 
     def _connect_engines(self, weight_load: WeightLoad) -> None:
         num_processes = len(weight_load.processes)
-        if not all(
-            process.description and process.description.supports_native_transfer for process in weight_load.processes
-        ):
-            self.connection.num_failures = _MAX_FAILURES  # disable native transfer for these engines
+        if not all(d and d.supports_native_transfer for d in self._processes):
+            self.num_failures = _MAX_FAILURES  # disable native transfer for these engines
             raise TransferFailed("an engine has no native link")
         init_infos = self.transport.prepare(num_processes, self._ranks_per_engine)
-        replies = weight_load.start(
-            "join_link", [(self.transport.backend, info, _CONNECT_TIMEOUT_SECONDS) for info in init_infos]
-        )
+        arguments = [(self.transport.backend, info, _CONNECT_TIMEOUT_SECONDS) for info in init_infos]
+        replies = weight_load.start("join_link", arguments)
         try:
             call_within(_CONNECT_TIMEOUT_SECONDS, self.transport.connect, has_failed=_any_failed(replies))
         finally:
@@ -212,12 +186,12 @@ class NativeLink:
         """Release the memory of the link after the last bucket."""
         self._transfer.transport.end_load()
         if not self._has_failed:
-            self._transfer.connection.num_failures = 0
+            self._transfer.num_failures = 0
 
     def _transfer_bucket(self, header: BucketHeader) -> tuple[str, Sequence[int]]:
         """Send a staged bucket; return the reason of a failure, and the positions of engines without the bucket."""
         transport, num_processes, failure_reason = self._transfer.transport, len(self._load.processes), ""
-        if not self._transfer.connection.is_for([process.description for process in self._load.processes]):
+        if not self._transfer.is_connected(self._load.processes):
             return "an engine died", range(num_processes)
         replies = self._load.start("receive", [(header, _BUCKET_SECONDS)] * num_processes)
         try:

@@ -14,6 +14,8 @@ from cosmos_core.errors import first_line
 from cosmos_core.parallel.mesh import all_gather_object, broadcast_object, is_first
 from cosmos_core.rollout.base import Bucket
 from cosmos_core.rollout.link import BucketHeader, TransferFailed, fill_bucket, split_bucket
+from cosmos_core.rollout.vllm import import_vllm, set_environment
+from cosmos_core.rollout.vllm_process import restore_process_state
 
 _MAX_BUFFER_BYTES = (1 << 63) - 1
 """Size in bytes of vLLM's receive buffers; its maximum makes vLLM receive each bucket by one broadcast."""
@@ -39,11 +41,8 @@ class Transport:
         """Connect with the engines, which connect at the same time."""
 
     def stage(self, bucket: Bucket) -> BucketHeader:
-        """Copy a bucket into the send buffer, and return its header.
-
-        Raises:
-            TransferFailed: a rank lacks memory, or its CUDA driver fails.
-        """
+        """Copy a bucket into the send buffer, and return its header; raise `TransferFailed` if a rank lacks memory, or
+        its CUDA driver fails."""
         raise NotImplementedError
 
     def transmit(self) -> None:
@@ -76,10 +75,8 @@ class Transport:
 
 
 class NcclTransport(Transport):
-    """NCCL broadcast from the first rank to all ranks of all engines.
-
-    The broadcast never overlaps the ranks' own collectives, because two communicators on one GPU may deadlock.
-    """
+    """NCCL broadcast from the first rank to all ranks of all engines, which never overlaps the ranks' own collectives,
+    because two communicators on one GPU may deadlock."""
 
     backend = "nccl"
 
@@ -91,7 +88,9 @@ class NcclTransport(Transport):
 
     def prepare(self, num_engines: int, ranks_per_engine: int) -> list[dict[str, Any]]:
         self.abort()
-        _import_vllm()
+        set_environment()
+        with restore_process_state():  # the trainer's process runs no engine
+            import_vllm()
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         self._unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
@@ -100,10 +99,8 @@ class NcclTransport(Transport):
             "nccl_unique_id_b64": base64.b64encode(self._unique_id).decode(), "world_size": self._num_ranks,
             "packed": True, "packed_buffer_size_bytes": _MAX_BUFFER_BYTES,
         }  # fmt: skip
-        return [
-            {**common_init_info, "rank_offset": rank_offset}
-            for rank_offset in rank_offsets(num_engines, ranks_per_engine)
-        ]
+        # vLLM's own trainer sends one offset to all engines, which then must be one `LLM` with data parallelism.
+        return [{**common_init_info, "rank_offset": 1 + i * ranks_per_engine} for i in range(num_engines)]
 
     def connect(self) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -153,15 +150,11 @@ class IpcTransport(Transport):
         except RuntimeError as error:
             error_message = first_line(error)
         # The collective is also a barrier: no engine reads before the rank on its GPU has staged the bucket.
-        rank_results = all_gather_object((error_message, self._ipc_handle_by_gpu))
-        if error_messages := [rank_value for rank_value, _ in rank_results if rank_value]:
-            raise TransferFailed(error_messages[0])
-        ipc_handles = {
-            gpu_uuid: ipc_handle for _, rank_value in rank_results for gpu_uuid, ipc_handle in rank_value.items()
-        }
-        return header._replace(
-            extra={"ipc_handles": ipc_handles, "tensor_sizes": [tensor.nbytes for tensor in tensors]}
-        )
+        error_messages, handles = zip(*all_gather_object((error_message, self._ipc_handle_by_gpu)), strict=True)
+        if any(error_messages):
+            raise TransferFailed(next(filter(None, error_messages)))
+        ipc_handles = {gpu_uuid: handle for handle_by_gpu in handles for gpu_uuid, handle in handle_by_gpu.items()}
+        return header._replace(extra={"ipc_handles": ipc_handles, "tensor_sizes": [t.nbytes for t in tensors]})
 
     def export(self) -> dict[str, tuple[Any, ...]]:
         """Return the handle by which other processes map the buffer, by the UUID of its GPU."""
@@ -178,21 +171,3 @@ class IpcTransport(Transport):
         self._ipc_handle_by_gpu = {}
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
-
-
-def rank_offsets(num_engines: int, ranks_per_engine: int) -> list[int]:
-    """Return the number of the first rank of each engine in the communicator, in which the trainer has number 0.
-
-    vLLM's own trainer sends one offset to all engines, which then must be one `LLM` with data parallelism.
-    """
-    return [1 + i * ranks_per_engine for i in range(num_engines)]
-
-
-def _import_vllm() -> None:
-    """Import vLLM in the trainer's process, which runs no engine."""
-    from cosmos_core.rollout.vllm import import_vllm, set_environment
-    from cosmos_core.rollout.vllm_process import restore_process_state
-
-    set_environment()
-    with restore_process_state():
-        import_vllm()

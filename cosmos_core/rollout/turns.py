@@ -61,10 +61,8 @@ class _Conversation:
 
 
 class Turns(EngineWrapper):
-    """Multi-turn `Engine`, with `step` and `abort` if the inner engine has them.
-
-    Conversations continue with new weights after each weight load, also within a turn.
-    """
+    """Multi-turn `Engine`, with `step` and `abort` if the inner engine has them; conversations continue with new
+    weights after each weight load, also within a turn."""
 
     def __init__(self, inner_engine: Any, settings: EngineSettings) -> None:
         super().__init__(inner_engine)
@@ -109,18 +107,10 @@ class Turns(EngineWrapper):
 
     def _continue_groups(self, groups: Sequence[Group]) -> list[Group]:
         """Continue the conversations whose turns have ended; return the groups that are done."""
-        updated_conversations = [
-            conversation_update for group in groups for conversation_update in self._add_turns(group)
-        ]
-        unfinished_groups = {id(conversation.group): conversation.group for conversation, _ in updated_conversations}
-        self._submit_next_turns(
-            [conversation for conversation, is_finished in updated_conversations if not is_finished]
-        )
-        return [
-            complete_group
-            for group in unfinished_groups.values()
-            if (complete_group := group.complete_group()) is not None
-        ]
+        updates = [update for group in groups for update in self._add_turns(group)]
+        self._submit_next_turns([conversation for conversation, has_ended in updates if not has_ended])
+        unfinished_groups = {id(conversation.group): conversation.group for conversation, _ in updates}
+        return [each for group in unfinished_groups.values() if (each := group.complete_group()) is not None]
 
     def _abort(self) -> None:
         """Discard all requests in flight."""
@@ -169,8 +159,8 @@ class Turns(EngineWrapper):
         tool_results = iter(self._call_tools([call for conversation in conversations for call in conversation.calls]))
         prompts_by_settings: dict[tuple[Sampling, int], list[tuple[Prompt, int]]] = defaultdict(list)
         for conversation in conversations:
-            named_tool_results = [(tool_call.name or "unknown", next(tool_results)) for tool_call in conversation.calls]
-            if (prompt := self._next_prompt(conversation, named_tool_results)) is None:
+            named_results = [(call.name or "unknown", next(tool_results)) for call in conversation.calls]
+            if (prompt := self._next_prompt(conversation, named_results)) is None:
                 conversation.end("length")
                 continue
             self._conversations[prompt.id] = conversation
@@ -192,41 +182,34 @@ class Turns(EngineWrapper):
         fields = exchange.broadcast([(each.text, each.is_error) for each in results], first_rank, self._engine_ranks)
         return [ToolResult(*each) for each in fields]
 
-    def _next_prompt(
-        self, conversation: _Conversation, tool_results: Sequence[tuple[str, ToolResult]]
-    ) -> Prompt | None:
+    def _next_prompt(self, conversation: _Conversation, results: Sequence[tuple[str, ToolResult]]) -> Prompt | None:
         """Add tool results to a conversation, and return the prompt of its next turn; None: no tokens are left."""
-        conversation.turns += [Turn("tool", result.text, result.is_error) for _, result in tool_results]
-        result_token_ids = self._text.ids(tool_results)
-        group = conversation.group
-        later_token_ids = (*conversation.token_ids, *result_token_ids)
-        prompt_token_ids = (*group.prompt.token_ids, *later_token_ids)
-        if len(result_token_ids) >= conversation.num_tokens_left or len(prompt_token_ids) >= self._max_model_len:
+        conversation.turns += [Turn("tool", result.text, result.is_error) for _, result in results]
+        result_ids, group = self._text.ids(results), conversation.group
+        later_ids = (*conversation.token_ids, *result_ids)
+        token_ids = (*group.prompt.token_ids, *later_ids)
+        if len(result_ids) >= conversation.num_tokens_left or len(token_ids) >= self._max_model_len:
             return None
-        conversation.segments.append(Segment(result_token_ids, False, (), conversation.segments[-1].version))
+        conversation.segments.append(Segment(result_ids, False, (), conversation.segments[-1].version))
         turn_key = (group.prompt.id, group.step, conversation.k, conversation.num_turns)
         request_ids = (turn_request_id(*turn_key, attempt) for attempt in count())
-        request_id = next(candidate_id for candidate_id in request_ids if candidate_id not in self._conversations)
-        return replace(group.prompt, id=request_id, token_ids=prompt_token_ids, later_token_ids=later_token_ids)
+        request_id = next(each for each in request_ids if each not in self._conversations)
+        return replace(group.prompt, id=request_id, token_ids=token_ids, later_token_ids=later_ids)
 
 
 def turn_request_id(prompt_id: int, step: int, k: int, turn: int, attempt: int = 0) -> int:
-    """Return the id under which the prompt of a later turn is submitted to the inner engine.
-
-    Seeds are derived from the id (`request_seed`), so they are a function of run seed, step, prompt, completion and
-    turn. `attempt` distinguishes requests that are otherwise equal, such as a prompt submitted twice for one step.
-    """
+    """Return the id under which the prompt of a later turn is submitted to the inner engine. Seeds are derived from it
+    (`request_seed`); `attempt` distinguishes equal requests, such as a prompt submitted twice for one step."""
     digest = hashlib.sha256(f"turn/{prompt_id}/{step}/{k}/{turn}/{attempt}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _first_tokens(segments: Sequence[Segment], num_tokens: int) -> list[Segment]:
-    """Return the first `num_tokens` tokens of sampled segments; without tokens, one empty segment with a weight
-    version."""
-    truncated_segments = []
+    """Return the first `num_tokens` tokens of sampled segments; without tokens, one empty segment with a version."""
+    truncated = []
     for segment in segments:
         token_ids = segment.token_ids[: max(0, num_tokens)]
         num_tokens -= len(token_ids)
         if token_ids:
-            truncated_segments.append(Segment(token_ids, True, segment.logprobs[: len(token_ids)], segment.version))
-    return truncated_segments or [Segment((), True, (), segments[0].version)]
+            truncated.append(Segment(token_ids, True, segment.logprobs[: len(token_ids)], segment.version))
+    return truncated or [Segment((), True, (), segments[0].version)]

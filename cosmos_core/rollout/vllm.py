@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -38,8 +39,12 @@ from cosmos_core.rollout.mxfp4 import QUANTIZATION_FORMAT, has_mxfp4, quantize_b
 from cosmos_core.rollout.sample_tokens import use_uniform_sampling
 from cosmos_core.rollout.vllm_adapter import adapter_of
 from cosmos_core.rollout.vllm_link import VllmLink
-from cosmos_core.rollout.vllm_memory import unique_names, unlink_shared_memory
-from cosmos_core.rollout.vllm_process import keep_process_group, restore_process_state
+from cosmos_core.rollout.vllm_process import (
+    keep_process_group,
+    restore_process_state,
+    unique_names,
+    unlink_shared_memory,
+)
 from cosmos_core.rollout.vllm_ranks import (
     end_load,
     end_ranks_together,
@@ -105,8 +110,8 @@ class VllmEngine:
                     self._llm = self._vllm.LLM(**_engine_arguments(settings), **arguments)
             except ValueError as error:
                 reason = " ".join(str(error).split())[:400]
-                message = f"vLLM refuses {settings.folder!r}: {reason}; or set rollout.backend = 'hf'"
-                raise ConfigError(message) from error
+                problem = f"vLLM refuses {settings.folder!r}: {reason}"
+                raise ConfigError(f"{problem}; or set rollout.backend = 'hf'") from error
             if not torch.cuda.is_available():
                 self._llm.collective_rpc(use_uniform_sampling)
             if self._has_ranks:
@@ -119,20 +124,17 @@ class VllmEngine:
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         check_prompts(prompts, self._max_model_len)
-        groups = [UnfinishedGroup(prompt, sampling, step) for prompt in prompts]
-        requests = [(group, k) for group in groups for k in range(sampling.num_completions)]
-        prompt_inputs = {id(prompt): self._make_tokens_prompt(prompt) for prompt in prompts}
-        token_prompts = [prompt_inputs[id(group.prompt)] for group, _ in requests]
+        ks = range(sampling.num_completions)
+        requests = [(group, k) for group in (UnfinishedGroup(prompt, sampling, step) for prompt in prompts) for k in ks]
+        inputs = [each for prompt in prompts for each in [self._make_tokens_prompt(prompt)] * len(ks)]
         seeds = [request_seed(sampling.seed, step, group.prompt.id, k) for group, k in requests]
-        sampling_params = [self._parameters(sampling, seed) for seed in seeds]
+        parameters = [self._parameters(sampling, seed) for seed in seeds]
         with restore_process_state():
             if not self._in_flight:
                 self._llm.reset_prefix_cache()  # with cached prefixes, rounding would depend on earlier requests
-            request_ids = self._llm.enqueue(token_prompts, sampling_params, lora_request=self._request, use_tqdm=False)
+            request_ids = self._llm.enqueue(inputs, parameters, lora_request=self._request, use_tqdm=False)
         # Outputs carry the request's number without the random suffix that vLLM appends to ids internally.
-        self._in_flight |= {
-            request_id.partition("-")[0]: request for request_id, request in zip(request_ids, requests, strict=True)
-        }
+        self._in_flight |= zip((request_id.partition("-")[0] for request_id in request_ids), requests, strict=True)
 
     def completed(self) -> list[Group]:
         finished_groups = self.step()
@@ -147,9 +149,8 @@ class VllmEngine:
             self._beat()
             # A separate process has no trainer state to restore, and restoring costs time for every token.
             with nullcontext() if self._is_separate else restore_process_state():
-                finished_groups = [
-                    group for output in self._llm.llm_engine.step() for group in self._add_completion(output)
-                ]
+                outputs = self._llm.llm_engine.step()
+                finished_groups = [group for output in outputs for group in self._add_completion(output)]
         return finished_groups
 
     def abort(self) -> None:
@@ -159,11 +160,8 @@ class VllmEngine:
         self._in_flight, self._finished_in_probe = {}, []
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-        """Load weights, see `Engine.load_weights`; tied weights must be sent under both names.
-
-        vLLM keeps the tensors of a layer until all have arrived. Keys and values of requests in flight are computed
-        again, so that each token is sampled from the distribution of one version.
-        """
+        """Load weights, see `Engine.load_weights`; tied weights must be sent under both names. Keys and values of
+        requests in flight are computed again, so that each token is sampled from the distribution of one version."""
         self._wake_allocation(_WEIGHTS)
         with restore_process_state():
             if self._adapter is None:
@@ -189,10 +187,8 @@ class VllmEngine:
             if self._has_ranks or self.link is not None:
                 load_on_ranks(self._llm, received_buckets)
             else:
-                reload_arguments = {
-                    "weights_iterator": (named_tensor for bucket in received_buckets for named_tensor in bucket)
-                }
-                self._llm.collective_rpc("reload_weights", kwargs=reload_arguments)
+                tensors = chain.from_iterable(received_buckets)
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         except Exception:
             self._llm.collective_rpc(end_load)
             raise
@@ -202,25 +198,20 @@ class VllmEngine:
         sampling_params = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(token_ids))
         with restore_process_state():
-            [probe_request_id] = self._llm.enqueue(
-                [prompt], sampling_params, lora_request=self._request, use_tqdm=False
-            )
-            probe_output: Any = None
-            while probe_output is None:
+            [probe_id] = self._llm.enqueue([prompt], sampling_params, lora_request=self._request, use_tqdm=False)
+            probe: Any = None
+            while probe is None:
                 for output in self._llm.llm_engine.step():
-                    if output.request_id == probe_request_id.partition("-")[0]:
-                        probe_output = output
+                    if output.request_id == probe_id.partition("-")[0]:
+                        probe = output
                     else:
                         self._finished_in_probe += self._add_completion(output)
-        token_logprobs = zip(token_ids[1:], probe_output.prompt_logprobs[1:], strict=True)
+        token_logprobs = zip(token_ids[1:], probe.prompt_logprobs[1:], strict=True)
         return [logprobs[token].logprob for token, logprobs in token_logprobs]
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
         """Release GPU memory, see `Engine.sleep`; level 1 moves the weights to the host, and on CPU nothing is
-        released.
-
-        With an adapter, level 2 is reduced to 1, because the base weights are not sent again.
-        """
+        released. With an adapter, level 2 is reduced to 1, because the base weights are not sent again."""
         if torch.cuda.is_available() and not self._asleep_tags:
             level = level if self._adapter is None else 1
             self._llm.sleep(level=level)
@@ -231,13 +222,12 @@ class VllmEngine:
         self._wake_allocation(_WEIGHTS)
         self._wake_allocation(_KV_CACHE)
 
-    def _wake_allocation(self, allocation_tag: str) -> None:
-        """Reallocate vLLM's allocation `allocation_tag` after emptying torch's cache, because vLLM allocates from the
-        device."""
-        if allocation_tag in self._asleep_tags:
+    def _wake_allocation(self, tag: str) -> None:
+        """Reallocate vLLM's allocation `tag` after emptying torch's cache, because vLLM allocates from the device."""
+        if tag in self._asleep_tags:
             torch.cuda.empty_cache()
-            self._llm.wake_up(tags=[allocation_tag])
-            self._asleep_tags.remove(allocation_tag)
+            self._llm.wake_up(tags=[tag])
+            self._asleep_tags.remove(tag)
 
     def close(self) -> None:
         with nullcontext() if self._owns_process_group else keep_process_group():
@@ -253,18 +243,16 @@ class VllmEngine:
         """Add the completion of a finished request to its group, and yield the group if it is complete."""
         if not request_output.finished:
             return
-        group, completion_index = self._in_flight.pop(request_output.request_id)
+        group, k = self._in_flight.pop(request_output.request_id)
         if group.prompt.images and tuple(request_output.prompt_token_ids) != group.prompt.token_ids:
             raise StageFailed(
                 f"vLLM makes other tokens of the images of prompt {group.prompt.id} than the model's processor; set "
                 f"rollout.backend = 'hf'"
             )
         [output] = request_output.outputs
-        group.completions[completion_index] = completion(
-            self._tokenizer, output.token_ids, output.logprobs.logprobs,
-            version=self._version, ends_with_stop=output.finish_reason == "stop",
-            earlier=group.earlier.get(completion_index, ()),
-            vision=self._vision,
+        group.completions[k] = completion(
+            self._tokenizer, output.token_ids, output.logprobs.logprobs, version=self._version,
+            ends_with_stop=output.finish_reason == "stop", earlier=group.earlier.get(k, ()), vision=self._vision,
         )  # fmt: skip
         if (complete_group := group.complete_group()) is not None:
             yield complete_group
@@ -276,16 +264,15 @@ class VllmEngine:
         # As in the prepared rows, a template may leave the BOS token to the tokenizer.
         has_bos = bool(self._tokenizer.bos_token) and prompt.text.startswith(self._tokenizer.bos_token)
         text_token_ids = self._tokenizer(prompt.text, add_special_tokens=not has_bos)["input_ids"]
-        token_ids = [*text_token_ids, *prompt.later_token_ids]
-        images = [open_image(image_reference) for image_reference in prompt.images]
+        token_ids, images = [*text_token_ids, *prompt.later_token_ids], [open_image(image) for image in prompt.images]
         return self._vllm.TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": images})
 
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
-        min_temperature, max_temperature = VLLM_TEMPERATURES
-        if sampling.temperature != 0 and not min_temperature <= sampling.temperature <= max_temperature:
+        least, most = VLLM_TEMPERATURES
+        if sampling.temperature != 0 and not least <= sampling.temperature <= most:
             raise ConfigError(
-                f"temperature = {sampling.temperature}: vLLM samples between {min_temperature} and {max_temperature} "
-                f"and takes 0 for greedy; or set rollout.backend = 'hf'"
+                f"temperature = {sampling.temperature}: vLLM samples between {least} and {most} and takes 0 for "
+                f"greedy; or set rollout.backend = 'hf'"
             )
         return self._vllm.SamplingParams(
             temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
@@ -342,7 +329,7 @@ def _holds_mxfp4(settings: EngineSettings) -> bool:
 
 
 def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    rollout_config, has_gpu = settings.rollout, torch.cuda.is_available()
+    rollout, has_gpu = settings.rollout, torch.cuda.is_available()
     revision = getattr(settings.model.config, "_commit_hash", None)
     arguments: dict[str, Any] = {
         "model": settings.folder,
@@ -350,8 +337,8 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "tokenizer_revision": revision,
         "dtype": str(settings.dtype).removeprefix("torch."),
         "max_model_len": settings.max_model_len,
-        "tensor_parallel_size": rollout_config.parallelism.tp_size,
-        "enforce_eager": rollout_config.enforce_eager or not has_gpu,  # CUDA graphs need a GPU
+        "tensor_parallel_size": rollout.parallelism.tp_size,
+        "enforce_eager": rollout.enforce_eager or not has_gpu,  # CUDA graphs need a GPU
         # With "external_launcher", the engines use the trainer's ranks, but create separate process groups.
         "distributed_executor_backend": "uni" if is_single_rank() else "external_launcher",
         "logprobs_mode": "processed_logprobs",  # log-probabilities after temperature, top-k and top-p
@@ -367,26 +354,24 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     if settings.vision is not None:  # the limits of image sizes of the tokenised prompts
         image_sizes = settings.custom.get("vision") or {}
         arguments["mm_processor_kwargs"] = {key: image_sizes[key] for key in PIXEL_KEYS if key in image_sizes}
-    if rollout_config.n_generation_mini_batch:
-        arguments["max_num_seqs"] = rollout_config.batch_size * rollout_config.n_generation_mini_batch
-    if rollout_config.quantization != "none" and not has_gpu:
-        logger.warning(
-            "rollout.quantization = %r needs a GPU: engines compute with the trainer's weights here",
-            rollout_config.quantization,
-        )
-    elif rollout_config.quantization == QUANTIZATION_FORMAT and not _holds_mxfp4(settings):
+    if rollout.n_generation_mini_batch:
+        arguments["max_num_seqs"] = rollout.batch_size * rollout.n_generation_mini_batch
+    if rollout.quantization != "none" and not has_gpu:
+        warning = "rollout.quantization = %r needs a GPU: engines compute with the trainer's weights here"
+        logger.warning(warning, rollout.quantization)
+    elif rollout.quantization == QUANTIZATION_FORMAT and not _holds_mxfp4(settings):
         raise ConfigError(
             f"rollout.quantization = {QUANTIZATION_FORMAT!r} is a format of checkpoints, which {settings.folder!r} "
             f"has not; set it to 'fp8' or 'none'"
         )
-    elif rollout_config.quantization == "fp8":
-        arguments["quantization"] = rollout_config.quantization
+    elif rollout.quantization == "fp8":
+        arguments["quantization"] = "fp8"
     if has_gpu and arguments["distributed_executor_backend"] == "external_launcher":
         arguments["disable_custom_all_reduce"] = True
         for name, value in _OWN_GPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     if has_gpu:
-        arguments |= {"gpu_memory_utilization": rollout_config.gpu_memory_utilization, "enable_sleep_mode": True}
+        arguments |= {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
     else:
         # Avoid chunked prefill, after which vLLM rewinds the request's generator; CPU generators do not support that.
         num_tokens = max(_CPU_MAX_BATCHED_TOKENS, settings.max_model_len)

@@ -66,14 +66,11 @@ def adapter_of(settings: EngineSettings) -> VllmAdapter | None:
         return None
     if any(layer.rpartition(".")[2] not in _SUPPORTED_LAYERS for layer in scales_of(settings.model)):
         return None
-    adapter = VllmAdapter(settings)
-    return adapter if adapter.max_rank <= _RANKS[-1] and _is_lora_supported(settings) else None
-
-
-def _is_lora_supported(settings: EngineSettings) -> bool:
-    """Return whether vLLM's class of the model supports adapters."""
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
+    adapter = VllmAdapter(settings)
     architectures = settings.model.config.architectures or [type(settings.model).__name__]
     registered_model = ModelRegistry.models.get(architectures[0])
-    return registered_model is not None and supports_lora(registered_model.load_model_cls())
+    if adapter.max_rank > _RANKS[-1] or registered_model is None:
+        return None
+    return adapter if supports_lora(registered_model.load_model_cls()) else None

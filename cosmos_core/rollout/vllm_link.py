@@ -27,19 +27,15 @@ class VllmLink:
         self._call_all_ranks(_connect_rank, backend, init_info, seconds)
 
     def receive(self, header: BucketHeader, seconds: float) -> None:
-        """Receive a bucket in each rank; the load of weights in progress then loads it.
-
-        Raises:
-            TransferFailed: a rank did not receive the whole bucket within `seconds`.
-        """
+        """Receive a bucket in each rank, for the load of weights in progress; raise `TransferFailed` if a rank did not
+        receive the whole bucket within `seconds`."""
         self._call_all_ranks(_receive_on_rank, header, seconds)
 
     def _call_all_ranks(self, function: Callable[..., None], *arguments: Any) -> None:
         # An error would leave the replies of the other ranks in vLLM's queues, so ranks return error messages.
-        if errors := [
-            error for error in self._llm.collective_rpc(_call_and_get_error, args=(function, *arguments)) if error
-        ]:
-            raise TransferFailed(errors[0])
+        errors = self._llm.collective_rpc(_call_and_get_error, args=(function, *arguments))
+        if any(errors):
+            raise TransferFailed(next(filter(None, errors)))
 
 
 class _TensorCollector(list[tuple[str, Tensor]]):
@@ -58,14 +54,11 @@ class RankLink:
 
         self._received_bucket: Bucket | None = None
         model, config = worker.model_runner.get_model(), WeightTransferConfig(backend=backend)
-        create_engine: Any = (
-            WeightTransferEngineFactory.create_engine
-        )  # Any: vLLM's types demand a module, not a collector
-        self._transfer_engine = create_engine(config, worker.vllm_config, worker.device, model)
+        factory: Any = WeightTransferEngineFactory  # Any: vLLM's types demand a module, not a collector
+        self._transfer_engine = factory.create_engine(config, worker.vllm_config, worker.device, model)
         self._transfer_engine.init_transfer_engine(self._transfer_engine.parse_init_info(init_info))
-        if getattr(
-            self._communicator_group, "disabled", False
-        ):  # a disabled communicator transfers nothing, without an error
+        # A disabled communicator transfers nothing, without an error.
+        if getattr(self._communicator_group, "disabled", False):
             raise TransferFailed("vLLM cannot use NCCL")
 
     def receive(self, header: BucketHeader, seconds: float) -> None:

@@ -26,7 +26,6 @@ _MIN_CAPABILITY = 75
 """Lowest compute capability, times ten, of vLLM's kernels for quantised weights on CUDA."""
 _MAX_LOGPROB_DIFFERENCE = 1e-3
 """Maximum difference between a log-probability that vLLM returns and that of the captured logits."""
-_MISMATCH_MESSAGE = "vLLM computes log-probabilities of prompts in an unexpected way"
 
 
 def vllm_version() -> str:
@@ -51,12 +50,9 @@ def vllm_problem(name: str, config: PretrainedConfig | None = None, folder: str 
 
 
 def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
-    """Yield, for each row, the logits TV of the next token at all positions except the last.
-
-    Raises:
-        ConfigError: vLLM on CPU does not support the head size of the model.
-        StageFailed: the captured logits disagree with the log-probabilities that vLLM returns.
-    """
+    """Yield, for each row, the logits TV of the next token at all positions except the last. Raise a `ConfigError` if
+    vLLM on CPU does not support the head size, and a `StageFailed` if the captured logits disagree with the
+    log-probabilities that vLLM returns."""
     set_environment()
     vllm = import_vllm()
     check_head_size(load_config(str(folder)), str(folder), "leave the format out of export.formats")
@@ -72,20 +68,17 @@ def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
     for token_row in rows:
         captured_logits.clear()
         [output] = llm.generate([vllm.TokensPrompt(prompt_token_ids=token_row)], sampling, use_tqdm=False)
-        returned_logprobs = zip(output.prompt_logprobs[1:], token_row[1:], strict=True)
-        returned_logprobs_T = torch.tensor([logprobs[token].logprob for logprobs, token in returned_logprobs])
+        returned = zip(output.prompt_logprobs[1:], token_row[1:], strict=True)
+        returned_T = torch.tensor([logprobs[token].logprob for logprobs, token in returned])
         # vLLM computes logits first for the sampled token, and last for the tokens of the prompt; on a GPU, with the
         # position after the last of them.
         logits_TV = captured_logits[-1][: len(token_row) - 1].float().cpu()
-        if len(logits_TV) != len(returned_logprobs_T):
-            raise StageFailed(
-                f"{_MISMATCH_MESSAGE}: {len(logits_TV)} positions for a prompt of {len(token_row)} tokens"
-            )
-        captured_logprobs_T = logits_TV.log_softmax(-1)[torch.arange(len(returned_logprobs_T)), token_row[1:]]
-        if not (difference := (captured_logprobs_T - returned_logprobs_T).abs().max()) < _MAX_LOGPROB_DIFFERENCE:
-            raise StageFailed(
-                f"{_MISMATCH_MESSAGE}: those of its logits differ from what it returns by {difference:.2g}"
-            )
+        problem = "vLLM computes log-probabilities of prompts in an unexpected way"
+        if len(logits_TV) != len(returned_T):
+            raise StageFailed(f"{problem}: {len(logits_TV)} positions for a prompt of {len(token_row)} tokens")
+        captured_T = logits_TV.log_softmax(-1)[torch.arange(len(returned_T)), token_row[1:]]
+        if not (difference := (captured_T - returned_T).abs().max()) < _MAX_LOGPROB_DIFFERENCE:
+            raise StageFailed(f"{problem}: those of its logits differ from what it returns by {difference:.2g}")
         yield logits_TV
 
 

@@ -1,13 +1,24 @@
-"""Context managers that undo what vLLM changes in the process that it shares with the trainer."""
+"""What vLLM changes in the process that it shares with the trainer and in /dev/shm, and context managers that undo it.
+
+vLLM's CPU ranks exchange tensors through shared memory, whose name vLLM derives from how the ranks were initialized,
+which with an external launcher is always `env://`. Two runs on a machine would write into each other's memory, and
+after a kill no engine could start ("create shm in SHMManager failed. errno: 17"), because only a process that exits
+normally removes the name.
+"""
 
 import os
 import random
+import secrets
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+
+from cosmos_core.parallel.mesh import broadcast_object
 
 
 @contextmanager
@@ -31,9 +42,7 @@ def restore_process_state() -> Iterator[None]:
     """
     python_rng_state, numpy_rng_state = random.getstate(), np.random.get_state()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    signal_handlers = {
-        signal_number: signal.getsignal(signal_number) for signal_number in (signal.SIGTERM, signal.SIGINT)
-    }
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     environment = dict(os.environ)
     try:
         with torch.random.fork_rng():
@@ -44,10 +53,38 @@ def restore_process_state() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
-        for signal_number, signal_handler in signal_handlers.items():
-            if signal.getsignal(signal_number) is not signal_handler:
-                signal.signal(signal_number, signal_handler)
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
         for name in set(os.environ) - set(environment):
             if not name.startswith("VLLM_"):
                 del os.environ[name]
         os.environ.update({name: value for name, value in environment.items() if not name.startswith("VLLM_")})
+
+
+@contextmanager
+def unique_names() -> Iterator[None]:
+    """Return a context manager in which an engine that starts gives its ranks' shared memory a unique name."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    name_prefix = broadcast_object(secrets.token_hex(8))
+    original_name_fn = _CPUSHMDistributed.make_group_name
+
+    def unique_name(communicator: Any) -> str:
+        return f"{name_prefix}-{original_name_fn(communicator).lstrip('/')}"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(unique_name)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(original_name_fn)  # type: ignore[method-assign]
+
+
+def unlink_shared_memory() -> None:
+    """Unlink the name of this rank's shared memory once an engine has started and all ranks have opened it; the memory
+    is then freed with the last process that uses it, however that process ends."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    module = getattr(get_tp_group().device_communicator, "dist_module", None)
+    if name := getattr(module, "group_name", None):
+        Path("/dev/shm", f"{name}_{get_tp_group().rank_in_group}").unlink(missing_ok=True)

@@ -13,14 +13,12 @@ from cosmos_core.parallel.mesh import is_single_rank
 from cosmos_core.parent import kill_with_parent
 from cosmos_core.rollout.base import Bucket, EngineSettings
 from cosmos_core.rollout.replica import PackedBucket, pack, unpack
-from cosmos_core.rollout.vllm_memory import unlink_shared_memory
+from cosmos_core.rollout.vllm_process import unlink_shared_memory
 
 _RANK_ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked child may deadlock on a lock of another thread
     "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on one machine, so loopback suffices
 }
-_CPU_RANK_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
-"""Environment that disables compilation in the child processes of ranks on CPU."""
 
 
 def has_ranks(settings: EngineSettings) -> bool:
@@ -30,7 +28,8 @@ def has_ranks(settings: EngineSettings) -> bool:
 
 def engine_rank_arguments(*, is_cpu: bool) -> dict[str, Any]:
     """Return vLLM's arguments for an engine with ranks, and set the environment that the ranks inherit."""
-    for name, value in (_RANK_ENVIRONMENT | _CPU_RANK_ENVIRONMENT if is_cpu else _RANK_ENVIRONMENT).items():
+    no_compilation = {"TORCHDYNAMO_DISABLE": "1"} if is_cpu else {}
+    for name, value in (_RANK_ENVIRONMENT | no_compilation).items():
         os.environ.setdefault(name, value)
     return {"distributed_executor_backend": "mp"}
 
@@ -42,10 +41,8 @@ def end_ranks_together(llm: Any) -> None:
 
 
 def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:
-    """Replace the weights of all ranks, each of which loads its shards.
-
-    A bucket whose tensors are on the meta device stands for the bucket that a native link delivered to the ranks.
-    """
+    """Replace the weights of all ranks, each of which loads its shards; a bucket on the meta device stands for the
+    bucket that a native link delivered to the ranks."""
     llm.collective_rpc(begin_weights)
     for bucket in buckets:
         llm.collective_rpc(load_bucket, args=() if bucket[0][1].is_meta else (pack(bucket),))

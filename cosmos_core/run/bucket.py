@@ -7,17 +7,17 @@ import base64
 import hashlib
 import os
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cosmos_core.errors import ConfigError, CosmosError, UploadError
+from cosmos_core.run.files import replaced_file
 
 T = TypeVar("T")
 
@@ -52,8 +52,8 @@ class Object:
 
 
 def run_threads(function: Callable[..., T], calls: Iterable[tuple[Any, ...]], num_threads: int, name: str) -> list[T]:
-    """Call a function in parallel threads, once per tuple of arguments; return the results in the order of `calls`. If
-    a call raises an error, cancel the calls that have not started."""
+    """Call a function in parallel threads, once per tuple of arguments; return the results in the order of `calls`. An
+    error cancels the calls that have not started."""
     with ThreadPoolExecutor(num_threads, name) as pool:
         futures = [pool.submit(function, *arguments) for arguments in calls]
         try:
@@ -63,20 +63,18 @@ def run_threads(function: Callable[..., T], calls: Iterable[tuple[Any, ...]], nu
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return the bucket and the prefix of `s3://BUCKET/PREFIX`, the prefix without slashes at its ends.
-
-    Raises:
-        ConfigError: the URL names no bucket.
-    """
+    """Return the bucket and the prefix, without outer slashes, of an s3:// URL; raise ConfigError without a bucket."""
     bucket_name, _, prefix = url.removeprefix(SCHEME).partition("/")
     if len(bucket_name) < 3:
         raise ConfigError(f"{SCHEME}{bucket_name} names no bucket; write {SCHEME}BUCKET/PREFIX")
     return bucket_name, prefix.strip("/")
 
 
-def _new_client(endpoint: str | None, read_seconds: float, **session_settings: str | None) -> Any:
-    """Return a new boto3 client of a boto3 session with the given settings, such as region and credentials; None if
-    there are no credentials."""
+@lru_cache(maxsize=8)
+def _client(pid: int, endpoint: str | None, read_seconds: float, **session_settings: str | None) -> Any:
+    """Return a boto3 client of a boto3 session with the given settings, such as region and credentials; None if there
+    are no credentials. It is cached because creating one takes a tenth of a second, by the id of the process because a
+    child process must not use the connections of its parent."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
@@ -103,13 +101,6 @@ def _new_client(endpoint: str | None, read_seconds: float, **session_settings: s
         raise ConfigError(f"{variable} = {endpoint!r} is no URL; write http://HOST:PORT or https://HOST") from error
 
 
-@lru_cache(maxsize=8)
-def _shared_client(pid: int, **settings: Any) -> Any:
-    """Return the cached boto3 client of the process `pid`: creating a client takes a tenth of a second, and a child
-    process must not use the connections of its parent."""
-    return _new_client(**settings)
-
-
 class Bucket:
     """Client for one bucket; its methods are thread-safe."""
 
@@ -120,25 +111,21 @@ class Bucket:
 
     @cached_property
     def client(self) -> Any:
-        """Return the boto3 client, which is created at the first use because importing boto3 takes a third of a second.
-
-        Raises:
-            ConfigError: there are no credentials, or the endpoint is no URL.
-        """
+        """Return the boto3 client, created at the first use because importing boto3 takes a third of a second; raise
+        ConfigError if there are no credentials, or the endpoint is no URL."""
         access_key_id = _read_variable("ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID")
-        session_token = (
-            None if os.environ.get(f"{_VARIABLE_PREFIX}ACCESS_KEY_ID") else os.environ.get("AWS_SESSION_TOKEN")
-        )
-        client_settings: dict[str, Any] = {
-            "endpoint": _read_variable("ENDPOINT_URL", *_ENDPOINT_VARIABLES[1:]),
-            "read_seconds": self._read_seconds,
-            "region_name": _read_variable("REGION_NAME", "AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1",
-            "aws_access_key_id": access_key_id,
-            "aws_secret_access_key": _read_variable("SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
-            "aws_session_token": session_token,
-        }
         # Credentials from files or roles may change while the process runs, so a client with them is not cached.
-        client = _shared_client(os.getpid(), **client_settings) if access_key_id else _new_client(**client_settings)
+        open_client: Callable[..., Any] = _client if access_key_id else _client.__wrapped__
+        has_cosmos_key = bool(os.environ.get(f"{_VARIABLE_PREFIX}ACCESS_KEY_ID"))
+        client = open_client(
+            os.getpid(),
+            endpoint=_read_variable("ENDPOINT_URL", *_ENDPOINT_VARIABLES[1:]),
+            read_seconds=self._read_seconds,
+            region_name=_read_variable("REGION_NAME", "AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1",
+            aws_access_key_id=access_key_id,
+            aws_secret_access_key=_read_variable("SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
+            aws_session_token=None if has_cosmos_key else os.environ.get("AWS_SESSION_TOKEN"),
+        )
         if client is None:
             raise ConfigError(f"{SCHEME}{self.name}: no credentials; set {CREDENTIALS}")
         return client
@@ -148,12 +135,7 @@ class Bucket:
         return f"{SCHEME}{self.name}/{key}"
 
     def check(self, key: str) -> None:
-        """Check that the bucket exists and that the credentials may write the object `key`, without writing it.
-
-        Raises:
-            ConfigError: the bucket does not exist, or the store refuses the credentials.
-            UploadError: the store does not respond.
-        """
+        """Check that the object `key` may be written, without writing it; for errors see `translate_errors`."""
         from botocore.exceptions import ClientError
 
         with translate_errors(f"{SCHEME}{self.name}"):
@@ -172,26 +154,17 @@ class Bucket:
 
     def list_objects(self, prefix: str) -> Iterator[Object]:
         """Yield the objects whose key begins with a prefix, sorted by key."""
-        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
-        for page in pages:
+        for page in self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix):
             for entry in page.get("Contents", ()):
                 yield Object(entry["Key"], entry["Size"], entry["ETag"].strip('"'), entry["LastModified"].timestamp())
 
     def head(self, key: str) -> dict[str, Any] | None:
         """Return size, ETag and metadata of an object, or None if the object does not exist."""
-        from botocore.exceptions import ClientError
-
-        try:
-            response = self.client.head_object(Bucket=self.name, Key=key)
-        except ClientError as error:
-            if _read_error_code(error) in _MISSING_ERRORS:
-                return None
-            raise
-        return {
-            "size": response["ContentLength"],
-            "etag": response["ETag"].strip('"'),
-            "metadata": response["Metadata"],
-        }
+        response = _call_unless(_MISSING_ERRORS, self.client.head_object, Bucket=self.name, Key=key)
+        if response is None:
+            return None
+        etag = response["ETag"].strip('"')
+        return {"size": response["ContentLength"], "etag": etag, "metadata": response["Metadata"]}
 
     def read(self, key: str) -> bytes | None:
         """Return the content of a small object, or None if the object does not exist."""
@@ -199,7 +172,6 @@ class Bucket:
 
     def read_tagged(self, key: str) -> tuple[bytes | None, str]:
         """Return the content and the ETag of a small object, or None and an empty string if there is no such object."""
-        from botocore.exceptions import ClientError
 
         def read() -> tuple[bytes, str]:
             response = self.client.get_object(Bucket=self.name, Key=key)
@@ -209,19 +181,11 @@ class Bucket:
             digest.check(key)
             return content, response["ETag"].strip('"')
 
-        try:
-            return self._retry_read(read)
-        except ClientError as error:
-            if _read_error_code(error) in _MISSING_ERRORS:
-                return None, ""
-            raise
+        return _call_unless(_MISSING_ERRORS, self._retry_read, read) or (None, "")
 
     def write(self, key: str, data: bytes, **condition: str) -> str:
         """Replace a small object in one request and return its new ETag; retry if the store received altered bytes.
-
-        Args:
-            condition: the condition of the write: `IfMatch` with an ETag, or `IfNoneMatch` with "*".
-        """
+        The condition of the write is `IfMatch` with an ETag, or `IfNoneMatch` with "*"."""
         digest = hashlib.md5(data, usedforsecurity=False)
         for _ in range(_MAX_TRANSFERS):
             response = self.client.put_object(
@@ -236,16 +200,9 @@ class Bucket:
         raise UploadError(f"{SCHEME}{self.name}/{key} arrived altered {_MAX_TRANSFERS} times")
 
     def exchange(self, key: str, data: bytes, etag: str) -> str:
-        """Replace the small object that has this ETag, or create the object if `etag` is empty; return the new ETag, or
-        an empty string if the stored object has another ETag."""
-        from botocore.exceptions import ClientError
-
-        try:
-            return self.write(key, data, **({"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}))
-        except ClientError as error:
-            if _read_error_code(error) not in _CONFLICT_ERRORS:
-                raise
-        return ""
+        """Replace the small object that has this ETag (empty: create it); return the new ETag, "" if it has another."""
+        condition = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
+        return _call_unless(_CONFLICT_ERRORS, self.write, key, data, **condition) or ""
 
     def remove(self, key: str) -> None:
         """Remove an object if it exists."""
@@ -263,17 +220,11 @@ class Bucket:
         return self._retry_read(read)
 
     def download(self, key: str, path: Path, etag: str = "") -> None:
-        """Write an object to a file atomically, after comparing its digest with the store's.
-
-        An object that was altered in transit is fetched again, up to three times in all.
-
-        Args:
-            etag: the only version of the object to accept; empty: any version.
-        """
+        """Write an object to a file atomically, after comparing its digest with the store's; fetch an object that was
+        altered in transit again, up to three times in all. `etag` is the only accepted version; empty: any version."""
         condition = {"IfMatch": f'"{etag}"'} if etag else {}
-        temporary_path = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
 
-        def fetch() -> None:
+        def fetch(temporary_path: Path) -> None:
             response = self.client.get_object(Bucket=self.name, Key=key, **condition)
             digest = _TransferDigest(response)
             with open(temporary_path, "wb") as file:
@@ -285,11 +236,8 @@ class Bucket:
                 os.fsync(file.fileno())
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._retry_read(fetch)
-            os.replace(temporary_path, path)
-        finally:
-            temporary_path.unlink(missing_ok=True)
+        with replaced_file(path) as temporary_path:
+            self._retry_read(partial(fetch, temporary_path))
 
     def _iterate_blocks(self, key: str, object_info: dict[str, Any]) -> Iterator[bytes]:
         num_bytes_read = 0
@@ -303,15 +251,15 @@ class Bucket:
         """Retry a read that was cut off or altered in transit: boto3 retries requests, not the reading of responses."""
         from botocore.exceptions import HTTPClientError, IncompleteReadError, ResponseStreamingError
 
-        num_mismatches = 0
-        for attempt in range(_MAX_ATTEMPTS):
+        num_failures = num_mismatches = 0
+        while True:
             try:
                 return read()
             except (HTTPClientError, IncompleteReadError, ResponseStreamingError, ConnectionError) as error:
+                num_failures += 1
                 num_mismatches += isinstance(error, _DigestMismatchError)
-                if attempt == _MAX_ATTEMPTS - 1 or num_mismatches == _MAX_TRANSFERS:
+                if num_failures == _MAX_ATTEMPTS or num_mismatches == _MAX_TRANSFERS:
                     raise
-        raise AssertionError("the last attempt returns or raises")
 
 
 class _TransferDigest:
@@ -324,13 +272,11 @@ class _TransferDigest:
         stored_sha256 = object_info.get("Metadata", {}).get("sha256", "")
         encryption = object_info.get("ServerSideEncryption", "AES256")
         has_customer_key = encryption != "AES256" or "SSECustomerAlgorithm" in object_info
-        self._digest: hashlib._Hash | None
+        self._digest: hashlib._Hash | None = None
         if _SHA256_PATTERN.fullmatch(stored_sha256):
             self._digest, self._expected_digest = hashlib.sha256(), stored_sha256
         elif _MD5_PATTERN.fullmatch(etag) and not has_customer_key:
             self._digest, self._expected_digest = hashlib.md5(usedforsecurity=False), etag
-        else:
-            self._digest, self._expected_digest = None, ""
 
     def update(self, block: bytes) -> None:
         """Add the next block of the object to the digest."""
@@ -338,11 +284,7 @@ class _TransferDigest:
             self._digest.update(block)
 
     def check(self, key: str) -> None:
-        """Compare the digest of the received bytes with the digest that the store reports.
-
-        Raises:
-            _DigestMismatchError: the digests differ.
-        """
+        """Raise `_DigestMismatchError` if the digest of the received bytes differs from the digest of the store."""
         if self._digest is not None and self._digest.hexdigest() != self._expected_digest:
             raise _DigestMismatchError(f"{key} arrived altered {_MAX_TRANSFERS} times")
 
@@ -364,9 +306,8 @@ def translate_errors(location: str, error_class: type[CosmosError] = UploadError
     except ClientError as error:
         code = _read_error_code(error)
         if code in _ACCESS_ERRORS:
-            raise ConfigError(
-                f"{location}: the store refuses the credentials ({code}); set {CREDENTIALS}{end}"
-            ) from error
+            problem = f"the store refuses the credentials ({code}); set {CREDENTIALS}"
+            raise ConfigError(f"{location}: {problem}{end}") from error
         if code in {"PreconditionFailed", "412"}:
             raise error_class(f"{location}: what lies there was changed meanwhile{end}") from error
         if code == "NoSuchKey":
@@ -376,6 +317,18 @@ def translate_errors(location: str, error_class: type[CosmosError] = UploadError
         raise error_class(f"{location}: the store responds with {code}{end}") from error
     except (BotoCoreError, ConnectionError) as error:
         raise error_class(f"{location}: {' '.join(str(error).split())}{end}") from error
+
+
+def _call_unless(error_codes: set[str], function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Return the result of a call; None if the store responds with one of these error codes."""
+    from botocore.exceptions import ClientError
+
+    try:
+        return function(*arguments, **keywords)
+    except ClientError as error:
+        if _read_error_code(error) not in error_codes:
+            raise
+    return None
 
 
 def _read_error_code(error: Any) -> str:

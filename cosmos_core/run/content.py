@@ -12,18 +12,15 @@ from pathlib import Path, PurePosixPath
 
 from cosmos_core.config.inputs import WEIGHTS_SUFFIXES, Input
 from cosmos_core.errors import ConfigError, ModelError
-from cosmos_core.run.files import read_json
+from cosmos_core.run.files import read_object
 
 _INDEX_SUFFIX = ".index.json"
 _WEIGHTS = (".safetensors", ".bin")
 
 
 def files_of(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
-    """Return the files below a folder, including linked ones, whose names match the patterns; see `matches_patterns`.
-
-    Raises:
-        ConfigError: symbolic links form a cycle.
-    """
+    """Return the files below a folder, also linked ones, whose names match the patterns (see `matches_patterns`); raise
+    ConfigError if symbolic links form a cycle."""
     files = []
     for subfolder, names in _walk_visible_folders(folder, ()):
         for name in names:
@@ -34,8 +31,7 @@ def files_of(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
 
 
 def files_of_model(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
-    """Return the files of a model folder that match the patterns; of weights with an index, only the files that the
-    index names.
+    """Return the files of a model folder that match the patterns; of indexed weights, those that the index names.
 
     Raises:
         ConfigError: symbolic links form a cycle.
@@ -47,9 +43,7 @@ def files_of_model(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]
     # If a single file has all weights, transformers reads that file and ignores the index.
     indexed_files |= {index_file.with_name(index_file.name.removesuffix(_INDEX_SUFFIX)) for index_file in index_files}
     indexed_folders = {index_file.parent for index_file in index_files}
-    model_files = {
-        file for file in files if not (file.parent in indexed_folders and is_weights(file)) or file in indexed_files
-    }
+    model_files = {file for file in files if not (file.parent in indexed_folders and is_weights(file))}
     model_files |= {file for file in indexed_files if file.is_file()}
     return sorted(file for file in model_files if matches_patterns(file.relative_to(folder), patterns))
 
@@ -60,27 +54,20 @@ def matches_patterns(file: Path, patterns: Sequence[str]) -> bool:
     relative to its folder. If all patterns begin with `!`, every other file matches."""
     excluded_patterns = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
     positive_patterns = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
-    is_excluded = any(
-        fnmatch(file.as_posix() if "/" in pattern else file.name, pattern) for pattern in excluded_patterns
-    )
-    return not is_excluded and any(
-        fnmatch(name, pattern) for pattern in positive_patterns for name in (file.name, file.name.lower())
-    )
+    if any(fnmatch(file.as_posix() if "/" in pattern else file.name, pattern) for pattern in excluded_patterns):
+        return False
+    return any(fnmatch(name, pattern) for pattern in positive_patterns for name in (file.name, file.name.lower()))
 
 
 def _list_indexed_files(index_file: Path) -> list[Path]:
     """Return the files that an index of weights names; none for a damaged index, which the worker reports later."""
-    content = read_json(index_file)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    file_names = (
-        {name for name in weight_map.values() if isinstance(name, str)} if isinstance(weight_map, dict) else set()
-    )
+    weight_map = read_object(index_file).get("weight_map")
+    values = weight_map.values() if isinstance(weight_map, dict) else ()
+    file_names = {name for name in values if isinstance(name, str)}
     for name in sorted(file_names):
         if is_outside_folder(name):
-            raise ModelError(
-                f"{index_file} names {name!r}, which lies outside of its folder; a model is one folder: copy the file "
-                f"there"
-            )
+            remedy = "a model is one folder: copy the file there"
+            raise ModelError(f"{index_file} names {name!r}, which lies outside of its folder; {remedy}")
     return [index_file.parent / name for name in file_names]
 
 

@@ -12,19 +12,14 @@ from stat import S_ISREG
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import SHARED_FOLDER, sha256, write_text
 
-_MIN_AGE_NS = 100_000_000
-"""Minimum age in nanoseconds of the last change of a file whose digest is cached: a younger file may change again
-without a new timestamp, because the clock of the file system is coarse."""
+_MIN_AGE_NS = 100_000_000  # a digest is cached if the file is older: a change soon after may have the same timestamp
 
 Key = list[int]
 
 
 class Digests:
-    """Append-only cache of digests in one file, one line per digest; losing the file costs time only.
-
-    Args:
-        ignores_cache: ignore the digests that other processes computed.
-    """
+    """Append-only cache of digests in one file, one line per digest; losing the file costs time only. `ignores_cache`:
+    ignore the digests that other processes computed."""
 
     def __init__(self, path: Path, *, ignores_cache: bool = False) -> None:
         self._cache_path = path
@@ -32,21 +27,15 @@ class Digests:
         self._cached_digests: dict[str, tuple[Key, str]] = {} if ignores_cache else _read_cache(path)
 
     def digest_file(self, file: Path) -> str:
-        """Return the SHA-256 of the content of a file.
-
-        Raises:
-            ConfigError: the file is a device, a pipe or another file that may have no end.
-        """
+        """Return the SHA-256 of the content of `file`; raise ConfigError for devices and pipes, which may not end."""
         file = file.resolve()
         file_stat, now_ns = file.stat(), time.time_ns()
         if not S_ISREG(file_stat.st_mode):
-            raise ConfigError(
-                f"{file} is no regular file, and a device or a pipe may be read without end; name another"
-            )
+            problem = "is no regular file, and a device or a pipe may be read without end"
+            raise ConfigError(f"{file} {problem}; name another")
         # A program can set the modification time back, but not the change time of the inode.
         stat_key = [file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns, file_stat.st_ino]
-        with self._lock:
-            cached_entry = self._cached_digests.get(str(file))
+        cached_entry = self._cached_digests.get(str(file))
         if cached_entry is not None and cached_entry[0] == stat_key:
             return cached_entry[1]
         digest = sha256(file)
@@ -55,7 +44,7 @@ class Digests:
                 self._cached_digests[str(file)] = (stat_key, digest)
                 self._cache_path.parent.mkdir(parents=True, exist_ok=True)
                 with open(self._cache_path, "a", encoding="utf-8") as cache_file:
-                    cache_file.write(_format_cache_line(str(file), stat_key, digest))
+                    cache_file.write(json.dumps([str(file), stat_key, digest]) + "\n")
         return digest
 
     def digest_files(self, folder: Path, files: Iterable[Path]) -> str:
@@ -83,9 +72,5 @@ def _read_cache(path: Path) -> dict[str, tuple[Key, str]]:
         except (ValueError, TypeError, RecursionError):  # skip a truncated or damaged line of the cache
             continue
     if len(lines) > 2 * len(entries) + 1000:
-        write_text(path, "".join(_format_cache_line(file, *entries[file]) for file in entries), durable=False)
+        write_text(path, "".join(json.dumps([file, *entry]) + "\n" for file, entry in entries.items()), durable=False)
     return entries
-
-
-def _format_cache_line(file: str, stat_key: Key, digest: str) -> str:
-    return json.dumps([file, stat_key, digest]) + "\n"

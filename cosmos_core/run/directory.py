@@ -25,7 +25,6 @@ from cosmos_core.environment import masked
 from cosmos_core.errors import ConfigError
 from cosmos_core.machine_properties import git_commit
 from cosmos_core.run.digests import Digests, shared_digest_cache
-from cosmos_core.run.estimated import saved_estimate
 from cosmos_core.run.files import (
     SHARED_FOLDER,
     Document,
@@ -37,6 +36,7 @@ from cosmos_core.run.files import (
     write_text,
 )
 from cosmos_core.run.fingerprint import stage_facts, threads
+from cosmos_core.run.gpu_time import saved_estimate
 from cosmos_core.run.hub import pin_hub_revisions
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.liveness import note_holder
@@ -66,8 +66,7 @@ class RunStartInfo(Document):
     kinds: dict[str, dict[str, Any]] = {}
     """Declared properties of each stage kind of the run, by name of the kind."""
     fixed: dict[str, Any] = {}
-    """Settings that were resolved when the run was created, such as the number of threads: each key with the value in
-    the user's config."""
+    """Settings that were resolved when the run was created, such as `threads`: values in the user's config by key."""
     entrypoint: str = ""
     """Import path `FILE.py:FLOW` of the Python flow that created the run; empty: a TOML file did."""
     parameters: dict[str, Any] = {}
@@ -157,11 +156,7 @@ def create_run(
 
 
 def extend_run(run: Run, pipeline: Pipeline) -> Run:
-    """Replace the saved pipeline of a run by `pipeline`, which has additional stages, and return the run.
-
-    Raises:
-        ConfigError, ModelError, DataError, RewardError: see `create_run`.
-    """
+    """Replace the saved pipeline of a run by `pipeline`, which has additional stages; for errors see `create_run`."""
     check_capabilities(pipeline)
     check_inputs(pipeline)
     pipeline = pin_urls(pin_hub_revisions(pipeline))
@@ -174,44 +169,31 @@ def extend_run(run: Run, pipeline: Pipeline) -> Run:
 
 
 def open_or_create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
-    """Return the existing run `run_id` of this pipeline to continue it, or a new run.
-
-    Raises:
-        ConfigError: the existing run has other settings; also the errors of `create_run`.
-    """
+    """Return the existing run `run_id` of this pipeline to continue it, or a new run; raise ConfigError if the existing
+    run has other settings, and the errors of `create_run`."""
     existing_path = pipeline.output_dir.expanduser().absolute() / run_id
     if not run_id or not (existing_path / PIPELINE).is_file():
         return create_run(pipeline, run_id=run_id, is_name_fixed=bool(run_id))
     keys = differing_keys(existing_path, pipeline)
     if changed_keys := [key for key in keys if key.removeprefix("pipeline.") not in BUDGET_KEYS]:
-        raise ConfigError(
-            f"run {run_id} exists and was made with other settings ({', '.join(changed_keys[:3])}); leave the run id "
-            "out, or resume it as it is"
-        )
+        problem = f"run {run_id} exists and was made with other settings ({', '.join(changed_keys[:3])})"
+        raise ConfigError(f"{problem}; leave the run id out, or resume it as it is")
     return with_budget(open_run(existing_path, pipeline.kinds), pipeline.config)
 
 
 def with_budget(run: Run, config: PipelineConfig) -> Run:
-    """Return the run with the price of GPUs and the budget of `config`, which `claim` saves.
-
-    Raises:
-        ConfigError: a value is not positive, or there is a budget without a price.
-    """
-    budget_values, old_config = {key: getattr(config, key) for key in BUDGET_KEYS}, run.pipeline.config
-    if all(getattr(old_config, key) == value for key, value in budget_values.items()):
+    """Return the run with the price of GPUs and the budget of `config`, which `claim` saves; raise ConfigError if a
+    value is not positive or there is a budget without a price."""
+    budget_values = {key: getattr(config, key) for key in BUDGET_KEYS}
+    new_config = run.pipeline.config.model_copy(update=budget_values)
+    if new_config == run.pipeline.config:
         return run
     parse(PipelineConfig, without_none(budget_values), source=str(run.path / PIPELINE), prefix="pipeline")
-    return replace(
-        run, pipeline=replace(run.pipeline, config=old_config.model_copy(update=budget_values)), has_new_money=True
-    )
+    return replace(run, pipeline=replace(run.pipeline, config=new_config), has_new_money=True)
 
 
 def open_run(path: Path, kinds: StageKinds) -> Run:
-    """Open an existing run from its directory, and check that its pipeline can be loaded.
-
-    Raises:
-        ConfigError: the directory is not a run, or its pipeline.toml is damaged.
-    """
+    """Open an existing run from its directory; raise ConfigError if it is none, or its pipeline.toml is damaged."""
     if not (path / PIPELINE).is_file():
         raise ConfigError(f"{path} is not a run directory: it has no {PIPELINE}")
     run = Run(path.resolve(), load_pipeline(path / PIPELINE, (), kinds))
@@ -227,20 +209,15 @@ def flow_run_notes(output_dir: Path) -> Path:
 
 
 def note_flow_run(run: Run, flow_run_id: str) -> None:
-    """Save the id of the run that a flow run works on, so that a retry of the flow run continues this run; the newest
-    file belongs to the newest flow run."""
+    """Save the id of the run that a flow run works on, which its retry continues; the newest is the newest run's."""
     notes_folder = flow_run_notes(run.output_dir)
     notes_folder.mkdir(parents=True, exist_ok=True)
     write_text(notes_folder / flow_run_id, run.id)
 
 
 def claim(run: Run, start_time: float | None = None) -> Lock:
-    """Acquire the lock that a process must hold to run the stages of `run`, and save a changed price or budget. The
-    command began at the unix time `start_time`; None: now.
-
-    Raises:
-        ConfigError: another process is running the run.
-    """
+    """Acquire the lock that a process must hold to run the stages of `run`, and save a changed price or budget; raise
+    ConfigError if another process holds it. The command began at the unix time `start_time`; None: now."""
     if lock := try_claim(run, start_time):
         return lock
     command = f"cosmos status {shlex.quote(str(run.path))}"
@@ -264,29 +241,22 @@ def try_claim(run: Run, start_time: float | None = None) -> Lock | None:
 
 
 def find_run(name: str, output_dir: Path) -> Path:
-    """Return the absolute directory of a run from its path or id; `latest` and an empty name mean the newest run.
-
-    Raises:
-        ConfigError: the run does not exist; the message lists the newest runs.
-    """
+    """Return the absolute directory of a run from its path or id, of the newest run for `latest` or an empty name;
+    raise ConfigError, which lists the newest runs, if it does not exist."""
     # Unlike Path.is_file, os.path.isfile returns False for an invalid path.
     if name and os.path.isfile(Path(name) / PIPELINE):
         return Path(name).resolve()
     run_ids = [start_info.run_id for start_info in runs_in(output_dir)]
-    if name in {"", "latest"} and run_ids:
-        return (output_dir / run_ids[-1]).resolve()
-    if name in run_ids:
-        return (output_dir / name).resolve()
+    run_id = run_ids[-1] if name in {"", "latest"} and run_ids else name
+    if run_id in run_ids:
+        return (output_dir / run_id).resolve()
     newest_runs_hint = f"; newest there: {', '.join(run_ids[-3:])}" if run_ids else ""
-    raise ConfigError(
-        f"no run {repr(name) if name else 'at all'} in {output_dir}{newest_runs_hint}; give its path, or the folder "
-        "of runs with --output-dir"
-    )
+    problem = f"no run {repr(name) if name else 'at all'} in {output_dir}{newest_runs_hint}"
+    raise ConfigError(f"{problem}; give its path, or the folder of runs with --output-dir")
 
 
 def supersede_stage(stage_path: Path) -> None:
-    """Move a stage directory to `superseded`, because its fingerprint is outdated or the user wants the stage to run
-    again."""
+    """Move a stage directory to `superseded`, because its fingerprint is outdated or the user wants a rerun."""
     if not stage_path.exists():
         return
     superseded_folder = stage_path.parent.parent / "superseded"
@@ -297,30 +267,23 @@ def supersede_stage(stage_path: Path) -> None:
 
 
 def create_writable(folder: Path) -> Path:
-    """Return the folder as an absolute path; create the folder if it does not exist.
-
-    Raises:
-        ConfigError: the folder cannot be created or written.
-    """
+    """Return the folder as an absolute path, and create it; raise ConfigError if it cannot be created or written."""
     try:
         folder = folder.expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError, RuntimeError) as error:  # also for a null byte, or `~` of an unknown user
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            f"pipeline.output_dir = {str(folder)!r} cannot be written: {reason}; choose another folder"
-        ) from error
+        problem = f"cannot be written: {error.strerror if isinstance(error, OSError) else error}"
+        raise ConfigError(f"pipeline.output_dir = {str(folder)!r} {problem}; choose another folder") from error
     return folder
 
 
 def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, start_info: RunStartInfo, num_names: int) -> Path:
     """Create the folder of a run atomically. If a run of this name exists, append a number up to `num_names` to it."""
     if not _RUN_ID_PATTERN.fullmatch(run_id):
-        raise ConfigError(
-            f"run_id = {run_id!r} must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
-        )
+        rule = "a plain folder name of letters, digits, '.', '-' and '_', at most 100"
+        raise ConfigError(f"run_id = {run_id!r} must be {rule}")
     shared_folder = output_dir / SHARED_FOLDER
     shared_folder.mkdir(exist_ok=True)
     for leftover_folder in shared_folder.glob("new-*"):
@@ -337,12 +300,10 @@ def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, start_info:
                 continue
             write_json(new_folder / "run.json", start_info.model_copy(update={"run_id": run_path.name}).model_dump())
             try:
-                new_folder.rename(run_path)
+                return new_folder.rename(run_path)
             except OSError as error:  # another command created a run of this name
                 if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
                     raise
-            else:
-                return run_path
     raise ConfigError(f"run_id = {run_id!r} is taken in {output_dir}; wait if a process runs it, or choose another")
 
 
@@ -367,12 +328,8 @@ def list_runs(output_dir: Path) -> None:
 
 
 def differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
-    """Return the keys in which this pipeline differs from the pipeline of an existing run; empty if there is no
-    difference.
-
-    Raises:
-        ConfigError: `run.json` is damaged, so the original settings are unknown.
-    """
+    """Return the keys in which this pipeline differs from the pipeline of an existing run; raise ConfigError if
+    `run.json` is damaged, so that the original settings are unknown."""
     start_info = read_start_info(run_path)
     if start_info is None:
         command = f"cosmos resume {shlex.quote(str(run_path))}"

@@ -29,8 +29,7 @@ _PROBE_BYTES = 1 << 20  # number of bytes that a disk must accept to count as wr
 
 
 def disk_full(error: BaseException | None, path: Path) -> DiskFull | None:
-    """Return a `DiskFull` error with a message for the user if an error, or one of its causes, means that a disk is
-    full or read-only; otherwise None."""
+    """Return a `DiskFull` error if an error, or one of its causes, means a full or read-only disk; otherwise None."""
     while error is not None and not (isinstance(error, OSError) and error.errno in {*_DISK_FULL_ERRORS, errno.EROFS}):
         error = error.__cause__ or error.__context__
     if error is None:
@@ -63,8 +62,7 @@ def raise_disk_full(path: Path) -> Iterator[None]:
 
 @contextmanager
 def warn_if_disk_full(description: str) -> Iterator[None]:
-    """Log a warning and continue if the block cannot write because the disk is full or read-only; use it only for
-    information that other files contain too. `description` names the information."""
+    """Log a warning if the disk is full or read-only; `description` names information that other files have as well."""
     try:
         yield
     except OSError as error:
@@ -85,7 +83,7 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Replace `path` atomically by `content`; with `durable`, wait until the file is on the disk."""
-    with _replaced_file(path) as temporary_path, open(temporary_path, "wb") as file:
+    with replaced_file(path) as temporary_path, open(temporary_path, "wb") as file:
         file.write(content)
         if durable:
             file.flush()
@@ -95,7 +93,7 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 
 @contextmanager
-def _replaced_file(path: Path) -> Iterator[Path]:
+def replaced_file(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file that replaces `path` atomically when the block ends without an error."""
     # Threads of one process may replace the same file at once: parallel stages write the cache of digests.
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
@@ -127,8 +125,7 @@ DocumentT = TypeVar("DocumentT", bound=Document)
 
 
 def read_document(path: Path, document_class: type[DocumentT]) -> DocumentT | None:
-    """Return the content of a JSON file as an instance of the class `document_class`; None if it is missing or
-    invalid."""
+    """Return the content of a JSON file as an instance of `document_class`; None if it is missing or invalid."""
     try:
         return document_class.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
@@ -142,8 +139,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parsed(values: Iterable[Any], document_class: type[DocumentT]) -> list[DocumentT]:
-    """Return the JSON values that match the document class `document_class`, as instances of it; skip all other
-    values."""
+    """Return the JSON values that match `document_class`, as instances of it; skip all other values."""
     documents = []
     for value in values:
         with suppress(ValueError):
@@ -176,11 +172,8 @@ def user_cache() -> Path:
 
 @contextmanager
 def replaced_folder(target: Path) -> Iterator[Path]:
-    """Yield a new empty folder that replaces `target` when the block ends without an error.
-
-    The old folder is renamed first and removed last: a reader sees the old folder, for an instant no folder, then the
-    new folder, but never a mixture of both.
-    """
+    """Yield a new empty folder that replaces `target` when the block ends without an error. A reader sees the old
+    folder, for an instant no folder, then the new folder, but never a mixture of both."""
     target.parent.mkdir(parents=True, exist_ok=True)
     new_folder = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     _remove_stale_folders(target)
@@ -221,10 +214,8 @@ def files_below(root: Path) -> list[Path]:
     """Return the regular files at or below `root`, sorted, except temporary files (`.x.tmp`)."""
     if root.is_file():
         return [root]
-    files = [path for path in root.rglob("*") if path.is_file()]
-    return sorted(
-        path for path in files if not any(_is_temporary(path_part) for path_part in path.relative_to(root).parts)
-    )
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    return [path for path in files if not any(map(_is_temporary, path.relative_to(root).parts))]
 
 
 def step_of(name: str) -> int:
@@ -234,8 +225,7 @@ def step_of(name: str) -> int:
 
 
 def remove_leftovers(folder: Path, is_foreign: Callable[[Path], bool] = lambda path: False) -> None:
-    """Remove the temporary files that killed writers on this machine left in a folder, at any depth; keep files that
-    `is_foreign` attributes to writers on other machines, whose pids are unknown here."""
+    """Remove temporary files below a folder that killed writers on this machine, not `is_foreign` ones, have left."""
     for path in folder.rglob(".*.tmp"):
         writer_match = _WRITER_PID_PATTERN.search(path.name)
         with suppress(FileNotFoundError):  # its writer on another machine may have renamed the file
@@ -246,7 +236,7 @@ def remove_leftovers(folder: Path, is_foreign: Callable[[Path], bool] = lambda p
 def copy_file(source: str | Path, target: str | Path) -> None:
     """Replace `target` atomically by a copy of `source` with its modification time; share the blocks if the file system
     supports copy-on-write. Other hard links of `target`, and processes that read it, keep the old content."""
-    with _replaced_file(Path(target)) as temporary_path:
+    with replaced_file(Path(target)) as temporary_path:
         with open(source, "rb") as source_file, open(temporary_path, "wb") as target_file:
             try:
                 while os.copy_file_range(source_file.fileno(), target_file.fileno(), 1 << 30):

@@ -35,16 +35,14 @@ _PACKAGE_CUSTOM_TABLES = ("dataset", "vision")  # tables of `[custom]` that this
 _INPUT_ROLES = frozenset(get_args(Role)) - {"end_tokens"}
 _EOS_KEY = "eos_token_id"
 _ENCODING_KEYS = ("rollout.multi_turn_config.tools", "policy.model_class")
-"""Keys of user code that prepared rows depend on: tools add their descriptions to prompts, families of diffusion models
-encode media."""
+"""Keys of user code on which prepared rows depend: tools are described in prompts, model families encode media."""
 Read = tuple[str, str, str, str]
 """Input of a stage in a fingerprint: its role, key and name, and the digest of its content."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Hash of everything that can change the result of a stage. The hashed values (`ingredients`) and the digests
-    of the inputs (`inputs`) are kept to explain the difference between two fingerprints."""
+    """Hash of all that can change the result of a stage, with the values that explain a difference between two."""
 
     value: str
     ingredients: dict[str, Any]
@@ -59,19 +57,18 @@ class Fingerprint:
         """Return what differs from an older fingerprint: settings as `key old -> new`, inputs as `NAME changed`."""
         has_inputs = bool(self.inputs and older.inputs)
         old_values, new_values = flat_keys(older.ingredients), flat_keys(self.ingredients)
-        keys = [key for key in sorted({*old_values, *new_values}) if old_values.get(key) != new_values.get(key)]
-        differences = [
-            f"result of stage {key.removeprefix('inputs.')} changed"
-            if key.startswith("inputs.")
-            else f"{key.removeprefix('config.')} {_shorten(old_values.get(key))} -> {_shorten(new_values.get(key))}"
-            for key in keys
-            if not (
-                has_inputs and key.partition(".")[0] in _INPUT_ROLES and not is_at_or_below(key, ("entry.arguments",))
-            )
-        ]
-        return list(
-            dict.fromkeys([*differences, *(_describe_input_changes(older.inputs, self.inputs) if has_inputs else ())])
-        )
+        differences = []
+        for key in sorted({*old_values, *new_values}):
+            is_input = key.partition(".")[0] in _INPUT_ROLES and not is_at_or_below(key, ("entry.arguments",))
+            old, new = old_values.get(key), new_values.get(key)
+            if old == new or (has_inputs and is_input):
+                continue
+            is_upstream = key.startswith("inputs.")
+            change = f"{key.removeprefix('config.')} {_shorten(old)} -> {_shorten(new)}"
+            differences.append(f"result of stage {key.removeprefix('inputs.')} changed" if is_upstream else change)
+        if has_inputs:
+            differences += _describe_input_changes(older.inputs, self.inputs)
+        return list(dict.fromkeys(differences))
 
 
 def _describe_input_changes(old_inputs: Sequence[Read], new_inputs: Sequence[Read]) -> Iterator[str]:
@@ -98,9 +95,8 @@ def fingerprint(
     """
     recipe, inputs, is_read = pipeline.recipes[stage.name], pipeline.inputs(stage), read_key_predicate(pipeline, stage)
     check_located(inputs)
-    inputs_and_digests = [
-        (each, _compute_input_digest(each, digests)) for each in inputs if _affects_result(each, kind, is_read)
-    ]
+    affecting_inputs = [each for each in inputs if _affects_result(each, kind, is_read)]
+    inputs_and_digests = [(each, _compute_input_digest(each, digests)) for each in affecting_inputs]
     code_labels = _label_user_code(inputs, is_read)
     recipe_values = result_values(recipe) if stage.entry else _remove_paths(result_values(recipe))
     for name in {"judge", *(other.table for other in pipeline.kinds.values() if other.table)} - {kind.table}:
@@ -117,6 +113,7 @@ def fingerprint(
     libraries += QUANTIZATION if is_read("export.formats") else ()
     libraries += recipe.policy.modality.evaluation_libraries if kind.keys_by_modality else ()
     machine_properties = stage_facts(pipeline, is_group=(world_size or 1) > 1)
+    versions = machine_properties.versions
     runs_rewards = kind.scores or kind.trains_model
     ingredients: dict[str, Any] = {
         "kind": kind.name,
@@ -126,9 +123,7 @@ def fingerprint(
         "threads": threads(pipeline) if kind.in_worker and kind.is_numeric else None,
         "device": machine_properties.device if kind.in_worker and kind.is_numeric else None,
         "world_size": world_size,
-        "versions": {
-            name: machine_properties.versions[name] for name in libraries if name in machine_properties.versions
-        },
+        "versions": {name: versions[name] for name in libraries if name in versions},
         **({"code": {}} if runs_rewards else {}),
         **_digests_by_role(inputs_and_digests, code_labels),
         **_collect_stage_keys(stage, kind),
@@ -238,10 +233,8 @@ def read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str]
 
     inputs = pipeline.inputs(stage)
     if is_key_read("custom") and not stage.entry and not _label_user_code(inputs, is_key_read):
-        reward_names = {each.location for each in inputs if each.role == "reward" and _runs_rewards(each, kind)}
-        ignored_keys += [
-            f"custom.{name}" for name in recipe.custom if name not in {*_PACKAGE_CUSTOM_TABLES, *reward_names}
-        ]
+        rewards = {each.location for each in inputs if each.role == "reward" and _runs_rewards(each, kind)}
+        ignored_keys += [f"custom.{name}" for name in recipe.custom.keys() - {*_PACKAGE_CUSTOM_TABLES, *rewards}]
     return is_key_read
 
 
@@ -251,12 +244,7 @@ def threads(pipeline: Pipeline) -> int:
 
 
 def stage_facts(pipeline: Pipeline, *, is_group: bool = False) -> MachineProperties:
-    """Return the properties of the machine and interpreter that run a stage, with the versions of the numeric
-    libraries.
-
-    Raises:
-        ConfigError, StageFailed: see `measure_worker_machine`.
-    """
+    """Return the properties of the machine for a stage, with library versions; see `measure_worker_machine`."""
     return measure_worker_machine(LIBRARIES, pipeline.config.python, is_group=is_group)
 
 
@@ -274,12 +262,8 @@ def _label_user_code(inputs: Sequence[Input], is_key_read: Callable[[str], bool]
     its file, because the location does not change the result."""
     code_inputs = [each for each in inputs if each.role in {"code", "reward"} and each.form == "code"]
     import_paths = sorted({each.location for each in code_inputs if is_key_read(each.key)})
-    labels = {import_path: import_path.rpartition("/")[2] for import_path in import_paths}
-    return (
-        labels
-        if len(set(labels.values())) == len(labels)
-        else {import_path: import_path for import_path in import_paths}
-    )
+    names = [import_path.rpartition("/")[2] for import_path in import_paths]
+    return dict(zip(import_paths, names if len(set(names)) == len(names) else import_paths, strict=True))
 
 
 def _replace_import_paths(values: Any, labels: Mapping[str, str]) -> Any:

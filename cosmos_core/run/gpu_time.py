@@ -1,16 +1,19 @@
-"""Time for which the attempts of a stage held GPUs, from `state.json`, to compute costs and to enforce budgets.
+"""GPU time of stages, held (from `state.json`) and estimated, to compute costs and to enforce budgets.
 
 An interval ends when the GPUs are free for other stages. If the launcher was killed, the interval ends with the last
-heartbeat of launcher or worker. The time of a stage that ran again includes all earlier attempts, whose files are in
-`superseded/`.
+heartbeat of launcher or worker. The time of a stage includes all earlier attempts, whose files are in `superseded/`.
 """
 
+import hashlib
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from cosmos_core.run.files import warn_if_disk_full, write_json
+from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.schema.pipeline import BUDGET_KEYS
+from cosmos_core.run.files import SHARED_FOLDER, Document, read_document, warn_if_disk_full, write_json
 from cosmos_core.run.manifest import RESULT, Result, read_result
 from cosmos_core.run.progress import read_progress
 from cosmos_core.run.state import GpuInterval, read_state, update_state
@@ -37,9 +40,8 @@ def closed_intervals(stage_path: Path) -> list[GpuInterval]:
     state, progress = read_state(stage_path), read_progress(stage_path)
     heartbeat_times = (state.renewed, state.heartbeat, progress.heartbeat if progress else None)
     last = min(max((heartbeat_time for heartbeat_time in heartbeat_times if heartbeat_time), default=0.0), time.time())
-    return [
-        hold if hold.end is not None else hold.model_copy(update={"end": max(hold.begin, last)}) for hold in state.holds
-    ]
+    ends = [max(hold.begin, last) if hold.end is None else hold.end for hold in state.holds]
+    return [hold.model_copy(update={"end": end}) for hold, end in zip(state.holds, ends, strict=True)]
 
 
 def gpu_seconds(intervals: list[GpuInterval]) -> float:
@@ -61,9 +63,8 @@ def gpu_seconds_of_run(run_path: Path) -> float:
 
 
 def note_in_result(stage_path: Path) -> Result:
-    """Add the GPU seconds of a finished stage to its `result.json`, in total as `gpu_seconds` and by attempt as
-    `attempts`; return the manifest. The digest of the result does not cover these values, and a full disk may prevent
-    the write."""
+    """Add the GPU seconds of a finished stage to its `result.json`, as `gpu_seconds` and by attempt as `attempts`, and
+    return it. The digest of the result does not cover these values, and a full disk may prevent the write."""
     result, result_path = read_result(stage_path), stage_path / RESULT
     assert result is not None
     intervals_by_attempt: dict[int, list[GpuInterval]] = {}
@@ -79,3 +80,28 @@ def note_in_result(stage_path: Path) -> Result:
         write_json(result_path, result)
         result_path.chmod(file_mode)  # the worker may have made the file private
     return result
+
+
+class Estimate(Document):
+    """Content of an estimate file: GPU seconds of each stage of a run, None if unknown."""
+
+    gpu_seconds: dict[str, float | None] = {}
+
+
+def save_estimate(pipeline: Pipeline, output_dir: Path, gpu_seconds: Mapping[str, float | None]) -> None:
+    """Save the estimated GPU seconds of each stage of a pipeline; this replaces an earlier estimate."""
+    file = _locate_estimate_file(pipeline, output_dir)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, Estimate(gpu_seconds=dict(gpu_seconds)).model_dump(), durable=False)
+
+
+def saved_estimate(pipeline: Pipeline, output_dir: Path) -> dict[str, float | None]:
+    """Return the last estimate of a pipeline with the same settings; empty if there is none."""
+    return (read_document(_locate_estimate_file(pipeline, output_dir), Estimate) or Estimate()).gpu_seconds
+
+
+def _locate_estimate_file(pipeline: Pipeline, output_dir: Path) -> Path:
+    tables = pipeline.as_toml()
+    tables["pipeline"] = {key: value for key, value in tables["pipeline"].items() if key not in BUDGET_KEYS}
+    digest = hashlib.sha256(json.dumps(tables, sort_keys=True, default=str).encode()).hexdigest()
+    return output_dir / SHARED_FOLDER / "estimates" / f"{digest}.json"

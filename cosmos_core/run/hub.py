@@ -21,8 +21,7 @@ _REVISION_KEYS = {"model": "policy.model_revision", "teacher": "distillation.mod
 _HUB_TIMEOUT_SECONDS = 8.0
 _RETRY_HUB_SECONDS = 60.0
 failed_requests: dict[str, tuple[float, str]] = {}
-"""Time (monotonic) and reason of the last failed request to each Hub, so that the next repository does not wait for an
-unreachable Hub again."""
+"""Time (monotonic) and reason of the last failed request to each Hub, which is not tried again for a minute."""
 Repository = tuple[Literal["model", "dataset"], str, str]
 """Repository on the Hugging Face Hub: type, name and revision."""
 
@@ -51,12 +50,8 @@ def pin_hub_revisions(pipeline: Pipeline) -> Pipeline:
 
 
 def commit_of(repository: Repository, seconds: float = _HUB_TIMEOUT_SECONDS) -> str:
-    """Return the commit of a revision on the Hub, or the commit in the local cache if the Hub does not respond within
-    `seconds`.
-
-    Raises:
-        ModelError, DataError: the Hub has no such repository, or neither the Hub nor its local cache is readable.
-    """
+    """Return the commit of a revision on the Hub, or in the local cache if the Hub does not respond within `seconds`;
+    for errors see `pin_hub_revisions`."""
     repo_type, repo_name, revision = repository
     if _COMMIT_PATTERN.fullmatch(revision):
         return revision
@@ -71,10 +66,8 @@ def commit_of(repository: Repository, seconds: float = _HUB_TIMEOUT_SECONDS) -> 
     elif time.monotonic() - last_failure_time >= _RETRY_HUB_SECONDS:
         api = HfApi(endpoint=hub_url)
         try:
-            repo_info = call_with_timeout(
-                seconds, partial(api.repo_info, repo_name, revision=revision, repo_type=repo_type)
-            )
-            return str(repo_info.sha)
+            request = partial(api.repo_info, repo_name, revision=revision, repo_type=repo_type)
+            return str(call_with_timeout(seconds, request).sha)
         except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
             raise _unknown_commit_error(repository, str(error)) from error
         except (HTTPError, OSError) as error:
@@ -83,9 +76,8 @@ def commit_of(repository: Repository, seconds: float = _HUB_TIMEOUT_SECONDS) -> 
     cache_folder = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{repo_name.replace('/', '--')}"
     if commit := _read_cached_commit(cache_folder, revision):
         return commit
-    raise _unknown_commit_error(
-        repository, f"the Hub {hub_url} cannot be asked ({reason}), and {cache_folder} does not say"
-    )
+    reason = f"the Hub {hub_url} cannot be asked ({reason}), and {cache_folder} does not say"
+    raise _unknown_commit_error(repository, reason)
 
 
 def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
@@ -127,6 +119,5 @@ def with_value(table: Any, key: str, value: Any) -> Any:
     name, _, remaining_key = key.partition(".")
     if isinstance(table, tuple):
         return tuple(with_value(each, remaining_key, value) if i == int(name) else each for i, each in enumerate(table))
-    return table.model_copy(
-        update={name: with_value(getattr(table, name), remaining_key, value) if remaining_key else value}
-    )
+    new_value = with_value(getattr(table, name), remaining_key, value) if remaining_key else value
+    return table.model_copy(update={name: new_value})

@@ -31,11 +31,8 @@ _EXTRA_BY_PACKAGE = {"datasketch": "clean", "lm-eval": "eval", "mlflow-skinny": 
 
 
 def check_inputs(pipeline: Pipeline) -> None:
-    """Check that every input that a stage reads from outside the run exists.
-
-    Raises:
-        ModelError, DataError, RewardError, ConfigError: an input is missing; the message names stage and key.
-    """
+    """Raise ModelError, DataError, RewardError or ConfigError, with stage and key, if an input from outside is
+    missing."""
     missing = {package for recipe in pipeline.recipes.values() for package in _list_required_packages(recipe)}
     if missing:
         missing -= measure_worker_machine(sorted(missing), pipeline.config.python).versions.keys()
@@ -53,37 +50,28 @@ def check_inputs(pipeline: Pipeline) -> None:
                     _check_reward(stage_input)
             if kind.trains_model:
                 if recipe.policy.enable_liger_kernel and measure_worker_machine(is_group=True).device == "cpu":
-                    key = "policy.enable_liger_kernel"
-                    raise ConfigError(
-                        f"{key} = true: these kernels need an NVIDIA GPU, and this machine has none; leave it out"
-                    )
+                    problem = "these kernels need an NVIDIA GPU, and this machine has none"
+                    raise ConfigError(f"policy.enable_liger_kernel = true: {problem}; leave it out")
                 if not stage.work_pool:  # a stage of a work pool is checked by the machine that runs it
                     _check_compiler(recipe, pipeline.config.python)
             unused = {} if kind.trains_model else kernel_packages(recipe)
             for package, key in _list_required_packages(recipe).items():
                 if package in missing and package not in unused and (key not in _KEYS_BY_KIND or kind.reads_key(key)):
-                    extra_name = _EXTRA_BY_PACKAGE.get(package, package)
-                    raise ConfigError(
-                        f"{key}: the package {package} is not installed; pip install 'cosmos-posttrain[{extra_name}]' "
-                        "or leave it out"
+                    remedy = (
+                        f"pip install 'cosmos-posttrain[{_EXTRA_BY_PACKAGE.get(package, package)}]' or leave it out"
                     )
+                    raise ConfigError(f"{key}: the package {package} is not installed; {remedy}")
         except (ConfigError, DataError, ModelError, RewardError) as error:
             raise type(error)(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
 
 
 def check_located(inputs: Sequence[Input]) -> None:
-    """Check that the files and folders among the inputs exist.
-
-    Raises:
-        ModelError, DataError, ConfigError: a file or folder is missing or of a wrong type; the message names the key.
-    """
+    """Raise ModelError, DataError or ConfigError, with the key, if a file or folder is missing or of a wrong type."""
     model_input = next((stage_input for stage_input in inputs if stage_input.role == "model"), None)
     for stage_input in inputs:
         if stage_input.role == "weights" and model_input is not None and model_input.form != "folder":
-            raise ModelError(
-                f"{stage_input.key} = {stage_input.location!r}: its configuration is {model_input.location!r}, which "
-                "has to be a folder; download it"
-            )
+            problem = f"its configuration is {model_input.location!r}, which has to be a folder"
+            raise ModelError(f"{stage_input.key} = {stage_input.location!r}: {problem}; download it")
         if stage_input.role == "data" and stage_input.form == "code":
             _check_code(stage_input)
         if stage_input.form == "folder":
@@ -112,32 +100,27 @@ def _check_files(stage_input: Input, path: Path) -> None:
 
 
 def _check_checkpoint(setting_key: str, policy_folder: Path) -> None:
+    setting_text = f"{setting_key} = {str(policy_folder)!r}"
     if os.path.isdir(policy_folder) and any(policy_folder.glob("*.pth")):
         raise ModelError(
-            f"{setting_key} = {str(policy_folder)!r}: a pickled checkpoint of Cosmos-RL, which could run any code "
-            "when read; start from the safetensors folder of that run: policy.model_name_or_path = "
-            "'.../safetensors/step_N'"
+            f"{setting_text}: a pickled checkpoint of Cosmos-RL, which could run any code when read; start from the "
+            "safetensors folder of that run: policy.model_name_or_path = '.../safetensors/step_N'"
         )
     is_policy_folder = policy_folder.name == "policy" and re.fullmatch(r"step_\d+", policy_folder.parent.name)
     if not is_policy_folder or not os.path.isfile(policy_folder / "manifest.json"):
-        raise ModelError(
-            f"{setting_key} = {str(policy_folder)!r}: no checkpoint; give the folder .../checkpoints/step_N/policy of "
-            f"a run"
-        )
+        raise ModelError(f"{setting_text}: no checkpoint; give the folder .../checkpoints/step_N/policy of a run")
 
 
 def _check_rows(stage_input: Input, path: Path) -> None:
+    setting_text = f"{stage_input.key} = {stage_input.location!r}"
     if not stage_input.location:
         raise DataError(f"{stage_input.key} is empty; give a file, a folder or a Hub id")
     if os.path.isfile(path) or os.path.isdir(path):
         return
     if os.path.exists(path):
-        raise DataError(
-            f"{stage_input.key} = {stage_input.location!r} is neither a file nor a folder; rows cannot be read twice "
-            f"from it"
-        )
+        raise DataError(f"{setting_text} is neither a file nor a folder; rows cannot be read twice from it")
     find_prompt_set(stage_input.location, stage_input.key)
-    raise DataError(f"{stage_input.key} = {stage_input.location!r}: no such file or folder")
+    raise DataError(f"{setting_text}: no such file or folder")
 
 
 def _check_reward(stage_input: Input) -> None:
@@ -177,8 +160,7 @@ def kernel_packages(recipe: Recipe) -> dict[str, str]:
 
 
 def _list_required_packages(recipe: Recipe) -> dict[str, str]:
-    """Return the optional packages that a recipe requires, each with the setting that requires it; the name of a
-    package is also the name of the extra that installs it, unless `_EXTRA_BY_PACKAGE` has another."""
+    """Return the optional packages that a recipe requires, each with the setting that requires it."""
     sink_names = [name for name in recipe.logging.logger if name != CONSOLE and not is_import_path(name)]
     packages = {load_named(name, SINKS_FOLDER, "Sink").package: f"logging.logger {name!r}" for name in sink_names}
     if recipe.evaluate.tasks:
@@ -198,16 +180,14 @@ def _list_required_packages(recipe: Recipe) -> dict[str, str]:
 
 
 def _check_compiler(recipe: Recipe, python: str) -> None:
-    machine_properties = measure_worker_machine(python=python, is_group=True)
+    machine = measure_worker_machine(python=python, is_group=True)
     optimizer = recipe.train.optm_name
     if optimizer.endswith("8bit"):
         key, remedy = f"train.optm_name = {optimizer!r}", "take another optimizer"
-    elif recipe.should_compile_blocks("cpu" if machine_properties.device == "cpu" else "cuda"):
+    elif recipe.should_compile_blocks("cpu" if machine.device == "cpu" else "cuda"):
         key, remedy = "train.compile", "set train.compile = false"
     else:
         return
-    if machine_properties.lacks:
-        raise ConfigError(
-            f"{key} needs {machine_properties.lacks} on {machine_properties.host}, which runs it; install it there, "
-            f"or {remedy}"
-        )
+    if machine.lacks:
+        problem = f"{key} needs {machine.lacks} on {machine.host}, which runs it"
+        raise ConfigError(f"{problem}; install it there, or {remedy}")

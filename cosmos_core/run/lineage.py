@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,7 @@ class Link:
     where: str
     """Origin of the entry: the run of a stage, or the path or Hub id of an external model or data set."""
     note: str
-    """Status of the content: `verified`, `recorded` for content that cannot be hashed again as a whole, or a
-    description of the damage."""
+    """`verified`, `recorded` for content that cannot be hashed again as a whole, or a description of the damage."""
     gpu_seconds: float = 0.0
     """GPU seconds that the attempts of a stage held."""
 
@@ -46,11 +44,8 @@ class Link:
 
 
 def lineage_of(path: Path) -> list[Link]:
-    """Return the lineage of a run, stage or model; the first entry for a published model describes its published files.
-
-    Raises:
-        ConfigError: the path belongs to no run, or the stage has not finished.
-    """
+    """Return the lineage of a run, stage or model, for a published model first its files; raise ConfigError if the path
+    belongs to no run, or if the stage has not finished."""
     publication_record = read_object(path.resolve() / RECORD_FILE)
     if not isinstance(publication_record.get("files"), dict):
         return lineage(stage_of(path))
@@ -71,35 +66,28 @@ def _find_changed_file(folder: Path, files: dict[str, str]) -> str:
 
 
 def lineage(stage_path: Path) -> list[Link]:
-    """Return the entries for a stage and for all its inputs, each input after the first stage that reads it.
-
-    Raises:
-        ConfigError: the stage has not finished.
-    """
+    """Return the entries for a stage and all its inputs, each once; raise ConfigError if the stage has not finished."""
     result = read_result(stage_path)
     if result is None:
         raise ConfigError(f"{stage_path} has no result.json: the stage did not finish")
-    return list(_walk_upstream(stage_path, result))
-
-
-def _walk_upstream(stage_path: Path, result: Result) -> Iterator[Link]:
-    run_label, visited = f"run {stage_path.parent.parent.name}", set[Path]()
+    links, run_label, visited = list[Link](), f"run {stage_path.parent.parent.name}", set[Path]()
     # A stack instead of recursion: the loop of a Python flow may add a thousand stages that depend on each other.
     pending: list[Link | tuple[int, Path, Result]] = [(0, stage_path, result)]
     while pending:
         entry = pending.pop()
         if isinstance(entry, Link):
-            yield entry
+            links.append(entry)
             continue
         depth, path, result = entry
         if path in visited:
             continue
         visited.add(path)
         content_status, gpu_seconds = find_damage(path, result) or "verified", float(result.get("gpu_seconds", 0.0))
-        yield Link(depth, result["name"], result["kind"], result["digest"], run_label, content_status, gpu_seconds)
+        name, kind = result["name"], result["kind"]
+        links.append(Link(depth, name, kind, result["digest"], run_label, content_status, gpu_seconds))
         for source in parsed(result.get("sources", ()), Source):
-            source_name, status = Path(source.name).name, _source_status(source)
-            yield Link(depth + 1, source_name, source.kind, source.digest, source.name, status)
+            name, status = Path(source.name).name, _source_status(source)
+            links.append(Link(depth + 1, name, source.kind, source.digest, source.name, status))
         for name, recorded_input in reversed(result["inputs"].items()):
             upstream_result = read_result(path.parent / name)
             if upstream_result is None or upstream_result["digest"] != recorded_input["digest"]:
@@ -107,11 +95,11 @@ def _walk_upstream(stage_path: Path, result: Result) -> Iterator[Link]:
                 pending.append(Link(depth + 1, name, "", recorded_input["digest"], run_label, content_status))
             else:
                 pending.append((depth + 1, path.parent / name, upstream_result))
+    return links
 
 
 def _source_status(source: Source) -> str:
-    """Return the status of an external model or data set: a file is hashed again; a folder is not, because only some of
-    its files were read."""
+    """Return the status of an external source; a folder is not hashed again, as only some of its files were read."""
     path = Path(source.name)
     if path.is_file():
         return "verified" if sha256(path) == source.digest else "altered since"
@@ -119,32 +107,24 @@ def _source_status(source: Source) -> str:
 
 
 def model_origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
-    """Return the external model and data that a stage descends from, for the text of a model card.
-
-    The keys are `base_model` and `revision` of the model, or `made_by`, the function whose stage created the model;
-    `data` lists the names of the rows.
-    """
+    """Return the external model and data that a stage descends from, for a model card: `base_model` and `revision` of
+    the model or `made_by`, the function whose stage created it, and `data`, the names of the rows."""
     dataset_names: dict[str, None] = {}
     pending_stages, visited = [stage], set()
     while pending_stages:
         current_stage = pending_stages.pop(0)
         visited.add(current_stage.name)
         dataset_names |= dict.fromkeys(_dataset_names(pipeline, current_stage))
-        upstream_names = [
-            name
-            for name in map(source_of, (pipeline.starts_from(current_stage), current_stage.data))
-            if name is not None and name not in visited
-        ]
-        pending_stages += map(pipeline.stage, upstream_names)
+        names = map(source_of, (pipeline.starts_from(current_stage), current_stage.data))
+        pending_stages += [pipeline.stage(name) for name in names if name is not None and name not in visited]
     while (name := source_of(pipeline.starts_from(stage))) is not None:
         stage = pipeline.stage(name)
     model_input = next((stage_input for stage_input in pipeline.inputs(stage) if stage_input.role == "model"), None)
     if model_input is None:
         return {"made_by": stage.entry, "data": list(dataset_names)}
+    has_revision = model_input.revision and model_input.form != "folder"
     origin = {"base_model": model_input.location, "data": list(dataset_names)}
-    return origin | (
-        {"revision": model_input.revision} if model_input.revision and model_input.form != "folder" else {}
-    )
+    return origin | ({"revision": model_input.revision} if has_revision else {})
 
 
 def public_name(name: str) -> str:
@@ -156,8 +136,7 @@ def public_name(name: str) -> str:
 
 
 def base_of(stage: Stage) -> str:
-    """Return a name of the model that a training started from, valid on any machine: a Hub id, a stage of the run, or
-    the name and digest of a folder."""
+    """Return a name of a training's base model for any machine: a Hub id, a stage, or name and digest of a folder."""
     source_name = stage.config.model or stage.recipe.policy.model_name_or_path
     if (upstream_name := source_of(source_name)) is not None:
         return f"{stage.run_path.name}/{upstream_name}"
@@ -169,22 +148,16 @@ def base_of(stage: Stage) -> str:
 
 def _dataset_names(pipeline: Pipeline, stage: StageConfig) -> list[str]:
     """Return the names of a stage's data sets outside the run, or `made by FUNCTION` if user code makes its rows."""
-    external_inputs = [each for each in pipeline.inputs(stage) if each.role == "data" and each.form != "stage"]
-    row_inputs = [
-        each for each in external_inputs if not (each.key.startswith(BENCHMARKS) or each.key.endswith(".pass_rates"))
-    ]
-    names = [f"{each.location}@{each.revision}" if each.revision else each.location for each in row_inputs]
+    inputs = [each for each in pipeline.inputs(stage) if each.role == "data" and each.form != "stage"]
+    inputs = [each for each in inputs if not (each.key.startswith(BENCHMARKS) or each.key.endswith(".pass_rates"))]
+    names = [f"{each.location}@{each.revision}" if each.revision else each.location for each in inputs]
     names = [os.path.relpath(name) if Path(name).is_relative_to(Path.cwd()) else name for name in names]
     return names or ([f"made by {stage.entry}"] if stage.entry else [])
 
 
 def stage_of(path: Path) -> Path:
-    """Return the stage directory that a path lies in; the path is a stage, a model of a stage, or a run (its last stage
-    with a model).
-
-    Raises:
-        ConfigError: the path belongs to no run.
-    """
+    """Return the stage directory that a path lies in; of a run, its last stage with a model. Raise ConfigError if the
+    path belongs to no run."""
     path = path.resolve()
     publication_record = read_object(path / RECORD_FILE)
     if "stage" in publication_record:
@@ -192,15 +165,10 @@ def stage_of(path: Path) -> Path:
     for folder in (path, *path.parents):
         if folder.parent.name == "stages" and (folder.parent.parent / "pipeline.toml").is_file():
             return folder
-    if (path / "pipeline.toml").is_file():
-        return path / "stages" / _find_last_model_stage(path)
-    raise ConfigError(f"{path} belongs to no run; give a run, a stage, an exported or a published model")
-
-
-def _find_last_model_stage(run_path: Path) -> str:
-    stage_tables: list[dict[str, Any]] = read_toml(run_path / "pipeline.toml")["pipeline"]["stages"]
-    for stage_table in reversed(stage_tables):
-        result: Result | None = read_result(run_path / "stages" / stage_table["name"])
+    if not (path / "pipeline.toml").is_file():
+        raise ConfigError(f"{path} belongs to no run; give a run, a stage, an exported or a published model")
+    for stage_table in reversed(read_toml(path / "pipeline.toml")["pipeline"]["stages"]):
+        result = read_result(path / "stages" / stage_table["name"])
         if result is not None and "model" in result["info"]:
-            return str(stage_table["name"])
-    raise ConfigError(f"{run_path}: no stage of this run has made a model yet")
+            return path / "stages" / str(stage_table["name"])
+    raise ConfigError(f"{path}: no stage of this run has made a model yet")

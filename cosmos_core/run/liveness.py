@@ -12,28 +12,23 @@ from typing import Literal
 
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import Document, Seconds, read_document, write_json
-from cosmos_core.run.process import identify_process, is_alive, ran_on_this_machine
+from cosmos_core.run.process import Launcher, identify_process, is_alive
 from cosmos_core.run.state import ACTIVE, FINISHED, State, read_state
 
 LEASE_SECONDS = 120.0
-"""Seconds without a renewal after which a launcher on another machine counts as dead; longer than clock skew and delays
-of shared storage."""
+"""Seconds without renewal after which a remote launcher counts as dead; longer than clock skew and storage delays."""
 _HOLDER_FILE = "holder.json"
 _APPROVAL_FILE = "approval.json"
 
 
-class Holder(Document):
+class Holder(Launcher):
     """Content of `holder.json`: the process that last claimed a run."""
 
-    launcher_pid: int | None = None
-    launcher_started: float | None = None
-    launcher_host: str = ""
-    launcher_machine: str = ""
     since: Seconds = 0.0
     """Time at which the command of the process began, in seconds since 1970."""
     flow_state: Literal["", "running", "completed", "failed", "stopped"] = ""
-    """State of the Python flow that the process executes; empty: the run is of a TOML file or an earlier version.
-    `stopped`, also for a TOML file: the flow was asked to stop before its end."""
+    """State of the Python flow that the process executes, or empty; `stopped`, also for a TOML file: the flow was asked
+    to stop before its end."""
 
     @property
     def is_this_process(self) -> bool:
@@ -55,10 +50,11 @@ class Approval(Document):
 
 def note_approval(run_path: Path, approval: Approval | None) -> None:
     """Save the approval that the publication of a run needs; None: it needs none."""
+    file = run_path / "locks" / _APPROVAL_FILE
     if approval is None:
-        (run_path / "locks" / _APPROVAL_FILE).unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
     else:
-        write_json(run_path / "locks" / _APPROVAL_FILE, approval.model_dump(), durable=False)
+        write_json(file, approval.model_dump(), durable=False)
 
 
 def approval_of(run_path: Path) -> Approval | None:
@@ -73,11 +69,7 @@ def read_approval(run_path: Path) -> Approval | None:
 
 
 def check_approval(run_path: Path) -> None:
-    """Refuse to continue a run outside of its flow run if a person has yet to approve what it publishes.
-
-    Raises:
-        ConfigError: the models of the run are not approved.
-    """
+    """Raise ConfigError if a run is continued outside of its flow run before a person has approved its models."""
     approval = approval_of(run_path)
     if approval is not None and not approval.approved_models:
         raise ConfigError(
@@ -87,8 +79,7 @@ def check_approval(run_path: Path) -> None:
 
 
 def note_holder(run_path: Path, since: float) -> None:
-    """Record that this process has claimed a run for a command that began at `since` (unix time); a repeated claim by
-    the same process keeps the earliest time."""
+    """Record that this process claimed a run for a command that began at `since` (unix time) or for an earlier one."""
     previous_holder = read_holder(run_path)
     if previous_holder is not None and previous_holder.is_this_process:
         since = min(since, previous_holder.since)
@@ -117,8 +108,7 @@ def note_stop(run_path: Path, stages: Iterable[str]) -> None:
 
 
 def is_flow_running(run_path: Path) -> bool:
-    """Return True if a Python flow executes a run, also between two stages, unless its process is known to have
-    ended."""
+    """Return True if a Python flow executes a run, also between stages, and its process is not known to have ended."""
     holder = read_holder(run_path)
     return holder is not None and holder.flow_state == "running" and start_of_dead_holder(run_path) is None
 
@@ -127,13 +117,12 @@ def outcome_of_flow(run_path: Path) -> Literal["done", "failed", "stopped", "run
     """Return the outcome of a run whose stages are finished: a Python flow may still execute code of its own, may have
     raised an error or been stopped there, or its process may have been killed. The run of a TOML file is done."""
     holder = read_holder(run_path)
-    if holder is None or holder.flow_state in {"", "completed"}:
-        return "done"
-    if holder.flow_state == "failed":
-        return "failed"
-    if holder.flow_state == "stopped":
-        return "stopped"
-    return "running" if is_flow_running(run_path) else "died"
+    match holder.flow_state if holder else "":
+        case "failed" | "stopped" as state:
+            return state
+        case "running":
+            return "running" if start_of_dead_holder(run_path) is None else "died"
+    return "done"
 
 
 def state_without_active_stage(run_path: Path) -> Literal["running", "stopped", "died"]:
@@ -145,26 +134,21 @@ def state_without_active_stage(run_path: Path) -> Literal["running", "stopped", 
 
 
 def start_of_dead_holder(run_path: Path) -> float | None:
-    """Return the start time of the command whose process last claimed a run, if that process has ended; None if the
-    process is alive or runs on another machine."""
+    """Return the start time of the command whose process claimed a run and has ended; None if it is alive or remote."""
     holder = read_holder(run_path)
-    if holder is None or not ran_on_this_machine(holder.launcher_machine, holder.launcher_host):
-        return None
-    return None if is_alive(holder.launcher_pid, holder.launcher_started) else holder.since
+    return holder.since if holder is not None and holder.has_ended else None
 
 
 def has_lost_launcher(state: State) -> bool:
     """Return True if a stage's launcher ran on this machine and has ended; its worker may still save a checkpoint."""
-    if state.launcher_pid is None or not ran_on_this_machine(state.launcher_machine, state.launcher_host):
-        return False
-    return not is_alive(state.launcher_pid, state.launcher_started)
+    return state.launcher_pid is not None and state.has_ended
 
 
 def is_dead(state: State, now: float) -> bool:
     """Return True if a stage is marked as running although its launcher and its worker have ended."""
     if state.state not in ACTIVE:
         return False
-    if state.launcher_pid is not None and ran_on_this_machine(state.launcher_machine, state.launcher_host):
+    if state.launcher_pid is not None and state.is_local:
         return has_lost_launcher(state) and not is_alive(state.pid, state.pid_started)
     is_attempt_open = bool(state.spans) and state.spans[-1][1] is None
     return is_attempt_open and state.renewed is not None and now - state.renewed > LEASE_SECONDS

@@ -50,11 +50,7 @@ class Lock:
 
 
 def stage_lock(run_path: Path, name: str) -> Lock:
-    """Open the lock of a stage in a run directory.
-
-    Raises:
-        StageFailed: the lock file cannot be created.
-    """
+    """Open the lock of a stage in a run directory; raise StageFailed if the lock file cannot be created."""
     path = run_path / "locks" / f"{name}.lock"
     try:
         return Lock(path)

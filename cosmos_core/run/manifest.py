@@ -1,5 +1,4 @@
-"""`result.json`: the manifest of a finished stage, with size and SHA-256 of every output. It is written last and marks
-the stage as done."""
+"""`result.json`: manifest of a finished stage with size and SHA-256 of each output, written last to mark it as done."""
 
 import hashlib
 import json
@@ -79,12 +78,8 @@ def commit(
     inputs: dict[str, Result],
     sources: Sequence[Source] = (),
 ) -> Result:
-    """Write the manifest of a finished stage.
-
-    Raises:
-        StageFailed: an output that the program named is missing.
-        ConfigError: a metric is no number, or `info` holds a value without a TOML type.
-    """
+    """Write the manifest of a finished stage; raise StageFailed if an output is missing, ConfigError if a metric is no
+    number or `info` holds a value without a TOML type."""
     name = stage_path.name
     for key, value in outcome.metrics.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -131,12 +126,9 @@ def read_result(stage_path: Path) -> Result | None:
 
 
 def find_damage(stage_path: Path, result: Result, *, ignores_cache: bool = False) -> str | None:
-    """Return a description of the first damaged output of a finished stage, or None if all outputs are as committed;
-    outputs in an artifact store may be missing on this machine.
-
-    A file whose size, modification time and inode are as recorded is trusted. If one differs, or with `ignores_cache`,
-    the content is hashed again, and the record of a file with the same content is updated.
-    """
+    """Return a description of the first damaged output of a finished stage, or None; outputs in an artifact store may
+    be missing on this machine. A file is hashed again if its size, modification time or inode is not as recorded, or
+    with `ignores_cache`; the record of a file with the same content is updated."""
     has_new_times = False
     for file_record in result["outputs"]:
         file = stage_path / file_record["path"]
@@ -165,10 +157,7 @@ def find_damage(stage_path: Path, result: Result, *, ignores_cache: bool = False
 
 
 def adopt(source: Path, target: Path, result: Result) -> Result:
-    """Copy the outputs and metrics of the finished stage `source` to `target`, and write its manifest there.
-
-    The copies are independent: deleting or changing one leaves the other intact.
-    """
+    """Copy the outputs and metrics of the finished stage `source` to `target`, and write its manifest there."""
     for file_record in result["outputs"]:
         file = target / file_record["path"]
         if result.get(STORE_KEY) and not (source / file_record["path"]).is_file():
@@ -190,10 +179,5 @@ def _describe_file(stage_path: Path, file: Path) -> dict[str, Any]:
     digest = sha256(file, durable=True)
     follow_umask(file)
     file_stat = file.stat()
-    return {
-        "path": str(file.relative_to(stage_path)),
-        "size": file_stat.st_size,
-        "sha256": digest,
-        "mtime_ns": file_stat.st_mtime_ns,
-        "inode": file_stat.st_ino,
-    }
+    times = {"mtime_ns": file_stat.st_mtime_ns, "inode": file_stat.st_ino}
+    return {"path": str(file.relative_to(stage_path)), "size": file_stat.st_size, "sha256": digest, **times}

@@ -18,11 +18,7 @@ _INVALID_CHARACTERS = re.compile(r"[^\w/. :-]")
 
 
 def open_client() -> Any:
-    """Return a client of MLflow.
-
-    Raises:
-        ConfigError: MLflow is not installed.
-    """
+    """Return a client of MLflow; raise ConfigError if MLflow is not installed."""
     for name, value in _ENVIRONMENT_DEFAULTS.items():
         os.environ.setdefault(name, value)
     try:

@@ -33,10 +33,9 @@ class PairedDifferences:
         return math.fsum(self.differences) / len(self.differences)
 
     def p_value(self, margin: float = 0.0) -> float:
-        """Return the probability (p-value) of a mean difference as high as this one or higher if the true mean
-        difference is `margin`.
-
-        The test is McNemar's exact test for a binary metric without a margin, otherwise the paired Student's t-test.
+        """Return the probability (p-value) of a mean difference at least as high as this one if the true mean
+        difference is `margin`, by McNemar's exact test for a binary metric without a margin, otherwise by the paired
+        Student's t-test.
 
         Raises:
             ConfigError: SciPy is not installed.
@@ -101,12 +100,11 @@ def smallest_effect(metric: str, value: float, folder: Path, confidence: float) 
     items detect in 80 of 100 cases. Both models count as independent; models that agree on most items show smaller
     differences. Return None if the evaluation kept no items, or if `value` of the metric is not their mean."""
     values = list(_read_item_values(metric, folder / ITEMS).values())
-    if len(values) < 2 or not abs(math.fsum(values) / len(values) - value) <= 1e-6:
+    num_items = len(values)
+    if num_items < 2 or not abs(math.fsum(values) / num_items - value) <= 1e-6:
         return None
-    standard_deviation = (
-        pstdev([*values, min(values), max(values)]) if len({*values}) > 1 else 1.0 / math.sqrt(len(values))
-    )
-    return len(values), _compute_detection_factor(confidence) * standard_deviation * math.sqrt(2 / len(values))
+    deviation = pstdev([*values, min(values), max(values)]) if len({*values}) > 1 else 1.0 / math.sqrt(num_items)
+    return num_items, _compute_detection_factor(confidence) * deviation * math.sqrt(2 / num_items)
 
 
 def compare_items(metric: str, new_folder: Path, old_folder: Path) -> PairedDifferences | None:

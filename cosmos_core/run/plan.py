@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,37 +41,33 @@ def fingerprint_folder(output_dir: Path, value: str) -> Path:
 
 def register_result(output_dir: Path, stage_path: Path, value: str) -> None:
     """List a finished stage under its fingerprint so that other runs find it; losing an entry costs time only."""
-    folder = fingerprint_folder(output_dir, value)
-    folder.mkdir(parents=True, exist_ok=True)
     relative_path = stage_path.relative_to(output_dir)
-    write_json(
-        folder / f"{relative_path.parts[0]}.{stage_path.name}.json", {"stage": str(relative_path)}, durable=False
-    )
+    file = fingerprint_folder(output_dir, value) / f"{relative_path.parts[0]}.{stage_path.name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, {"stage": str(relative_path)}, durable=False)
 
 
 def decide_from_results(
     output_dir: Path, stage_path: Path | None, expected: Fingerprint, *, ignores_cache: bool = False
 ) -> Decision | None:
     """Return the decision about a stage from the finished stages with its fingerprint; None if there are none.
-
-    `stage_path` is the directory of the stage in its run; None: the run does not exist yet.
-    """
-    damage = ""
-    if stage_path is not None:
-        result = read_result(stage_path)
-        if result is not None and result["fingerprint"] == expected.value:
-            damage = find_damage(stage_path, result, ignores_cache=ignores_cache) or ""
-            if not damage:
-                return Decision("reuse", "done in this run", stage_path, result)
+    `stage_path` is the directory of the stage in its run (None: the run does not exist yet)."""
     entry_files = sorted(fingerprint_folder(output_dir, expected.value).glob("*.json"), reverse=True)
-    for entry in (entry for entry in map(read_object, entry_files) if isinstance(entry.get("stage"), str)):
-        other_path = output_dir / entry["stage"]
-        result, run_label = read_result(other_path), f"run {other_path.parent.parent.name}"
-        if other_path != stage_path and result is not None and result["fingerprint"] == expected.value:
-            other_damage = find_damage(other_path, result, ignores_cache=ignores_cache)
-            if not other_damage:
-                return Decision("adopt", f"same fingerprint as {run_label}", other_path, result)
-            damage = damage or f"{run_label}: {other_damage}"
+    # The entries are read only if the stage is not done in its own run: the folder may list hundreds of other runs.
+    names = (entry.get("stage") for entry in map(read_object, entry_files))
+    other_paths = (output_dir / name for name in names if isinstance(name, str))
+    own_paths, damage = [] if stage_path is None else [stage_path], ""
+    for path in chain(own_paths, (path for path in other_paths if path != stage_path)):
+        result, run_label = read_result(path), f"run {path.parent.parent.name}"
+        if result is None or result["fingerprint"] != expected.value:
+            continue
+        path_damage = find_damage(path, result, ignores_cache=ignores_cache)
+        if path_damage:
+            damage = damage or (path_damage if path == stage_path else f"{run_label}: {path_damage}")
+        elif path == stage_path:
+            return Decision("reuse", "done in this run", path, result)
+        else:
+            return Decision("adopt", f"same fingerprint as {run_label}", path, result)
     return Decision("run", f"made before, but {damage}") if damage else None
 
 
@@ -127,8 +124,8 @@ def read_fingerprint(stage_path: Path) -> Fingerprint | None:
 
 
 def reason_to_rerun(run: Run, stage: StageConfig, current: Fingerprint) -> str:
-    """Return why a stage runs again although it ran in this run or in an earlier run of its pipeline. Return an empty
-    string if it never ran, if an attempt is retried, or if stages of its kind always run."""
+    """Return why a stage runs again although it ran in this or an earlier run of its pipeline; empty if it never ran,
+    if an attempt is retried, or if stages of its kind always run."""
     stage_path = run.stage_path(stage.name)
     if not run.pipeline.kind_of(stage).is_reusable:
         return ""
@@ -168,10 +165,9 @@ def _parse_fingerprint(document: Any) -> Fingerprint | None:
     if not isinstance(document, dict) or not isinstance(document.get("ingredients"), dict):
         return None
     inputs = document.get("inputs")  # runs of earlier versions have no list of inputs
-    input_lists = (
-        [each for each in inputs if isinstance(each, list) and len(each) == 4] if isinstance(inputs, list) else []
-    )
-    input_tuples = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in input_lists)
+    lists = [each for each in inputs if isinstance(each, list)] if isinstance(inputs, list) else []
+    entries = [each for each in lists if len(each) == 4]
+    input_tuples = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in entries)
     return Fingerprint(str(document.get("value")), document["ingredients"], input_tuples)
 
 
@@ -201,9 +197,8 @@ def _find_nearest_run(
     output_dir: Path, pipeline: str, stage: str, current_fingerprint: Fingerprint
 ) -> tuple[str, list[str]]:
     """Return the id of the earlier run whose stage is most similar (empty if there is none), and the differences."""
-    saved_fingerprints = _read_saved_fingerprints(output_dir, pipeline, stage)
+    saved_fingerprints = _read_saved_fingerprints(output_dir, pipeline, stage).items()
     changes = [
-        (run_id, current_fingerprint.describe_difference(earlier_fingerprint))
-        for run_id, (earlier_fingerprint, _) in saved_fingerprints.items()
+        (run_id, current_fingerprint.describe_difference(earlier)) for run_id, (earlier, _) in saved_fingerprints
     ]
     return min(changes, key=lambda item: len(item[1]), default=("", []))

@@ -8,13 +8,12 @@ from typing import Any
 
 import psutil
 
+from cosmos_core.run.files import Document
+
 
 def start_time(pid: int) -> float | None:
-    """Return the start time of a process in seconds after boot, which identifies it uniquely with its pid; None if the
-    process has ended.
-
-    Seconds since 1970 are not used: they change when the clock of the machine is set.
-    """
+    """Return the start time of a process in seconds after boot, which identifies it with its pid; None if the process
+    has ended. Setting the clock of the machine would change seconds since 1970."""
     try:
         process = psutil.Process(pid)
         return round(process.create_time() - psutil.boot_time(), 2) if is_running(process) else None
@@ -23,7 +22,7 @@ def start_time(pid: int) -> float | None:
 
 
 def identify_process() -> dict[str, Any]:
-    """Return pid, start time, host and machine of this process, as the launcher fields of `State`."""
+    """Return pid, start time, host and machine of this process, as the fields of `Launcher`."""
     pid = os.getpid()
     return {
         "launcher_pid": pid,
@@ -37,17 +36,32 @@ def identify_process() -> dict[str, Any]:
 def identify_machine() -> str:
     """Return an identifier of this machine since its last boot, which containers of the same host name do not share."""
     boot_id_file, pid_namespace_link = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    identifiers = (
-        boot_id_file.read_text().strip() if boot_id_file.is_file() else "",
-        os.readlink(pid_namespace_link) if pid_namespace_link.is_symlink() else "",
-    )
-    return "/".join((socket.gethostname(), *identifiers))
+    boot_id = boot_id_file.read_text().strip() if boot_id_file.is_file() else ""
+    pid_namespace = os.readlink(pid_namespace_link) if pid_namespace_link.is_symlink() else ""
+    return f"{socket.gethostname()}/{boot_id}/{pid_namespace}"
 
 
-def ran_on_this_machine(machine: str, host: str) -> bool:
-    """Return True if `machine`, the value of `identify_machine` that a process saved, is that of this machine. If it
-    is empty, compare the host names instead."""
-    return machine == identify_machine() if machine else host == socket.gethostname()
+class Launcher(Document):
+    """Process that runs stages: a base class of documents with the fields of `identify_process`."""
+
+    launcher_pid: int | None = None
+    launcher_started: float | None = None
+    launcher_host: str = ""
+    """Host name of the process; machines may share the folder of runs."""
+    launcher_machine: str = ""
+    """Machine and boot within which the pid is valid; see `identify_machine`."""
+
+    @property
+    def is_local(self) -> bool:
+        """Return True if the process ran on this machine; host names are compared if `launcher_machine` is empty."""
+        if not self.launcher_machine:
+            return self.launcher_host == socket.gethostname()
+        return self.launcher_machine == identify_machine()
+
+    @property
+    def has_ended(self) -> bool:
+        """Return True if the process ran on this machine and has ended."""
+        return self.is_local and not is_alive(self.launcher_pid, self.launcher_started)
 
 
 def is_alive(pid: int | None, started: float | None) -> bool:

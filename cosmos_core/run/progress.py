@@ -51,11 +51,8 @@ class Position(Document):
 
 
 class Progress:
-    """Writer of `progress.json`: phase, step of total, rate, latest metrics, and a heartbeat.
-
-    The heartbeat comes from calls in the main loop, not from a separate thread, which would continue while the loop
-    hangs.
-    """
+    """Writer of `progress.json`: phase, step of total, rate, latest metrics, and a heartbeat from calls in the main
+    loop: a separate thread would continue while the loop hangs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -165,9 +162,8 @@ class Metrics:
                 os.fsync(file.fileno())
 
     def remove_later_lines(self, step: int, repeated_phase: str = "") -> None:
-        """Remove the lines after `step`, or all lines if `step` is 0, because these steps run again. With
-        `repeated_phase`, also remove those lines of `step` that have a metric whose name begins with
-        `repeated_phase`."""
+        """Remove the lines after `step` (0: all lines), because these steps run again, and the lines of `step` that
+        have a metric whose name begins with `repeated_phase`."""
         if not self.path.exists():
             return
         kept_lines = [line for line in read_metrics(self.path) if step > 0 and line["step"] <= step]

@@ -63,9 +63,7 @@ def pinned_url(url: str) -> str:
 
 def download_inputs(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], None]) -> tuple[StageConfig, Recipe]:
     """Download the inputs of a stage from stores, and return the stage and its recipe with local paths in place of
-    URLs.
-
-    `pause` is called between files and may raise an error to stop the download.
+    URLs. `pause` is called between files and may raise an error to stop the download.
 
     Raises:
         DataError: the content has changed since it was pinned, or the store is not reachable.
@@ -85,16 +83,15 @@ def download_inputs(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], 
 
 
 def local_copy(name: str, output_dir: Path) -> str:
-    """Return the path of the present content of a URL of a store, downloaded to where the runs in `output_dir` read it;
-    return any other name unchanged. For errors see `download_inputs`."""
+    """Return the local path of the present content of a URL of a store, shared with the runs in `output_dir`; return
+    any other name unchanged. For errors see `download_inputs`."""
     folder = output_dir.expanduser().absolute() / SHARED_FOLDER / FETCHED
     return str(fetch(pinned_url(name), folder)) if is_remote(name) else name
 
 
 def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> Path:
-    """Return the local file or folder, below `folder`, with the content of a pinned URL; download it if it is missing.
-
-    A repeated call after a kill downloads the missing files only.
+    """Return the local file or folder, below `folder`, with the content of a pinned URL; download what is missing of
+    it.
 
     Raises:
         DataError, ConfigError: see `download_inputs`.
@@ -102,6 +99,7 @@ def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> P
     plain_url, _, digest = url.partition("#")
     local_folder = folder / (digest or pinned_url(url).rpartition("#")[2])
     object_name = split_url(plain_url)[1].rpartition("/")[2]
+    partial_folder = local_folder.with_name(local_folder.name + PARTIAL_SUFFIX)
     with Lock(folder / f"{local_folder.name}.lock") as lock:
         lock.acquire(poll=pause)
         if not local_folder.is_dir():
@@ -109,8 +107,8 @@ def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> P
                 objects = _list_objects(plain_url)
                 if _compute_content_digest(plain_url, objects) != local_folder.name:
                     raise DataError(f"{plain_url} was changed since the run began; start a new run")
-                _download_objects(plain_url, objects, local_folder.with_name(local_folder.name + PARTIAL_SUFFIX), pause)
-            os.rename(local_folder.with_name(local_folder.name + PARTIAL_SUFFIX), local_folder)
+                _download_objects(plain_url, objects, partial_folder, pause)
+            os.rename(partial_folder, local_folder)
     file = local_folder / object_name
     names = [path.name for path in local_folder.iterdir() if not path.match(".*.tmp")]
     return file if names == [object_name] and file.is_file() else local_folder
@@ -137,11 +135,9 @@ def _resolve_latest_pointer(url: str) -> str:
 def _list_objects(url: str) -> list[Object]:
     name, prefix = split_url(url)
     folder_prefix = f"{prefix}/".lstrip("/")  # an empty prefix selects the whole bucket
-    objects = [
-        each for each in Bucket(name).list_objects(prefix) if each.key == prefix or each.key.startswith(folder_prefix)
-    ]
-    # Some tools create an empty object for each folder.
-    objects = [each for each in objects if not each.key.endswith("/")]
+    # Some tools create an empty object, whose key ends with a slash, for each folder.
+    candidates = [each for each in Bucket(name).list_objects(prefix) if not each.key.endswith("/")]
+    objects = [each for each in candidates if each.key == prefix or each.key.startswith(folder_prefix)]
     if not objects:
         raise DataError(f"{url}: nothing lies there; give an object, or what several begin with up to a '/'")
     return objects

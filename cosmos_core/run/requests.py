@@ -8,11 +8,8 @@ from cosmos_core.types import JsonValue
 
 
 def ask_profile(run: Run) -> list[str]:
-    """Request a profiler trace of the next steps from the trainings of a run; return the names of the trainings.
-
-    Raises:
-        ConfigError: no training has the profiler enabled, or none has begun.
-    """
+    """Request a profiler trace of the next steps from the trainings of a run, and return their names; raise ConfigError
+    if no training has the profiler enabled, or none has begun."""
     trainings = [stage.name for stage in run.pipeline.stages if run.pipeline.kind_of(stage).trains_model]
     stage_names = [name for name in trainings if run.pipeline.recipes[name].profiler.enable_profiler]
     if not stage_names:
@@ -31,20 +28,11 @@ def _write_request_files(run: Run, stage_names: list[str], request_file: str, re
 
 
 def scale_engines(run: Run, count: int) -> list[str]:
-    """Request a number of rollout engines from the trainings of a run in disaggregated mode; return the names of the
-    trainings.
-
-    Raises:
-        ConfigError: no training has separate rollout engines, or none has begun.
-    """
-    recipes = run.pipeline.recipes
-    stage_names = [
-        stage.name
-        for stage in run.pipeline.stages
-        if run.pipeline.kind_of(stage).feed == "rollouts" and recipes[stage.name].num_engines
-    ]
+    """Request a number of rollout engines from the disaggregated trainings of a run, and return their names; raise
+    ConfigError if there is no such training, or none has begun."""
+    trainings = [stage.name for stage in run.pipeline.stages if run.pipeline.kind_of(stage).feed == "rollouts"]
+    stage_names = [name for name in trainings if run.pipeline.recipes[name].num_engines]
     if not stage_names:
-        raise ConfigError(
-            f"run {run.id} has no training with rollout engines beside its ranks; set mode = 'disaggregated'"
-        )
+        problem = f"run {run.id} has no training with rollout engines beside its ranks"
+        raise ConfigError(f"{problem}; set mode = 'disaggregated'")
     return _write_request_files(run, stage_names, ENGINES, count)

@@ -33,11 +33,8 @@ class RetrainState(Document):
 
 
 def content_digest(pipeline: Pipeline) -> str:
-    """Return the digest of the training inputs and publication settings of a pinned pipeline.
-
-    Raises:
-        DataError, ConfigError: an input that the pipeline names is missing.
-    """
+    """Return the digest of the training inputs and publication settings of a pinned pipeline; raise DataError or
+    ConfigError if an input is missing."""
     digest_cache = shared_digest_cache(pipeline.output_dir.expanduser().absolute())
     content_by_stage: dict[str, Any] = {}
     for stage in pipeline.stages:
@@ -51,12 +48,8 @@ def content_digest(pipeline: Pipeline) -> str:
 
 
 def note_of(pipeline: Pipeline, overrides: Sequence[str], start: str) -> Path:
-    """Return the path of the state file of retrainings for a pipeline, its overrides and `start`, the model that they
-    start from (`published` or `base`).
-
-    The path of the config is used as the user wrote it: a deployment may unpack its files into a new folder per
-    trigger.
-    """
+    """Return the state file of retrainings from `start` (`published` or `base`) for a pipeline and its overrides. The
+    path of the config is the user's: a deployment may unpack its files into a new folder per trigger."""
     identity_json = json.dumps([pipeline.config.name, str(pipeline.source), list(overrides), start])
     file_stem = hashlib.sha256(identity_json.encode()).hexdigest()[:16]
     return pipeline.output_dir.expanduser().absolute() / SHARED_FOLDER / "retraining" / f"{file_stem}.json"

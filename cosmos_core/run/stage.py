@@ -59,8 +59,7 @@ class Stage:
     engines: list[Any] = field(default_factory=list)
     """Rollout engines in separate processes, as `rollout.engine_pool.EngineHandle`; their number may change."""
     stop_requested: bool = field(default=False)
-    """True after a signal has requested a stop: the program saves a checkpoint at the next safe point and raises
-    `Preempted`."""
+    """True after a request to stop: the program saves a checkpoint at the next safe point and raises `Preempted`."""
 
     @property
     def name(self) -> str:
@@ -152,11 +151,7 @@ def num_requested_engines(path: Path, configured: int) -> int:
 
 
 def read_kind(table: dict[str, Any]) -> StageKind:
-    """Return the stage kind from a table that `dataclasses.asdict` made; arrays become tuples again.
-
-    Raises:
-        TypeError: the fields differ, because another version wrote the table.
-    """
+    """Return the stage kind in a table of `dataclasses.asdict`; raise TypeError if another version wrote it."""
     return StageKind(**_lists_to_tuples(table))
 
 

@@ -11,6 +11,7 @@ from cosmos_core.environment import mask_error_message
 from cosmos_core.errors import EXIT_CRASH, EXIT_REFUSED, CosmosError, OverBudget, Preempted, ProgramError
 from cosmos_core.run.files import Document, Seconds, read_document, warn_if_disk_full, write_json
 from cosmos_core.run.manifest import read_result
+from cosmos_core.run.process import Launcher
 
 FINISHED = frozenset({"done", "reused"})
 _RANK_OR_ADDRESS_PATTERN = re.compile(r"\brank \d+: |\b0x[0-9a-fA-F]+\b")
@@ -33,7 +34,7 @@ class GpuInterval(Document):
     """End of the interval; None if the attempt still holds the GPUs, or if its launcher was killed."""
 
 
-class State(Document):
+class State(Launcher):
     """Content of `state.json`: the current state of a stage."""
 
     state: Literal["waiting", "running", "retrying", "reused", "done", "failed", "stopped"] = "waiting"
@@ -49,8 +50,7 @@ class State(Document):
     failed_at: int | None = None
     """Step of the newest checkpoint when the last attempt failed."""
     failed_with: str = ""
-    """Step and error message of the last attempt if its program failed with an error that is not transient; otherwise
-    empty."""
+    """Step and error message of the last attempt if its program failed with a permanent error; otherwise empty."""
     is_repeated: bool = False
     """Whether the two last attempts failed with the same error at the same step."""
     error: str = ""
@@ -64,15 +64,8 @@ class State(Document):
     pid_started: float | None = None
     mark: str = ""
     """Value of the environment variable that marks every process of the attempt."""
-    launcher_pid: int | None = None
-    launcher_started: float | None = None
-    launcher_host: str = ""
-    """Host name of the launcher; machines may share the folder of runs."""
-    launcher_machine: str = ""
-    """Machine and boot of the launcher, within which its pid is valid; see `run.process.identify_machine`."""
     renewed: Seconds | None = None
-    """Time at which the launcher last confirmed, every two seconds, that it follows the attempt: a lease for other
-    machines."""
+    """Time at which the launcher last confirmed, every two seconds, that it follows the attempt: a lease."""
     heartbeat: Seconds | None = None
     """Time of the last heartbeat of the worker; this and the following fields are from its last progress report."""
     phase: str = ""
@@ -103,10 +96,8 @@ class State(Document):
 
 
 def read_state(stage_path: Path) -> State:
-    """Return the state of a stage; if it is missing, damaged or outdated, derive it from the manifest.
-
-    A new attempt removes the manifest when it begins, so a stage with a manifest is done.
-    """
+    """Return the state of a stage; if it is missing, damaged or outdated, derive it from the manifest."""
+    # A new attempt removes the manifest when it begins, so a stage with a manifest is done.
     state = read_document(stage_path / "state.json", State)
     if (state is None or state.state == "running") and read_result(stage_path) is not None:
         return (state or State()).model_copy(update={"state": "done"})
@@ -114,11 +105,8 @@ def read_state(stage_path: Path) -> State:
 
 
 def update_state(stage_path: Path, **changes: Any) -> State:
-    """Replace some fields of `state.json` atomically.
-
-    The write is not synced to disk, because it happens ten times per stage: a kill loses nothing, and a power failure
-    also ends the attempt that the state describes.
-    """
+    """Replace some fields of `state.json` atomically, without sync to disk, as it happens ten times per stage: a kill
+    loses nothing, and a power failure also ends the attempt that the state describes."""
     stage_path.mkdir(parents=True, exist_ok=True)
     state = read_state(stage_path).model_copy(update=changes)
     write_json(stage_path / "state.json", state.model_dump(), durable=False)
@@ -133,8 +121,7 @@ def record_event(stage_path: Path, event: str, detail: str = "") -> None:
 
 
 def record_failure(stage_path: Path, error: CosmosError) -> None:
-    """Record the error that ended an attempt, and count consecutive attempts without progress; a preemption does not
-    count. Secrets in `error` are masked."""
+    """Record the error, masked, that ended an attempt, and count attempts without progress, except preemptions."""
     mask_error_message(error)
     state, is_preempted = read_state(stage_path), isinstance(error, Preempted)
     has_progressed = (state.checkpoint_step or 0) > (state.failed_at or 0)

@@ -5,11 +5,11 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 from openai import OpenAI, OpenAIError
 
-from cosmos_core.data.tool_calls import decode_arguments, read_tools, with_texts
+from cosmos_core.data.tool_calls import decode_arguments, read_tools, with_json_arguments
 from cosmos_core.environment import mask_secrets
 from cosmos_core.errors import ConfigError, StageFailed, first_line
 from cosmos_core.models.hf import load_tokenizer
@@ -33,27 +33,18 @@ class Endpoint:
         self._client = OpenAI(
             base_url=self._config.endpoint, api_key=api_key, timeout=_TIMEOUT_SECONDS, max_retries=_MAX_RETRIES
         )
+        self.url = str(self._client.base_url).rstrip("/")
         policy = stage.recipe.policy
         self._tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
         self._thread_pool = ThreadPoolExecutor(self._config.endpoint_requests, "endpoint")
 
-    @property
-    def url(self) -> str:
-        """Return the address of the server."""
-        return str(self._client.base_url).rstrip("/")
-
     def complete(self, prompts: Sequence[tuple[Prompt, Sequence[Mapping[str, Any]]]]) -> list[Group]:
-        """Complete prompts, each a pair of prompt and turns of its conversation, and return the groups in order.
-
-        Raises:
-            ConfigError: the server refuses the requests.
-            StageFailed: the server does not reply.
-        """
+        """Complete prompts, each a pair of prompt and turns of its conversation, and return the groups in order; raise
+        ConfigError if the server refuses the requests, and StageFailed if it does not reply."""
         num_completions = self._sampling.num_completions
+        submit, seed = self._thread_pool.submit, self._sampling.seed
         futures = [
-            self._thread_pool.submit(
-                self._request_completion, prompt, turns, request_seed(self._sampling.seed, 0, prompt.id, k)
-            )
+            submit(self._request_completion, prompt, turns, request_seed(seed, 0, prompt.id, k))
             for prompt, turns in prompts
             for k in range(num_completions)
         ]
@@ -76,11 +67,10 @@ class Endpoint:
         self._client.close()
 
     def _request_completion(self, prompt: Prompt, turns: Sequence[Mapping[str, Any]], seed: int) -> Completion:
-        sampling = self._sampling
+        sampling, messages = self._sampling, cast(Any, with_json_arguments(turns))
         try:
             reply = self._client.chat.completions.create(
-                model=self._config.endpoint_model,
-                messages=[_with_argument_texts(turn) for turn in turns],  # type: ignore[misc]
+                model=self._config.endpoint_model, messages=messages,
                 temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens,
                 seed=seed % (1 << 31), extra_body=_vllm_sampling_settings(sampling) | _tools_of(prompt),
             )  # fmt: skip
@@ -103,11 +93,6 @@ def _tools_of(prompt: Prompt) -> dict[str, Any]:
     return {"tools": described} if described else {}
 
 
-def _with_argument_texts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a turn whose tool calls have their arguments as JSON text, as the API demands."""
-    return {**turn, "tool_calls": with_texts(turn["tool_calls"])} if "tool_calls" in turn else turn
-
-
 def _text_of(message: Any) -> str:
     """Return the text of a reply, with the tool calls that the server has parsed, in Hermes' format."""
     calls = [{"name": each.function.name, "arguments": each.function.arguments} for each in message.tool_calls or ()]
@@ -116,11 +101,7 @@ def _text_of(message: Any) -> str:
 
 
 def _vllm_sampling_settings(sampling: Sampling) -> dict[str, Any]:
-    """Return the sampling settings that differ from their defaults and that vLLM's API has in addition to OpenAI's API;
-    other servers may refuse them."""
-    settings: dict[str, Any] = {}
-    if sampling.top_k > 0:
-        settings["top_k"] = sampling.top_k
-    if sampling.repetition_penalty != 1:
-        settings["repetition_penalty"] = sampling.repetition_penalty
-    return settings
+    """Return the sampling settings that vLLM's API has in addition to OpenAI's, if they differ from their defaults,
+    since other servers may refuse them."""
+    top_k = {"top_k": sampling.top_k} if sampling.top_k > 0 else {}
+    return top_k | ({"repetition_penalty": sampling.repetition_penalty} if sampling.repetition_penalty != 1 else {})

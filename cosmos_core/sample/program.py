@@ -39,13 +39,9 @@ _ROWS_FOLDER = "rows"
 
 
 def run(stage: Stage) -> Outcome:
-    """Sample completions of all prompts, keep some of them, and write the rows.
-
-    Raises:
-        DataError: a prompt has images, or no completion is kept.
-        RewardError: a reward cannot be loaded, or raises for each completion of the first batch or of all.
-        Preempted: a stop was requested; finished batches are kept.
-    """
+    """Sample completions of all prompts, keep some of them, and write the rows. Raise DataError if a prompt has images
+    or no completion is kept, RewardError if a reward cannot be loaded or raises for each completion of the first batch
+    or of all, and Preempted if a stop was requested; finished batches are kept."""
     prompts = open_prompts(prepared_folder(stage), "train")
     records = _complete_prompts(stage, prompts, training_sampling(stage.recipe))
     _require_rewards(stage.path / FILE, records)
@@ -115,9 +111,8 @@ def _make_completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Calla
 
         def ask(prompts: Sequence[Prompt]) -> list[Group]:
             policy = stage.recipe.train.train_policy
-            turns = [messages_of(prompt, policy.system_prompt_of(prompt.source)) for prompt in prompts]
-            prompt_conversations = list(zip(prompts, turns, strict=True))
-            return broadcast_object(endpoint.complete(prompt_conversations) if is_first() else [])
+            conversations = [(each, messages_of(each, policy.system_prompt_of(each.source))) for each in prompts]
+            return broadcast_object(endpoint.complete(conversations) if is_first() else [])
 
         return ask
     stage.progress.phase("load")
@@ -181,8 +176,7 @@ def _nothing_kept_message(records: Sequence[SampledPrompt], metrics: dict[str, f
     return (
         f"sample.keep leaves no row of {metrics['sample/completions']:.0f} completions: the highest reward is "
         f"{highest_reward:g}, and {metrics.get('sample/truncated', 0):.0%} are truncated; lower "
-        f"sample.keep.min_reward, or raise "
-        f"rollout.n_generation or rollout.max_response_length"
+        "sample.keep.min_reward, or raise rollout.n_generation or rollout.max_response_length"
     )
 
 

@@ -57,11 +57,8 @@ def record_prompt(scored_group: ScoredGroup, sampling: Sampling) -> SampledPromp
 
 
 def read_records(folder: Path, batch_size: int, num_prompts: int) -> list[SampledPrompt]:
-    """Return the records of the complete batches in a folder, and remove the records of an incomplete batch.
-
-    A resumed stage then generates the same batches as an uninterrupted stage. All batches have the same number of
-    prompts, except that the last batch may be smaller.
-    """
+    """Return the records of complete batches of `batch_size` prompts, and remove those of an incomplete batch, so that
+    a resumed stage generates the same batches as an uninterrupted one; the last batch may be smaller."""
     path = folder / FILE
     if not path.is_file():
         return []

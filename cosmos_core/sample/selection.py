@@ -14,8 +14,8 @@ Message = Mapping[str, Any]
 
 
 def pass_rate(sampled_prompt: SampledPrompt, full: float | None) -> float | None:
-    """Return the fraction of valid completions that have the full reward; None if no completion is valid, or the full
-    reward is unknown."""
+    """Return the fraction of valid completions with the full reward; None if none is valid, or the reward is
+    unknown."""
     values = _valid_rewards(sampled_prompt.candidates)
     return None if full is None or not values else sum(has_full_reward(value, full) for value in values) / len(values)
 
@@ -23,18 +23,14 @@ def pass_rate(sampled_prompt: SampledPrompt, full: float | None) -> float | None
 def select_completions(
     sampled_prompt: SampledPrompt, keep_config: KeepConfig, rate: float | None, seed: int
 ) -> list[ScoredCompletion]:
-    """Return the completions of a prompt to keep, highest reward first.
-
-    `rate` is the pass rate of the prompt; None: the rate is unknown and does not exclude the prompt. `seed` is the seed
-    of the random choice of at most `max_per_prompt` completions.
-    """
+    """Return the completions of a prompt to keep, highest reward first. `rate` is the pass rate of the prompt; None:
+    the rate is unknown and does not exclude the prompt. `seed` is the seed of the random choice of at most
+    `max_per_prompt` completions."""
     if rate is not None and not keep_config.min_pass_rate <= rate <= keep_config.max_pass_rate:
         return []
     min_reward = float("-inf") if keep_config.min_reward is None else keep_config.min_reward
-    finished_completions = [
-        each for each in _valid_completions(sampled_prompt) if each.is_finished or not keep_config.finished
-    ]
-    eligible = [each for each in finished_completions if each.reward is not None and each.reward >= min_reward]
+    valid = [each for each in _valid_completions(sampled_prompt) if each.is_finished or not keep_config.finished]
+    eligible = [each for each in valid if each.reward is not None and each.reward >= min_reward]
     eligible.sort(key=_descending_reward_key)
     if keep_config.unique:
         best_by_text: dict[str, ScoredCompletion] = {}
@@ -55,11 +51,9 @@ def select_pair(
     if the two rewards do not differ by more than `min_margin`."""
     if not eligible:
         return None
-    best_completion, worst_completion = eligible[0], max(_valid_completions(sampled_prompt), key=_descending_reward_key)
-    assert best_completion.reward is not None and worst_completion.reward is not None
-    return (
-        (best_completion, worst_completion) if best_completion.reward - worst_completion.reward > min_margin else None
-    )
+    best, worst = eligible[0], max(_valid_completions(sampled_prompt), key=_descending_reward_key)
+    assert best.reward is not None and worst.reward is not None
+    return (best, worst) if best.reward - worst.reward > min_margin else None
 
 
 def rows_of(
@@ -81,14 +75,13 @@ def rows_of(
         return [{**open_turn, "content": open_turn["content"] + first["content"]}, *others]
 
     if config.pairs:
-        best_and_worst = select_pair(sampled_prompt, eligible, config.min_margin)
-        if best_and_worst is None:
+        if (pair := select_pair(sampled_prompt, eligible, config.min_margin)) is None:
             return []
-        best_completion, worst_completion = best_and_worst
-        turns = {"prompt": [*prompt], "chosen": turns_of(best_completion), "rejected": turns_of(worst_completion)}
-        rewards = {"reward": best_completion.reward, "rejected_reward": worst_completion.reward}
-        seeds = {"seed": best_completion.seed, "rejected_seed": worst_completion.seed}
-        return [{**turns, **rewards, **seeds, **provenance_columns}]
+        best, worst = pair
+        return [{
+            "prompt": [*prompt], "chosen": turns_of(best), "rejected": turns_of(worst), "reward": best.reward,
+            "rejected_reward": worst.reward, "seed": best.seed, "rejected_seed": worst.seed, **provenance_columns,
+        }]  # fmt: skip
     return [
         {"conversations": [*prompt, *turns_of(each)], "reward": each.reward, "seed": each.seed, **provenance_columns}
         for each in eligible

@@ -58,11 +58,8 @@ class ToolResult:
 
 
 def load_tool(path: str) -> Callable[..., Any]:
-    """Return the tool at the import path `module:function` or `path/file.py:function` of user code.
-
-    Raises:
-        ConfigError: the function does not exist, cannot be imported or is not marked with `@tool`.
-    """
+    """Return the tool at the import path `module:function` or `path/file.py:function` of user code. Raise `ConfigError`
+    if the function does not exist, cannot be imported or is not marked with `@tool`."""
     try:
         function = import_user_code(path)
     except ConfigError as error:
@@ -73,11 +70,7 @@ def load_tool(path: str) -> Callable[..., Any]:
 
 
 def tool_names(paths: Iterable[str]) -> dict[str, str]:
-    """Return the import path of each tool, by the function name with which the policy calls the tool.
-
-    Raises:
-        ConfigError: two tools have the same name.
-    """
+    """Return the import path of each tool by its function name; raise `ConfigError` if two tools have the same name."""
     paths_by_name: dict[str, str] = {}
     for path in paths:
         name = path.rpartition(":")[2]

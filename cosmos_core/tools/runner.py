@@ -40,11 +40,8 @@ class ToolRunner(WorkerPool):
     """Pool of worker processes that call tools by the names of their functions.
 
     `timeout_seconds` is the deadline of each call. The processes see standard environment variables and the variables
-    in `env`. Only one thread may use the runner at a time.
-
-    Raises:
-        ConfigError: a tool does not exist, cannot be imported or is not marked with `@tool` (on entering).
-        StageFailed: a process ended while it loaded the tools.
+    in `env`. Only one thread may use the runner at a time. Entering raises `ConfigError` if a tool does not exist,
+    cannot be imported or is not marked with `@tool`, and `StageFailed` if a process ended while it loaded the tools.
     """
 
     def __init__(
@@ -62,18 +59,16 @@ class ToolRunner(WorkerPool):
         self._num_workers = min(num_workers or len(os.sched_getaffinity(0)), _MAX_PROCESSES)
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Return the JSON schema of each tool, which the chat template renders into the prompt.
-
-        Raises:
-            ConfigError: a signature lacks types, or a docstring lacks descriptions.
-        """
+        """Return the JSON schema of each tool, which the chat template renders into the prompt. Raise `ConfigError` if
+        a signature lacks types, or a docstring lacks descriptions."""
         return self._call_in_pool(_make_schemas) if self._paths else []
 
     def results(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Make tool calls concurrently, and return the results in the order of the calls."""
         results = [self._refusal(call) for call in calls]
-        pending_indices = [i for i, result in enumerate(results) if result is None]
-        for _ in range(_MAX_BROKEN_POOLS if pending_indices else 0):
+        for _ in range(_MAX_BROKEN_POOLS):
+            if not (pending_indices := [i for i, result in enumerate(results) if result is None]):
+                break
             pool = self._working_pool()
             futures = [
                 pool.schedule(_call_tool, args=(self._paths[calls[i].name], calls[i].arguments), timeout=self._timeout)
@@ -83,8 +78,6 @@ class ToolRunner(WorkerPool):
                 self.close()  # the pool is unusable: a call was lost with its process, or no process started
             for i, future in zip(pending_indices, futures, strict=True):
                 results[i] = self._finished_result(calls[i].name, future)
-            if not (pending_indices := [i for i in pending_indices if results[i] is None]):
-                break
         return [result or _error("its process ended") for result in results]
 
     def _refusal(self, call: ToolCall) -> ToolResult | None:
@@ -133,8 +126,7 @@ def _error(text: str) -> ToolResult:
 
 
 def _start_worker(paths: Sequence[str], env: Sequence[str], parent_pid: int) -> None:
-    """Initialise a worker process and import the user's tools. Import errors are ignored here: the import before the
-    first call reports them."""
+    """Initialise a worker process and import the user's tools; the import before the first call reports errors."""
     begin(env, parent_pid)
     with suppress(ConfigError):
         _load_tools(paths)

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any
 
 from cosmos_core.cluster.group import RanksMustRestart
 from cosmos_core.errors import BY_NAME, CosmosError, serialise_error
@@ -58,12 +57,8 @@ class AsyncValidation:
             ).start()
 
     def check(self) -> None:
-        """Call the function `on_end` with the result if the running validation has ended.
-
-        Raises:
-            RanksMustRestart: all engines with the validated weights have died.
-            CosmosError: the validation failed.
-        """
+        """Call the function `on_end` with the result if the running validation has ended. Raise RanksMustRestart if all
+        engines with the validated weights have died, or the error of a validation that failed."""
         if self.step is None:
             return
         local_state = (self._done_event.is_set(), self._metrics, self._error_info) if is_first() else None
@@ -114,11 +109,3 @@ class AsyncValidation:
             name, message = serialise_error(error)
             self._error_info = name, f"validation of step {step}: {message}"
         self._done_event.set()
-
-
-def supports_async_validation(recipe: Any) -> bool:
-    """Return whether validation can run while the training continues. It needs disaggregated engines, checkpoints to
-    resume from if the engines die, and no moving average to validate."""
-    train = recipe.train
-    has_async_engines = train.train_policy.has_rollouts and recipe.mode == "disaggregated"
-    return bool(has_async_engines and train.ckpt.enable_checkpoint and not train.ema_enable)

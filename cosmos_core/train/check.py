@@ -22,17 +22,15 @@ from cosmos_core.config.schema.table import StageContext
 from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolText, prompt_rendering
 from cosmos_core.data.prepare import read_stop_tokens
-from cosmos_core.data.prepared import HELD_OUT_REMEDY, has_images
-from cosmos_core.data.row_preview import preview_rows
+from cosmos_core.data.prepared import HELD_OUT_REMEDY, has_images, preview_rows
 from cosmos_core.errors import DataError, ModelError, RewardError
 from cosmos_core.models.balance import load_balancing_settings
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.generation_config import FILE, find_refused_settings
-from cosmos_core.models.hf import check_row_length, load_config, load_tokenizer, model_without_weights
+from cosmos_core.models.hf import check_row_length, check_rows, load_config, load_tokenizer, model_without_weights
 from cosmos_core.models.lora import is_adapted
 from cosmos_core.models.lora_targets import describe_adapter
 from cosmos_core.models.processor import processor_files
-from cosmos_core.models.row_limits import check_rows
 from cosmos_core.models.sharded_load import check_file_tensors, init_on_meta
 from cosmos_core.models.teacher import check_teacher
 from cosmos_core.models.verify_export import check_export_possible
@@ -133,14 +131,13 @@ def _check_model(stage: Stage) -> list[str]:
     """Build the model with its LoRA adapter but without weights, and return report lines about the adapter. With
     pipeline parallelism, also divide the model into pipeline stages."""
     policy, parallelism = stage.recipe.policy, stage.recipe.policy.parallelism
-    dtype = getattr(torch, stage.recipe.train.master_dtype)
     is_pipelined = stage.kind.has_mesh and parallelism.pp_size > 1
     with nullcontext() if is_pipelined else torch.device("meta"), meta_device_safe_creation_ops():
         if is_pipelined:
-            cpu = torch.device("cpu")
+            dtype, cpu = getattr(torch, stage.recipe.train.master_dtype), torch.device("cpu")
             model = init_on_meta(stage.model, revision=policy.model_revision, dtype=dtype, device=cpu)
         else:
-            model = model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
+            model = _empty_model(stage)
         if stage.kind.trains_model:
             mark_trained_weights(model, policy)
             load_balancing_settings(model, policy.aux_loss_coeff)
@@ -178,7 +175,8 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
     stage.progress.phase("load")
     family = families_module.open_family(stage.model, policy)
     lines = [f"{family.folder.class_name}, {family.folder.component_class(family.denoiser_name).__name__}"]
-    family.latent_shape(*policy.diffusers.inference_size, policy.diffusers.inference_frames if family.is_video else 1)
+    num_frames = policy.diffusers.inference_frames if family.is_video else 1
+    family.latent_shape(*policy.diffusers.inference_size, num_frames)
     sample = policy.diffusers.sample
     if family.schedule and not sample.sigma_schedule:  # `schedule` refuses a pipeline that is no flow
         for num_steps in {sample.num_steps, sample.eval_num_steps}:
@@ -197,7 +195,6 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
             mark_trained_weights(denoiser, policy, family.lora_targets)
             check_module_paths(denoiser, stage.recipe.train)
         lines += _adapter_lines(denoiser, policy.lora)
-    num_frames = policy.diffusers.inference_frames if family.is_video else 1
     return {"found": "; ".join(lines + check_rewards(stage, num_frames))}
 
 
@@ -219,13 +216,12 @@ def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
             )
     lines = []
     for weights, splits in _rewards_with_splits(stage):
-        if isinstance(weights, RemoteRewardConfig):
-            reward_names = [reward_fn.name for reward_fn in weights.reward_fns]
-            lines.append(_check_reward_service(stage, reward_names))
-            if weights.video_vae:
-                lines.append(inspect_vae("remote_reward.video_vae", weights.video_vae))
+        if not isinstance(weights, RemoteRewardConfig):
+            lines.append(call_rewards(stage, weights, groups_of_rows(stage, splits, num_frames)))
             continue
-        lines.append(call_rewards(stage, weights, groups_of_rows(stage, splits, num_frames)))
+        lines.append(_check_reward_service(stage, [reward_fn.name for reward_fn in weights.reward_fns]))
+        if weights.video_vae:
+            lines.append(inspect_vae("remote_reward.video_vae", weights.video_vae))
     return lines
 
 
@@ -250,10 +246,11 @@ def _rewards_with_splits(stage: Stage) -> list[tuple[Rewards, list[str]]]:
     is_validated = StageContext(stage.recipe, stage.kind).measures_held_out
     reward_uses = [(trained_rewards(stage.recipe), "train")] if stage.kind.completes_prompts else []
     reward_uses += [(reward_weights(stage.recipe), "validation")] if is_validated else []
-    splits: dict[str, list[str]] = {}
+    splits: dict[str, tuple[Rewards, list[str]]] = {}
     for rewards, split_name in reward_uses:
-        splits.setdefault(repr(rewards), []).append(split_name)
-    return [(rewards, splits.pop(repr(rewards))) for rewards, _ in reward_uses if rewards and repr(rewards) in splits]
+        if rewards:
+            splits.setdefault(repr(rewards), (rewards, []))[1].append(split_name)
+    return list(splits.values())
 
 
 def _check_tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -261,26 +258,26 @@ def _check_tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     config = stage.recipe.rollout.multi_turn_config
     if not config.enable or not config.enable_tools:
         return []
-    chat_rendering = prompt_rendering(config)
-    ToolText(tokenizer, chat_rendering, read_stop_tokens(stage.model, stage.recipe.policy.model_revision, tokenizer))
+    stop_tokens = read_stop_tokens(stage.model, stage.recipe.policy.model_revision, tokenizer)
+    ToolText(tokenizer, prompt_rendering(config), stop_tokens)
     return [f"tools {', '.join(tool_names(config.enabled_tools))}"]
 
 
 def _describe_rows(stage: Stage, statistics: dict[str, Any]) -> list[str]:
     lines = []
-    for split_name, split_statistics in statistics.items():
-        text = f"{split_name}: {split_statistics['rows']:,} rows, {split_statistics['tokens']:,} tokens"
-        if split_statistics["label_tokens"]:
-            text += f", {split_statistics['label_tokens'] / max(1, split_statistics['tokens']):.0%} of them learned"
-        if split_statistics.get("images"):
-            text += f", {split_statistics['images']:,} images of {split_statistics['image_tokens']:,} tokens"
-        if split_statistics.get("truncated_rows"):
-            text += f", {split_statistics['truncated_rows']:,} rows cut at {stage.recipe.policy.model_max_length}"
-        if continued_rows := split_statistics.get("continued_rows"):
+    for name, counts in statistics.items():
+        text = f"{name}: {counts['rows']:,} rows, {counts['tokens']:,} tokens"
+        if counts["label_tokens"]:
+            text += f", {counts['label_tokens'] / max(1, counts['tokens']):.0%} of them learned"
+        if counts.get("images"):
+            text += f", {counts['images']:,} images of {counts['image_tokens']:,} tokens"
+        if counts.get("truncated_rows"):
+            text += f", {counts['truncated_rows']:,} rows cut at {stage.recipe.policy.model_max_length}"
+        if continued_rows := counts.get("continued_rows"):
             text += f", {continued_rows:,} rows of plain text whose prompt is masked, as the model has no chat template"
-        if plain_rows := split_statistics.get("plain_rows"):
+        if plain_rows := counts.get("plain_rows"):
             text += f", {plain_rows:,} rows of plain text in which no token is masked"
-        if unread_columns := split_statistics.get("unread_columns"):
+        if unread_columns := counts.get("unread_columns"):
             text += f", columns that nothing reads: {', '.join(unread_columns[:_MAX_COLUMNS])}"
             text += f" and {len(unread_columns) - _MAX_COLUMNS} more" if len(unread_columns) > _MAX_COLUMNS else ""
         lines.append(text)

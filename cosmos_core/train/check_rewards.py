@@ -32,18 +32,17 @@ def first_prompts(folder: Path) -> dict[str, JsonValue]:
     for name in SPLITS:
         if (prompts := find_prompts(folder, name)) is not None:
             source_starts = accumulate((0, *(prompts.mixture.sizes[:-1] if prompts.mixture else ())))
-            first = [
-                prompts[i] for start in source_starts for i in range(start, min(start + _NUM_PROMPTS, len(prompts)))
-            ]
+            indices = [i for start in source_starts for i in range(start, min(start + _NUM_PROMPTS, len(prompts)))]
             prompts_of_split[name] = [
-                {"text": p.text, "reference": p.reference, "metadata": p.metadata, "source": p.source} for p in first
+                {"text": p.text, "reference": p.reference, "metadata": p.metadata, "source": p.source}
+                for p in [prompts[i] for i in indices]
             ]
     return prompts_of_split
 
 
 def call_rewards(stage: Stage, weights: Mapping[str, float], groups: Sequence[Group]) -> str:
-    """Call the rewards with the names in `weights` on made-up completions, see `groups_of_rows`, and return a line with
-    these names and with messages about missing scores.
+    """Call the rewards with the names in `weights` on made-up completions, and return a line with these names and with
+    messages about missing scores.
 
     Raises:
         RewardError: a reward cannot be loaded, or scores no completion.
@@ -80,8 +79,10 @@ def _unscored_message(reward: str, name: str, groups: Sequence[ScoredGroup]) -> 
 def groups_of_rows(stage: Stage, splits: Sequence[str], num_frames: int | None) -> list[Group]:
     """Return a group of made-up completions for each of the first rows of the splits, to try rewards without a model.
     `num_frames`: number of frames of a made-up video, 1 for an image; None if completions are text."""
-    prompts_of_split = _load_prompts(stage)
-    size = stage.recipe.policy.diffusers.inference_size
+    if (file := stage.path / CHECKED_PROMPTS).exists():
+        prompts_of_split: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    else:
+        prompts_of_split = first_prompts(stage.data) if stage.data is not None else {}
     reference_column = getattr(stage.recipe.train.train_policy, "response_column_name", "")
     groups = []
     for name in splits:
@@ -92,15 +93,9 @@ def groups_of_rows(stage: Stage, splits: Sequence[str], num_frames: int | None) 
                 completions = (_text_completion(_EXAMPLE_COMPLETION), _text_completion(reference))
             else:
                 reference = find_reference(row_columns, reference_column)
-                completions = _made_up_completions(num_frames, size)
+                completions = _made_up_completions(num_frames, stage.recipe.policy.diffusers.inference_size)
             groups.append(Group(Prompt(i, (0,), row["text"], reference, **prompt_fields), completions, 0))
     return groups
-
-
-def _load_prompts(stage: Stage) -> dict[str, list[dict[str, Any]]]:
-    if (file := stage.path / CHECKED_PROMPTS).exists():
-        return json.loads(file.read_text(encoding="utf-8"))
-    return first_prompts(stage.data) if stage.data is not None else {}  # type: ignore[return-value]
 
 
 def _text_completion(text: str) -> Completion:

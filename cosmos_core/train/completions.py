@@ -13,7 +13,8 @@ import json
 import logging
 import shutil
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,8 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "completions"
 _NUM_GROUPS, _NUM_COMPLETIONS = 4, 8
-"""Number of groups logged per train step, and number of text completions logged per group."""
-_NUM_LOGGED_GROUPS, _NUM_LOGGED_IMAGES = 2, 4
-"""Number of groups logged per train step, and number of images or videos logged per group."""
+_NUM_IMAGE_GROUPS, _NUM_IMAGES = 2, 4
+"""Number of groups logged per train step, and number of completions logged per group: of text, of images or videos."""
 _MAX_CHARACTERS = 20_000
 _MAX_LOGGED_STEPS = 1_000
 _MAX_IMAGE_BYTES = 1 << 30
@@ -64,18 +64,14 @@ class CompletionLog:
     def _write_completions(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         has_images = groups[0].group.completions[0].diffusion_sample is not None
-        num_groups, count = (_NUM_LOGGED_GROUPS, _NUM_LOGGED_IMAGES) if has_images else (_NUM_GROUPS, _NUM_COMPLETIONS)
+        num_groups, count = (_NUM_IMAGE_GROUPS, _NUM_IMAGES) if has_images else (_NUM_GROUPS, _NUM_COMPLETIONS)
         logged_groups = [(group, _spread_by_reward(group, count)) for group in _groups_to_log(groups)[:num_groups]]
-        lines = [
-            _make_record(step, group, completion_index)
-            for group, indices in logged_groups
-            for completion_index in indices
-        ]
+        lines = [_make_record(step, group, index) for group, indices in logged_groups for index in indices]
         file = self._folder / f"step_{step:06d}.jsonl"
         if has_images:
             image_samples = [gallery.samples_of_group(group, indices) for group, indices in logged_groups]
             names = gallery.save_rows(file.with_suffix(""), image_samples)
-            for line, name in zip(lines, (name for row in names for name in row), strict=True):
+            for line, name in zip(lines, chain(*names), strict=True):
                 line["media"] = f"{self._folder.name}/{file.stem}/{name}"
         write_text(file, "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines), durable=False)
         self._remove_old_files(step)
@@ -126,10 +122,9 @@ class CompletionLog:
         if len(self._initial_statistics) < _WINDOW_STEPS // 2:
             self._initial_statistics.append(text_statistics)
             return
-        for name, problem in _collapse_messages(
-            _mean_statistics(self._initial_statistics), _mean_statistics(self._recent_statistics)
-        ).items():
-            self._warn_once(name, bool(problem), f"step {step}: {problem}; look at them: cosmos samples --step {step}")
+        initial, current = _mean_statistics(self._initial_statistics), _mean_statistics(self._recent_statistics)
+        for name, is_problem, problem in _collapse_checks(initial, current):
+            self._warn_once(name, is_problem, f"step {step}: {problem}; look at them: cosmos samples --step {step}")
 
     def _warn_once(self, name: str, is_problem: bool, message: str) -> None:
         """Log a warning when a condition becomes true, and not again before the condition has been false."""
@@ -143,9 +138,8 @@ def _groups_to_log(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
     ranked_indices = sorted(range(len(groups)), key=lambda i: max(map(_sortable_reward, groups[i].scores)))
     rewards_by_group = [[score.value for score in group.scores if score.value is not None] for group in groups]
     lowest_index = min(range(len(groups)), key=lambda i: min(rewards_by_group[i], default=0))
-    return [
-        groups[i] for i in list(dict.fromkeys([ranked_indices[-1], lowest_index, *range(len(groups))]))[:_NUM_GROUPS]
-    ]
+    indices = dict.fromkeys([ranked_indices[-1], lowest_index, *range(len(groups))])
+    return [groups[i] for i in list(indices)[:_NUM_GROUPS]]
 
 
 def _spread_by_reward(scored_group: ScoredGroup, max_indices: int) -> list[int]:
@@ -187,32 +181,26 @@ def _opposed_message(step_means: Sequence[Mapping[str, float]]) -> str:
         first_half, second_half = values[:half_window], values[half_window:]
         if min(second_half) > max(first_half) or max(second_half) < min(first_half):
             changes[name] = (float(np.mean(first_half)), float(np.mean(second_half)))
-    risen_rewards = {name: (low, high) for name, (low, high) in changes.items() if high > low}
-    fallen_rewards = {name: each for name, each in changes.items() if name not in risen_rewards}
-    if len(risen_rewards) != 1 or not fallen_rewards:
+    risen = [(name, first, last) for name, (first, last) in changes.items() if last > first]
+    fallen = sorted((name, first, last) for name, (first, last) in changes.items() if last <= first)
+    if len(risen) != 1 or not fallen:
         return ""
-    fall_messages = [
-        f"{name!r} fell from {high:.3g} to {low:.3g}" for name, (high, low) in sorted(fallen_rewards.items())
-    ]
-    [(name, (low, high))] = risen_rewards.items()
-    return f"reward {name!r} rose from {low:.3g} to {high:.3g} while {' and '.join(fall_messages)}"
+    [(name, low, high)] = risen
+    falls = " and ".join(f"{each!r} fell from {first:.3g} to {last:.3g}" for each, first, last in fallen)
+    return f"reward {name!r} rose from {low:.3g} to {high:.3g} while {falls}"
 
 
 def _text_statistics(completions: Sequence[Completion]) -> dict[str, float]:
     """Return the mean number of sampled tokens, fraction of repeated 4-grams and entropy of text completions. The
     entropy is estimated as the mean of -log p of the sampled tokens. The result is empty for images and videos."""
-    text_completions = [
-        completion for completion in completions if completion.diffusion_sample is None and completion.num_sampled
-    ]
-    if not text_completions:
+    texts = [each for each in completions if each.diffusion_sample is None and each.num_sampled]
+    if not texts:
         return {}
-    logprobs = np.concatenate([completion.logprobs for completion in text_completions])
+    logprobs = np.concatenate([each.logprobs for each in texts])
     finite_logprobs = logprobs[np.isfinite(logprobs)]
     return {
-        "length": float(np.mean([completion.num_sampled for completion in text_completions])),
-        "repetition": float(
-            np.mean([_repeated_ngram_fraction(completion.token_ids) for completion in text_completions])
-        ),
+        "length": float(np.mean([each.num_sampled for each in texts])),
+        "repetition": float(np.mean([_repeated_ngram_fraction(each.token_ids) for each in texts])),
         "entropy": float(-finite_logprobs.mean()) if len(finite_logprobs) else float("nan"),
     }
 
@@ -226,15 +214,12 @@ def _mean_statistics(step_statistics: Sequence[Mapping[str, float]]) -> dict[str
     return {name: float(np.mean([statistics[name] for statistics in step_statistics])) for name in step_statistics[0]}
 
 
-def _collapse_messages(initial: Mapping[str, float], current: Mapping[str, float]) -> dict[str, str]:
-    """Return messages about length, repetition and entropy; a message is empty if the value has not collapsed."""
-    is_short = current["length"] < initial["length"] / 4
+def _collapse_checks(initial: Mapping[str, float], current: Mapping[str, float]) -> Iterator[tuple[str, bool, str]]:
+    """Yield for length, repetition and entropy the name, whether the value has collapsed, and the message to show."""
+    lengths = f"{current['length']:.3g} tokens, {initial['length']:.3g} at first"
+    yield "length", current["length"] < initial["length"] / 4, f"completions have {lengths}"
     is_repetitive = current["repetition"] > max(0.5, initial["repetition"] + 0.25)
-    is_nearly_certain = current["entropy"] < initial["entropy"] / 10
-    return {
-        "length": f"completions have {current['length']:.3g} tokens, {initial['length']:.3g} at first"
-        if is_short else "",
-        "repetition": f"{current['repetition']:.0%} of what completions say is repeated" if is_repetitive else "",
-        "entropy": f"the entropy per token is {current['entropy']:.2g}, {initial['entropy']:.2g} at first: completions "
-        f"of a prompt are nearly the same" if is_nearly_certain else ""
-    }  # fmt: skip
+    yield "repetition", is_repetitive, f"{current['repetition']:.0%} of what completions say is repeated"
+    entropies = f"{current['entropy']:.2g}, {initial['entropy']:.2g} at first"
+    message = f"the entropy per token is {entropies}: completions of a prompt are nearly the same"
+    yield "entropy", current["entropy"] < initial["entropy"] / 10, message

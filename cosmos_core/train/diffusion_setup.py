@@ -4,7 +4,7 @@ images or clips that is added to the RL loss."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from cosmos_core.algorithms.base import Algorithm, Loss, Update
 from cosmos_core.algorithms.diffusion_sft import flow_loss
@@ -21,7 +21,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import DATA_TERM_SEED, rows_per_step
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.trainer import Trainer
-from cosmos_core.types import FlowSampling, Sampling
+from cosmos_core.types import FlowSampling
 
 
 def evaluation_sampling(recipe: Recipe) -> FlowSampling:
@@ -84,17 +84,16 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
         if not flow_rl.use_rl_sigma_and_noise:
             positions = batch_positions(seed + DATA_TERM_SEED, update_index, num_rows, len(rows), True).tolist()
             return [noise_sampler.sample(rows[i], seed_of(seed, update_index, i, DATA_TERM_SEED)) for i in positions]
-        sampling = training_sampling(recipe)
+        sampling, adapter = training_sampling(recipe), cast(Any, trainer.adapter)
         assert sampling.flow is not None
         noise_index = SHARED_NOISE if sampling.flow.same_noise else 0
-        noise_levels = _trained_noise_levels(trainer, sampling, step)[: 1 if flow_rl.data_on_first_only else None]
+        noise_levels = _trained_noise_levels(adapter.family, sampling.flow, sampling.seed, step)
+        noise_levels = noise_levels[: 1 if flow_rl.data_on_first_only else None]
         data_samples = []
         for i in batch_positions(seed, step, num_rows, len(rows), should_shuffle).tolist():
             sample = noise_sampler.sample(rows[i], seed_of(seed, step, i, DATA_TERM_SEED))
             noise = make_noise(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, noise_index))
-            data_samples += [
-                replace(sample, sigma=noise_level, noise=noise, weight=1.0) for noise_level in noise_levels
-            ]
+            data_samples += [replace(sample, sigma=level, noise=noise, weight=1.0) for level in noise_levels]
         return data_samples
 
     def update(step: int, update_index: int) -> Update:
@@ -110,10 +109,7 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
     return update
 
 
-def _trained_noise_levels(trainer: Trainer, sampling: Sampling, step: int) -> list[float]:
+def _trained_noise_levels(family: Any, flow: FlowSampling, seed: int, step: int) -> list[float]:
     """Return the noise levels at which a step's rollouts are trained; all except 0 if the recipe selects none."""
-    assert sampling.flow is not None
-    adapter: Any = trainer.adapter
-    noise_levels = table_of(adapter.family, sampling.flow).tolist()
-    stochastic_indices = stochastic_steps(sampling.flow, sampling.seed, step)
-    return [noise_levels[i] for i in stochastic_indices if i in sampling.flow.trained_on] or noise_levels[:-1]
+    noise_levels = table_of(family, flow).tolist()
+    return [noise_levels[i] for i in stochastic_steps(flow, seed, step) if i in flow.trained_on] or noise_levels[:-1]

@@ -21,7 +21,6 @@ from cosmos_core.config.media import media_settings
 from cosmos_core.config.schema.dataset import RowsConfig, generator_of
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.kinds.base import TRAIN
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.rows import load_rows, split_rows
@@ -74,23 +73,12 @@ class Estimate:
     notes: tuple[str, ...]
 
 
-class _TrainingLength(NamedTuple):
-    """Number of steps and tokens of the whole training."""
-
-    steps: int | None
-    tokens: int | None
-    is_upper_bound: bool
-    """Whether the number of train steps is an upper bound."""
-
-
 class _RowStatistics(NamedTuple):
-    """Number of training rows, and their longest and mean length in tokens; None: unknown."""
+    """Number of training rows, and the longest and mean length in tokens of their sequences; None: unknown."""
 
     number: int | None
     longest: int | None = None
     mean: float | None = None
-    sequences_per_row: int = 1
-    """Number of sequences in a dataset row: 2 for a preference pair, else 1."""
 
 
 def run(stage: Stage) -> Outcome:
@@ -100,11 +88,10 @@ def run(stage: Stage) -> Outcome:
         ModelError, DataError: config.json or the rows are missing or wrong.
     """
     stage.progress.phase("load")
-    result = estimate(stage.recipe, stage.model, stage.progress, prepared_folder=stage.data)
-    return Outcome(info={"estimate": asdict(result)})
+    return Outcome(info={"estimate": asdict(estimate(stage.recipe, stage.model, stage.progress, stage.data))})
 
 
-def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared_folder: Path | None = None) -> Estimate:
+def estimate(recipe: Recipe, model: str, progress: Progress, prepared_folder: Path | None = None) -> Estimate:
     """Estimate the needs of one training stage.
 
     Args:
@@ -116,18 +103,15 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared_folder:
     Raises:
         ModelError, DataError: config.json or the rows are missing or wrong.
     """
-    if prepared_folder:
-        rows = _prepared_rows(recipe, prepared_folder)
-    else:
-        rows = _RowStatistics(_count_rows(recipe), sequences_per_row=recipe.train.train_policy.sequences_per_row)
+    rows = _prepared_rows(recipe, prepared_folder) if prepared_folder else _RowStatistics(_count_rows(recipe))
     sequence_length = int(_row_length(recipe, rows.longest))
     max_steps = recipe.train.max_num_steps
     notes = []
     if rows.number is None:
         length_limit = f"at most max_num_steps = {max_steps} and what they read" if max_steps else "unknown"
         notes.append(f"steps and tokens: {length_limit}, because the rows are not on this machine yet")
-    training_length = _estimate_training_length(recipe, rows, prepared_folder)
-    if training_length.is_upper_bound and rows.number is not None:
+    num_steps, num_tokens, is_steps_bound = _estimate_training_length(recipe, rows, prepared_folder)
+    if is_steps_bound and rows.number is not None:
         notes.append(
             f"steps: at most max_num_steps = {max_steps}, because batches are filled by tokens, yet to be counted"
         )
@@ -152,11 +136,11 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared_folder:
         kv_cache=kv_cache,
         sequence_length=sequence_length,
         rows=rows.number,
-        steps=training_length.steps,
-        is_steps_bound=training_length.is_upper_bound,
-        tokens=training_length.tokens,
+        steps=num_steps,
+        is_steps_bound=is_steps_bound,
+        tokens=num_tokens,
         is_tokens_bound=rows.mean is None or recipe.train.train_policy.has_rollouts,
-        disk=_checkpoint_bytes(recipe, memory, num_parameters, num_trainable, training_length.steps),
+        disk=_checkpoint_bytes(recipe, memory, num_parameters, num_trainable, num_steps),
         machine=_describe_machine(recipe),
         notes=tuple(notes),
     )
@@ -185,11 +169,9 @@ def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, length: int) -> int
 
 
 def sharded(memory: Memory, recipe: Recipe) -> Memory:
-    """Return the memory of one rank under FSDP, context, tensor and pipeline parallelism; `memory` is unsharded.
-
-    State that `train.fsdp_offload` moves to host memory counts as 0. With pipeline parallelism, the result is for the
-    first pipeline stage, which holds the activations of all micro-batches in flight.
-    """
+    """Return the memory of one rank under FSDP, context, tensor and pipeline parallelism; `memory` is unsharded. State
+    that `train.fsdp_offload` moves to host memory counts as 0. With pipeline parallelism, the result is for the first
+    pipeline stage, which holds the activations of all micro-batches in flight."""
     mesh, mini_batch = recipe.policy.parallelism, recipe.train.train_policy.mini_batch
     in_flight = {"1F1B": mesh.pp_size, "Interleaved1F1B": 2 * mesh.pp_size - 1, "GPipe": mini_batch}
     rows = min(mini_batch, in_flight[mesh.pp_schedule] * mesh.pp_micro_batch_size) if mesh.pp_size > 1 else mini_batch
@@ -222,7 +204,7 @@ def _trace_memory(
     with FakeTensorMode():
         _use_fake_tensors(empty_model)
         try:
-            # torchao's compiled 8-bit optimizers cannot be traced; `_add_untraced_memory` counts their moments.
+            # torchao's compiled 8-bit optimizers cannot be traced; their moments are counted below.
             full_precision = train.derive(optm_name=train.optm_name.removesuffix("8bit"))
             trainer = Trainer(CausalLM(empty_model, full_precision, InputProcessing(0)), full_precision, progress)
             for name in weight_names:
@@ -231,20 +213,14 @@ def _trace_memory(
         except Exception as error:
             # A model's code may fail on fake tensors; the estimate then lacks only the memory of activations.
             logger.info("the step cannot be traced", exc_info=True)
-            reason = first_line(error)
-            notes.append(f"activations: unknown, because the model cannot be traced without data ({reason})")
+            notes.append(f"activations: unknown, because the model cannot be traced without data ({first_line(error)})")
             memory = untraced_memory(empty_model, len(weight_names))
-    return empty_model, _add_untraced_memory(memory, empty_model, train), notes
-
-
-def _add_untraced_memory(memory: Memory, model: PreTrainedModel, train: TrainConfig) -> Memory:
-    """Return `memory` with the parts that the traced step lacks: 8-bit moments and the moving average."""
     if train.optm_name.endswith("8bit"):
-        memory = replace(memory, optimizer=eight_bit_moments(model))
+        memory = replace(memory, optimizer=eight_bit_moments(empty_model))
     if train.ema_enable:
-        num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        num_trained = sum(parameter.numel() for parameter in empty_model.parameters() if parameter.requires_grad)
         memory = replace(memory, average=num_trained * torch.float32.itemsize)
-    return memory
+    return empty_model, memory, notes
 
 
 def _use_fake_tensors(model: PreTrainedModel) -> None:
@@ -252,16 +228,14 @@ def _use_fake_tensors(model: PreTrainedModel) -> None:
     fake_tensors: dict[int, torch.Tensor] = {}
     for module in model.modules():
         registries: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for tensors in registries:
-            for name, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in fake_tensors:
-                    fake_tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    is_weight = isinstance(tensor, torch.nn.Parameter)
-                    fake_tensors[id(tensor)] = (
-                        torch.nn.Parameter(fake_tensor, tensor.requires_grad) if is_weight else fake_tensor
-                    )
-                if tensor is not None:
-                    tensors[name] = fake_tensors[id(tensor)]
+        for tensors, name in [(each, name) for each in registries for name in each]:
+            tensor = tensors[name]
+            if tensor is not None and id(tensor) not in fake_tensors:
+                fake_tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
+                if isinstance(tensor, torch.nn.Parameter):
+                    fake_tensor = torch.nn.Parameter(fake_tensor, tensor.requires_grad)
+                fake_tensors[id(tensor)] = fake_tensor
+            tensors[name] = fake_tensors.get(id(tensor))
 
 
 def _prepared_rows(recipe: Recipe, folder: Path) -> _RowStatistics:
@@ -270,9 +244,7 @@ def _prepared_rows(recipe: Recipe, folder: Path) -> _RowStatistics:
     if sequences_per_row > 1:
         rows = row_kind(recipe.train.train_policy.rows).open(folder, TRAIN, recipe.policy)
         longest_row_length = int(rows.token_counts(is_packed=False).max()) // sequences_per_row
-    return _RowStatistics(
-        statistics["rows"], longest_row_length, statistics["length"]["mean"] / sequences_per_row, sequences_per_row
-    )
+    return _RowStatistics(statistics["rows"], longest_row_length, statistics["length"]["mean"] / sequences_per_row)
 
 
 def _count_rows(recipe: Recipe) -> int | None:
@@ -301,31 +273,32 @@ def _row_length(recipe: Recipe, tokens: float | None) -> float:
     return max_length if tokens is None else min(max_length, tokens + completion_length)
 
 
-def _estimate_training_length(recipe: Recipe, rows: _RowStatistics, prepared_folder: Path | None) -> _TrainingLength:
-    """Return the number of train steps and of tokens of the whole training."""
+def _estimate_training_length(
+    recipe: Recipe, rows: _RowStatistics, prepared_folder: Path | None
+) -> tuple[int | None, int | None, bool]:
+    """Return the number of train steps and of tokens of the whole training, and whether the number of steps is an upper
+    bound."""
     train, policy = recipe.train, recipe.train.train_policy
     if policy.has_token_based_batches:
         return _balanced_training_length(recipe, prepared_folder)
     steps = train.max_num_steps if rows.number is None else total_steps(recipe, rows.number)
-    tokens_per_step = train.train_batch_per_replica * rows.sequences_per_row * _row_length(recipe, rows.mean)
-    return _TrainingLength(steps, None if steps is None else round(steps * tokens_per_step), rows.number is None)
+    tokens_per_step = train.train_batch_per_replica * policy.sequences_per_row * _row_length(recipe, rows.mean)
+    return steps, None if steps is None else round(steps * tokens_per_step), rows.number is None
 
 
-def _balanced_training_length(recipe: Recipe, prepared_folder: Path | None) -> _TrainingLength:
-    """Return the number of steps and tokens of a training whose batches are filled by tokens. The numbers equal those
-    of the feed; without prepared rows they are the maximum that the token budget allows."""
-    assert recipe.train.max_num_steps is not None  # the schema requires max_num_steps for batches filled by tokens
+def _balanced_training_length(recipe: Recipe, prepared_folder: Path | None) -> tuple[int, int, bool]:
+    """Return the same of a training whose batches are filled by tokens. The numbers equal those of the feed; without
+    prepared rows they are the maximum that the token budget allows."""
+    num_steps, policy = recipe.train.max_num_steps, recipe.train.train_policy
+    assert num_steps is not None and isinstance(policy, SupervisedConfig)  # the schema requires max_num_steps here
     if prepared_folder is None:
-        num_steps, policy = recipe.train.max_num_steps, recipe.train.train_policy
-        assert isinstance(policy, SupervisedConfig)
         tokens_per_step = policy.load_balanced_batches_per_optimizer_step * micro_batch_tokens(recipe)
-        return _TrainingLength(num_steps, num_steps * tokens_per_step, True)
-    rows = row_kind(recipe.train.train_policy.rows).open(prepared_folder, TRAIN, recipe.policy)
-    lengths = rows.token_counts(is_packed=True)
-    plan = plan_balanced_steps(rows, recipe)
+        return num_steps, num_steps * tokens_per_step, True
+    rows = row_kind(policy.rows).open(prepared_folder, TRAIN, recipe.policy)
+    lengths, plan = rows.token_counts(is_packed=True), plan_balanced_steps(rows, recipe)
     assert plan is not None
     indices = [i for step in range(plan.total_steps) for batch in plan.micro_batches(step) for i in batch]
-    return _TrainingLength(plan.total_steps, int(lengths[indices].sum()), False)
+    return plan.total_steps, int(lengths[indices].sum()), False
 
 
 def _checkpoint_bytes(recipe: Recipe, memory: Memory, parameters: int, trainable: int, steps: int | None) -> int:
@@ -361,13 +334,11 @@ def _engine_weights(recipe: Recipe, parameters: int) -> int:
     """Return the bytes of the engine's copy of the weights; 0 for `hf` on one rank, which generates with the trainer's
     module."""
     backend, parallelism = recipe.rollout.backend, recipe.rollout.parallelism
-    if (
-        recipe.train.train_policy.has_rollouts
-        and backend == FALLBACK_ENGINE
-        and recipe.policy.parallelism.world_size > 1
-    ):
+    if not recipe.train.train_policy.has_rollouts:
+        return 0
+    if backend == FALLBACK_ENGINE and recipe.policy.parallelism.world_size > 1:
         return parameters * _itemsize(recipe.train.master_dtype)
-    if not recipe.train.train_policy.has_rollouts or backend != "vllm":
+    if backend != "vllm":
         return 0
     return parameters * _itemsize(recipe.train.param_dtype) // (parallelism.tp_size * parallelism.pp_size)
 

@@ -62,11 +62,8 @@ class Feed:
 
 
 def total_steps(recipe: Recipe, num_rows: int) -> int:
-    """Return the number of train steps of a run: the steps of all epochs, at most `max_num_steps`.
-
-    Raises:
-        DataError: the rows do not fill one step.
-    """
+    """Return the number of train steps of a run: the steps of all epochs, at most `max_num_steps`. Raise DataError if
+    the rows do not fill one step."""
     train = recipe.train
     if recipe.may_split_groups:  # a step may span two epochs, so round up the sum over all epochs
         steps = -(-train.epoch * num_rows * recipe.rollout.n_generation // train.train_batch_per_replica)
@@ -83,11 +80,8 @@ def rows_per_step(recipe: Recipe) -> int:
 
 
 def unused_rows_message(recipe: Recipe, num_rows: int) -> str:
-    """Return a message about the rows at the end of an epoch that fill no train step; empty if all rows are used.
-
-    Raises:
-        DataError: the rows do not fill one step.
-    """
+    """Return a message about the rows at the end of an epoch that fill no train step; empty if all rows are used. Raise
+    DataError if the rows do not fill one step."""
     notice = left_over_notice(recipe.train, 1 if recipe.may_split_groups else rows_per_step(recipe), num_rows)
     # With a filter, the batch of a step may have prompts of two epochs.
     return notice if recipe.train.train_policy.dynamic_sampling is None else ""
@@ -122,8 +116,8 @@ def micro_batch_tokens(recipe: Recipe) -> int:
     """Return the maximum number of tokens in a micro-batch that is filled by tokens."""
     policy = recipe.train.train_policy
     assert isinstance(policy, SupervisedConfig)
-    num_sequences = policy.mini_batch * policy.sequences_per_row
-    return policy.load_balanced_max_tokens_for_batch or num_sequences * recipe.policy.model_max_length
+    max_tokens = policy.mini_batch * policy.sequences_per_row * recipe.policy.model_max_length
+    return policy.load_balanced_max_tokens_for_batch or max_tokens
 
 
 class RowFeed(Feed):
@@ -158,8 +152,7 @@ class RowFeed(Feed):
         return samples, {"epoch": epoch}
 
     def _read(self, step: int) -> list[Any]:
-        seed = self._recipe.train.order_seed, step
-        batches = self.micro_batches(step).items()
+        seed, batches = (self._recipe.train.order_seed, step), self.micro_batches(step).items()
         return [sample for number, batch in batches for sample in self._rows.samples(batch, seed, number)]
 
     def micro_batches(self, step: int) -> dict[int | None, Sequence[int]]:
@@ -181,10 +174,7 @@ class RowFeed(Feed):
 
 def sft_rows(rows: HeldOutRows, recipe: Recipe) -> Callable[[int], Update]:
     """Return a function that builds the supervised loss of an optimizer step, on rows shuffled with a separate seed.
-
-    Raises:
-        DataError: there are fewer rows than one optimizer step needs.
-    """
+    Raise DataError if there are fewer rows than one optimizer step needs."""
     train, data_term = recipe.train, recipe.train.train_policy.supervised_rows
     assert data_term is not None
     if len(rows) < data_term.batch_size:

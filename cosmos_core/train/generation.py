@@ -92,16 +92,12 @@ class Generation:
 
     @property
     def _transfer_dtype(self) -> torch.dtype | None:
-        """Return the dtype that weights are cast to before they are sent to the engine; None: no cast.
-
-        vLLM converts weights to `param_dtype`, so sending a wider dtype would only transfer more bytes. The factors of
-        a LoRA adapter are not cast, because they are first scaled in float32.
-        """
-        recipe, configured = self._stage.recipe, transfer_dtype_of(self._stage.recipe.train)
-        holds_narrower = self.engine.weight_format == "checkpoint"
-        if configured is None and holds_narrower and recipe.train.master_dtype == "float32" != recipe.train.param_dtype:
-            return getattr(torch, recipe.train.param_dtype)  # type: ignore[no-any-return]
-        return configured
+        """Return the dtype that weights are cast to before they are sent to the engine; None: no cast. vLLM converts
+        weights to `param_dtype`, so sending a wider dtype would only transfer more bytes. The factors of a LoRA adapter
+        are not cast, because they are first scaled in float32."""
+        train, configured = self._stage.recipe.train, transfer_dtype_of(self._stage.recipe.train)
+        converts = self.engine.weight_format == "checkpoint" and train.master_dtype == "float32" != train.param_dtype
+        return getattr(torch, train.param_dtype) if configured is None and converts else configured
 
     def publish(self, version: int) -> dict[str, float]:
         """Send the current weights to the engine as version `version`, and return metrics."""

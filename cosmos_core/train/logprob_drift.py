@@ -26,32 +26,23 @@ class LogprobDrift:
     """Check that compares the log-probabilities of engines and trainer for the completions of a train step."""
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        transfer_dtype: torch.dtype | None = None,
-        sampling: Sampling | None = None,
-        *,
-        stops: bool = False,
+        self, dtype: torch.dtype, transfer_dtype: torch.dtype | None, sampling: Sampling, *, stops: bool = False
     ) -> None:
-        """Set the tolerance of the check from the dtypes and the sampling settings.
+        """Set the tolerance of the check.
 
         Args:
             dtype: the dtype that engines compute in.
             transfer_dtype: the dtype that weights are cast to before they are sent; None: no cast.
-            sampling: the sampling settings of completions; None: unmodified samples of the policy.
+            sampling: the sampling settings of completions.
             stops: whether a difference above the tolerance (an alarm) ends the stage.
         """
         self._stops_training = stops
-        self._tolerance = logprob_tolerance(dtype, transfer_dtype) + (_sampling_bound(sampling) if sampling else 0.0)
+        self._tolerance = logprob_tolerance(dtype, transfer_dtype) + _sampling_bound(sampling)
         self._has_warned = False
 
     def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metric `watch/alarm`: 1 if the log-probabilities of trainer and rollout engine differ by more
-        than the tolerance, else 0; no metric if none were compared.
-
-        Raises:
-            StageFailed: the log-probabilities differ and an alarm ends the stage.
-        """
+        """Return the metric `watch/alarm`: 1 if the log-probabilities of trainer and rollout engine differ by more than
+        the tolerance, else 0; no metric if none were compared. Raise StageFailed if an alarm ends the stage."""
         logprob_difference = math.nan if metrics.get(_NOT_FINITE_METRIC) else metrics.get(_DIFFERENCE_METRIC)
         if logprob_difference is None:
             return {}
@@ -73,11 +64,9 @@ class LogprobDrift:
 
 
 def _sampling_bound(sampling: Sampling) -> float:
-    """Return the maximum increase, in nats, of an engine's log-probabilities that the sampling settings can cause.
-
-    Renormalizing the tokens that remain raises the log-probability by -log of their total probability, which is at
-    least `top_p`; other settings give no bound (infinity).
-    """
+    """Return the maximum increase, in nats, of an engine's log-probabilities that the sampling settings can cause:
+    renormalizing the tokens that remain raises the log-probability by -log of their total probability, which is at
+    least `top_p`; other settings give no bound (infinity)."""
     has_policy_temperature = sampling.policy_temperature in (None, sampling.temperature)
     is_bounded = sampling.top_k <= 0 and sampling.repetition_penalty == 1 and has_policy_temperature
     return -math.log(sampling.top_p) if is_bounded else math.inf

@@ -8,6 +8,7 @@ and resumed ends with exactly the same weights as an uninterrupted run.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -21,11 +22,11 @@ from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng, s
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.parallel.mesh import any_rank
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.ema import EMA_WEIGHTS, MovingAverage
 from cosmos_core.train.feeds import Feed
 from cosmos_core.train.hooks import Hooks
 from cosmos_core.train.measure import PREFIX
 from cosmos_core.train.mfu import Utilization
+from cosmos_core.train.named_weights import EMA_WEIGHTS, MovingAverage
 from cosmos_core.train.profile import StepProfiler
 from cosmos_core.train.stop import StopRequested, check_stop
 from cosmos_core.train.trainer import Trainer
@@ -68,10 +69,7 @@ class Loop:
 
     def run(self) -> dict[str, float]:
         """Train to the last step, and return its metrics and validation metrics; `..._max` are maxima over all steps.
-
-        Raises:
-            Preempted: a signal requested a stop.
-        """
+        Raise Preempted if a signal requests a stop."""
         self.trainer.adapter.check_parallel_plan()
         hooks, (start_step, needs_validation) = self._hooks, self._restore()
         hooks("pre_training_hook", start_step=start_step, total_steps=self.feed.total_steps)
@@ -85,7 +83,7 @@ class Loop:
         with StepProfiler(self.stage, start_step) as profiler:
             self._train(profiler)
         has_new_metrics = self._wait_for_validation()
-        has_new_metrics = self._validate_last_step() or has_new_metrics
+        has_new_metrics |= self._validate_last_step()
         self.checkpointer.wait()
         if has_new_metrics or self.checkpointer.latest() != self.step:
             self._save_checkpoint()
@@ -169,8 +167,7 @@ class Loop:
 
     def _run_train_step(self) -> dict[str, float] | None:
         learning_rates = self.trainer.set_learning_rate(self.step, self.feed.total_steps)
-        samples_and_metrics = self.feed.next_samples()
-        if samples_and_metrics is None:
+        if (samples_and_metrics := self.feed.next_samples()) is None:
             return None
         samples, metrics = samples_and_metrics
         self._hooks("pre_training_step_hook", current_step=self.step + 1, total_steps=self.feed.total_steps)
@@ -211,9 +208,8 @@ class Loop:
         self.checkpointer.wait()
         if (validating_step := self.validation.running_step) not in (None, self.step):
             saved_step = self.checkpointer.latest()  # a resumed run repeats the validation of this checkpoint's step
-            return Preempted(
-                f"{progress_text}, while step {validating_step} was validated; the checkpoint is of step {saved_step}"
-            )
+            progress_text += f", while step {validating_step} was validated"
+            return Preempted(f"{progress_text}; the checkpoint is of step {saved_step}")
         if self.checkpointer.latest() != self.step:
             self._save_checkpoint()
             self.checkpointer.wait()
@@ -286,10 +282,8 @@ class Loop:
         )  # fmt: skip
 
     def _log_step(self, step: int, metrics: dict[str, float]) -> None:
-        max_metrics = {name: value for name, value in self._last_metrics.items() if name.endswith("_max")}
-        self._last_metrics = metrics | {
-            name: max(value, metrics.get(name, value)) for name, value in max_metrics.items()
-        }
+        maxima = {name: value for name, value in self._last_metrics.items() if name.endswith("_max")}
+        self._last_metrics = metrics | {name: max(value, metrics.get(name, value)) for name, value in maxima.items()}
         self.stage.metrics.log(step, metrics)
         shown_metrics = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
         progress = {name: metrics[key] for key, name in shown_metrics.items() if key in metrics}
@@ -299,11 +293,10 @@ class Loop:
 
 def _mean_over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each metric over the optimizer updates of a train step; the maximum for names in `..._max`."""
-    mean_metrics: dict[str, float] = {}
-    for name in dict.fromkeys(name for metrics in updates for name in metrics):
-        values = [metrics[name] for metrics in updates if name in metrics]
-        mean_metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
-    return mean_metrics
+    values_by_name: dict[str, list[float]] = {}
+    for name, value in chain(*(metrics.items() for metrics in updates)):
+        values_by_name.setdefault(name, []).append(value)
+    return {n: max(v) if n.endswith("_max") else sum(v) / len(v) for n, v in values_by_name.items()}
 
 
 def _memory_metrics() -> dict[str, float]:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,6 @@ from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.flow_credit import diversity
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
-from cosmos_core.config.source_weights import SourceWeights
 from cosmos_core.data.kinds.base import COMPARED_ROWS, HeldOutRows
 from cosmos_core.environment import mask_secrets
 from cosmos_core.errors import DataError
@@ -30,7 +30,7 @@ from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
 from cosmos_core.rollout.base import Engine, generate
 from cosmos_core.rollout.groups import reward_means, source_means, turn_metrics
 from cosmos_core.run.files import json_objects, raise_disk_full, write_text
-from cosmos_core.run.progress import Progress, has_step
+from cosmos_core.run.progress import has_step
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.diffusion_setup import evaluation_sampling
 from cosmos_core.train.stop import check_stop
@@ -45,39 +45,27 @@ _SEED_STEP = 0
 the results of two validations differ only by the weights."""
 
 
-def row_metrics(
-    trainer: Trainer,
-    algorithm: Algorithm,
-    rows: HeldOutRows,
-    size: int,
-    progress: Progress,
-    on_wait: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
-    """Return the algorithm's metrics over all held-out rows; `size` is the number of rows in a forward pass.
-
-    `on_wait` is called before each chunk of rows, and may raise.
-    """
-    mesh = trainer.adapter.mesh
+def row_metrics(stage: Stage, trainer: Trainer, algorithm: Algorithm, rows: HeldOutRows) -> dict[str, float]:
+    """Return the algorithm's metrics over all held-out rows; raise StopRequested if a signal requests a stop."""
+    mesh, size = trainer.adapter.mesh, stage.recipe.validation.batch_size or stage.recipe.train.train_policy.mini_batch
     rows_per_chunk = COMPARED_ROWS if rows.has_reference_pair else size * (mesh.data.size() if mesh else 1)
 
     def chunks() -> Iterator[list[Any]]:
         for start in range(0, len(rows), rows_per_chunk):
-            progress.advance(start, len(rows))
-            on_wait()
+            stage.progress.advance(start, len(rows))
+            check_stop(stage)
             yield rows.samples(range(start, min(start + rows_per_chunk, len(rows))))
 
     return {PREFIX + name: value for name, value in algorithm.measure(chunks(), trainer, size).items()}
 
 
-def completion_metrics(
-    groups: Sequence[ScoredGroup], full_reward: float | dict[str, float | None] | None
-) -> dict[str, float]:
+def completion_metrics(groups: Sequence[ScoredGroup], full_reward: Callable[[str], float | None]) -> dict[str, float]:
     """Return mean reward, accuracy and length over valid completions, and the mean of each reward function.
 
     Accuracy is the fraction of completions with the full reward, that is, every reward function returned 1 and no
     penalty applied. With several completions of a prompt, `pass@k` is the unbiased estimate of how often at least one
-    of k completions has the full reward (see `pass_at_k`). `full_reward` may be a dict with the full reward of each
-    data set. Prompts whose full reward is None are left out of accuracy and pass@k.
+    of k completions has the full reward (see `pass_at_k`). `full_reward` returns the full reward of a data set, by its
+    name. Prompts whose full reward is None are left out of accuracy and pass@k.
 
     Raises:
         RewardError, StageFailed: no completion has a valid reward.
@@ -93,7 +81,7 @@ def completion_metrics(
     correct_flags = [
         [has_full_reward(score.value, full) for score in group.scores if score.value is not None]
         for group in groups
-        if (full := _full_reward_of_group(group, full_reward)) is not None
+        if (full := full_reward(group.group.prompt.source)) is not None
     ]
     if any(correct_flags):  # the full reward of at least one valid completion is known
         accuracy = float(np.concatenate(correct_flags).mean())
@@ -120,20 +108,13 @@ def _standard_error(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     return {"validation/reward_stderr": float(np.std(group_means, ddof=1) / math.sqrt(len(group_means)))}
 
 
-def _full_reward_of_group(group: ScoredGroup, full_reward: float | dict[str, float | None] | None) -> float | None:
-    if not isinstance(full_reward, dict):
-        return full_reward
-    return full_reward.get(group.group.prompt.source, full_reward[""])
-
-
 def _estimate_pass_at_k(correct_flags: Sequence[Sequence[bool]]) -> dict[str, float]:
     """Return pass@k for k = 2, 4, 8, ... over the prompts with at least k valid completions; `correct_flags` has for
     each prompt one boolean per valid completion: whether the completion has the full reward."""
     completion_counts = [(len(prompt_flags), sum(prompt_flags)) for prompt_flags in correct_flags]
-    max_count = max(count for count, _ in completion_counts)
     metrics = {}
-    for k in (2**i for i in range(1, max_count.bit_length())):
-        estimates = [pass_at_k(k, count, prompt_flags) for count, prompt_flags in completion_counts if count >= k]
+    for k in (2**i for i in range(1, max(completion_counts)[0].bit_length())):
+        estimates = [pass_at_k(k, count, num_correct) for count, num_correct in completion_counts if count >= k]
         metrics[f"validation/pass@{k}"] = float(np.mean(estimates))
     return metrics
 
@@ -151,13 +132,12 @@ class Completions:
         self._prompts = prompts
         self._engine, self.score, self._stage = engine, score, stage
         self._sampling = validation_sampling(stage.recipe)
-        self._full_reward = full_reward(stage.recipe)
+        self._full_reward = partial(full_value, reward_weights(stage.recipe))
         self._has_rewards = bool(reward_weights(stage.recipe)) or self._sampling.flow is None
 
     def measure(self, step: int, *, sleep_level: Literal[1, 2] = 1) -> dict[str, float]:
-        """Return the validation metrics after `step` train steps, and add some completions to `samples.jsonl`.
-
-        For images without rewards, only the first prompts are completed, for the gallery. The engine then sleeps at
+        """Return the validation metrics after `step` train steps, and add some completions to `samples.jsonl`. For
+        images without rewards, only the first prompts are completed, for the gallery. The engine then sleeps at
         `sleep_level`.
 
         Raises:
@@ -186,20 +166,23 @@ class Completions:
         if is_first():
             with raise_disk_full(self._stage.path):
                 add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES], has_rewards=self._has_rewards)
-        if self._sampling.flow is None:
-            return completion_metrics(groups, self._full_reward)
-        diversity_metrics = {f"{PREFIX}diversity": diversity(groups)} if self._sampling.num_completions > 1 else {}
-        return (completion_metrics(groups, self._full_reward) if self._has_rewards else {}) | diversity_metrics
+        metrics = completion_metrics(groups, self._full_reward) if self._has_rewards else {}
+        if self._sampling.flow is not None and self._sampling.num_completions > 1:
+            metrics[f"{PREFIX}diversity"] = diversity(groups)
+        return metrics
 
 
 def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, has_rewards: bool = True) -> None:
-    """Add the first completion of each group to the file of samples, and remove its lines of `step` and later steps."""
+    """Add the first completion of each group to the file of samples, and remove its lines of `step` and later steps.
+    Images or videos of the groups are written to a folder of the step."""
     lines_to_write = []
     if path.exists():
         lines = json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
         earlier_records = [line for line in lines if has_step(line) and line["step"] < step]
         lines_to_write = [json.dumps(line, ensure_ascii=False) for line in earlier_records]
-    media_files = add_drawings(path.parent, step, groups, has_rewards=has_rewards)
+    rows = [gallery.samples_of_group(group, range(len(group.scores)), is_scored=has_rewards) for group in groups]
+    rows = [row for row in rows if row]  # none if completions are text
+    media_files = gallery.save(path.parent, step, rows) if rows else []
     for index, group in enumerate(groups):
         completion, score, prompt = group.group.completions[0], group.scores[0], group.group.prompt
         record: dict[str, Any] = {
@@ -216,14 +199,6 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, has_rew
             record["turns"] = [asdict(turn) for turn in completion.turns]
         lines_to_write.append(json.dumps(record, ensure_ascii=False))
     write_text(path, "".join(line + "\n" for line in lines_to_write))
-
-
-def add_drawings(stage: Path, step: int, groups: Sequence[ScoredGroup], *, has_rewards: bool) -> list[list[str]]:
-    """Write the images or videos of each prompt to a folder of train step `step`; return the file names by prompt, or
-    an empty list if completions are text."""
-    rows = [gallery.samples_of_group(group, range(len(group.scores)), is_scored=has_rewards) for group in groups]
-    rows = [row for row in rows if row]
-    return gallery.save(stage, step, rows) if rows else []
 
 
 def validation_sampling(recipe: Recipe) -> Sampling:
@@ -243,11 +218,6 @@ def validation_sampling(recipe: Recipe) -> Sampling:
     )
 
 
-def held_out_batch(recipe: Recipe) -> int:
-    """Return the number of held-out rows in a forward pass."""
-    return recipe.validation.batch_size or recipe.train.train_policy.mini_batch
-
-
 def max_held_out_tokens(recipe: Recipe) -> int:
     """Return the maximum number of tokens in a held-out completion."""
     return recipe.validation.max_response_length or recipe.rollout.max_response_length
@@ -265,35 +235,23 @@ def reward_weights(recipe: Recipe) -> Rewards:
     return validation.remote_rewards or validation.reward_function or recipe.train.train_policy.held_out_rewards
 
 
-def full_reward(recipe: Recipe) -> float | dict[str, float | None] | None:
-    """Return the full reward of a held-out completion (see `full_value`); a dict by data set if the data sets of a
-    mixture have separate rewards."""
-    weights = reward_weights(recipe)
-    if isinstance(weights, SourceWeights):
-        return {source: full_value(dict(source_weights)) for source, source_weights in weights.by_source.items()}
-    return full_value(weights)
-
-
 @contextmanager
 def open_rewards(stage: Stage, weights: Rewards, max_tokens: int | None = None) -> Iterator[ScoreGroups]:
-    """Open the rewards `weights` in a context manager, and yield a function that scores groups of completions.
+    """Open the rewards `weights` in a context manager, and yield a function that scores groups of completions, which
+    only the first rank may call; see `shared`.
 
-    Reward functions run in killable child processes of the first rank, and remote rewards in a service. Only the first
-    rank may call the function; see `shared`. Without rewards every score is 0. `max_tokens`: maximum number of tokens
-    of a completion, which rewards may read; None: as in training.
+    Reward functions run in killable child processes of the first rank, and remote rewards in a service. Without rewards
+    every score is 0. `max_tokens`: maximum number of tokens of a completion, which rewards may read; None: as in
+    training.
 
     Raises:
         RewardError: a reward cannot be loaded, or the environment names no service.
     """
     if isinstance(weights, RemoteRewardConfig):
-        remote_rewards = RemoteRewards(weights, service_of(), beat=stage.progress.beat)
-        yield remote_rewards.score_groups if is_first() else _score_nothing
+        yield RemoteRewards(weights, service_of(), beat=stage.progress.beat).score_groups
         return
-    if not weights:  # the recipe sets `train.train_policy.bypass_reward`
+    if not weights or not is_first():  # the recipe sets `bypass_reward`, or this rank scores nothing
         yield lambda groups: [ScoredGroup(group, (Score(0.0),) * len(group.completions)) for group in groups]
-        return
-    if not is_first():
-        yield _score_nothing
         return
     env = (*stage.recipe.reward_env, *((stage.recipe.judge.key_env,) if "judge" in weights else ()))
     mask_secrets(env)
@@ -309,10 +267,6 @@ def open_rewards(stage: Stage, weights: Rewards, max_tokens: int | None = None) 
         yield runner.score_groups
 
 
-def _score_nothing(groups: Sequence[Group]) -> list[ScoredGroup]:
-    return []
-
-
 def shared(score: ScoreGroups) -> ScoreGroups:
     """Return a function that scores groups on the first rank and broadcasts the scores; all ranks call it together."""
 
@@ -326,11 +280,7 @@ def shared(score: ScoreGroups) -> ScoreGroups:
 
 
 def prepared_folder(stage: Stage) -> Path:
-    """Return the folder of a stage's prepared rows.
-
-    Raises:
-        DataError: the stage names no prepare stage.
-    """
+    """Return the folder of a stage's prepared rows; raise DataError if the stage names no prepare stage."""
     if stage.data is None:
         raise DataError(f'stage {stage.name!r} has no prepared data; name a prepare stage with data = "stage:NAME"')
     return stage.data

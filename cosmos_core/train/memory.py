@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,26 +57,20 @@ class Memory:
 def untraced_memory(model: PreTrainedModel, num_weight_sets: int) -> Memory:
     """Return the memory of a train step that could not be traced; its activations are unknown. The memory includes both
     moments of Adam and `num_weight_sets` copies of the trained parameters."""
+    weights = sum(tensor.nbytes for tensor in _parameters_and_buffers(model))
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    return Memory(
-        weights=sum(tensor.nbytes for tensor in _parameters_and_buffers(model)), gradients=gradients,
-        optimizer=2 * gradients,
-        reference=num_weight_sets * gradients, casts=None, activations=None,
-    )  # fmt: skip
+    return Memory(weights, gradients, 2 * gradients, num_weight_sets * gradients, casts=None, activations=None)
 
 
 def eight_bit_moments(model: PreTrainedModel) -> int:
-    """Return the bytes of both Adam moments of a model in torchao's 8-bit format.
-
-    A moment takes one byte per value, a scale per block of 256 values, and a table of codes per parameter. Parameters
-    that are small or not divisible into blocks have moments in the dtype of the parameter.
-    """
+    """Return the bytes of both Adam moments of a model in torchao's 8-bit format: one byte per value, a scale per block
+    of 256 values, and a table of codes per parameter. Parameters that are small or not divisible into blocks have
+    moments in the dtype of the parameter."""
     num_bytes = 0
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            num_values = parameter.numel()
-            is_unquantized = num_values < 4096 or num_values % 256
-            num_bytes += 2 * (parameter.nbytes if is_unquantized else num_values + 4 * (num_values // 256) + 4 * 256)
+    for parameter in (each for each in model.parameters() if each.requires_grad):
+        num_values = parameter.numel()
+        is_unquantized = num_values < 4096 or num_values % 256
+        num_bytes += 2 * (parameter.nbytes if is_unquantized else num_values + 4 * (num_values // 256) + 4 * 256)
     return num_bytes
 
 
@@ -102,10 +97,8 @@ def step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, leng
         for update in algorithm.updates(samples, trainer):
             trainer.update(update)
             byte_counter.attribute_storages("gradients", _gradients(model))
-        optimizer_values = [
-            value for parameter_state in trainer.optimizer.state.values() for value in parameter_state.values()
-        ]
-        byte_counter.attribute_storages("optimizer", [value for value in optimizer_values if isinstance(value, Tensor)])
+        states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+        byte_counter.attribute_storages("optimizer", [value for value in states if isinstance(value, Tensor)])
     return byte_counter.peak()
 
 
@@ -131,14 +124,11 @@ class _LiveByteCounter(TorchDispatchMode):
         """Return a context manager in which a forward pass of `model` fails if it reads a tensor's value: fake tensors
         have no values, and the memory use may depend on the value."""
 
-        def enter(*_: Any) -> None:
-            self._is_inside_model = True
+        def set_inside(is_inside: bool, *_: Any) -> None:
+            self._is_inside_model = is_inside
 
-        def leave_model(*_: Any) -> None:
-            self._is_inside_model = False
-
-        body = model.base_model
-        hooks = [body.register_forward_pre_hook(enter), body.register_forward_hook(leave_model, always_call=True)]
+        body, enter, leave = model.base_model, partial(set_inside, True), partial(set_inside, False)
+        hooks = [body.register_forward_pre_hook(enter), body.register_forward_hook(leave, always_call=True)]
         try:
             yield
         finally:
@@ -148,9 +138,8 @@ class _LiveByteCounter(TorchDispatchMode):
     def peak(self) -> Memory:
         """Return the bytes of each use at the moment of peak memory. The optimizer's state counts from the start, as in
         every step but the first."""
-        optimizer = sum(
-            size for size, use in zip(self._storage_sizes, self._use_by_storage, strict=True) if use == "optimizer"
-        )
+        pairs = zip(self._storage_sizes, self._use_by_storage, strict=True)
+        optimizer = sum(size for size, use in pairs if use == "optimizer")
         events = [(self._use_by_storage[number], sign * self._storage_sizes[number]) for number, sign in self._events]
         events = [event for event in events if event[0] != "optimizer"]
         cumulative_bytes = np.cumsum([size for _, size in events])

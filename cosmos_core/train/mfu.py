@@ -9,8 +9,8 @@ from cosmos_core.train.trainer import Trainer
 
 
 class Utilization:
-    """Counter of model FLOPs, compared with the matmul rate of all ranks. The rate is measured when the object is
-    created. Forward passes without a gradient are not counted."""
+    """Counter of model FLOPs, compared with the matmul rate of all ranks. Forward passes without a gradient are not
+    counted."""
 
     def __init__(self, trainer: Trainer, dtype: str) -> None:
         """Measure the matmul rate of the trainer's device in `dtype`."""
@@ -22,11 +22,8 @@ class Utilization:
 
     def add(self, update: Update) -> None:
         """Count the FLOPs of an update, including the supervised loss on data rows that it may have."""
-        for counted_update in (update, update.data):
-            if counted_update is not None:
-                self._counted_flops += self._train_flops.total(
-                    [self._cost(sample) for sample in counted_update.samples]
-                )
+        for each in filter(None, (update, update.data)):
+            self._counted_flops += self._train_flops.total([self._cost(sample) for sample in each.samples])
 
     def utilization_since_last(self, seconds: float) -> float:
         """Return the utilization of the last `seconds`, which began with the previous call, as a fraction."""

@@ -1,5 +1,4 @@
-"""Named sets of weights besides the policy's: the moving average that is exported, the reference policy, a lagged
-policy.
+"""Named sets of weights besides the policy's: the moving average, the reference policy, a lagged policy.
 
 A set holds the trained parameters (an adapter or all), each sharded like the policy's parameter; frozen parameters are
 shared by all sets. A set that follows the policy is always in float32, because updates with a decay of 0.9999 would be
@@ -14,7 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_core.checkpoint.state import COPIES_OF_POLICY
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.parallel.fsdp import local_shard
+
+EMA_WEIGHTS = "ema"
+"""Name of the moving average of the policy's weights, which is validated and exported in place of these weights."""
 
 
 class NamedWeights:
@@ -82,6 +85,21 @@ class NamedWeights:
         """Overwrite the policy's weights with the set `name`."""
         for parameter_name, weight in self.policy.items():
             weight.copy_(self.tensors[name][parameter_name])
+
+
+class MovingAverage:
+    """Moving average that is updated after optimizer steps, with the decay schedule of DiffusionNFT and Flow-GRPO."""
+
+    def __init__(self, named_weights: NamedWeights, train: TrainConfig) -> None:
+        self._named_weights, self._decay = named_weights, train.ema_decay
+        self._interval = max(1, train.ema_update_step_interval)
+        named_weights.add(EMA_WEIGHTS)
+
+    def update(self, num_updates: int) -> None:
+        """Move the average towards the current weights, those after optimizer step `num_updates`, if the update
+        interval divides `num_updates + 1`."""
+        if (num_updates + 1) % self._interval == 0:
+            self._named_weights.lerp(EMA_WEIGHTS, 1 - min((1 + num_updates) / (10 + num_updates), self._decay))
 
 
 def _swap_tensors(tensor: Tensor, other_tensor: Tensor) -> None:

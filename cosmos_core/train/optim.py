@@ -1,4 +1,4 @@
-"""Optimizer, learning-rate schedule and gradient clipping.
+"""Optimizers, learning-rate schedule and gradient clipping.
 
 The learning rate is a pure function of the step, so a checkpoint holds no scheduler and a resumed run cannot drift from
 its schedule. The trainer decides when to step and handles non-finite gradients.
@@ -6,23 +6,58 @@ its schedule. The trainer decides when to step and handles non-finite gradients.
 
 import importlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.parallel.fsdp import group_by_mesh, scale_gradients, total_norm
 from cosmos_core.registry import suggestion
-from cosmos_core.train.muon import MuonWithAdamW, hidden_matrices
 
 GLOBAL = "global"
 """Key of `optm_lr` with the learning rate of all modules that no other key names."""
 
 
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon (kellerjordan.github.io/posts/muon) and AdamW as one optimizer with common groups and state, so that a
+    schedule and a checkpoint see one optimizer. Muon updates the groups with `is_matrix`, scaled to the size of AdamW's
+    updates (arXiv 2502.16982), so that both use the same learning rates."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, **adamw: Any) -> None:
+        """Build Muon and AdamW over `groups`; `adamw` holds the further arguments of AdamW."""
+        optimizer_kinds: list[tuple[bool, Callable[..., torch.optim.Optimizer], dict[str, Any]]] = [
+            (True, torch.optim.Muon, {"adjust_lr_fn": "match_rms_adamw"}),
+            (False, torch.optim.AdamW, adamw),
+        ]
+        self._optimizers: dict[bool, torch.optim.Optimizer] = {}
+        for is_matrix, optimizer_class, optimizer_settings in optimizer_kinds:
+            if optimizer_groups := [group for group in groups if group["is_matrix"] == is_matrix]:
+                self._optimizers[is_matrix] = optimizer_class(optimizer_groups, lr=lr, **optimizer_settings)
+        super().__init__([group for optimizer in self._optimizers.values() for group in optimizer.param_groups], {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step of Muon and one step of AdamW. Both optimizers first get the current parameter groups and
+        state, because loading a checkpoint replaces these."""
+        for is_matrix, optimizer in self._optimizers.items():
+            optimizer.param_groups = [group for group in self.param_groups if group["is_matrix"] == is_matrix]
+            optimizer.state = self.state
+            optimizer.step()
+
+
+def _hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """Return the two-dimensional parameters of a model except embeddings and the output head."""
+    output_head = getattr(model, "get_output_embeddings", lambda: None)()
+    excluded_modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    excluded_modules += [output_head] if output_head else []
+    excluded_parameters = {parameter for module in excluded_modules for parameter in module.parameters()}
+    return {parameter for parameter in model.parameters() if parameter.ndim == 2} - excluded_parameters
+
+
 def build_optimizer(
-    model: torch.nn.Module, train: TrainConfig, *, full_model: torch.nn.Module | None = None
+    model: nn.Module, train: TrainConfig, *, full_model: nn.Module | None = None
 ) -> torch.optim.Optimizer:
     """Build the optimizer of `[train]` over the parameters that require a gradient, at the peak learning rates.
 
@@ -35,7 +70,6 @@ def build_optimizer(
     learning_rates = _learning_rates(train)
     check_module_paths(full_model or model, train)
     groups: list[dict[str, Any]] = []
-    matrices = hidden_matrices(full_model or model) if train.optm_name == "Muon" else None
     for path, trained_parameters in _parameters_by_path(model, learning_rates).items():
         common = {"lr": learning_rates[path], "initial_lr": learning_rates[path], "path": path}
         for same_mesh in group_by_mesh(trained_parameters):
@@ -43,7 +77,8 @@ def build_optimizer(
                 {**common, "params": [p for p in same_mesh if p.ndim > 1], "weight_decay": train.optm_weight_decay},
                 {**common, "params": [p for p in same_mesh if p.ndim <= 1], "weight_decay": 0.0},
             ]
-    if matrices is not None:
+    if train.optm_name == "Muon":
+        matrices = _hidden_matrices(full_model or model)
         groups = [
             {**group, "params": [p for p in group["params"] if (p in matrices) == is_matrix], "is_matrix": is_matrix}
             for group in groups
@@ -52,9 +87,7 @@ def build_optimizer(
     if not any(group["params"] for group in groups):
         raise ConfigError(f"nothing is trained of {type(model).__name__} on this rank; train more, or on one rank")
     is_8bit = train.optm_name.endswith("8bit")
-    implementation_flags = (
-        {} if is_8bit else {"fused": train.optm_impl == "fused", "foreach": train.optm_impl == "foreach"}
-    )
+    flags = {} if is_8bit else {"fused": train.optm_impl == "fused", "foreach": train.optm_impl == "foreach"}
     module = importlib.import_module("torchao.optim" if is_8bit else "torch.optim")
     optimizer_class = MuonWithAdamW if train.optm_name == "Muon" else getattr(module, train.optm_name)
     optimizer: torch.optim.Optimizer = optimizer_class(
@@ -62,7 +95,7 @@ def build_optimizer(
         lr=learning_rates[GLOBAL],
         betas=train.optm_betas,
         eps=train.epsilon,
-        **implementation_flags,
+        **flags,
     )
     return optimizer
 
@@ -75,8 +108,7 @@ def learning_rate_factor(step: int, total_steps: int, train: TrainConfig) -> flo
     the default of 0 it changes no weight. A decay that would begin inside the warm-up is shortened to begin after it.
     """
     warmup_steps = train.optm_warmup_steps
-    if isinstance(warmup_steps, float):
-        warmup_steps = int(warmup_steps * total_steps)
+    warmup_steps = int(warmup_steps * total_steps) if isinstance(warmup_steps, float) else warmup_steps
     warmup_steps = min(warmup_steps, total_steps)
     if step < warmup_steps:
         start_factor = train.optm_warmup_start_factor
@@ -112,7 +144,7 @@ def set_learning_rate(
     return {"lr" if path == GLOBAL else f"lr/{path}": rate * factor for path, rate in _learning_rates(train).items()}
 
 
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
     """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before scaling.
 
     With `max_norm` <= 0 the norm is only measured. If the norm is not finite, the gradients stay unchanged: scaling
@@ -129,14 +161,14 @@ def _learning_rates(train: TrainConfig) -> dict[str, float]:
     return train.optm_lr if isinstance(train.optm_lr, dict) else {GLOBAL: train.optm_lr}
 
 
-def _parameters_by_path(model: torch.nn.Module, paths: Mapping[str, float]) -> dict[str, list[torch.nn.Parameter]]:
+def _parameters_by_path(model: nn.Module, paths: Mapping[str, float]) -> dict[str, list[nn.Parameter]]:
     """Return the trained parameters, grouped by the deepest module path of `paths` that contains the parameter; a tied
     parameter may be in several modules."""
-    names_by_parameter: dict[torch.nn.Parameter, list[str]] = {}
+    names_by_parameter: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             names_by_parameter.setdefault(parameter, []).append(name)
-    groups: dict[str, list[torch.nn.Parameter]] = {GLOBAL: []}
+    groups: dict[str, list[nn.Parameter]] = {GLOBAL: []}
     for parameter, parameter_names in names_by_parameter.items():
         matching_paths = [path for path in paths if any(f"{name}.".startswith(f"{path}.") for name in parameter_names)]
         path = max(matching_paths, key=lambda path: path.count("."), default=GLOBAL)
@@ -144,12 +176,8 @@ def _parameters_by_path(model: torch.nn.Module, paths: Mapping[str, float]) -> d
     return groups
 
 
-def check_module_paths(model: torch.nn.Module, train: TrainConfig) -> None:
-    """Check that each module path of `optm_lr` has trained parameters.
-
-    Raises:
-        ConfigError: a module path has none.
-    """
+def check_module_paths(model: nn.Module, train: TrainConfig) -> None:
+    """Check that each module path of `optm_lr` has trained parameters; raise ConfigError if one has none."""
     paths = _learning_rates(train)
     groups = _parameters_by_path(model, paths)
     for path in [path for path in paths if path not in groups]:

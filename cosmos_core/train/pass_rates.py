@@ -1,13 +1,12 @@
 """Pass rates of prompts: how often a training sampled each prompt, and how its completions were rewarded.
 
-<stage>/pass_rates.jsonl   one line per training prompt, also for prompts that were never sampled
-
-Groups that dynamic sampling (DAPO) dropped count too. The counts are in checkpoints, so a resumed training writes the
-same file. A later stage can read the file by the key `train.train_policy.dataset.pass_rates`.
-"""
+`<stage>/pass_rates.jsonl` has one line per training prompt, also for prompts that were never sampled. Groups that
+dynamic sampling (DAPO) dropped count too. The counts are in checkpoints, so a resumed training writes the same file. A
+later stage can read the file by the key `train.train_policy.dataset.pass_rates`."""
 
 import json
 from collections.abc import Callable, Sequence
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,22 @@ from cosmos_core.types import Prompt, ScoredGroup
 
 
 class PassRates:
-    """Counts of sampled groups and of rewards by prompt; `full` is the full reward of a completion, or a function that
-    returns the full reward of a data set by its name; None: there is no full reward."""
+    """Counts of sampled groups and of rewards by prompt; `full_reward` returns the full reward of a data set by its
+    name, None if there is none."""
 
-    def __init__(self, full: float | Callable[[str], float | None] | None) -> None:
-        self._full_reward = full
+    def __init__(self, full_reward: Callable[[str], float | None]) -> None:
+        self._full_reward = full_reward
         self._counts: dict[str, list[float]] = {}
 
     def add(self, groups: Sequence[ScoredGroup]) -> None:
         """Count groups; completions without a valid reward are left out."""
         for group in groups:
             rewards = [score.value for score in group.scores if score.value is not None]
-            full_reward = self._full_reward_of_prompt(group.group.prompt)
+            full_reward = self._full_reward(group.group.prompt.source)
             passed_flags = [full_reward is not None and has_full_reward(reward, full_reward) for reward in rewards]
             added_counts = (1, len(rewards), sum(rewards), sum(passed_flags))
             key = str(group.group.prompt.id)
-            counts = self._counts.get(key, [0.0] * len(added_counts))
-            self._counts[key] = [
-                old_count + added_count for old_count, added_count in zip(counts, added_counts, strict=True)
-            ]
-
-    def _full_reward_of_prompt(self, prompt: Prompt) -> float | None:
-        return self._full_reward(prompt.source) if callable(self._full_reward) else self._full_reward
+            self._counts[key] = list(map(add, self._counts.get(key, [0.0] * 4), added_counts))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of sampled groups and of rewards as JSON values."""
@@ -54,15 +47,14 @@ class PassRates:
         lines = []
         for prompt in prompts:
             num_sampled, num_valid, reward_sum, num_passed = self._counts.get(str(prompt.id), [0.0] * 4)
-            pass_rate = (
-                num_passed / num_valid if num_valid and self._full_reward_of_prompt(prompt) is not None else None
-            )
+            has_pass_rate = num_valid and self._full_reward(prompt.source) is not None
             line = {
                 "prompt": prompt.text,
-                "pass_rate": pass_rate,
+                "pass_rate": num_passed / num_valid if has_pass_rate else None,
                 "mean_reward": reward_sum / num_valid if num_valid else None,
+                "drawn": int(num_sampled),
+                "completions": int(num_valid),
             }
-            line |= {"drawn": int(num_sampled), "completions": int(num_valid)}
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         with raise_disk_full(folder):
             write_text(folder / PASS_RATES, "".join(lines))

@@ -1,8 +1,6 @@
 """Traces of train steps by torch.profiler, as set in `[profiler]`; written to `profile/` in the stage."""
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -27,7 +25,7 @@ class StepProfiler:
         self._profile: profile | None = None
         self._step = self._first_step = start
 
-    def __enter__(self) -> StepProfiler:
+    def __enter__(self) -> Self:
         if self._is_enabled and self._config.do_profile:
             self._begin_profile()
         return self
@@ -53,12 +51,10 @@ class StepProfiler:
         return path.stat().st_mtime if path.exists() else 0.0
 
     def _begin_profile(self) -> None:
-        config, profiler_activities = self._config, [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            profiler_activities.append(ProfilerActivity.CUDA)
+        config, has_gpu = self._config, torch.cuda.is_available()
         self._first_step = self._step
         self._profile = profile(
-            activities=profiler_activities,
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_gpu else [])],
             schedule=schedule(wait=config.wait_steps, warmup=config.warmup_steps, active=config.active_steps, repeat=1),
             on_trace_ready=self._write_trace,
             record_shapes=config.record_shape,
@@ -84,9 +80,8 @@ class StepProfiler:
 
 def _slowest_operators(profile: profile) -> list[dict[str, Any]]:
     """Return the operators with the longest self time, in milliseconds on the device that computes."""
-    has_gpu = torch.cuda.is_available()
-    events = profile.key_averages()
-    rows = [(each.self_device_time_total if has_gpu else each.self_cpu_time_total, each) for each in events]
+    time_name = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    rows = [(getattr(each, time_name), each) for each in profile.key_averages()]
     total_microseconds = sum(microseconds for microseconds, _ in rows) or 1.0
     rows.sort(key=lambda row: -row[0])
     return [

@@ -10,7 +10,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from itertools import islice
 from math import ceil, gcd, log2
@@ -70,11 +70,7 @@ class Options(NamedTuple):
 
     @property
     def dataset(self) -> DatasetConfig:
-        """Return the data set that the options name.
-
-        Raises:
-            ConfigError: a key has a value that it cannot have.
-        """
+        """Return the data set that the options name; raise ConfigError if a key has a value that it cannot have."""
         return parse(DatasetConfig, {"name": self.data, **self.rows}, source="--set", prefix=_DATASET)
 
 
@@ -147,9 +143,8 @@ def _text_settings(options: Options, method: Method, machine: Machine) -> Iterat
     completion_tokens = (1024 if machine.num_gpus else 256) * samples_completions
     context_length = getattr(text_config, "max_position_embeddings", None) or 1 << 20
     max_length = min(context_length, 64 * ceil((longest * 1.1 + completion_tokens) / 64))
-    reason_for_length = f"the longest of the first {len(sampled_rows):,} rows has {longest:,} tokens"
-    reason_for_length += f", a completion {completion_tokens:,}" if completion_tokens else ""
-    yield "policy.model_max_length", max_length, reason_for_length
+    reason = f"the longest of the first {len(sampled_rows):,} rows has {longest:,} tokens"
+    yield "policy.model_max_length", max_length, reason + f", a completion {completion_tokens:,}" * samples_completions
     if samples_completions:
         yield "rollout.max_response_length", min(completion_tokens, max_length // 2), "raise it for longer reasoning"
         yield "train.train_policy.reward_function", options.reward, "--reward"
@@ -180,9 +175,8 @@ def _infer_columns(options: Options, method: Method, row_location: str, row: Row
     tokenised_rows = tokenised_kind(method.rows)
     named_columns = {name: column for name in _COLUMNS if (column := getattr(options, name))}
     try:
-        tokenised_rows.read(row, row_location, _make_recipe(options, named_columns).train.train_policy)
-    except SkippedRow:
-        pass
+        with suppress(SkippedRow):
+            tokenised_rows.read(row, row_location, _make_recipe(options, named_columns).train.train_policy)
     except (MissingColumn, ValidationError) as error:  # a recipe names the columns of prompt and response, or neither
         turn_columns = {name for name, value in row.items() if are_turns(decode_conversation(value))}
         if len(turn_columns) == 1 and tokenised_rows.has_one_response and {*named_columns.values()} <= turn_columns:
@@ -259,10 +253,8 @@ def _batch_settings(samples_completions: bool, num_rows: int, max_rows: int, num
     if samples_completions:
         micro_batch_size = gcd(micro_batch_size, batch_size // num_ranks)
     yield "train.train_policy.mini_batch", micro_batch_size, f"rows of one pass; about {max_rows:,} of the longest fit"
-    if samples_completions or num_rows >= 10_000:
-        yield "train.epoch", 1, f"{num_rows:,} rows"
-    else:
-        yield "train.epoch", 3, f"{num_rows:,} rows are few"
+    has_few_rows = not samples_completions and num_rows < 10_000
+    yield "train.epoch", 3 if has_few_rows else 1, f"{num_rows:,} rows{' are few' * has_few_rows}"
     yield "train.optm_warmup_steps", 0.03, "a share of all steps"
     yield "train.optm_decay_type", "cosine", "common for fine-tuning"
 

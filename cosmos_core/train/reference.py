@@ -45,9 +45,8 @@ def compared_logprobs(trainer: Trainer, rows: HeldOutRows, positions: Sequence[i
 def reference_logprobs(
     stage: Stage, trainer: Trainer, rows: HeldOutRows, split_name: str, positions: np.ndarray
 ) -> np.ndarray | None:
-    """Return the log-probabilities of all rows under the reference policy, shape (rows, 2), NaN outside `positions`.
-
-    The result is None if the algorithm needs no reference policy. Values that an earlier attempt saved are reused.
+    """Return the log-probabilities of all rows under the reference policy, shape (rows, 2), NaN outside `positions`;
+    None if the algorithm needs no reference policy. Values that an earlier attempt saved are reused.
 
     Raises:
         Preempted: a signal requested a stop; computed values are saved.
@@ -57,10 +56,9 @@ def reference_logprobs(
     stage.progress.phase(REFERENCE_WEIGHTS)
     file = stage.path / REFERENCE_WEIGHTS / f"{split_name}.json"
     cache_key = {"fingerprint": stage.checkpoint_fingerprint, "rows": sha256(rows.path)}
-    saved_logprobs = (
+    logprobs: np.ndarray = broadcast_object(
         torch.from_numpy(_read_saved_logprobs(file, cache_key, len(rows))) if is_first() else torch.empty(0)
-    )
-    logprobs = broadcast_object(saved_logprobs).numpy()
+    ).numpy()
     last_save_time = time.monotonic()
     for start in range(0, len(positions), COMPARED_ROWS):
         stage.progress.advance(start, len(positions))
@@ -89,10 +87,8 @@ def load_earlier_reference(stage: Stage, rows: HeldOutRows, split_name: str) -> 
         return None
     key = {"rows": sha256(rows.path)}
     for stage_result in stage.inputs.values():
-        logprobs = _read_saved_logprobs(
-            Path(stage_result["path"]) / REFERENCE_WEIGHTS / f"{split_name}.json", key, len(rows)
-        )
-        if not np.isnan(logprobs).any():
+        file = Path(stage_result["path"]) / REFERENCE_WEIGHTS / f"{split_name}.json"
+        if not np.isnan(logprobs := _read_saved_logprobs(file, key, len(rows))).any():
             return logprobs
     raise ConfigError(
         f"stage {stage.name!r} has no log-probabilities of its held-out rows under a reference; name the stage that "

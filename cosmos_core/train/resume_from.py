@@ -8,7 +8,6 @@ from; the digest of this checkpoint becomes part of the stage's fingerprint.
 
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +50,15 @@ def adopt_checkpoint(stage: Stage) -> None:
     all_folders = stage.run_path.parent.glob("*/stages/*/checkpoints") if is_first() else ()
     folders = [folder for folder in all_folders if folder != own_folder]
     checkpoints = sorted(((step, folder) for folder in folders for step in saved_steps(folder)), reverse=True)
-    same_mesh_checkpoints = [(step, folder, stage.checkpoint_fingerprint) for step, folder in checkpoints]
     log_level = logging.WARNING if is_first() else logging.DEBUG  # other ranks log warnings too
     skipped_steps = set()
-    candidates = [*same_mesh_checkpoints, *_other_mesh_checkpoints(stage, checkpoints)]
-    for step, name, fingerprint in broadcast_object([(step, str(path), value) for step, path, value in candidates]):
+    candidates = [(step, str(folder), stage.checkpoint_fingerprint) for step, folder in checkpoints]
+    stage_ingredients = _drop_mesh(read_object(stage.path / FINGERPRINT))
+    for step, folder in checkpoints if stage_ingredients else ():
+        other = read_object(folder.parent / FINGERPRINT)
+        if _drop_mesh(other) == stage_ingredients:
+            candidates.append((step, str(folder), other.get("of_training", other["value"])))
+    for step, name, fingerprint in broadcast_object(candidates):
         checkpoint = step_folder(folder := Path(name), step)
         obstacle = resume_obstacle_on_ranks(folder, step, fingerprint, send_heartbeat)
         obstacle = obstacle or _link_checkpoint(folder, step, fingerprint, stage)
@@ -65,53 +68,26 @@ def adopt_checkpoint(stage: Stage) -> None:
         if obstacle != OTHER_CONFIGURATION and folder.parent.name == stage.name and checkpoint not in skipped_steps:
             logger.log(log_level, "checkpoint %s is passed over: %s", checkpoint, obstacle)
             skipped_steps.add(checkpoint)
-    policy_folders = [
-        step_folder(folder, step) / "policy" for step, folder in checkpoints if folder.parent.name == stage.name
-    ]
-    manifests = {policy: read_manifest(policy) for policy in policy_folders if policy.parent not in skipped_steps}
+    own = [step_folder(folder, step) for step, folder in checkpoints if folder.parent.name == stage.name]
+    manifests = {each / "policy": read_manifest(each / "policy") for each in own if each not in skipped_steps}
     complete_folders = [policy for policy, manifest in manifests.items() if manifest]
     newest_folder = max(complete_folders, key=lambda policy: manifests[policy].get("created", 0.0), default=None)
     hint = f"; to go on from other settings: train.resume = '{newest_folder}'" if newest_folder else ""
-    logger.log(
-        log_level,
-        "train.resume = true: no other run below %s has a checkpoint with these settings and inputs, so this one "
-        "starts at step 0%s",
-        stage.run_path.parent,
-        hint,
-    )
+    message = "train.resume = true: no other run below %s has a checkpoint with these settings and inputs, so this one "
+    logger.log(log_level, message + "starts at step 0%s", stage.run_path.parent, hint)
 
 
 def named_checkpoint(stage: Stage) -> Path | None:
-    """Return the `.../step_N/policy` folder that `train.resume` names, or None if it names no path.
-
-    Raises:
-        ModelError: the checkpoint, which lacks the weights that were frozen, began from another base model.
-    """
+    """Return the `.../step_N/policy` folder that `train.resume` names, or None if it names no path. Raise ModelError if
+    the checkpoint, which lacks the weights that were frozen, began from another base model."""
     if not isinstance(stage.recipe.train.resume, str):
         return None
     policy = Path(stage.recipe.train.resume)
-    fingerprints = (read_object(path / FINGERPRINT) for path in (policy.parents[2], stage.path))
-    checkpoint_base, stage_base = (_base_fingerprints(fingerprint, stage) for fingerprint in fingerprints)
-    if checkpoint_base and stage_base and checkpoint_base != stage_base:
+    ingredients = [read_object(path / FINGERPRINT).get("ingredients") for path in (policy.parents[2], stage.path)]
+    bases = [(each["model"], each["inputs"].get(source_of(stage.config.model))) for each in ingredients if each]
+    if len(bases) == 2 and bases[0] != bases[1]:  # a stage without ingredients began from an unknown model
         raise ModelError(f"train.resume = '{policy}' began from another model than {stage.model}; start from that one")
     return policy
-
-
-def _base_fingerprints(fingerprint: dict[str, Any], stage: Stage) -> tuple[Any, ...]:
-    """Return the fingerprints that identify the model a stage began from; empty if unknown."""
-    if not fingerprint:
-        return ()
-    ingredients = fingerprint["ingredients"]
-    return ingredients["model"], ingredients["inputs"].get(source_of(stage.config.model))
-
-
-def _other_mesh_checkpoints(stage: Stage, checkpoints: list[tuple[int, Path]]) -> Iterator[tuple[int, Path, Any]]:
-    """Yield the checkpoints, with their fingerprints, of stages that differ from this stage only in the mesh."""
-    stage_ingredients = _drop_mesh(read_object(stage.path / FINGERPRINT))
-    for step, folder in checkpoints:
-        fingerprint = read_object(folder.parent / FINGERPRINT)
-        if stage_ingredients and _drop_mesh(fingerprint) == stage_ingredients:
-            yield step, folder, fingerprint.get("of_training", fingerprint["value"])
 
 
 def _drop_mesh(fingerprint: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,8 @@ class RolloutFeed(Feed):
         log: Callable[[int, Sequence[ScoredGroup]], None] = lambda step, groups: None,
     ) -> None:
         """Build the feed; `log` is called with each train step, counted from 1, and the step's groups."""
-        self._source, self._algorithm, self._log, self._steps = source, algorithm, log, step_groups(recipe)
+        self._source, self._algorithm, self._log = source, algorithm, log
+        self._steps = StepGroups(recipe.train.train_batch_per_replica, recipe.rollout.n_generation)
         self._policy, self._prompts = recipe.train.train_policy, prompts
         self._rates = PassRates(partial(full_value, self._policy.remote_rewards or self._policy.rewards))
         self.steps_per_epoch = max(1, len(prompts) * self._steps.size // self._steps.batch)
@@ -45,9 +46,8 @@ class RolloutFeed(Feed):
         self.unused_rows_notice = unused_rows_message(recipe, len(prompts))
 
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
-        """Return the samples of the next train step, and metrics about the samples; None if the data has ended.
-
-        A source that drops groups may end before the last planned step.
+        """Return the samples of the next train step, and metrics about the samples; None if the data has ended, which a
+        source that drops groups may do before the last planned step.
 
         Raises:
             RewardError: no completion has a valid reward because a reward function raises.
@@ -110,21 +110,18 @@ class PromptOrder:
 
     def __call__(self, step: int) -> Sequence[Prompt]:
         """Return the prompts of train step `step`, counted from 0."""
-        shuffle = self._train.train_policy.dataloader_shuffle
-        positions = batch_positions(
-            self._train.order_seed, step, self._prompts_per_step, rows_of(self._prompts), shuffle
-        )
+        seed, shuffle = self._train.order_seed, self._train.train_policy.dataloader_shuffle
+        positions = batch_positions(seed, step, self._prompts_per_step, rows_of(self._prompts), shuffle)
         return [self._prompts[int(i)] for i in positions]
 
     def take_prompts(self, start: int, count: int, end: int | None = None) -> list[Prompt]:
         """Return `count` prompts from position `start` on, counted over all epochs; fewer if the last epoch ends or
         position `end` is reached."""
-        num_prompts, shuffle = len(self._prompts), self._train.train_policy.dataloader_shuffle
-        rows = rows_of(self._prompts)
+        rows, shuffle = rows_of(self._prompts), self._train.train_policy.dataloader_shuffle
+        last_position = self._train.epoch * len(self._prompts)
         prompts = []
-        last_position = self._train.epoch * num_prompts
         for position in range(start, min(start + count, last_position, last_position if end is None else end)):
-            epoch, i = divmod(position, num_prompts)
+            epoch, i = divmod(position, len(self._prompts))
             prompts.append(self._prompts[int(epoch_order(self._train.order_seed, epoch, rows, shuffle)[i])])
         return prompts
 
@@ -143,11 +140,6 @@ def sync_source(sync_groups: SyncGroupSource, order: PromptOrder, recipe: Recipe
     return FilteredGroupSource(sync_groups, order.take_prompts, rows_per_step(recipe), filter_settings)
 
 
-def step_groups(recipe: Recipe) -> StepGroups:
-    """Return the plan of how many groups each train step needs."""
-    return StepGroups(recipe.train.train_batch_per_replica, recipe.rollout.n_generation)
-
-
 def training_sampling(recipe: Recipe) -> Sampling:
     """Return the sampling settings of training completions."""
     config, policy = recipe.rollout.sampling_config, recipe.train.train_policy
@@ -161,9 +153,9 @@ def training_sampling(recipe: Recipe) -> Sampling:
         max_tokens=recipe.rollout.max_response_length,
         num_completions=recipe.rollout.n_generation,
         seed=seed,
-        flow=recipe.train.train_policy.flow_sampling(recipe.policy.diffusers),
+        flow=policy.flow_sampling(recipe.policy.diffusers),
         policy_temperature=policy.temperature if isinstance(policy, RlConfig) else None,
         may_be_outdated=recipe.train.sync_weight_interval > 1
         or recipe.may_split_groups
-        or (recipe.mode == "disaggregated" and recipe.train.train_policy.lookahead[0] > 0),
+        or (recipe.mode == "disaggregated" and policy.lookahead[0] > 0),
     )

@@ -29,14 +29,13 @@ from cosmos_core.models.base import ModelAdapter
 from cosmos_core.models.teacher import TEACHER, open_teacher
 from cosmos_core.observe.gallery import FOLDER as DRAWINGS
 from cosmos_core.rollout.async_groups import AsyncGroupSource, steps_of
-from cosmos_core.rollout.groups import GroupSource, SyncGroupSource
+from cosmos_core.rollout.groups import GroupSource, StepGroups, SyncGroupSource
 from cosmos_core.run.lineage import base_of
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.async_validation import AsyncValidation, supports_async_validation
+from cosmos_core.train.async_validation import AsyncValidation
 from cosmos_core.train.completions import FOLDER as COMPLETIONS
 from cosmos_core.train.completions import CompletionLog
 from cosmos_core.train.diffusion_setup import prepare_algorithm
-from cosmos_core.train.ema import EMA_WEIGHTS, MovingAverage
 from cosmos_core.train.feeds import Feed, RowFeed, rows_per_step, sft_rows, total_steps
 from cosmos_core.train.generation import Generation, transfer_dtype_of
 from cosmos_core.train.logprob_drift import LogprobDrift
@@ -44,7 +43,6 @@ from cosmos_core.train.loop import Loop
 from cosmos_core.train.measure import (
     SAMPLES,
     Completions,
-    held_out_batch,
     max_held_out_tokens,
     prepared_folder,
     reward_weights,
@@ -52,6 +50,7 @@ from cosmos_core.train.measure import (
     trained_rewards,
 )
 from cosmos_core.train.mfu import Utilization
+from cosmos_core.train.named_weights import EMA_WEIGHTS, MovingAverage
 from cosmos_core.train.reference import REFERENCE_WEIGHTS as REFERENCE
 from cosmos_core.train.reference import reference_logprobs
 from cosmos_core.train.resume_from import adopt_checkpoint, named_checkpoint
@@ -59,7 +58,6 @@ from cosmos_core.train.rollout_feed import (
     PromptOrder,
     RolloutFeed,
     group_filter,
-    step_groups,
     sync_source,
     training_sampling,
 )
@@ -96,7 +94,8 @@ def train(stage: Stage) -> TrainingResult:
     algorithm = make_algorithm(recipe, training_sampling(recipe) if has_rollouts else None)
     trainer = open_trainer(stage)
     algorithm.has_separate_gradients = trainer.has_separate_gradients
-    algorithm = _add_data_term(algorithm, stage)
+    if policy.supervised_rows is not None:
+        algorithm = WithDataTerm(algorithm, sft_rows(open_sequences(prepared_folder(stage), DATA_TERM), recipe))
     with ExitStack() as stack:
         generation = Generation(stage, trainer, stack)
         async_validation = _make_async_validation(stage, generation)
@@ -124,23 +123,12 @@ def train(stage: Stage) -> TrainingResult:
     return TrainingResult(trainer.adapter, loop.step, metrics, loop.validation.best, notices)
 
 
-def _add_data_term(algorithm: Algorithm, stage: Stage) -> Algorithm:
-    """Return the algorithm, combined with a supervised loss on SFT rows (data term) if the recipe has one."""
-    if stage.recipe.train.train_policy.supervised_rows is None:
-        return algorithm
-    return WithDataTerm(algorithm, sft_rows(open_sequences(prepared_folder(stage), DATA_TERM), stage.recipe))
-
-
-def open_model(stage: Stage) -> ModelAdapter:
-    """Return the model adapter of a stage; only the module of its modality is imported."""
-    module = importlib.import_module(f"cosmos_core.models.open_{stage.recipe.policy.modality.name}")
-    return module.open_model(stage)
-
-
 def open_trainer(stage: Stage) -> Trainer:
     """Return the trainer of a stage's model, with the named weights and the teacher that the algorithm needs."""
     stage.progress.phase("load")
-    trainer = Trainer(open_model(stage), stage.recipe.train, stage.progress)
+    # Only the module of the model's modality is imported.
+    module = importlib.import_module(f"cosmos_core.models.open_{stage.recipe.policy.modality.name}")
+    trainer = Trainer(module.open_model(stage), stage.recipe.train, stage.progress)
     policy = stage.recipe.train.train_policy
     # No reference weights if rows are scored before step 1, while the policy equals the reference policy.
     if stage.kind.trains_model and not policy.scores_rows_once:
@@ -174,11 +162,7 @@ def export_trained(stage: Stage, trained: TrainingResult) -> Outcome:
 
 
 def _make_feed(
-    stage: Stage,
-    trainer: Trainer,
-    algorithm: Algorithm,
-    generation: Generation,
-    async_validation: AsyncValidation | None,
+    stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: Generation, validation: AsyncValidation | None
 ) -> Feed:
     """Return the feed of a stage; call it before the first train step, while the policy equals the reference policy."""
     recipe, folder = stage.recipe, prepared_folder(stage)
@@ -194,23 +178,17 @@ def _make_feed(
         prepare_algorithm(stage, trainer, algorithm)
     order = PromptOrder(prompts, recipe)
     if recipe.num_engines:
-        source = _make_async_source(stage, prompts, order, generation, async_validation)
+        source = _make_async_source(stage, prompts, order, generation, validation)
     else:
-        source = _make_sync_source(stage, order, generation)
+        sync_groups = SyncGroupSource(
+            order, generation.engine, generation.score(trained_rewards(recipe)), training_sampling(recipe),
+            stage.progress, recipe.rollout.batch_size, on_wait=partial(check_stop, stage),
+            publish_every=recipe.train.sync_weight_interval,
+        )  # fmt: skip
+        source = sync_source(sync_groups, order, recipe)
     feed_class = SpreadRolloutFeed if recipe.may_split_groups else RolloutFeed
     log = CompletionLog(stage.path / COMPLETIONS, writes=recipe.logging.log_completions)
     return feed_class(prompts, source, algorithm, recipe, log)
-
-
-def _make_sync_source(stage: Stage, order: PromptOrder, generation: Generation) -> GroupSource:
-    """Return a source whose groups are generated synchronously by the ranks themselves."""
-    recipe = stage.recipe
-    sync_groups = SyncGroupSource(
-        order, generation.engine, generation.score(trained_rewards(recipe)), training_sampling(recipe),
-        stage.progress, recipe.rollout.batch_size, on_wait=partial(check_stop, stage),
-        publish_every=recipe.train.sync_weight_interval,
-    )  # fmt: skip
-    return sync_source(sync_groups, order, recipe)
 
 
 def _make_async_source(
@@ -218,16 +196,17 @@ def _make_async_source(
     prompts: Sequence[Prompt],
     order: PromptOrder,
     generation: Generation,
-    async_validation: AsyncValidation | None = None,
+    validation: AsyncValidation | None = None,
 ) -> GroupSource:
     """Return an asynchronous source: disaggregated engines generate groups of completions while the ranks train."""
 
     def check_validation() -> None:
         check_stop(stage)
-        if async_validation is not None:
-            async_validation.check()
+        if validation is not None:
+            validation.check()
 
-    recipe, policy, groups_per_step = stage.recipe, stage.recipe.train.train_policy, step_groups(stage.recipe)
+    recipe, policy = stage.recipe, stage.recipe.train.train_policy
+    groups_per_step = StepGroups(recipe.train.train_batch_per_replica, recipe.rollout.n_generation)
     filter_settings, sleeps_in_training = group_filter(recipe), recipe.mode == "colocated_separated"
     max_lag, num_extra_prompts, max_steps_ahead = policy.lookahead
     if sleeps_in_training:  # engines that sleep during training would lose requests in flight
@@ -248,25 +227,26 @@ def _make_async_source(
 
 def _make_metrics_fn(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: Generation) -> MetricsFn | None:
     """Return the validation of the training, on held-out rows or on completions of held-out prompts; None: disabled."""
-    if not stage.recipe.validation.enable:
-        return None
     recipe = stage.recipe
+    if not recipe.validation.enable:
+        return None
     rows, prompts = open_held_out(prepared_folder(stage), recipe.train.train_policy, recipe.policy, trainer.adapter)
     completion_metrics = _no_metrics if prompts is None else _completion_metrics_fn(prompts, generation, stage)
     if rows is None:
         return completion_metrics
     if rows.has_reference_pair:
         rows.reference = reference_logprobs(stage, trainer, rows, VALIDATION, np.arange(len(rows)))
-    size = held_out_batch(recipe)
-    on_wait = partial(check_stop, stage)
-    return lambda step: row_metrics(trainer, algorithm, rows, size, stage.progress, on_wait) | completion_metrics(step)
+    return lambda step: row_metrics(stage, trainer, algorithm, rows) | completion_metrics(step)
 
 
 def _make_async_validation(stage: Stage, generation: Generation) -> AsyncValidation | None:
-    """Return the validation that runs while the training continues; None: the training waits for each validation."""
-    if not (stage.recipe.validation.enable and supports_async_validation(stage.recipe)):
+    """Return the validation that runs while the training continues; None: the training waits for each validation. It
+    needs disaggregated engines, checkpoints to resume from if the engines die, and no moving average to validate."""
+    recipe, train = stage.recipe, stage.recipe.train
+    has_async_engines = train.train_policy.has_rollouts and recipe.mode == "disaggregated"
+    is_supported = has_async_engines and train.ckpt.enable_checkpoint and not train.ema_enable
+    if not (recipe.validation.enable and is_supported):
         return None
-    recipe = stage.recipe
     prompts = open_held_out(prepared_folder(stage), recipe.train.train_policy, recipe.policy).prompts
     assert prompts is not None
     score = generation.make_local_scorer(reward_weights(recipe), max_held_out_tokens(recipe))
@@ -296,14 +276,11 @@ def _no_metrics(step: int) -> dict[str, float]:
 
 def _make_drift_check(stage: Stage) -> Callable[[int, dict[str, float]], dict[str, float]]:
     """Return a function that checks for log-probability drift between engines and trainer, if the stage has engines."""
-    train = stage.recipe.train
-    if not train.train_policy.has_rollouts or stage.recipe.policy.is_diffusers:
+    recipe, train = stage.recipe, stage.recipe.train
+    if not train.train_policy.has_rollouts or recipe.policy.is_diffusers:
         return lambda step, metrics: {}
-    sampling = training_sampling(stage.recipe)
-    should_stop_on_alarm = stage.recipe.rollout.stop_on_alarm
-    return LogprobDrift(
-        getattr(torch, train.param_dtype), transfer_dtype_of(train), sampling, stops=should_stop_on_alarm
-    ).check
+    dtype, sampling = getattr(torch, train.param_dtype), training_sampling(recipe)
+    return LogprobDrift(dtype, transfer_dtype_of(train), sampling, stops=recipe.rollout.stop_on_alarm).check
 
 
 def _make_checkpointer(stage: Stage, stack: ExitStack) -> Checkpointer:

@@ -33,31 +33,21 @@ class CarriedSamples:
         return len(self._queued_samples)
 
     def add(self, groups: Sequence[ScoredGroup], samples: Sequence[Any], metrics: dict[str, float]) -> None:
-        """Add the completions of groups with the groups' metrics.
-
-        `samples` have their `completion_index`, or there is one sample for each valid reward.
-
-        Raises:
-            ConfigError: the algorithm does not make one sample of each completion.
-        """
+        """Add the completions of groups with the groups' metrics. `samples` have their `completion_index`, or there is
+        one sample for each valid reward; raise ConfigError if the algorithm does not make one of each completion."""
         scores = [(group.group.version, score.value) for group in groups for score in group.scores]
         self._metrics = metrics
-        if all(isinstance(sample, Sample) and sample.completion_index is not None for sample in samples):
-            sample_by_index = {sample.completion_index: sample for sample in samples}
-            self._queued_samples += [(version, sample_by_index.get(i)) for i, (version, _) in enumerate(scores)]
-            return
-        is_trained = [value is not None or len(samples) == len(scores) for _, value in scores]
-        if len(samples) != sum(is_trained) or not all(isinstance(sample, Sample) for sample in samples):
-            raise ConfigError(
-                f"the algorithm makes {len(samples)} samples of {sum(is_trained)} completions with valid rewards, so "
-                f"that a group cannot be spread over train steps; make train.train_batch_per_replica a multiple of "
-                f"rollout.n_generation"
-            )
-        sample_iterator = iter(samples)
-        self._queued_samples += [
-            (version, next(sample_iterator) if is_used else None)
-            for (version, _), is_used in zip(scores, is_trained, strict=True)
-        ]
+        indices = [sample.completion_index for sample in samples if isinstance(sample, Sample)]
+        if len(indices) != len(samples) or None in indices:
+            indices = [i for i, (_, value) in enumerate(scores) if value is not None or len(samples) == len(scores)]
+            if len(samples) != len(indices) or not all(isinstance(sample, Sample) for sample in samples):
+                raise ConfigError(
+                    f"the algorithm makes {len(samples)} samples of {len(indices)} completions with valid rewards, so "
+                    f"that a group cannot be spread over train steps; make train.train_batch_per_replica a multiple of "
+                    f"rollout.n_generation"
+                )
+        sample_by_index = dict(zip(indices, samples, strict=True))
+        self._queued_samples += [(version, sample_by_index.get(i)) for i, (version, _) in enumerate(scores)]
 
     def take_samples(self, count: int, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Remove and return the samples of the next `count` completions, with the metrics of the newest groups. The

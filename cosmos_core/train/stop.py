@@ -9,10 +9,6 @@ class StopRequested(Exception):
 
 
 def check_stop(stage: Stage) -> None:
-    """Check whether any rank received a stop signal; all ranks call this function together.
-
-    Raises:
-        StopRequested: at least one rank received a signal.
-    """
+    """Raise StopRequested if any rank has received a stop signal; all ranks call this function together."""
     if any_rank(stage.stop_requested):
         raise StopRequested

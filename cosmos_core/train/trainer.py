@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +29,12 @@ QUANTILES = {"p50": 0.5, "p95": 0.95, "max": 1.0}
 
 
 class Plan(NamedTuple):
-    """Samples of one micro-batch of a data-parallel rank."""
+    """Samples of one micro-batch of a data-parallel rank, by their positions in the list of samples."""
 
     indices: Sequence[int]
-    """Positions of the micro-batch in the list of samples; empty: the rank only takes part in collective operations."""
+    """Positions of the micro-batch; empty: the rank only takes part in collective operations."""
     padding_position: int
-    """Position in the list of samples of the sample that an empty micro-batch computes as a placeholder."""
+    """Position of the sample that an empty micro-batch computes as a placeholder."""
 
 
 class Trainer:
@@ -74,11 +75,8 @@ class Trainer:
         return set_learning_rate(self.optimizer, step, total_steps, self._train)
 
     def update(self, update: Update) -> dict[str, float]:
-        """Take one optimizer step, and return its metrics.
-
-        Raises:
-            ProgramError: the loss or the gradient norm is not finite; the weights are unchanged.
-        """
+        """Take one optimizer step, and return its metrics. Raise ProgramError, with unchanged weights, if the loss or
+        the gradient norm is not finite."""
         self.adapter.runner.train(True)
         self.optimizer.zero_grad(set_to_none=True)
         samples = [*update.samples, *(update.data.samples if update.data else ())]
@@ -93,13 +91,8 @@ class Trainer:
                 f"loss = {loss}, gradient norm = {grad_norm}: not finite; lower train.optm_lr or look at the data"
             )
         self.optimizer.step()
-        return {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            **means(metric_totals),
-            **_quantiles(values_by_metric),
-            **update.metrics,
-        }
+        metrics = {**means(metric_totals), **_quantiles(values_by_metric), **update.metrics}
+        return {"loss": loss, "grad_norm": grad_norm, **metrics}
 
     def drop_gradients(self) -> None:
         """Free the memory of the gradients after the last update of a train step."""
@@ -110,18 +103,11 @@ class Trainer:
         self, samples: Sequence[Any], request: Wants = None, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
         """Return the outputs that `request` selects for each sample, by named weights or another model without dropout.
-
-        All ranks get the outputs of all samples. `size` is the number of samples in a forward pass; None: `mini_batch`.
-        """
+        All ranks get the outputs of all samples. `size` is the number of samples in a forward pass; None:
+        `mini_batch`."""
         adapter = self._models.get(weights, self.adapter)
-        outputs: dict[int, dict[str, Tensor]] = {}
-
-        def keep_rows(micro_batch: MicroBatch) -> None:
-            outputs.update(zip(micro_batch.indices, adapter.rows(micro_batch), strict=True))
-
-        adapter.runner.train(False)
-        with self.weights("policy" if weights in self._models else weights):
-            self._run_micro_batches(adapter, samples, keep_rows, request, size=size)
+        named_weights = "policy" if weights in self._models else weights
+        outputs = self._outputs_of_rank(adapter, samples, request, named_weights, size=size)
         if adapter.mesh:
             cpu_outputs = {i: {name: row.cpu() for name, row in rows.items()} for i, rows in outputs.items()}
             outputs = {i: rows for each in adapter.mesh.all_gather_object(cpu_outputs) for i, rows in each.items()}
@@ -143,25 +129,30 @@ class Trainer:
         policy's. With dropout no outputs are equal, so the list is empty."""
         if not names or has_dropout(self.adapter.model):
             return []
-        equal_names = [name for name in names if self.named_weights.equals_policy(name)]
-        equal_names_by_rank = all_gather_object(equal_names)
-        return [name for name in equal_names if all(name in rank_names for rank_names in equal_names_by_rank)]
+        equal_names = all_gather_object([name for name in names if self.named_weights.equals_policy(name)])
+        return [name for name in names if all(name in rank_names for rank_names in equal_names)]
+
+    def _outputs_of_rank(
+        self, adapter: ModelAdapter, samples: Sequence[Any], request: Wants, weights: str, *, size: int | None = None
+    ) -> dict[int, dict[str, Tensor]]:
+        """Return the outputs of this rank's samples by their positions, computed by a model without dropout."""
+        outputs: dict[int, dict[str, Tensor]] = {}
+
+        def keep_rows(micro_batch: MicroBatch) -> None:
+            outputs.update(zip(micro_batch.indices, adapter.rows(micro_batch), strict=True))
+
+        adapter.runner.train(False)
+        with self.weights(weights):
+            self._run_micro_batches(adapter, samples, keep_rows, request, size=size)
+        return outputs
 
     @torch.no_grad()
     def _reference_outputs(self, update: Update, names: Sequence[str]) -> dict[int, dict[str, Tensor]]:
         """Return the outputs of this rank's samples under the named weights that the policy is compared with."""
         outputs: dict[int, dict[str, Tensor]] = {}
-        if not names:
-            return outputs
-        self.adapter.runner.train(False)
         for weights in names:
-
-            def keep_rows(micro_batch: MicroBatch, weights: str = weights) -> None:
-                for i, row in zip(micro_batch.indices, self.adapter.rows(micro_batch), strict=True):
-                    outputs.setdefault(i, {}).update({f"{weights}/{name}": value for name, value in row.items()})
-
-            with self.weights(weights):
-                self._run_micro_batches(self.adapter, update.samples, keep_rows, update.request)
+            for i, row in self._outputs_of_rank(self.adapter, update.samples, update.request, weights).items():
+                outputs.setdefault(i, {}).update({f"{weights}/{name}": value for name, value in row.items()})
         self.adapter.runner.train(True)
         return outputs
 
@@ -180,17 +171,14 @@ class Trainer:
                     | {f"{name}/{key}": v.detach() for name in equal_names for key, v in row.items()}
                     for i, row in zip(micro_batch.indices, self.adapter.rows(micro_batch), strict=True)
                 ]
-                stacked_outputs = {
-                    name: torch.stack([other[name] for other in reference_rows]) for name in reference_rows[0]
-                }
-                micro_batch = replace(micro_batch, outputs=micro_batch.outputs | stacked_outputs)
+                stacked = {name: torch.stack([other[name] for other in reference_rows]) for name in reference_rows[0]}
+                micro_batch = replace(micro_batch, outputs=micro_batch.outputs | stacked)
             loss = update.loss(micro_batch)
             metrics, scaled_model_loss = loss.metrics, torch.zeros_like(loss.value)
             if micro_batch.model_loss is not None:
                 scaled_model_loss = micro_batch.model_loss / num_tokens
-                model_loss = torch.tensor(
-                    [micro_batch.model_loss.item(), sum(map(self.adapter.num_tokens, micro_batch.samples))]
-                )
+                num_own_tokens = sum(map(self.adapter.num_tokens, micro_batch.samples))
+                model_loss = torch.tensor([micro_batch.model_loss.item(), num_own_tokens])
                 metrics = metrics | {"model_loss": model_loss.double()}
             # Detach the loss, because the autograd graph must not outlive its backward pass.
             losses.append(replace(loss, value=loss.value.detach(), metrics=metrics))
@@ -241,29 +229,22 @@ class Trainer:
         """Return the micro-batches of this rank: samples of similar cost together, the most expensive first. This order
         needs the least padding and reaches peak memory early. All ranks get the same number of micro-batches, of which
         some may be empty."""
-        by_descending_length = sorted(range(len(samples)), key=lambda i: -adapter.num_tokens(samples[i]))
         assigned_batches = [adapter.assigned_batch(sample) for sample in samples]
-        can_rearrange = is_planned and None in assigned_batches
-        if is_planned and None not in assigned_batches:
-            batches_by_key: dict[Any, list[int]] = {}
-            for i in by_descending_length:
-                batches_by_key.setdefault(assigned_batches[i], []).append(i)
-            batches = list(batches_by_key.values())
-        else:
-            is_planned, batches = False, [[i] for i in by_descending_length]
+        is_assigned = is_planned and None not in assigned_batches
+        batches: dict[Any, list[int]] = {}
+        for i in sorted(range(len(samples)), key=lambda i: -adapter.num_tokens(samples[i])):
+            batches.setdefault(assigned_batches[i] if is_assigned else i, []).append(i)
         groups: dict[Any, list[list[int]]] = {}
-        for batch in batches:
+        for batch in batches.values():
             groups.setdefault(adapter.batching_key(samples[batch[0]]), []).append(batch)
+        num_ranks, can_rearrange = adapter.mesh.data.size() if adapter.mesh else 1, is_planned and not is_assigned
         plans: list[Plan] = []
         for batching_key in sorted(groups):
-            positions = [i for batch in groups[batching_key] for i in batch]
+            group, positions = groups[batching_key], list(chain(*groups[batching_key]))
             padding_position = _shortest_sample(adapter, samples, positions)
-            num_ranks = adapter.mesh.data.size() if adapter.mesh else 1
-            arranged_batches = adapter.arrange(samples, positions, size, num_ranks) if can_rearrange else None
-            rank_chunks = _chunks_of_rank(
-                adapter, arranged_batches or groups[batching_key], 1 if is_planned or arranged_batches else size
-            )
-            plans += [Plan([i for batch in chunk for i in batch], padding_position) for chunk in rank_chunks]
+            arranged = adapter.arrange(samples, positions, size, num_ranks) if can_rearrange else None
+            chunks = _chunks_of_rank(adapter, arranged or group, 1 if is_assigned or arranged else size)
+            plans += [Plan(list(chain(*chunk)), padding_position) for chunk in chunks]
         return plans
 
     def _reduce_losses(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:
@@ -303,20 +284,14 @@ def _shortest_sample(adapter: ModelAdapter, samples: Sequence[Any], indices: Seq
 
 
 def _loss_on_cpu(loss: Loss) -> tuple[Tensor, Metrics, dict[str, Tensor]]:
-    metrics, values = (
-        {name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (loss.metrics, loss.values)
-    )
+    metrics, values = ({name: t.cpu() for name, t in tensors.items()} for tensors in (loss.metrics, loss.values))
     return loss.value.cpu(), metrics, values
 
 
 def _quantiles(values_by_metric: dict[str, list[Tensor]]) -> dict[str, float]:
     quantiles: dict[str, float] = {}
     for name, tensors in values_by_metric.items():
-        flat_values = torch.cat(tensors).float()
-        if flat_values.numel():
-            sorted_values = flat_values.sort().values
-            quantiles |= {
-                f"{name}_{key}": sorted_values[min(len(sorted_values) - 1, int(fraction * len(sorted_values)))].item()
-                for key, fraction in QUANTILES.items()
-            }
+        values = torch.cat(tensors).float().sort().values
+        for key, fraction in QUANTILES.items() if len(values) else ():
+            quantiles[f"{name}_{key}"] = values[min(len(values) - 1, int(fraction * len(values)))].item()
     return quantiles

@@ -2,7 +2,6 @@
 
 import json
 from contextlib import ExitStack
-from functools import partial
 
 import torch
 
@@ -17,7 +16,6 @@ from cosmos_core.train.generation import Generation
 from cosmos_core.train.measure import (
     SAMPLES,
     Completions,
-    held_out_batch,
     max_held_out_tokens,
     prepared_folder,
     reward_weights,
@@ -25,7 +23,7 @@ from cosmos_core.train.measure import (
 )
 from cosmos_core.train.reference import load_earlier_reference
 from cosmos_core.train.setup import open_trainer
-from cosmos_core.train.stop import StopRequested, check_stop
+from cosmos_core.train.stop import StopRequested
 from cosmos_core.types import Outcome
 
 METRICS = "metrics.json"
@@ -51,8 +49,7 @@ def run(stage: Stage) -> Outcome:
             outputs += [name for name in (SAMPLES, DRAWINGS) if (stage.path / name).exists()]
         if rows is not None:
             rows.reference = load_earlier_reference(stage, rows, VALIDATION) if rows.has_reference_pair else None
-            size, on_wait = held_out_batch(recipe), partial(check_stop, stage)
-            metrics |= row_metrics(trainer, make_algorithm(recipe), rows, size, stage.progress, on_wait)
+            metrics |= row_metrics(stage, trainer, make_algorithm(recipe), rows)
     except StopRequested:
         raise Preempted("stopped while it measured; nothing saved") from None
     stage.metrics.log(0, metrics)

@@ -84,11 +84,8 @@ class Validation:
         return {} if self._is_publish_postponed else self.publish(step)
 
     def run(self, step: int) -> dict[str, float]:
-        """Validate the weights of train step `step`, which may become the best step, and return the metrics.
-
-        Raises:
-            StopRequested: a signal requested a stop.
-        """
+        """Validate the weights of train step `step`, which may become the best step, and return the metrics. Raise
+        StopRequested if a signal requests a stop."""
         assert self.compute_metrics is not None
         self.progress.phase("validate")
         start_time = time.perf_counter()
@@ -110,12 +107,9 @@ class Validation:
         self.async_validation.begin(step)
 
     def wait(self, step: int) -> bool:
-        """Wait for the running validation, if any, and return whether a validation was running.
-
-        Raises:
-            StopRequested: a signal requested a stop.
-        """
-        if self.async_validation is None or self.async_validation.step is None:
+        """Wait for the running validation, if any, and return whether a validation was running. Raise StopRequested if
+        a signal requests a stop."""
+        if self.async_validation is None or self.running_step is None:
             return False
         self.progress.phase("validate")
         self.async_validation.wait(step, self._check_stop)

@@ -29,7 +29,7 @@ from cosmos_core.run.directory import read_start_info
 from cosmos_core.run.files import write_text
 from cosmos_core.run.liveness import read_holder
 from cosmos_core.run.manifest import RESULT, STORE_KEY, Result
-from cosmos_core.upload.bundle import ContentStore, Entry, exchange_document, read_document, write_document
+from cosmos_core.upload.bundle import ContentStore, Entry, encode_document, read_document, write_document
 from cosmos_core.upload.checkpoint_upload import FOLDER
 from cosmos_core.upload.lease import Lease, LeaseHolder
 from cosmos_core.upload.stored_checkpoints import JOURNAL, StoredCheckpoints
@@ -37,17 +37,15 @@ from cosmos_core.upload.stored_record import StoredRecord
 
 logger = logging.getLogger(__name__)
 
-_PIPELINE_FILE, _FACTS_FILE = RUN_FILES = ("pipeline.toml", "run.json")
+_PIPELINE_FILE, _FACTS_FILE = ("pipeline.toml", "run.json")
 _RUNS_PATH = "/runs/"
 
 
 class ArtifactStore:
-    """Artifact store below one URL; if the store fails, its methods raise ConfigError or UploadError with a message of
-    one line."""
+    """Artifact store below one URL; its methods raise ConfigError or UploadError, with one line, if the store fails."""
 
     def __init__(self, url: str, pause: Callable[[], None] = lambda: None) -> None:
-        """Open the store at `url`. `pause` is a function that is called between files and between parts of a file; it
-        raises an error if the run is to stop."""
+        """Open the store at `url`; `pause` is called between files and their parts, and may raise an error to stop."""
         name, self._prefix = split_url(url)
         self.url = f"{SCHEME}{name}/{self._prefix}".rstrip("/")
         self._bucket = Bucket(name)
@@ -59,18 +57,15 @@ class ArtifactStore:
 
     def put_run(self, run_path: Path, *, has_grown: bool = False) -> str:
         """Store `pipeline.toml` and `run.json` of a run unless they are stored, and return its URL for
-        `open_stored_run`. `has_grown`: replace the stored files if the run has other stages by now.
-
-        Runs that two machines start in the same second have the same id; the second run gets another one in the store.
-        """
-        files, start_info = {name: _read_text(run_path / name) for name in RUN_FILES}, read_start_info(run_path)
+        `open_stored_run`. `has_grown`: replace the stored files if the run has other stages by now. A run gets another
+        id in the store if a run that another machine started in the same second has its id."""
+        files = {name: _read_text(run_path / name) for name in (_PIPELINE_FILE, _FACTS_FILE)}
+        start_info = read_start_info(run_path)
         # The folder of the run may have another name on this machine than in the store.
         run_id = start_info.run_id if start_info and start_info.run_id else run_path.name
-        names = (f"{run_id}{suffix}" for suffix in _iter_name_suffixes())
         with translate_errors(self.url):
-            return (
-                f"{self.url}{_RUNS_PATH}{next(name for name in names if self._claim_run_name(name, files, has_grown))}"
-            )
+            name = next(name for name in _iter_names(run_id) if self._claim_run_name(name, files, has_grown))
+        return f"{self.url}{_RUNS_PATH}{name}"
 
     def run(self, run_id: str) -> dict[str, str]:
         """Return the files that define a run, `pipeline.toml` and `run.json`, as text by name."""
@@ -134,13 +129,11 @@ class ArtifactStore:
         key = self._key(f"runs/{name}/run.json")
         stored_files, _ = read_document(self._bucket, key)
         if stored_files is None:
-            if exchange_document(self._bucket, key, files, ""):
+            if self._bucket.exchange(key, encode_document(files), ""):
                 return True
             # Another machine has stored the document first, or the response to a successful request was lost.
             stored_files, _ = read_document(self._bucket, key)
-        if stored_files is None or _parse_run_identity(stored_files[_FACTS_FILE]) != _parse_run_identity(
-            files[_FACTS_FILE]
-        ):
+        if stored_files is None or _run_identity(stored_files[_FACTS_FILE]) != _run_identity(files[_FACTS_FILE]):
             return False
         if has_grown and stored_files[_PIPELINE_FILE] != files[_PIPELINE_FILE]:
             write_document(self._bucket, key, files)
@@ -174,22 +167,19 @@ def open_stored_run(url: str, folder: str, pause: Callable[[], None]) -> Path:
     runs_folder = Path(folder or pipeline["pipeline"].get("output_dir") or "outputs").expanduser().absolute()
     pipeline["pipeline"]["output_dir"] = str(runs_folder)
     pipeline_text = tomli_w.dumps(pipeline)
-    for suffix in _iter_name_suffixes():
-        path = runs_folder / f"{run_id}{suffix}"
+    for path in (runs_folder / name for name in _iter_names(run_id)):
         existing_text = _read_text(path / _PIPELINE_FILE)
-        if existing_text and _parse_run_identity(_read_text(path / _FACTS_FILE)) != _parse_run_identity(
-            files[_FACTS_FILE]
-        ):
+        if existing_text and _run_identity(_read_text(path / _FACTS_FILE)) != _run_identity(files[_FACTS_FILE]):
             continue  # another run has a directory of this name
         if not existing_text or (existing_text != pipeline_text and read_holder(path) is None):
             (path / "stages").mkdir(parents=True, exist_ok=True)
             write_text(path / _FACTS_FILE, files[_FACTS_FILE])
             write_text(path / _PIPELINE_FILE, pipeline_text)
         return path
-    raise AssertionError("there are more suffixes than runs")
+    raise AssertionError("there are more names than runs")
 
 
-def _parse_run_identity(facts_text: str) -> Any:
+def _run_identity(facts_text: str) -> Any:
     """Return the values in the text of a `run.json` that identify a run; the text itself if it cannot be parsed."""
     with suppress(ValueError):
         values = json.loads(facts_text)
@@ -198,9 +188,8 @@ def _parse_run_identity(facts_text: str) -> Any:
     return facts_text
 
 
-def _iter_name_suffixes() -> Iterator[str]:
-    yield ""
-    yield from (f"-{number}" for number in itertools.count(2))
+def _iter_names(run_id: str) -> Iterator[str]:
+    return itertools.chain([run_id], (f"{run_id}-{number}" for number in itertools.count(2)))
 
 
 def _read_text(file: Path) -> str:
@@ -209,18 +198,13 @@ def _read_text(file: Path) -> str:
 
 
 def result_lookup(pipeline: Pipeline) -> Callable[[str], Result | None]:
-    """Return a function that looks up the result of a fingerprint in the artifact store of a pipeline; without a store
-    it always returns None."""
+    """Return a function that looks up the result of a fingerprint in the artifact store of a pipeline, if any."""
     url = pipeline.config.artifact_store
     return ArtifactStore(url).find_stored_result if url else lambda fingerprint: None
 
 
 def check_store(pipeline: Pipeline) -> None:
-    """Check that the artifact store of a pipeline can be reached.
-
-    Raises:
-        ConfigError: the store cannot be reached.
-    """
+    """Raise ConfigError if the artifact store of a pipeline cannot be reached."""
     url = pipeline.config.artifact_store
     try:
         if url:

@@ -59,11 +59,8 @@ def is_publication_record(value: Any) -> TypeGuard[dict[str, Any]]:
 
 def with_version(saved: list[str], version: str, history: list[str] | None = None) -> list[str]:
     """Return the history of a pointer (at most 100 versions) after it has moved to `version`; `saved` is its history
-    before, and `history` the part of `saved` to keep, without the last version (None: all).
-
-    Raises:
-        UploadError: `saved` has changed since `history` was read.
-    """
+    before, and `history` the part of `saved` to keep, without the last version (None: all). Raise UploadError if
+    `saved` has changed since `history` was read."""
     if history is not None and saved and saved[:-1] != history:
         raise UploadError(f"{saved[-1]!r} was published meanwhile; the pointer was not moved, run the command again")
     history = saved if history is None else history
@@ -71,30 +68,22 @@ def with_version(saved: list[str], version: str, history: list[str] | None = Non
 
 
 def check_targets(pipeline: Pipeline) -> None:
-    """Check that each built-in publication target of a pipeline can be written, if the target has a method `check`.
-
-    Raises:
-        ConfigError: a target cannot be written.
-    """
+    """Raise ConfigError if a built-in publication target of a pipeline has a method `check` and cannot be written."""
     for stage in pipeline.stages:
         # User code of a publication target is imported only when its stage runs.
         is_user_target = is_import_path(split_target(stage.target)[0])
         if is_user_target or pipeline.kind_of(stage).makes != "publication":
             continue
-        check_target: Callable[[], None] | None = getattr(open_target(stage.target), "check", None)
+        check_target: Callable[[], None] = getattr(open_target(stage.target), "check", lambda: None)
         try:
-            if check_target:
-                check_target()
+            check_target()
         except (ConfigError, UploadError) as error:
             raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: target = {stage.target!r}: {error}") from error
 
 
 def open_target(target: str) -> Target:
-    """Return the publication target that a stage's `target` selects.
-
-    Raises:
-        ConfigError: there is no target of this name, or a user's file cannot be imported.
-    """
+    """Return the publication target that a stage's `target` selects; raise ConfigError if it cannot be found or
+    imported."""
     name, location = split_target(target)
     try:
         target_class: Callable[[str], Target] = load_named(name, TARGETS_FOLDER, "Target")

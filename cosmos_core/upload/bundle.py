@@ -58,18 +58,14 @@ class ContentStore:
     """Storage of files below one prefix of a bucket; the key of each file is the SHA-256 of its content."""
 
     def __init__(self, bucket: Bucket, prefix: str, pause: Callable[[], None] = lambda: None) -> None:
-        """Store contents below `prefix`. `pause` is a function that is called between files and between parts of a
-        file; it raises an error if the run is to stop."""
+        """Store contents below `prefix`; `pause` is called between files and their parts, and may raise an error."""
         self._bucket, self._prefix, self._pause = bucket, prefix, pause
 
     def send(self, files: Mapping[str, Path], journal: Path | None = None) -> None:
-        """Store files under their digests and verify them; with the journal file an interrupted upload continues.
-
-        Raises:
-            UploadError: the stored object has the wrong digest after each attempt, or the file changed meanwhile.
-        """
-        transfer = Transfer(self._bucket, Journal(journal), self._pause)
-        transfer.send({self._make_object_key(digest): (file, digest) for digest, file in files.items()})
+        """Store files under their digests and verify them, with the journal file also after an interruption; for errors
+        see `Transfer.send`."""
+        sources = {self._make_object_key(digest): (file, digest) for digest, file in files.items()}
+        Transfer(self._bucket, Journal(journal), self._pause).send(sources)
 
     def write(self, data: bytes) -> Entry:
         """Store bytes in one request; return their size and digest."""
@@ -78,18 +74,13 @@ class ContentStore:
         return entry
 
     def read(self, entry: Entry) -> bytes | None:
-        """Return the bytes with the digest of `entry`; None if the bucket does not have them.
-
-        Raises:
-            UploadError: the bytes have the wrong digest after each download.
-        """
+        """Return the bytes with the digest of `entry`, or None; raise UploadError if they are altered."""
+        key = self._make_object_key(entry.sha256)
         for _ in range(_MAX_ATTEMPTS):
-            data = self._bucket.read(self._make_object_key(entry.sha256))
+            data = self._bucket.read(key)
             if data is None or hashlib.sha256(data).hexdigest() == entry.sha256:
                 return data
-        raise UploadError(
-            f"{self._bucket.url(self._make_object_key(entry.sha256))} arrived altered {_MAX_ATTEMPTS} times"
-        )
+        raise UploadError(f"{self._bucket.url(key)} arrived altered {_MAX_ATTEMPTS} times")
 
     def remove(self, entry: Entry) -> None:
         """Remove the object with the digest of `entry`, if it exists."""
@@ -105,12 +96,8 @@ class ContentStore:
         return ""
 
     def fetch(self, files: Mapping[Path, Entry], local_files: Mapping[str, Path] | None = None) -> None:
-        """Download contents to local files, except to files that already have their content. `local_files` maps digests
-        to other local files, which are copied instead of downloaded.
-
-        Raises:
-            UploadError: a content is missing from the bucket, or has the wrong digest after each download.
-        """
+        """Download contents to local files that lack them; copy them from `local_files`, files by digest, if possible.
+        Raise UploadError if a content is missing or altered."""
         files_by_entry: dict[Entry, list[Path]] = defaultdict(list)
         for file, entry in files.items():
             if not _has_entry_content(file, entry):
@@ -126,15 +113,15 @@ class ContentStore:
 
     def _fetch_content(self, entry: Entry, paths: list[Path], local_files: Mapping[str, Path]) -> None:
         self._pause()
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
         first_path, *other_paths = paths
-        first_path.parent.mkdir(parents=True, exist_ok=True)
         local_file = local_files.get(entry.sha256)
         if local_file is not None and local_file not in paths and _has_entry_content(local_file, entry):
             copy_file(local_file, first_path)
         if not _has_entry_content(first_path, entry):
             self._download(entry, first_path)
         for other_path in other_paths:
-            other_path.parent.mkdir(parents=True, exist_ok=True)
             copy_file(first_path, other_path)
 
     def _download(self, entry: Entry, file: Path) -> None:
@@ -157,25 +144,17 @@ class ContentStore:
 
 def write_document(bucket: Bucket, key: str, value: dict[str, Any]) -> None:
     """Replace a JSON document in one request."""
-    bucket.write(key, _encode_document(value))
+    bucket.write(key, encode_document(value))
 
 
-def exchange_document(bucket: Bucket, key: str, value: dict[str, Any], etag: str) -> str:
-    """Replace the JSON document that has this ETag, or create it if `etag` is empty; see `Bucket.exchange`."""
-    return bucket.exchange(key, _encode_document(value), etag)
-
-
-def _encode_document(value: dict[str, Any]) -> bytes:
+def encode_document(value: dict[str, Any]) -> bytes:
+    """Return the content of a JSON document with its digest, which `read_document` verifies."""
     text = json.dumps(value)
     return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "text": text}).encode()
 
 
 def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]:
-    """Return a JSON document and its ETag; None and an empty string if the document does not exist.
-
-    Raises:
-        UploadError: the document is damaged, or has the wrong digest after each download.
-    """
+    """Return a JSON document and its ETag, None and "" if it does not exist; raise UploadError if it is damaged."""
     for _ in range(_MAX_ATTEMPTS):
         data, etag = bucket.read_tagged(key)
         if data is None:

@@ -46,11 +46,8 @@ class CheckpointUploader:
 
     def push(self, pause: Callable[[], None] = lambda: None) -> Iterator[str]:
         """Upload every complete checkpoint that is not stored yet; yield the name of each, `step_N`, when it is stored.
-        `pause` is called between requests and during waits; it may raise an error to end the upload.
-
-        Raises:
-            ConfigError, UploadError: the store refuses a request or cannot be reached; files already sent remain.
-        """
+        `pause` is called between requests and during waits; it may raise an error to end the upload. Raise ConfigError
+        or UploadError if the store fails; files already sent remain."""
         with Lock(self._stage_path / "sending.lock") as lock:  # several upload stages may send these checkpoints
             lock.acquire(poll=pause)
             for name, manifest in saved_manifests(self._stage_path).items():
@@ -67,11 +64,9 @@ class CheckpointUploader:
             is_stored = self._bucket.read(self._key(name, MANIFEST)) == (folder / MANIFEST).read_bytes()
             if not is_stored:
                 self._bucket.remove(self._key(name, MANIFEST))
-                transfer = Transfer(self._bucket, Journal(self._stage_path / _JOURNAL_FILE), pause)
-                files: dict[str, Any] = read_object(folder / MANIFEST).get("files", {})
-                transfer.send({
-                    self._key(name, file): (folder / file, entry["sha256"]) for file, entry in files.items()
-                })  # fmt: skip
+                entries: dict[str, Any] = read_object(folder / MANIFEST).get("files", {})
+                files = {self._key(name, file): (folder / file, entry["sha256"]) for file, entry in entries.items()}
+                Transfer(self._bucket, Journal(self._stage_path / _JOURNAL_FILE), pause).send(files)
                 self._bucket.write(self._key(name, MANIFEST), (folder / MANIFEST).read_bytes())
         self._uploaded_names.add(name)
         return not is_stored
@@ -83,16 +78,13 @@ class CheckpointUploader:
 @contextmanager
 def upload_checkpoints_during(stage_path: Path, url: str) -> Iterator[None]:
     """Upload each checkpoint of a training as soon as it is saved, while the `with` block runs; none if `url` is empty.
-
-    If the store fails, a warning is logged and the upload is tried again, at the latest by the `upload` stage.
-    """
+    After an error of the store, which is logged, the upload is tried again, at the latest by the `upload` stage."""
     if not url:
         yield
         return
     stop_event = threading.Event()
-    thread = threading.Thread(
-        target=_upload_until_stopped, args=(stage_path, url, stop_event), name="saves", daemon=True
-    )
+    arguments = (stage_path, url, stop_event)
+    thread = threading.Thread(target=_upload_until_stopped, args=arguments, name="saves", daemon=True)
     thread.start()
     try:
         yield

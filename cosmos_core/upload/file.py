@@ -27,11 +27,7 @@ class FileTarget:
         self._pause = pause
 
     def check(self) -> None:
-        """Check that the target folder is writable or can be created, without changing anything.
-
-        Raises:
-            ConfigError: the target folder cannot be written.
-        """
+        """Raise ConfigError if the target folder can neither be written nor created; change nothing."""
         existing_path = next(path for path in (self.folder, *self.folder.parents) if os.path.lexists(path))
         if not existing_path.is_dir():
             raise ConfigError(f"{self.folder} cannot be written: {existing_path} is no folder")
@@ -47,11 +43,7 @@ class FileTarget:
             return self._record(latest, f"publish again, or remove {latest}")
 
     def record_of(self, version: str) -> dict[str, Any]:
-        """Return the publication record of the version `version`.
-
-        Raises:
-            DamagedRecord: the record is missing or cannot be read.
-        """
+        """Return the publication record of a version; raise DamagedRecord if it is missing or cannot be read."""
         with self._translate_errors("read"):
             return self._record(self.folder / version, "publish again")
 
@@ -74,18 +66,22 @@ class FileTarget:
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing or altered in a version; else empty."""
-        return self._find_damage(self.folder / version, record)
+        path = self.folder / version
+        if read_json(path / RECORD_FILE) is None:
+            return "no record"
+        files = {str(file.relative_to(path)): file for file in files_below(path)}
+        for name, digest in record["files"].items():
+            if name not in files or sha256(files[name]) != digest:
+                return f"{name} is missing or altered"
+        return ""
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Point `latest` to a complete version and save `history` (None: append the version to the saved history).
-
-        Raises:
-            UploadError: the stored version is not complete, is a link to another version, or cannot be read or written.
-        """
+        """Point `latest` to a complete version and save `history` (None: append the version to the saved history);
+        raise UploadError if the version is incomplete, is a link to another version, or cannot be read or written."""
         if (self.folder / version).is_symlink() or Path(version).name != version:
             raise UploadError(f"{version!r} is no version of {self.folder}; the pointer was not moved")
         with self._translate_errors("written"):
-            if damage_message := self._find_damage(self.folder / version, self.record_of(version)):
+            if damage_message := self.damage(self.folder, version, self.record_of(version)):
                 raise UploadError(f"{self.folder / version}: {damage_message}; the pointer was not moved")
             self._move_pointer(version, history)
 
@@ -93,11 +89,11 @@ class FileTarget:
         """Copy the files of a model, verify the copies and point `latest` to them; return the folder of the version."""
         path = self.folder / version
         with self._translate_errors("written"):
-            if read_json(path / RECORD_FILE) != record or self._find_damage(path, record):
+            if read_json(path / RECORD_FILE) != record or self.damage(folder, version, record):
                 with replaced_folder(path) as temporary_folder:
                     shutil.copytree(folder, temporary_folder, dirs_exist_ok=True)
                     write_json(temporary_folder / RECORD_FILE, record)
-            if damage_message := self._find_damage(path, record):
+            if damage_message := self.damage(folder, version, record):
                 raise UploadError(f"{path}: {damage_message} after the copy; the pointer was not moved")
             self._pause()
             self._move_pointer(version)
@@ -118,16 +114,6 @@ class FileTarget:
         if not is_publication_record(record):
             raise DamagedRecord(f"{folder / RECORD_FILE} is missing or damaged; {remedy}")
         return record
-
-    def _find_damage(self, path: Path, record: dict[str, Any]) -> str:
-        """Return a message about the first missing or altered file of a stored version; empty if all digests match."""
-        if read_json(path / RECORD_FILE) is None:
-            return "no record"
-        files = {str(file.relative_to(path)): file for file in files_below(path)}
-        for name, digest in record["files"].items():
-            if name not in files or sha256(files[name]) != digest:
-                return f"{name} is missing or altered"
-        return ""
 
     def _move_pointer(self, version: str, history: list[str] | None = None) -> None:
         descriptor = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)

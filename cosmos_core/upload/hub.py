@@ -6,12 +6,13 @@ files were compared with the source. `HF_ENDPOINT` selects the Hub, `HF_TOKEN` t
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -42,31 +43,21 @@ class HubTarget:
         self._pause: Callable[[], None] = lambda: None
 
     def check(self) -> None:
-        """Check that the Hub accepts the token and that the token may write, without changing anything.
-
-        Raises:
-            ConfigError, UploadError: the Hub refuses the token, or cannot be reached.
-        """
+        """Raise ConfigError or UploadError if the Hub refuses the token, or to write with it, or cannot be reached."""
         with self._translate_errors():
-            account: dict[str, Any] = call_with_timeout(
-                _CHECK_TIMEOUT_SECONDS, lambda: self._retry(self.api.whoami, _CHECK_TIMEOUT_SECONDS / 2)
-            )
+            request = partial(self._retry, self.api.whoami, _CHECK_TIMEOUT_SECONDS / 2)
+            account: dict[str, Any] = call_with_timeout(_CHECK_TIMEOUT_SECONDS, request)
         access_token = (account.get("auth") or {}).get("accessToken") or {}
         if access_token.get("role") == "read":
             raise ConfigError(f"hub://{self._repository_name}: HF_TOKEN may only read; set it to one that may write")
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Set the function `pause`, which is called between attempts and before the commit. The target keeps no journal
-        in `folder`: the Hub knows which files have arrived."""
+        """Set the function `pause`, called between attempts and before the commit; the Hub knows what has arrived."""
         self._pause = pause
 
     @cached_property
     def api(self) -> Any:
-        """Return the client of the Hugging Face Hub.
-
-        Raises:
-            ConfigError: `HF_TOKEN` is not set.
-        """
+        """Return the client of the Hugging Face Hub; raise ConfigError if `HF_TOKEN` is not set."""
         for name in ("HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
         from huggingface_hub import HfApi  # the import takes half a second
@@ -99,10 +90,8 @@ class HubTarget:
         with self._translate_errors():
             current_record = self._retry(lambda: self._record(branch)) or {}
             revisions = (version, branch) if current_record.get("version", version) == version else (version,)
-            damage_messages = [
-                self._retry(partial(self._find_damage, folder, record, revision)) for revision in revisions
-            ]
-        return next(filter(None, damage_messages), "")
+            messages = [self._retry(partial(self._find_damage, folder, record, revision)) for revision in revisions]
+        return next(filter(None, messages), "")
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Commit the missing files, verify the stored files and set the tag; return the address of the version."""
@@ -138,9 +127,8 @@ class HubTarget:
         except (RuntimeError, PermissionError, TimeoutError) as error:  # the transfer of a file failed, by LFS or Xet
             raise ConnectionError(str(error)) from error
         self._pause()  # check for a stop request before the commit, which publishes the uploaded files
-        operations.append(
-            CommitOperationAdd(_MODEL_CARD_FILE, _render_model_card(folder / _MODEL_CARD_FILE, record).encode())
-        )
+        model_card = _render_model_card(folder / _MODEL_CARD_FILE, record)
+        operations.append(CommitOperationAdd(_MODEL_CARD_FILE, model_card.encode()))
         operations.append(CommitOperationAdd(RECORD_FILE, json.dumps(record, indent=1).encode()))
         kept_paths = {operation.path_in_repo for operation in operations} | _KEPT_FILES
         stale_files = [file.rfilename for file in head.siblings or () if file.rfilename not in kept_paths]
@@ -182,10 +170,9 @@ class HubTarget:
             hf_raise_for_status(response)
         except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
             return None
-        try:
+        record = None
+        with suppress(ValueError):
             record = response.json()
-        except ValueError:
-            record = None
         if not is_publication_record(record):
             raise DamagedRecord(f"hub://{self.repository}: {RECORD_FILE} is damaged; publish again, or remove it there")
         return dict(record)
@@ -196,7 +183,7 @@ class HubTarget:
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
         start_time = time.monotonic()
-        for attempt in range(_MAX_ATTEMPTS):
+        for attempt in itertools.count():
             self._pause()
             wait_seconds = self._wait_seconds * 2.0**attempt
             is_last_attempt = attempt == _MAX_ATTEMPTS - 1 or time.monotonic() + wait_seconds - start_time > max_seconds
@@ -210,16 +197,11 @@ class HubTarget:
             except (HTTPError, ConnectionError):
                 if is_last_attempt:
                     raise
-            self._sleep(min(wait_seconds, _MAX_WAIT_SECONDS))
-        raise AssertionError("the last attempt returns or raises")
-
-    def _sleep(self, seconds: float) -> None:
-        """Wait in short intervals and call `pause` in each: `pause` ends a long wait that the Hub has requested if
-        the run is to stop."""
-        deadline = time.monotonic() + seconds
-        while (seconds_left := deadline - time.monotonic()) > 0:
-            self._pause()
-            time.sleep(min(seconds_left, _SLEEP_INTERVAL_SECONDS))
+            # `pause` ends a long wait that the Hub has requested if the run is to stop.
+            deadline = time.monotonic() + min(wait_seconds, _MAX_WAIT_SECONDS)
+            while (seconds_left := deadline - time.monotonic()) > 0:
+                self._pause()
+                time.sleep(min(seconds_left, _SLEEP_INTERVAL_SECONDS))
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
@@ -232,14 +214,11 @@ class HubTarget:
         except HFValidationError as error:
             raise ConfigError(f"{target_url}: {' '.join(str(error).split())}") from error
         except HfHubHTTPError as error:
-            if _get_status_code(error) in _ACCESS_DENIED_STATUSES:
-                raise ConfigError(
-                    f"{target_url}: {hub} refuses the token ({_get_status_code(error)}); set HF_TOKEN to one that may "
-                    f"write there"
-                ) from error
-            raise UploadError(
-                f"{target_url}: {hub} responds with {_get_status_code(error)}; nothing was published"
-            ) from error
+            status = _get_status_code(error)
+            if status in _ACCESS_DENIED_STATUSES:
+                problem = f"{hub} refuses the token ({status}); set HF_TOKEN to one that may write there"
+                raise ConfigError(f"{target_url}: {problem}") from error
+            raise UploadError(f"{target_url}: {hub} responds with {status}; nothing was published") from error
         except (HTTPError, ConnectionError, TimeoutError) as error:
             raise UploadError(f"{target_url}: {hub}: {' '.join(str(error).split())}; nothing was published") from error
 

@@ -16,7 +16,7 @@ from functools import partial
 from cosmos_core.error_handling import log_errors
 from cosmos_core.errors import StageFailed
 from cosmos_core.run.bucket import Bucket, translate_errors
-from cosmos_core.upload.bundle import exchange_document, read_document
+from cosmos_core.upload.bundle import encode_document, read_document
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,7 @@ class Lease:
 
     def acquire(self, report_waiting: Callable[[LeaseHolder], None]) -> bool:
         """Wait for the lease and acquire it; return True if another process held it before. `report_waiting` is called
-        with the holder between attempts, and may raise an error to give up.
-
-        Raises:
-            ConfigError, UploadError: the store refuses a request or cannot be reached.
-        """
+        with the holder between attempts, and may raise an error to give up."""
         last_etag, unchanged_since, has_waited = "", time.monotonic(), False
         with translate_errors(self._url):
             while True:
@@ -77,12 +73,7 @@ class Lease:
         return has_waited
 
     def check(self) -> None:
-        """Verify that this process still holds the lease: a suspended process does not notice that its lease expired.
-
-        Raises:
-            StageFailed: another machine has taken over the lease.
-            ConfigError, UploadError: the store refuses a request or cannot be reached.
-        """
+        """Raise StageFailed if another machine has taken the lease over, perhaps while this process was suspended."""
         with translate_errors(self._url):
             self.is_lost = self.is_lost or not self._is_own_lease(self._read_lease()[0])
         if self.is_lost:
@@ -114,7 +105,7 @@ class Lease:
 
     def _replace_lease(self, etag: str) -> bool:
         """Replace the stored lease that has this ETag by the lease of this process; return True if that succeeded."""
-        self._etag = exchange_document(self._bucket, self._key, asdict(self._holder), etag)
+        self._etag = self._bucket.exchange(self._key, encode_document(asdict(self._holder)), etag)
         if self._etag:
             return True
         # If the response to a successful request was lost, its retry is refused although this process holds the lease.

@@ -35,26 +35,16 @@ class MlflowTarget:
 
     @cached_property
     def client(self) -> Any:
-        """Return the client of MLflow.
-
-        Raises:
-            ConfigError: MLflow is not installed.
-        """
+        """Return the client of MLflow; raise ConfigError if MLflow is not installed."""
         return open_client()
 
     def check(self) -> None:
-        """Check that the MLflow server responds, without changing anything.
-
-        Raises:
-            ConfigError: MLflow is not installed.
-            UploadError: the server cannot be reached, or refuses the account.
-        """
+        """Raise ConfigError if MLflow is not installed, UploadError if the server does not respond or refuses."""
         with self._translate_errors():
             call_with_timeout(_CHECK_TIMEOUT_SECONDS, self._model)
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Set the function `pause`, which is called before each file and before the version is created. The target
-        keeps no journal in `folder`: the server knows which files have arrived."""
+        """Set the function `pause`, called before each file and the version; the server knows what has arrived."""
         self._pause = pause
 
     def published(self) -> dict[str, Any] | None:
@@ -64,18 +54,12 @@ class MlflowTarget:
         return None if current_version is None else self.record_of(current_version.tags.get(VERSION, ""))
 
     def record_of(self, version: str) -> dict[str, Any]:
-        """Return the publication record of the version `version`.
-
-        Raises:
-            DamagedRecord: the record is missing or cannot be read.
-        """
+        """Return the publication record of a version; raise DamagedRecord if it is missing or cannot be read."""
         with self._translate_errors():
             model_version = self._version(version)
-            record = _read_record(model_version.source) if model_version else None
-        if record is None:
-            problem = f"{RECORD_FILE} of {version} is missing or damaged"
-            raise DamagedRecord(f"mlflow://{self.name}: {problem}; publish again")
-        return record
+            if record := _read_record(model_version.source) if model_version else None:
+                return record
+        raise DamagedRecord(f"mlflow://{self.name}: {RECORD_FILE} of {version} is missing or damaged; publish again")
 
     def history(self) -> list[str]:
         """Return the versions to which the alias `published` has pointed, the current version last."""
@@ -104,11 +88,8 @@ class MlflowTarget:
         return f"the version {version} is missing"
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Move the alias `published` to `version` and save `history` (None: append the version to the saved history).
-
-        Raises:
-            UploadError: the registered model has no such version.
-        """
+        """Move the alias `published` to `version` and save `history` (None: append the version to the saved history);
+        raise UploadError if the registered model has no such version."""
         with self._translate_errors():
             if not (model_version := self._version(version)):
                 raise UploadError(f"mlflow://{self.name} has no version {version!r}; the alias was not moved")
@@ -149,19 +130,16 @@ class MlflowTarget:
                 self.client.log_artifact(run_id, str(folder / name), str(Path(artifact_folder, name).parent))
         if _read_record(f"{run.info.artifact_uri}/{artifact_folder}") != record:
             self.client.log_dict(run_id, record, f"{artifact_folder}/{RECORD_FILE}")
-        logged_metrics, start_time = run.data.metrics, run.info.start_time
+        logged, start_time = run.data.metrics, run.info.start_time
         metrics = {metric_name(name): value for name, value in record["metrics"].items()}
-        if new_metrics := [
-            Metric(name, value, start_time, 0) for name, value in metrics.items() if name not in logged_metrics
-        ]:
+        new_metrics = [Metric(name, value, start_time, 0) for name, value in metrics.items() if name not in logged]
+        if new_metrics:
             self.client.log_batch(run_id, metrics=new_metrics)
         self.client.set_terminated(run_id)
 
     def _find_damage(self, version: Any, folder: Path, record: dict[str, Any]) -> str:
-        stored_record, artifact_sizes = (
-            _read_record(version.source) or {"files": {}},
-            self._list_artifact_sizes(version.run_id),
-        )
+        stored_record = _read_record(version.source) or {"files": {}}
+        artifact_sizes = self._list_artifact_sizes(version.run_id)
         for name, digest in record["files"].items():
             size = artifact_sizes.get(f"{_get_artifact_folder(stored_record)}/{name}")
             if stored_record["files"].get(name) != digest or size != (folder / name).stat().st_size:
@@ -174,12 +152,8 @@ class MlflowTarget:
 
     def _list_artifact_sizes(self, run_id: str, path: str | None = None) -> dict[str, int]:
         sizes: dict[str, int] = {}
-        for artifact in self.client.list_artifacts(run_id, path):
-            sizes |= (
-                self._list_artifact_sizes(run_id, artifact.path)
-                if artifact.is_dir
-                else {artifact.path: artifact.file_size}
-            )
+        for each in self.client.list_artifacts(run_id, path):
+            sizes |= self._list_artifact_sizes(run_id, each.path) if each.is_dir else {each.path: each.file_size}
         return sizes
 
     def _model(self) -> Any:
@@ -203,8 +177,7 @@ class MlflowTarget:
         return self.client.get_model_version(self.name, version_number) if version_number else None
 
     def _version(self, version: str) -> Any:
-        """Return the version of the model that was published as `version`; None if there is none. Of several
-        versions, return the version with the alias, or else the newest version."""
+        """Return the model version published as `version`, with the alias or else the newest; None if there is none."""
         current_version = self._find_current_version()
         if current_version is not None and current_version.tags.get(VERSION) == version:
             return current_version

@@ -29,16 +29,11 @@ class S3Target:
         self.transfer = Transfer(self.bucket)
 
     def check(self) -> None:
-        """Check that the bucket can be reached and written, without storing anything.
-
-        Raises:
-            ConfigError, UploadError: the bucket cannot be reached or written.
-        """
+        """Raise ConfigError or UploadError if the bucket cannot be reached or written; store nothing."""
         self.bucket.check(self._key(POINTER_FILE))
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Record the progress of the upload in `folder`, so that it can be resumed. Call `pause` between the parts of a
-        multipart upload, and before `latest.json` names the new version."""
+        """Keep a journal in `folder`, and call `pause` between parts of files and before `latest.json` is replaced."""
         self.transfer.journal, self.transfer.pause = Journal(folder / JOURNAL), pause
 
     def published(self) -> dict[str, Any] | None:
@@ -47,11 +42,7 @@ class S3Target:
         return self.record_of(history[-1]) if history else None
 
     def record_of(self, version: str) -> dict[str, Any]:
-        """Return the publication record of the version `version`.
-
-        Raises:
-            DamagedRecord: the record is missing or damaged.
-        """
+        """Return the publication record of a version; raise DamagedRecord if it is missing or damaged."""
         with translate_errors(self.where(version)):
             record = _decode_json(self.bucket.read(self._key(f"{version}/{RECORD_FILE}")))
         if not is_publication_record(record):
@@ -59,11 +50,7 @@ class S3Target:
         return record
 
     def history(self) -> list[str]:
-        """Return the versions to which `latest.json` has referred, the current version last.
-
-        Raises:
-            DamagedRecord: `latest.json` cannot be read.
-        """
+        """Return the versions to which `latest.json` referred, current last; raise DamagedRecord if it is damaged."""
         with translate_errors(self.where(POINTER_FILE)):
             return self._parse_history(self.bucket.read(self._key(POINTER_FILE)))
 
@@ -103,25 +90,19 @@ class S3Target:
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Send the missing files, verify all stored files and move the pointer; return the URL of the version."""
         with translate_errors(self.where(version), note=_POINTER_UNCHANGED_NOTE):
-            files = {
-                self._key(f"{version}/{name}"): (folder / name, digest) for name, digest in record["files"].items()
-            }
-            keys = {*files, self._key(f"{version}/{RECORD_FILE}")}
+            root, record_key = self._key(version), self._key(f"{version}/{RECORD_FILE}")
+            files = {f"{root}/{name}": (folder / name, digest) for name, digest in record["files"].items()}
             self.transfer.send(files)
-            for extra_key in {each.key for each in self.bucket.list_objects(self._key(f"{version}/"))} - keys:
+            for extra_key in {each.key for each in self.bucket.list_objects(f"{root}/")} - {*files, record_key}:
                 self.bucket.remove(extra_key)
-            self.bucket.write(self._key(f"{version}/{RECORD_FILE}"), _encode_json(record))
+            self.bucket.write(record_key, _encode_json(record))
         self.transfer.pause()
         self.point_to(version)
         return self.where(version)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Make `latest.json` point to a stored version, and append the version to `history`, the versions to which it
-        pointed before (None: the history saved in `latest.json`).
-
-        Raises:
-            UploadError: a file of the version is missing.
-        """
+        """Make `latest.json` point to a stored version, and append the version to `history` (None: the saved history);
+        raise UploadError if a file of the version is missing."""
         with translate_errors(self.where(version), note=_POINTER_UNCHANGED_NOTE):
             record = self.record_of(version)
             for name in record["files"]:

@@ -9,6 +9,7 @@ import json
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,7 @@ class StoredFolder:
     objects: list[Object] = field(default_factory=list)
     pipeline: str = ""
     age_seconds: float = 0.0
-    """Number of seconds since the newest object of the folder was written."""
+    """Age of the newest object of the folder."""
     reason_to_keep: str = ""
     """Reason to keep the folder; an empty string if the folder can be removed."""
 
@@ -62,27 +63,28 @@ class Retention:
             self._refuse_during_lease()
             self.runs = self._list_folders("runs")
             for run in self.runs:
-                run.pipeline = self._read_pipeline_name(run.name)
+                files, _ = read_document(self._bucket, self._key(f"runs/{run.name}/run.json"))
+                with suppress(KeyError, TypeError, ValueError):
+                    run.pipeline = str(tomllib.loads((files or {})["pipeline.toml"])["pipeline"]["name"])
             self._mark_runs_to_keep(num_kept)
-            self._result_folders = self._list_folders("made")
+            result_folders = self._list_folders("made")
             kept_runs = [run for run in self.runs if run.reason_to_keep]
             needed_results = {each for run in kept_runs for each in self._iter_result_values(run, "fingerprint")}
             needed_results |= {each for run in kept_runs for each in self._iter_unfinished_fingerprints(run)}
-            for result_folder in self._result_folders:
+            for result_folder in result_folders:
                 if result_folder.name in needed_results or result_folder.age_seconds < self._max_age_seconds:
                     result_folder.reason_to_keep = "a run that stays has it, or it is not old enough"
-            folders = [*self.runs, *self._result_folders]
-            unreferenced_objects = self._find_unreferenced([folder for folder in folders if folder.reason_to_keep])
-            removable_folders = [each for each in folders if not each.reason_to_keep]
-            self.size = sum(each.size for each in removable_folders) + sum(each.size for each in unreferenced_objects)
+            folders = [*self.runs, *result_folders]
+            unreferenced = self._find_unreferenced([folder for folder in folders if folder.reason_to_keep])
+            self._removable_folders = [each for each in folders if not each.reason_to_keep]
+            self.size = sum(each.size for each in self._removable_folders) + sum(each.size for each in unreferenced)
             """Number of bytes that `remove` would free."""
 
     def remove(self) -> tuple[int, int]:
         """Remove all that can be removed; return the number of removed runs and the number of freed bytes."""
         freed_bytes = 0
         with translate_errors(self.url):
-            removable_runs = [run for run in self.runs if not run.reason_to_keep]
-            for folder in [*removable_runs, *(each for each in self._result_folders if not each.reason_to_keep)]:
+            for folder in self._removable_folders:
                 document_keys = {self._key(f"runs/{folder.name}/run.json"), self._key(f"made/{folder.name}/{RESULT}")}
                 # A document is removed before the objects that it names: no remaining document names a missing object.
                 for each in sorted(folder.objects, key=lambda each: each.key not in document_keys):
@@ -92,7 +94,7 @@ class Retention:
             for each in self._find_unreferenced([*self._list_folders("runs"), *self._list_folders("made")]):
                 self._bucket.remove(each.key)
                 freed_bytes += each.size
-        return len(removable_runs), freed_bytes
+        return sum(not run.reason_to_keep for run in self.runs), freed_bytes
 
     def _refuse_during_lease(self) -> None:
         store_time = self._bucket.clock()
@@ -109,13 +111,6 @@ class Retention:
         ages = {name: max(0.0, self._now - max(each.modified for each in objects)) for name, objects in groups.items()}
         return [StoredFolder(name, objects, age_seconds=ages[name]) for name, objects in groups.items()]
 
-    def _read_pipeline_name(self, name: str) -> str:
-        files, _ = read_document(self._bucket, f"{self._key('runs')}/{name}/run.json")
-        try:
-            return str(tomllib.loads((files or {})["pipeline.toml"])["pipeline"]["name"])
-        except (KeyError, TypeError, ValueError):
-            return ""
-
     def _mark_runs_to_keep(self, num_kept: int) -> None:
         runs_by_pipeline = defaultdict[str, list[StoredFolder]](list)
         for run in sorted(self.runs, key=lambda run: run.age_seconds):
@@ -131,11 +126,9 @@ class Retention:
         """Return the old objects below `objects/` that no result in `kept_folders` lists as output."""
         outputs = [files for folder in kept_folders for files in self._iter_result_values(folder, "outputs")]
         referenced = {each["sha256"] for files in outputs for each in files}
-        return [
-            each
-            for each in self._bucket.list_objects(f"{self._key('objects')}/")
-            if each.key.rpartition("/")[2] not in referenced and self._now - each.modified >= self._max_age_seconds
-        ]
+        contents = self._bucket.list_objects(f"{self._key('objects')}/")
+        old_contents = [each for each in contents if self._now - each.modified >= self._max_age_seconds]
+        return [each for each in old_contents if each.key.rpartition("/")[2] not in referenced]
 
     def _iter_result_values(self, folder: StoredFolder, field: str) -> Iterator[Any]:
         for each in folder.objects:

@@ -30,8 +30,7 @@ class StoredCheckpoints:
     def push(self, pause: Callable[[], None] = lambda: None) -> list[str]:
         """Store each complete checkpoint that is not stored yet, with the training's metrics, then remove older stored
         checkpoints that were removed locally; return the names of the newly stored checkpoints, `step_N`."""
-        sent_names = []
-        manifests = saved_manifests(self._stage_path)
+        sent_names, manifests = [], saved_manifests(self._stage_path)
         for name, manifest in manifests.items():
             with translate_errors(self._bucket.url(self._prefix)):
                 if self._stored_names is None:
@@ -49,8 +48,7 @@ class StoredCheckpoints:
         return sent_names
 
     def pull(self) -> str:
-        """Download the newest intact checkpoint with its metrics, if it is newer than all local ones; return its name,
-        or an empty string."""
+        """Download the newest intact checkpoint and its metrics if none here is as new; return its name or ""."""
         newest_local_step = max(map(step_of, saved_manifests(self._stage_path)), default=-1)
         with translate_errors(self._bucket.url(self._prefix)):
             for name in sorted(self.names(), key=step_of, reverse=True):
@@ -81,14 +79,12 @@ class StoredCheckpoints:
 
     def _send_checkpoint(self, name: str, folder: Path, pause: Callable[[], None]) -> None:
         content_store, entries = self._open_content_store(pause), read_object(folder / MANIFEST).get("files", {})
-        content_store.send(
-            {entry["sha256"]: folder / file for file, entry in entries.items()}, self._stage_path / JOURNAL
-        )
+        sources = {entry["sha256"]: folder / file for file, entry in entries.items()}
+        content_store.send(sources, self._stage_path / JOURNAL)
         folder_prefix = f"{FOLDER}/{name}/policy"
         files = {f"{folder_prefix}/{file}": Entry(entry["size"], entry["sha256"]) for file, entry in entries.items()}
         files[f"{folder_prefix}/{MANIFEST}"] = content_store.write((folder / MANIFEST).read_bytes())
-        metrics_path = self._stage_path / _METRICS_FILE
-        if metrics_path.is_file():
+        if (metrics_path := self._stage_path / _METRICS_FILE).is_file():
             files[_METRICS_FILE] = content_store.write(metrics_path.read_bytes())
         write_document(self._bucket, f"{self._prefix}/{name}.json", Bundle(files).as_json())
 

@@ -89,15 +89,9 @@ class StoredRecord:
 
 
 def _list_files_to_push(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
-    files = {file for pattern in patterns for file in stage_path.glob(pattern)}
-    return sorted(
-        file
-        for file in files
-        if file.name not in _EXCLUDED_FILES
-        and not file.name.startswith(".")
-        and file.is_file()
-        and file.stat().st_size <= _MAX_BYTES_BY_SUFFIX.get(file.suffix, _MAX_FILE_BYTES)
-    )
+    paths = {path for pattern in patterns for path in stage_path.glob(pattern) if not path.name.startswith(".")}
+    files = [path for path in paths if path.name not in _EXCLUDED_FILES and path.is_file()]
+    return sorted(f for f in files if f.stat().st_size <= _MAX_BYTES_BY_SUFFIX.get(f.suffix, _MAX_FILE_BYTES))
 
 
 def _read_portable_state(data: bytes) -> State | None:
@@ -112,9 +106,7 @@ def _read_portable_state(data: bytes) -> State | None:
 
 def _merge_json_lines(*file_contents: bytes) -> bytes:
     """Return the distinct JSON lines of several files, sorted by time."""
-    lines = {
-        line for data in file_contents for line in data.splitlines() if line.startswith(b"{") and line.endswith(b"}")
-    }
+    lines = {line for data in file_contents for line in data.splitlines()}
 
     def line_time(line: bytes) -> float:
         try:
@@ -122,4 +114,5 @@ def _merge_json_lines(*file_contents: bytes) -> bytes:
         except (ValueError, TypeError, KeyError):
             return 0.0
 
-    return b"".join(line + b"\n" for line in sorted(lines, key=line_time))
+    objects = [line for line in lines if line.startswith(b"{") and line.endswith(b"}")]
+    return b"".join(line + b"\n" for line in sorted(objects, key=line_time))

@@ -39,10 +39,9 @@ class Journal:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        if self.path is None or not self.path.is_file():
-            return
-        for line in json_objects(self.path.read_text(encoding="utf-8").splitlines()):
-            self._apply_journal_line(line)
+        if self.path is not None and self.path.is_file():
+            for line in json_objects(self.path.read_text(encoding="utf-8").splitlines()):
+                self._apply_journal_line(line)
 
     def note(self, **line: Any) -> None:
         """Append a line to the journal file and sync the file to disk."""
@@ -78,12 +77,8 @@ class Transfer:
     part_bytes: int = PART_BYTES
 
     def send(self, files: dict[str, tuple[Path, str]]) -> None:
-        """Store files in the bucket; `files` maps each key to a file and its SHA-256. Objects that are already stored
-        are not sent.
-
-        Raises:
-            UploadError: a stored object has the wrong digest after each attempt, or its file changed meanwhile.
-        """
+        """Store files in the bucket unless it has them; `files` maps each key to a file and its SHA-256. Raise
+        UploadError if a stored object has the wrong digest after each attempt, or its file changed meanwhile."""
         run_threads(self._send_file, ((key, *source) for key, source in files.items()), _MAX_PARALLEL_FILES, "upload")
 
     def _send_file(self, key: str, file: Path, sha256: str) -> None:
@@ -102,9 +97,8 @@ class Transfer:
             is_sent = False
             self.bucket.remove(key)
             self.journal.note(gone=key)
-        raise UploadError(
-            f"{self.bucket.url(key)} arrived altered {_MAX_ATTEMPTS} times: its sha256 is not that of {file}"
-        )
+        problem = f"arrived altered {_MAX_ATTEMPTS} times: its sha256 is not that of {file}"
+        raise UploadError(f"{self.bucket.url(key)} {problem}")
 
     def _upload_object(self, key: str, file: Path, sha256: str) -> None:
         from botocore.exceptions import ClientError
@@ -112,40 +106,27 @@ class Transfer:
         size = file.stat().st_size
         part_bytes = max(self.part_bytes, -(-size // _MAX_PARTS))
         if size <= part_bytes:
-            data = file.read_bytes()
-            md5, content_md5 = _compute_md5(data)
-            for _ in range(_MAX_ATTEMPTS):
-                response = self.bucket.client.put_object(
-                    Bucket=self.bucket.name, Key=key, Body=data, ContentMD5=content_md5, Metadata={"sha256": sha256}
-                )
-                if _is_upload_confirmed(response, md5):
-                    return
-            return  # no error: the caller verifies the digest of the stored object
+            self._put(self.bucket.client.put_object, file.read_bytes(), Key=key, Metadata={"sha256": sha256})
+            return
         try:
             self._upload_in_parts(key, file, size, part_bytes, sha256)
         except ClientError as error:
             if error.response["Error"].get("Code") != "NoSuchUpload":
                 raise
-            # The store does not know the upload: it was aborted, or it was completed and the response was lost. The
-            # caller verifies the stored object.
+            # The upload was aborted, or completed and the response was lost. The caller verifies the stored object.
         self.journal.note(gone=key)
 
     def _upload_in_parts(self, key: str, file: Path, size: int, part_bytes: int, sha256: str) -> None:
         upload_id = self._get_upload_id(key, sha256)
         parts = range(1, -(-size // part_bytes) + 1)
-        part_paginator = self.bucket.client.get_paginator("list_parts")
-        pages = part_paginator.paginate(Bucket=self.bucket.name, Key=key, UploadId=upload_id)
+        client, names = self.bucket.client, {"Bucket": self.bucket.name, "Key": key, "UploadId": upload_id}
+        pages = client.get_paginator("list_parts").paginate(**names)
         stored_etags = {part["PartNumber"]: part["ETag"].strip('"') for page in pages for part in page.get("Parts", ())}
-        part_arguments = (
-            (key, upload_id, number, (file, (number - 1) * part_bytes, part_bytes), stored_etags) for number in parts
-        )
+        slices = [(number, (file, (number - 1) * part_bytes, part_bytes)) for number in parts]
+        part_arguments = ((key, upload_id, number, file_slice, stored_etags) for number, file_slice in slices)
         etags = run_threads(self._upload_part, part_arguments, _MAX_PARALLEL_PARTS, "part")
-        completed_parts = [
-            {"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(parts, etags, strict=True)
-        ]
-        self.bucket.client.complete_multipart_upload(
-            Bucket=self.bucket.name, Key=key, UploadId=upload_id, MultipartUpload={"Parts": completed_parts}
-        )
+        sent_parts = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(parts, etags, strict=True)]
+        client.complete_multipart_upload(**names, MultipartUpload={"Parts": sent_parts})
 
     def _get_upload_id(self, key: str, sha256: str) -> str:
         """Return the id of the multipart upload in the journal, or of a new upload. Other uploads of the same key are
@@ -153,9 +134,7 @@ class Transfer:
         client, name = self.bucket.client, self.bucket.name
         previous_id = self.journal.uploads.get(key)
         uploads = client.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ()) if previous_id else ()
-        if any(
-            pending_upload["Key"] == key and pending_upload["UploadId"] == previous_id for pending_upload in uploads
-        ):
+        if any((upload["Key"], upload["UploadId"]) == (key, previous_id) for upload in uploads):
             return str(previous_id)
         upload_id: str = client.create_multipart_upload(Bucket=name, Key=key, Metadata={"sha256": sha256})["UploadId"]
         self.journal.note(upload=upload_id, key=key)
@@ -169,28 +148,22 @@ class Transfer:
         with open(file, "rb") as source:
             source.seek(offset)
             data = source.read(length)
-        md5, content_md5 = _compute_md5(data)
         etag = stored_etags.get(number, "")
+        md5 = hashlib.md5(data, usedforsecurity=False).hexdigest() if etag else ""
         if etag and etag in {md5, self.journal.parts.get((upload, number))}:
             return etag
-        for _ in range(_MAX_ATTEMPTS):
-            response = self.bucket.client.upload_part(
-                Bucket=self.bucket.name, Key=key, UploadId=upload, PartNumber=number, Body=data, ContentMD5=content_md5
-            )
-            if _is_upload_confirmed(response, md5):
-                break
-        etag = response["ETag"].strip('"')
+        etag = self._put(self.bucket.client.upload_part, data, Key=key, UploadId=upload, PartNumber=number)
         self.journal.note(upload=upload, part=number, etag=etag)
-        return str(etag)
+        return etag
 
-
-def _compute_md5(data: bytes) -> tuple[str, str]:
-    """Return the MD5 of data in two forms: hexadecimal as in an ETag, and base64 as in a request."""
-    digest = hashlib.md5(data, usedforsecurity=False)
-    return digest.hexdigest(), base64.b64encode(digest.digest()).decode()
-
-
-def _is_upload_confirmed(response: dict[str, Any], md5: str) -> bool:
-    """Return True if the store's response confirms the bytes that were sent. The ETag of an encrypted object is no MD5,
-    so its response always counts as a confirmation."""
-    return "ServerSideEncryption" in response or response["ETag"].strip('"') == md5
+    def _put(self, request: Callable[..., Any], data: bytes, **arguments: Any) -> str:
+        """Send data in one request, up to three times if it arrives altered; return the ETag of the stored data."""
+        md5 = hashlib.md5(data, usedforsecurity=False)
+        content_md5 = base64.b64encode(md5.digest()).decode()
+        for _ in range(_MAX_ATTEMPTS):
+            response = request(Bucket=self.bucket.name, Body=data, ContentMD5=content_md5, **arguments)
+            etag = str(response["ETag"].strip('"'))
+            # The ETag of an encrypted object is no MD5.
+            if "ServerSideEncryption" in response or etag == md5.hexdigest():
+                break
+        return etag

@@ -95,11 +95,8 @@ def run_program(stage: Stage) -> None:
     engine_group = _create_engine_group(stage)
     if world_size > 1 or engine_group is not None:
         worker_group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(world_size, actors=engine_group)
-        outcome = worker_group.run(
-            _with_service_variables(stage, partial(run_rank, stage.path, program)),
-            lambda: stage.stop_requested,
-            stage.progress.beat,
-        )
+        rank_program = _with_service_variables(stage, partial(run_rank, stage.path, program))
+        outcome = worker_group.run(rank_program, lambda: stage.stop_requested, stage.progress.beat)
     else:
         outcome = _run_with_metrics(stage, program)
     kind, fingerprint = stage.kind.name, stage.fingerprint
@@ -114,10 +111,9 @@ def _create_engine_group(stage: Stage) -> Any:
     """Return the rollout engines of the stage that run in processes other than its ranks; None if there are none."""
     if not _has_engines(stage):
         return None
+    open_replica = importlib.import_module("cosmos_core.train.generation").open_replica
     return importlib.import_module("cosmos_core.cluster.actors").ActorGroup(
-        _with_service_variables(
-            stage, partial(importlib.import_module("cosmos_core.train.generation").open_replica, stage.path)
-        ),
+        _with_service_variables(stage, partial(open_replica, stage.path)),
         partial(num_requested_engines, stage.path, stage.recipe.num_engines),
         name="RolloutEngine",
         shares_gpus=stage.recipe.mode == "colocated_separated",
@@ -135,8 +131,7 @@ def _with_service_variables(stage: Stage, function: Callable[..., Any]) -> Calla
 
 
 def run_rank(path: Path, program: Callable[..., Outcome], messages: Any) -> Outcome:
-    """Run the program of a stage on one rank of a group; only the first rank logs messages below WARNING and writes
-    shared files."""
+    """Run the program of a stage on one rank; only the first rank logs below WARNING and writes shared files."""
     from cosmos_core.parallel.mesh import all_gather_object, is_first
 
     configure("INFO" if is_first() else "WARNING")
@@ -182,9 +177,8 @@ def _report_hardware(stage: Stage, machine_properties: Sequence[MachinePropertie
     """Write and log the hardware on which the stage runs, and the numeric precision of a training."""
     write_json(stage.path / FACTS_FILE, [asdict(rank_properties) for rank_properties in machine_properties])
     train = stage.recipe.train
-    precision_text = (
-        f", {train.master_dtype} weights, computes in {train.param_dtype}" if stage.kind.trains_model else ""
-    )
+    precision = f", {train.master_dtype} weights, computes in {train.param_dtype}"
+    precision_text = precision if stage.kind.trains_model else ""
     logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, formatting.machines(machine_properties), precision_text)
 
 

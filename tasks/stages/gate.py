@@ -1,5 +1,6 @@
 """Stage kind `gate`: stop the run unless metrics are good enough compared with a number or the published model."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,21 +44,22 @@ def run(stage: Stage) -> Outcome:
     report: list[dict[str, Any]] = []
     failure_messages: list[str] = []
     for condition in map(parse_condition, stage.config.require):
-        first_index = len(report)
+        entries: list[dict[str, Any]] = []
         for name, measured in _find_measured_metrics(condition, stage, None if record is None else published):
-            paired = _compare_paired_items(stage, condition, name, measured, record) if record is not None else None
-            noise = (
-                0.0 if record is None or paired else _compute_noise_margin(stage, condition, name, measured, published)
-            )
+            paired, noise = None, 0.0
+            if record is not None and stage.config.confidence and condition.needs_published_model:
+                paired = _compare_paired_items(stage, condition, name, measured, record)
+                noise = 0.0 if paired else _compute_noise_margin(stage, condition, name, measured, published)
             value, limit = measured[name], condition.limit(published.get(name))
             entry: dict[str, Any] = {"condition": condition.text, "value": value, "bound": limit}
             entry["passed"] = condition.is_satisfied(value, limit, noise)
             entry |= ({"metric": name} if "*" in condition.metric else {}) | ({"noise": noise} if noise else {})
-            if paired is not None and measured[name] == measured[name]:  # skip NaN, which differs from itself
+            if paired is not None and not math.isnan(value):
                 entry |= _compare_items(condition, paired, stage.config.confidence)
-            report.append(entry)
-        _add_corrected_p_values(report[first_index:])
-        failure_messages += [_format_refusal(condition, entry) for entry in report[first_index:] if not entry["passed"]]
+            entries.append(entry)
+        _add_corrected_p_values(entries)
+        failure_messages += [_format_refusal(condition, entry) for entry in entries if not entry["passed"]]
+        report += entries
     stage.path.mkdir(parents=True, exist_ok=True)
     write_json(stage.path / CONDITIONS, report)  # before a refusing gate raises its error
     if failure_messages:
@@ -103,15 +105,14 @@ def _format_refusal(condition: MetricCondition, entry: dict[str, Any]) -> str:
     """Return the error message for a condition that does not hold."""
     bound_text = "" if entry["bound"] is None else f", bound {entry['bound']:.6g}"
     noise_text = f", noise {entry['noise']:.3g}" if "noise" in entry else ""
-    if comparison := entry.get("paired"):
+    if paired := entry.get("paired"):
         noise_text = (
-            f"; {comparison['difference']:+.3g} ({comparison['low']:+.3g} .. {comparison['high']:+.3g}) on "
-            f"{comparison['items']} items, of "
-            f"which {comparison['better']} are better and {comparison['worse']} worse, p = {comparison['p_value']:.3g}"
+            f"; {paired['difference']:+.3g} ({paired['low']:+.3g} .. {paired['high']:+.3g}) on {paired['items']} "
+            f"items, of which {paired['better']} are better and {paired['worse']} worse, p = {paired['p_value']:.3g}"
         )
-        noise_text += f" ({comparison['p_holm']:.3g} with Holm's correction)" if "p_holm" in comparison else ""
-        noise_text += f"; as many items show a difference of {comparison['detectable']:.2g}"
-        noise_text += f", this one needs {comparison['needed']:,} items" if comparison["needed"] else ""
+        noise_text += f" ({paired['p_holm']:.3g} with Holm's correction)" if "p_holm" in paired else ""
+        noise_text += f"; as many items show a difference of {paired['detectable']:.2g}"
+        noise_text += f", this one needs {paired['needed']:,} items" if paired["needed"] else ""
     metric = entry.get("metric", condition.metric)
     return f"{condition.text} does not hold: {metric} = {entry['value']:.6g}{bound_text}{noise_text}"
 
@@ -122,11 +123,9 @@ def _compare_paired_items(
     """Return the comparison with the published model per item of a benchmark. Return None if the run of the published
     model is not on this machine, if it measured other items, or if the metric is not the mean over the items: for a
     perplexity, for example, the items are log-likelihoods."""
-    if not (stage.config.confidence and condition.needs_published_model) or condition.comparison == "==":
+    if condition.comparison == "==":
         return None
-    new_path = next(
-        (result.get("path") for result in stage.inputs.values() if result["metrics"] is measured_metrics), None
-    )
+    new_path = next(result.get("path") for result in stage.inputs.values() if result["metrics"] is measured_metrics)
     published_value = record["metrics"][name]
     for old_folder in published_item_folders(record, name):
         if new_path and (paired := compare_items(name, Path(new_path), old_folder)):
@@ -144,8 +143,6 @@ def _compute_noise_margin(
     published_metrics: dict[str, float],
 ) -> float:
     """Return the margin by which a metric must differ from that of the published model at the configured confidence."""
-    if not (stage.config.confidence and condition.needs_published_model):
-        return 0.0
     noise = noise_margin(name, stage.config.confidence, measured_metrics, published_metrics)
     if noise is None:
         raise ConfigError(
@@ -165,23 +162,19 @@ def _find_measured_metrics(
     for name, result in stage.inputs.items():
         for key in result["metrics"]:
             metrics[f"{name}.{key}"] = metrics[key] = (key, result["metrics"])
-    matching_metrics = {
-        key: metrics[full_name] for full_name, (key, _) in metrics.items() if condition.matches_metric(full_name)
-    }
-    if not matching_metrics:
+    matches = {each[0]: each for full_name, each in metrics.items() if condition.matches_metric(full_name)}
+    if not matches:
         reported_names = sorted({key for key, _ in metrics.values()})
         raise ConfigError(
             f"gate {stage.name!r}: no stage in its `after` reported {condition.metric!r}; "
             f"reported: {', '.join(reported_names) or 'nothing'}"
         )
     if published_metrics is None or not condition.needs_published_model:
-        return list(matching_metrics.values())
-    comparable_metrics = [
-        each for name, each in matching_metrics.items() if isinstance(published_metrics.get(name), int | float)
-    ]
-    if not comparable_metrics:
-        names = " or ".join(map(repr, matching_metrics))
+        return list(matches.values())
+    comparable = [each for name, each in matches.items() if isinstance(published_metrics.get(name), int | float)]
+    if not comparable:
+        names = " or ".join(map(repr, matches))
         raise ConfigError(
             f"gate {stage.name!r}: {condition.text!r}: what is published has no {names}; compare with a number"
         )
-    return comparable_metrics
+    return comparable

@@ -28,21 +28,17 @@ def run(stage: Stage) -> Outcome:
     model is kept when the branches are removed.
 
     The result does not mention the other branches, so that later stages keep their fingerprints while the best branch
-    stays the same.
-
-    Raises:
-        ConfigError: a branch did not report the metric.
-        GateFailed: the metric is NaN in all branches.
+    stays the same. Raises `ConfigError` if a branch did not report the metric, and `GateFailed` if the metric is NaN in
+    all branches.
     """
     sweep = stage.config.sweep
     assert sweep is not None  # a select stage without the key `sweep` is refused earlier
-    values = {sweep_branch.stages: _read_metric(stage, sweep_branch, sweep.metric) for sweep_branch in sweep.branches}
-    candidates = [sweep_branch for sweep_branch in sweep.branches if not math.isnan(values[sweep_branch.stages])]
+    values = {branch.stages: _read_metric(stage, branch, sweep.metric) for branch in sweep.branches}
+    candidates = [branch for branch in sweep.branches if not math.isnan(values[branch.stages])]
     if not candidates:
         raise GateFailed(f"stage {stage.name!r}: {sweep.metric} is not a number in any of {len(values)} branches")
-    best_branch = (max if sweep.mode == "max" else min)(
-        candidates, key=lambda sweep_branch: values[sweep_branch.stages]
-    )
+    choose = max if sweep.mode == "max" else min
+    best_branch = choose(candidates, key=lambda branch: values[branch.stages])
     model_stages = [name for name in best_branch.stages if stage.inputs[name]["info"].get("model")]
     source = stage.inputs[model_stages[-1] if model_stages else best_branch.stages[-1]]
     # `data` names a folder of the source stage, which is not linked into the folder of this stage.
@@ -56,10 +52,8 @@ def run(stage: Stage) -> Outcome:
             link_path.parent.mkdir(parents=True, exist_ok=True)
             link_path.unlink(missing_ok=True)
             link_or_copy(file, link_path)
-    chosen_stage = Path(source["path"]).name
-    return Outcome(
-        outputs=outputs, metrics=_merge_branch_metrics(stage, best_branch), info=info | {"chosen": chosen_stage}
-    )
+    info["chosen"] = Path(source["path"]).name
+    return Outcome(outputs=outputs, metrics=_merge_branch_metrics(stage, best_branch), info=info)
 
 
 def _merge_branch_metrics(stage: Stage, sweep_branch: SweepBranch) -> dict[str, Any]:

@@ -36,12 +36,9 @@ KIND = StageKind(
 
 
 def run(stage: Stage) -> Outcome:
-    """Publish the model folder `stage.model` to the publication target `stage.config.target`.
-
-    Raises:
-        ConfigError: the model folder does not exist.
-        UploadError: the model has changed since it was made, or the publication target failed.
-    """
+    """Publish the model folder `stage.model` to the publication target `stage.config.target`. Raises `ConfigError` if
+    the model folder does not exist, and `UploadError` if the model has changed since it was made, or the publication
+    target failed."""
     from tasks.cancellation import publication_check  # lazy, because `tasks.cancellation` imports Prefect
 
     folder = Path(stage.model)
@@ -50,12 +47,11 @@ def run(stage: Stage) -> Outcome:
             f'stage {stage.name!r}: model = {stage.config.model!r} is no folder to publish; write model = "stage:NAME"'
         )
     for name, result in stage.inputs.items():
-        source = read_result(Path(result["path"]))
-        damage_message = (
-            find_damage(Path(result["path"]), source, ignores_cache=True) if source else "its result is gone"
-        )
-        if damage_message:
-            raise UploadError(f"stage {stage.name!r} publishes nothing: stage {name!r}: {damage_message}")
+        path = Path(result["path"])
+        source = read_result(path)
+        damage = find_damage(path, source, ignores_cache=True) if source else "its result is gone"
+        if damage:
+            raise UploadError(f"stage {stage.name!r} publishes nothing: stage {name!r}: {damage}")
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
     version = f"{stage.run_path.name}-{stage.fingerprint[:8]}"
     # The file with the record of an earlier publication is not part of the model.
@@ -108,32 +104,26 @@ def _find_superseded_version(
         return ""
     for version in sorted(versions):
         if not target.damage(folder, version, {"files": weight_digests}):
-            promote_command = f"cosmos promote {shlex.quote(stage.config.target)} {version}"
+            command = f"cosmos promote {shlex.quote(stage.config.target)} {version}"
             if not hasattr(target, "point_to"):
                 run_argument = shlex.quote(str(stage.run_path))
-                promote_command = f"cosmos resume {run_argument} --from-stage {stage.name}, not cosmos promote,"
-            logger.warning(
-                "%s is not what is published now, which stays; %s publishes it again",
-                target.where(version),
-                promote_command,
-            )
-            return str(target.where(version))
+                command = f"cosmos resume {run_argument} --from-stage {stage.name}, not cosmos promote,"
+            address = str(target.where(version))
+            logger.warning("%s is not what is published now, which stays; %s publishes it again", address, command)
+            return address
     return ""
 
 
 def _find_same_weights(target: Any, folder: Path, record: dict[str, Any], current_record: dict[str, Any]) -> str:
-    """Return the address of the current version if another run published it with the same undamaged files, except for
-    the model card; otherwise an empty string."""
+    """Return the address of the current version if another run published the same files, undamaged; else empty."""
     version, weight_digests = str(current_record["version"]), _weight_digests(record)
     if _weight_digests(current_record) != weight_digests:
         return ""
-    version_address = str(target.where(version))
-    if damage_message := target.damage(folder, version, {"files": weight_digests}):
-        logger.warning(
-            "%s has the same weights but is damaged, they are published anew: %s", version_address, damage_message
-        )
+    address = str(target.where(version))
+    if damage := target.damage(folder, version, {"files": weight_digests}):
+        logger.warning("%s has the same weights but is damaged, they are published anew: %s", address, damage)
         return ""
-    return version_address
+    return address
 
 
 def _weight_digests(record: dict[str, Any]) -> dict[str, str]:

@@ -62,7 +62,7 @@ VICTIMS: dict[str, Callable[[psutil.Process], list[psutil.Process]]] = {
 def prove(folder: Path) -> Proof:
     """An undisturbed training, then five with a kill for each kind of process."""
     began = time.monotonic()
-    task = fleet.make_task(folder)
+    task = fleet.make_task(folder, recipe(0))
     undisturbed = rl(task, folder / "undisturbed", recipe(2, ranks=2))
     attempts, _ = _run(undisturbed, None, 0)
     expected, generator = _digest(undisturbed), random.Random(SEED)

@@ -135,7 +135,7 @@ def prove(folder: Path) -> Proof:
     began, generator = time.monotonic(), random.Random(SEED)
     if os.geteuid() != 0:
         raise SystemExit("network namespaces need root; run this part as root")
-    task = fleet.make_task(folder)
+    task = fleet.make_task(folder, recipe(0))
     rows, met, expected = [], True, ""
     for number in range(MOMENTS + 1):
         step, delay = (

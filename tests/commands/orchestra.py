@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import httpx
 
 from cosmos_core.launch.server import _copy_database, _locate_empty_database
 from cosmos_core.observe.logs import add_quiet_variables
-from tests.conftest import processes_below, wait_until
+from tests.conftest import one_certificate, processes_below, wait_until
 
 ROOT = Path(__file__).parents[2]
 _TRUST = httpx.create_ssl_context()
@@ -38,7 +39,10 @@ class Orchestra:
             "PREFECT_PROFILES_PATH": str(folder / "home" / "profiles.toml"),
             "PREFECT_API_URL": self.url,
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
-            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            **one_certificate(folder),
+            "PREFECT_WORKER_QUERY_SECONDS": "0.5",
+            "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL": "0.5",
+            "PREFECT_SERVER_SERVICES_SCHEDULER_RECENT_DEPLOYMENTS_LOOP_SECONDS": "1",
             # On SQLite a server that reads its automations again while one is changed waits for itself for ever.
             "PREFECT_SERVER_EVENTS_PROACTIVE_GRANULARITY": "PT1H",
             "OMP_NUM_THREADS": "1",
@@ -158,7 +162,7 @@ class Orchestra:
             return self.flow_run(flow_run)["state_type"] in ends
 
         # Each question is work for the server that the run is waiting for.
-        wait_until(has_ended, seconds, lambda: f"{state}: {self.flow_run(flow_run)}", pause=1)
+        wait_until(has_ended, seconds, lambda: f"{state}: {self.flow_run(flow_run)}", pause=0.3)
         found = self.flow_run(flow_run)
         assert found["state_type"] == state, found["state"]["message"]
         return found
@@ -176,12 +180,10 @@ class Orchestra:
         return [log["message"] for log in self.ask("logs/filter", logs={"flow_run_id": {"any_": [flow_run]}})]
 
     def close(self) -> None:
-        for number, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
-            for pid in processes_below(self.folder):
-                try:
-                    os.kill(pid, number)
-                except ProcessLookupError:
-                    continue
-            deadline = time.monotonic() + seconds
-            while processes_below(self.folder) and time.monotonic() < deadline:
-                time.sleep(0.1)
+        """Kill all that was started here; nothing of it is needed any more."""
+        deadline = time.monotonic() + 20
+        while (left := processes_below(self.folder)) and time.monotonic() < deadline:
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)

@@ -17,6 +17,7 @@ from cosmos_core.observe.console import Display
 from cosmos_core.run.directory import Run
 from cosmos_core.run.state import update_state
 from cosmos_core.session import _keep_display_updated, _print_failures, exit_code
+from tests.command_line import InProcess
 from tests.conftest import Workspace, wait_until
 from tests.unit.data_tokenizers import CHATML
 from tests.unit.run_folder import counting_run
@@ -65,6 +66,16 @@ def refusal(workspace: Workspace, *arguments: str) -> str:
     return done.stderr.removeprefix("cosmos: ").rstrip("\n")
 
 
+@pytest.fixture
+def in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Workspace:
+    """A workspace for commands that are refused before anything starts."""
+    workspace = InProcess(tmp_path, monkeypatch, capsys)
+    workspace.write("recipe.toml", RECIPE)
+    workspace.write("rows.jsonl", rows(GOOD))
+    workspace.write("model/tokenizer.json", "{}")
+    return workspace
+
+
 def cpu_seconds() -> float:
     """Processor time of the commands that have ended: unlike the clock it does not see who else is at work."""
     times = os.times()
@@ -104,7 +115,6 @@ def test_every_command_has_a_help_and_no_command_at_all_is_a_question(workspace:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["rnu"], "No such command 'rnu'. Did you mean 'run'?; see cosmos --help"),
         (["run"], "Missing argument 'configs'; see cosmos run --help"),
         (["run", "recipe.toml", "--bogus"], "No such option: --bogus; see cosmos run --help"),
         (["run", "recipe.yaml"],
@@ -113,8 +123,6 @@ def test_every_command_has_a_help_and_no_command_at_all_is_a_question(workspace:
         (["run", "none.toml"], "none.toml: no such file"),
         (["run", "recipe.toml", "--from-stage", "stf"],
          "recipe.toml: no stage 'stf' in this pipeline; did you mean 'sft'?"),
-        (["run", "recipe.toml", "--run-id", "../x"], "run_id = '../x' must be a plain folder name of letters, digits, "
-         "'.', '-' and '_', at most 100"),
         (["resume"], "no run at all in outputs; give its path, or the folder of runs with --output-dir"),
         (["resume", "20200101000000"],
          "no run '20200101000000' in outputs; give its path, or the folder of runs with --output-dir"),
@@ -125,12 +133,9 @@ def test_every_command_has_a_help_and_no_command_at_all_is_a_question(workspace:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_a_command_that_makes_no_sense_is_one_line(workspace: Workspace, arguments: list[str], said: str) -> None:
-    workspace.write("recipe.toml", RECIPE)
-    workspace.write("recipe.yaml", "policy:\n  model_name_or_path: model\n")
-    workspace.write("rows.jsonl", rows(GOOD))
-    workspace.write("model/tokenizer.json", "{}")
-    assert refusal(workspace, *arguments) == said.replace("FOLDER", str(workspace.path))
+def test_a_command_that_makes_no_sense_is_one_line(in_process: Workspace, arguments: list[str], said: str) -> None:
+    in_process.write("recipe.yaml", "policy:\n  model_name_or_path: model\n")
+    assert refusal(in_process, *arguments) == said.replace("FOLDER", str(in_process.path))
 
 
 WRONG: dict[str, tuple[list[str], str]] = {
@@ -175,15 +180,22 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ],
 )
 def test_what_can_be_found_wrong_at_once_is_one_line_and_nothing_is_made(
-    workspace: Workspace, command: str, name: str
+    in_process: Workspace, command: str, name: str
 ) -> None:
     settings, said = WRONG[name]
+    arguments = [text for setting in settings for text in ("--set", setting)]
+    assert refusal(in_process, command, "recipe.toml", *arguments) == said.replace("FOLDER", str(in_process.path))
+    assert not (in_process.path / "outputs").exists()
+
+
+def test_a_run_id_that_is_no_folder_name_and_a_misspelt_command_end_with_one_line(workspace: Workspace) -> None:
     workspace.write("recipe.toml", RECIPE)
     workspace.write("rows.jsonl", rows(GOOD))
     workspace.write("model/tokenizer.json", "{}")
-    arguments = [text for setting in settings for text in ("--set", setting)]
-    assert refusal(workspace, command, "recipe.toml", *arguments) == said.replace("FOLDER", str(workspace.path))
-    assert not (workspace.path / "outputs").exists()
+    assert refusal(workspace, "run", "recipe.toml", "--run-id", "../x") == (
+        "run_id = '../x' must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
+    )
+    assert refusal(workspace, "rnu") == "No such command 'rnu'. Did you mean 'run'?; see cosmos --help"
 
 
 @pytest.fixture(scope="module")

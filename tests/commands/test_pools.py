@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,68 +65,6 @@ def starts(run: Path, stage: str) -> list[int]:
     return [int(line.removeprefix("start ")) for line in lines]
 
 
-def test_bootstrap_makes_what_is_missing_once(orchestra: Orchestra, place: Workspace) -> None:
-    lines = place.cosmos("bootstrap").stdout.splitlines()
-    assert lines[:3] == [f"work pool {name}: there (process)" for name in ("local", "cpu", "gpu")]
-    assert lines[3] == "automation 'cosmos: a flow run without a heartbeat has crashed': there"
-    assert place.cosmos("bootstrap", "--pool", "big", "--limit", "2").stdout.splitlines()[0] == (
-        "work pool big: made (process, at most 2 at once)"
-    )
-    changed = place.cosmos("bootstrap", "--pool", "big", "--limit", "4").stdout
-    assert "work pool big: changed (concurrency_limit)" in changed
-    assert lines[-1] == "block type cosmos-reward-service: registered"
-    refused = place.cosmos("bootstrap", "--pool", "big", "--type", "docker", code=64)
-    assert "work pool 'big' is of type process, not docker" in refused.stderr
-
-
-BLOCKS = """
-import sys
-from pathlib import Path
-
-from prefect.settings import PREFECT_API_URL, temporary_settings
-
-from cosmos_core.errors import ConfigError, StageFailed
-from cosmos_core.launch.blocks import RewardService, load_service_variables
-from cosmos_core.launch.managed_service import managed_service
-
-RewardService(url="http://127.0.0.1:1, http://127.0.0.1:2/", token="a very secret token").save("rewards")
-assert "secret" not in repr(RewardService.load("rewards"))
-with managed_service("block:rewards", Path(sys.argv[1])) as found:
-    assert found == {
-        "REMOTE_REWARD_ENQUEUE_URL": "http://127.0.0.1:1/api/reward/enqueue,http://127.0.0.1:2/api/reward/enqueue",
-        "REMOTE_REWARD_FETCH_URL": "http://127.0.0.1:1/api/reward/pull,http://127.0.0.1:2/api/reward/pull",
-        "REMOTE_REWARD_TOKEN": "a very secret token",
-    }, found
-try:
-    load_service_variables("block:other")
-except ConfigError as error:
-    print(error)
-try:
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        load_service_variables("block:rewards")
-except StageFailed as error:
-    print(error)
-"""
-
-
-def test_a_block_names_a_reward_service_and_its_token_is_written_nowhere(
-    orchestra: Orchestra, place: Workspace
-) -> None:
-    folder = place.path / "stage"
-    folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKS, str(folder)], cwd=ROOT, env=place.environment, capture_output=True, text=True,
-        timeout=180,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "reward_service = 'block:other': the server has no block cosmos-reward-service/other" in done.stdout
-    assert "reward_service = 'block:rewards': the Prefect server does not tell: " in done.stdout
-    said = json.loads((folder / "reward_service.json").read_text())
-    assert [each["status"] for each in said["services"]] == ["does not respond"] * 2
-    texts = [file.read_text(errors="replace") for file in folder.rglob("*") if file.is_file()]
-    assert not any("a very secret token" in text for text in (*texts, done.stdout, done.stderr))
-
-
 SERVED = """
 [pipeline]
 name = "served"
@@ -150,7 +86,7 @@ def test_a_reward_service_is_started_on_a_pool_for_a_stage_and_ends_with_it(
     outputs = place.path / "outputs"
     place.write("outputs/rewards.toml", '[[reward_args]]\nreward_type = "exact_match"\n')
     config = place.write("served.toml", SERVED.replace("OUTPUTS", str(outputs)).replace("ROOT", str(ROOT)))
-    flow_run = orchestra.run("post-train/local", f"config={config}", "run_id=served")
+    flow_run = orchestra.begin("post-train/local", config=str(config), run_id="served")
     orchestra.wait_for(flow_run, "COMPLETED", 180)
     result = read_result(outputs / "served" / "stages" / "asks")
     assert result is not None and result["info"]["value"] == 1.0
@@ -162,28 +98,6 @@ def test_a_reward_service_is_started_on_a_pool_for_a_stage_and_ends_with_it(
     assert not [block["name"] for block in blocks if block["name"].startswith("run-")]
     noted = json.loads((outputs / "served" / "stages" / "asks" / "reward_service.json").read_text())
     assert noted["services"][0]["status"] == "ok"
-
-
-@pytest.mark.full  # that of machines which share no disk has pools and such a kill too
-def test_each_stage_runs_on_its_pool_and_a_child_that_is_killed_is_followed_by_one_that_goes_on(
-    orchestra: Orchestra, place: Workspace
-) -> None:
-    flow_run = orchestra.begin("post-train/local", config=write(place, 60), run_id="pools")
-    run = place.path / "outputs" / "pools"
-    visits = run / "stages" / "first" / "visits.txt"
-    wait_until(lambda: visits.exists() and step(run) > 5, 120, "the first stage trains")
-    killed = child(run, "first")["flow_run"]
-    for pid in pids_of(killed):
-        os.kill(pid, signal.SIGKILL)
-    orchestra.wait_for(flow_run, "COMPLETED", 180)
-    assert read_result(run / "stages" / "second") is not None
-    now = child(run, "first")
-    assert now["attempt"] == 2 and now["flow_run"] != killed
-    assert orchestra.flow_run(killed)["state_type"] in {"CRASHED", "FAILED"}
-    assert orchestra.flow_run(now["flow_run"])["work_pool_name"] == "cpu"
-    assert orchestra.flow_run(child(run, "second")["flow_run"])["work_pool_name"] == "gpu"
-    began = starts(run, "first")
-    assert len(began) == 2 and began[0] == 0 and began[1] > 5, "it goes on from its checkpoint"
 
 
 def step(run: Path) -> int:
@@ -259,7 +173,7 @@ def run_apart(orchestra: Orchestra, place: Workspace, name: str, *, is_disturbed
         gate.unlink(missing_ok=True)
     else:
         gate.touch()
-    flow_run = orchestra.run("post-train/local", f"config={write_pipeline(place, name)}", f"run_id={name}")
+    flow_run = orchestra.begin("post-train/local", config=write_pipeline(place, name), run_id=name)
     run = place.path / "outputs" / name
     if is_disturbed:
         saved = ArtifactStore(f"s3://models/{name}")

@@ -44,23 +44,6 @@ def serving(folder: Path) -> set[int]:
     return {pid for pid, line in processes_below(folder).items() if " server start " in line and "superv" not in line}
 
 
-def test_a_server_asks_for_a_password_is_replaced_when_killed_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_no_server(tmp_path, monkeypatch)
-    monkeypatch.setenv("PREFECT_SERVER_LOGGING_LEVEL", "DEBUG")
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nothing listens
-    before = dict(os.environ)
-    with prefect_server(tmp_path / "runs") as wait:
-        wait()
-        [pid] = serving(tmp_path)
-        expect_a_server_that_asks_who_is_there(tmp_path / "runs" / "server-1")
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: serving(tmp_path) - {pid}, 30, "another in its place")
-    assert not processes_below(tmp_path)
-    assert dict(os.environ) == before, "a server that is started later would write no events"
-
-
 @pytest.mark.full
 def test_a_full_disk_is_named_before_a_server_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_no_server(tmp_path, monkeypatch)
@@ -73,9 +56,10 @@ def test_a_full_disk_is_named_before_a_server_is_awaited(tmp_path: Path, monkeyp
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_the_database_of_a_server_is_made_once_for_each_release_of_prefect(
+def test_the_database_of_a_server_is_made_once_and_a_server_asks_for_a_password_and_is_replaced_when_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Once for each release of Prefect; killed while it starts, or later; and nothing of it is left."""
     use_no_server(tmp_path, monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     template = tmp_path / "cache" / "cosmos-posttrain" / f"prefect-{version('prefect')}.db"
@@ -92,6 +76,9 @@ def test_the_database_of_a_server_is_made_once_for_each_release_of_prefect(
         assert database.execute("select count(*) from flow_run").fetchone() == (0,)
         database.execute("create table marker (value)")
         database.commit()
+    monkeypatch.setenv("PREFECT_SERVER_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nothing listens
+    before = dict(os.environ)
     with prefect_server(tmp_path / "second") as wait:
         killed = list(processes_below(tmp_path / "second"))
         assert killed, "it is starting"
@@ -99,6 +86,11 @@ def test_the_database_of_a_server_is_made_once_for_each_release_of_prefect(
             os.kill(pid, signal.SIGKILL)
         wait()
         expect_a_server_that_asks_who_is_there(tmp_path / "second" / "server-1")
+        [pid] = serving(tmp_path)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: serving(tmp_path) - {pid}, 30, "another in its place")
+    assert not processes_below(tmp_path)
+    assert dict(os.environ) == before, "a server that is started later would write no events"
     with closing(sqlite3.connect(tmp_path / "second" / "server-1" / ":memory:" / "prefect.db")) as database:
         assert database.execute("select count(*) from marker").fetchone() == (0,)
 

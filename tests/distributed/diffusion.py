@@ -17,7 +17,7 @@ from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.models.denoiser import Denoiser
 from cosmos_core.models.families import open_family
 from cosmos_core.models.freeze import mark_trained_weights
-from cosmos_core.models.open_diffusion import recompute_blocks
+from cosmos_core.models.recompute import recompute_activations
 from cosmos_core.parallel.fsdp import full_tensors
 from cosmos_core.parallel.mesh import is_first, open_mesh
 from cosmos_core.run.progress import Progress
@@ -95,7 +95,7 @@ def computed(folder: Path, case: str, scratch: Path, **mesh: int) -> dict[str, A
     model = family.load_denoiser(dtype)
     mark_trained_weights(model, config.policy, family.lora_targets)
     if CASES[case] == _RECOMPUTED:
-        recompute_blocks(model, config.policy.model_gradient_checkpointing)
+        recompute_activations(model, config.policy.model_gradient_checkpointing)
     sizes = open_mesh(ParallelismConfig.model_validate(mesh), "cpu") if mesh else None
     adapter = Denoiser(model, family, train, sizes)
     trainer = Trainer(adapter, train, Progress(scratch / "p.json"))

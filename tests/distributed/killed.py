@@ -19,17 +19,13 @@ from typing import Any
 
 import torch
 
-from configs.demo import arithmetic
-from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data import prepare
 from cosmos_core.run.files import read_json, sha256
 from cosmos_core.run.progress import Metrics, Progress, read_metrics
-from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import run
 from cosmos_core.types import Outcome
-from tasks.kinds import all_kinds
+from tests.distributed import stages
 from tests.local_ranks import LocalGroup
 
 ROWS, STEPS, BATCH = 72, 40, 8
@@ -51,9 +47,8 @@ class Kill:
 
 
 def make_task(folder: Path) -> None:
-    """A model and its prepared rows, for `stage_of`."""
-    arithmetic.make(_stage(folder / "task"), train_rows=ROWS, heldout_rows=8, hidden_size=64, layers=2)
-    prepare.run(_stage(folder / "rows", folder / "task/model", folder / "task/data"))
+    """A model and its prepared rows."""
+    stages.make_task(folder, _recipe(), rows=ROWS)
 
 
 def train_with_kills(
@@ -149,24 +144,20 @@ def _step(path: Path) -> int:
     return int(progress["step"] or 0) if isinstance(progress, dict) else 0
 
 
-def _stage(path: Path, model: Path | str = "", data: Path | None = None, **mesh: int) -> Stage:
-    path.mkdir(parents=True, exist_ok=True)
+def _recipe(**mesh: int) -> Recipe:
     policy = {"type": "sft", "mini_batch": 2, "conversation_column_name": "messages"}
     train = {
         "param_dtype": "float32", "compile": False, "optm_lr": 1e-3, "train_batch_per_replica": BATCH, "epoch": 100,
         "max_num_steps": STEPS, "train_policy": policy,
         "ckpt": {"enable_checkpoint": True, "save_freq": SAVE_FREQ, "save_mode": "async", "max_keep": 2},
     }  # fmt: skip
-    recipe = Recipe.model_validate({"policy": {"model_max_length": 32, "parallelism": mesh}, "train": train})
-    return Stage(
-        path, StageConfig(name=path.name, kind="sft"), recipe, str(model), data, {}, "f" * 64, kind=all_kinds()["sft"]
-    )
+    return Recipe.model_validate({"policy": {"model_max_length": 32, "parallelism": mesh}, "train": train})
 
 
 def _train(folder: Path, task: Path, mesh: dict[str, int], stop: threading.Event) -> Outcome:
     """One rank; every step's rows are noted."""
     torch.set_num_threads(1)
-    stage = _stage(folder / "sft", task / "task/model", task / "rows/data", **mesh)
+    stage = stages.stage_of(folder / "sft", "sft", _recipe(**mesh), task / "task/model", task / "rows/data")
     read = RowFeed.samples
 
     def noted(feed: RowFeed, step: int) -> Any:

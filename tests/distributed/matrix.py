@@ -25,7 +25,7 @@ from cosmos_core.errors import ModelError
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import load_model
-from cosmos_core.models.meta_device import needs_base_weights
+from cosmos_core.models.lora import needs_base_weights
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import full_tensors
 from cosmos_core.parallel.mesh import Mesh, is_first, open_mesh

@@ -17,7 +17,7 @@ from cosmos_core.errors import StageFailed
 from cosmos_core.models.hf import load_model
 from cosmos_core.parallel.fsdp import full_tensors
 from cosmos_core.parallel.mesh import all_gather_object, is_first, rank_number
-from cosmos_core.train.ema import MovingAverage
+from cosmos_core.train.named_weights import MovingAverage
 from cosmos_core.train.trainer import Trainer
 from tests.distributed.loading import split
 from tests.distributed.matrix import Case, recipe, samples

@@ -16,15 +16,12 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from configs.demo import arithmetic
-from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data import prepare
 from cosmos_core.run.files import read_json, write_json
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import ENGINES, Stage, load_stage
 from cosmos_core.train.setup import run
-from tasks.kinds import all_kinds
+from tests.distributed.stages import make_task, stage_of
 
 REWARD = f"{Path(__file__).with_name('reward.py')}:variety"
 HELD = """
@@ -65,32 +62,11 @@ def recipe(engines: int, *, ranks: int = 1, **policy: Any) -> Recipe:
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_task(tmp_path_factory.mktemp("task"))
-
-
-def make_task(folder: Path, hidden_size: int = 64) -> Path:
-    """Make the model that learns, and prompts for it."""
-
-    def stage(name: str, kind: str, config: Recipe, model: str = "") -> Stage:
-        (folder / name).mkdir()
-        data = folder / "task/data" if model else None
-        config_ = StageConfig(name=name, kind=kind)
-        return Stage(folder / name, config_, config, model, data, {}, "f" * 64, kind=all_kinds()[kind])
-
-    arithmetic.make(
-        stage("task", "custom", recipe(0)), train_rows=64, heldout_rows=8, hidden_size=hidden_size, layers=2
-    )
-    prepare.run(stage("prompts", "prepare", recipe(0), str(folder / "task/model")))
-    return folder
+    return make_task(tmp_path_factory.mktemp("task"), recipe(0))
 
 
 def rl(task: Path, path: Path, config: Recipe) -> Stage:
-    path.mkdir(parents=True)
-    stage = Stage(
-        path, StageConfig(name="rl", kind="rl"), config, str(task / "task/model"), task / "prompts/data", {}, "f" * 64,
-        kind=all_kinds()["rl"],
-    )  # fmt: skip
-    stage.save()
+    stage_of(path, "rl", config, task / "task/model", task / "rows/data").save()
     return load_stage(path)
 
 
@@ -219,8 +195,7 @@ def test_two_ranks_and_engines_that_run_ahead_train_on_every_prompt_once(task: P
 @pytest.mark.full
 def test_an_engine_with_ranks_of_its_own_is_replaced_as_a_whole_when_one_is_killed(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    (tmp_path / "inputs").mkdir()
-    config, task = recipe(1), make_task(tmp_path / "inputs", hidden_size=128)
+    config, task = recipe(1), make_task(tmp_path / "inputs", recipe(1), hidden_size=128)
     rollout = config.rollout.derive(backend="vllm", parallelism=config.rollout.parallelism.derive(tp_size=2))
     stage = rl(task, tmp_path / "rl", config.derive(rollout=rollout))
 

@@ -22,22 +22,19 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from configs.demo import arithmetic
 from cosmos_core.cluster.actors import ActorGroup, _ObjectActor
 from cosmos_core.cluster.group import WorkerGroup, network_interface_to, num_threads, open_store
 from cosmos_core.cluster.join import join_cluster
 from cosmos_core.cluster.placement import reserve_bundles, resource_bundles
-from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data import prepare
 from cosmos_core.errors import ConfigError, Preempted, StageFailed
 from cosmos_core.machine_properties import measure, measure_worker_machine
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run
-from tasks.kinds import all_kinds
 from tests.conftest import wait_until
 from tests.distributed import members
+from tests.distributed.stages import make_task, stage_of
 from tests.local_ranks import LocalGroup
 
 
@@ -53,28 +50,11 @@ def recipe(**mesh: int | str) -> Recipe:
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("task")
-    arithmetic.make(stage(folder / "task"), train_rows=64, heldout_rows=16, hidden_size=64, layers=3)
-    prepare.run(stage(folder / "rows", folder / "task/model", folder / "task/data"))
-    return folder
-
-
-def stage(path: Path, model: Path | str = "", data: Path | None = None, **mesh: int | str) -> Stage:
-    path.mkdir(parents=True, exist_ok=True)
-    return Stage(
-        path,
-        StageConfig(name=path.name, kind="sft"),
-        recipe(**mesh),
-        str(model),
-        data,
-        {},
-        "f" * 64,
-        kind=all_kinds()["sft"],
-    )
+    return make_task(tmp_path_factory.mktemp("task"), recipe(), layers=3)
 
 
 def sft(task: Path, path: Path, **mesh: int | str) -> Stage:
-    return stage(path, task / "task/model", task / "rows/data", **mesh)
+    return stage_of(path, "sft", recipe(**mesh), task / "task/model", task / "rows/data")
 
 
 @pytest.fixture(scope="module")
@@ -257,58 +237,32 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(launcher: Any) -> None:
 
 
 @pytest.mark.full
-def test_a_training_goes_on_with_another_number_of_ranks(task: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    path = tmp_path / "sft"
-    with pytest.raises(Preempted, match="stopped after step 2 of 5; checkpoint saved"):
-        LocalGroup(2).run(partial(members.train, sft(task, path, dp_shard_size=2), 2, tmp_path))
-    four = sft(task, path, dp_shard_size=2, dp_replicate_size=2)
-    with pytest.raises(Preempted, match="stopped after step 3 of 5; checkpoint saved"):
-        LocalGroup(4).run(partial(members.train, four, 3, tmp_path))
-    one = sft(task, path)
-    run(one)
-    assert_like(one, alone)
-    assert [line["step"] for line in read_metrics(path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.full
-def test_a_training_that_began_on_one_rank_ends_on_two(task: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    path = tmp_path / "sft"
-    with pytest.raises(Preempted, match="stopped after step 3 of 5"):
-        LocalGroup(1).run(partial(members.train, sft(task, path), 3, tmp_path))
-    two = sft(task, path, dp_shard_size=2)
-    outcome = LocalGroup(2).run(partial(members.train, two, None, tmp_path))
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        [{"dp_shard_size": 2}, {"dp_shard_size": 2, "dp_replicate_size": 2}, {}],
+        [{"pp_size": 2}, {"pp_size": 2, "pp_schedule": "1F1B", "dp_shard_size": 2}, {}],
+        [{}, {"dp_shard_size": 2}],
+        [{}, {"pp_size": 3, "pp_schedule": "GPipe"}],
+    ],
+    ids=["two, four, one", "pipelines, one", "one, two", "one, pipeline"],
+)
+def test_a_training_goes_on_with_another_number_of_ranks(
+    meshes: list[dict[str, Any]], task: Path, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    *stopped, last = [sft(task, tmp_path / "sft", **mesh) for mesh in meshes]
+    for step, part in enumerate(stopped, start=4 - len(stopped)):
+        with pytest.raises(Preempted, match=f"stopped after step {step} of 5; checkpoint saved"):
+            ranks(part).run(partial(members.train, part, step, tmp_path))
+    outcome = ranks(last).run(partial(members.train, last, None, tmp_path))
     assert outcome.outputs == ("safetensors/step_5",)
     assert any(check.startswith("reload") for check in outcome.info["checks"])
-    assert_like(two, alone)
+    assert_like(last, alone)
+    assert [line["step"] for line in read_metrics(last.path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.full
-def test_a_training_goes_through_pipelines_and_ends_on_one_rank(
-    task: Path, tmp_path: Path, alone: dict[str, Any]
-) -> None:
-    path = tmp_path / "sft"
-    with pytest.raises(Preempted, match="stopped after step 2 of 5; checkpoint saved"):
-        LocalGroup(2).run(partial(members.train, sft(task, path, pp_size=2), 2, tmp_path))
-    four = sft(task, path, pp_size=2, pp_schedule="1F1B", dp_shard_size=2)
-    with pytest.raises(Preempted, match="stopped after step 3 of 5; checkpoint saved"):
-        LocalGroup(4).run(partial(members.train, four, 3, tmp_path))
-    one = sft(task, path)
-    run(one)
-    assert_like(one, alone)
-
-
-@pytest.mark.full  # the longest of the ways through meshes; the others begin and end as it does
-def test_a_training_that_began_on_one_rank_ends_in_a_pipeline(
-    task: Path, tmp_path: Path, alone: dict[str, Any]
-) -> None:
-    path = tmp_path / "sft"
-    with pytest.raises(Preempted, match="stopped after step 3 of 5"):
-        LocalGroup(1).run(partial(members.train, sft(task, path), 3, tmp_path))
-    three = sft(task, path, pp_size=3, pp_schedule="GPipe")
-    outcome = LocalGroup(3).run(partial(members.train, three, None, tmp_path))
-    assert outcome.outputs == ("safetensors/step_5",)
-    assert any(check.startswith("reload") for check in outcome.info["checks"])
-    assert_like(three, alone)
+def ranks(part: Stage) -> LocalGroup:
+    return LocalGroup(part.recipe.policy.parallelism.world_size)
 
 
 def test_the_interface_is_the_one_that_has_the_way_to_the_first_rank() -> None:

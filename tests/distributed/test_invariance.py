@@ -110,6 +110,10 @@ FOUR = [
     Case(PP4, 4, model="deep"),
     Case(PP4, 2, packed=True, model="deep"),
 ]
+USUAL_PAIRS = {
+    ("dp_replicate_size", "dp_shard_size"), ("dp_shard_size", "tp_size"), ("cp_size", "dp_shard_size"),
+    ("dp_shard_size", "pp_size"), ("pp_size", "tp_size"),
+}  # fmt: skip
 BAR = {"float64": 1e-9, "float32": 1e-5}
 MIXED_BAR = 0.05
 """Norms are rounded too where FSDP gathers them."""
@@ -184,7 +188,7 @@ def test_two_ranks_do_what_one_does(index: int, of_two: dict[int, Path], alone: 
     compare(alone(case), torch.load(of_two[index]), bar_of(case))
 
 
-@pytest.mark.parametrize("index", cells(FOUR, lambda case: axes(case) if len(case.mesh) > 1 else set()))
+@pytest.mark.parametrize("index", cells(FOUR, lambda case: axes(case) & USUAL_PAIRS))
 def test_four_ranks_do_what_one_does(index: int, of_four: dict[int, Path], alone: Any) -> None:
     case = FOUR[index]
     compare(alone(case), torch.load(of_four[index]), bar_of(case))

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from configs.demo import arithmetic
-from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.errors import Preempted
@@ -20,9 +18,9 @@ from cosmos_core.run.files import read_json
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run
-from tasks.kinds import all_kinds
 from tests.conftest import wait_until
 from tests.distributed import members
+from tests.distributed.stages import make_task, stage_of
 from tests.local_ranks import LocalGroup
 
 STEPS = 3
@@ -62,35 +60,11 @@ def recipe(policy: Mapping[str, Any], mesh: Mapping[str, int], **train: Any) -> 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that learns, and prompts for it."""
-    folder = tmp_path_factory.mktemp("task")
-
-    def stage(name: str, kind: str, config: Recipe, model: str = "") -> Stage:
-        (folder / name).mkdir()
-        data = folder / "task/data" if model else None
-        return Stage(
-            folder / name, StageConfig(name=name, kind=kind), config, model, data, {}, "f" * 64, kind=all_kinds()[kind]
-        )
-
-    sft = recipe({}, {}, train_policy=SFT)
-    arithmetic.make(stage("task", "custom", sft), train_rows=64, heldout_rows=8, hidden_size=128, layers=2)
-    prepare.run(stage("prompts", "prepare", recipe({}, {}), str(folder / "task/model")))
-    return folder
+    return make_task(tmp_path_factory.mktemp("task"), recipe({}, {}), hidden_size=128)
 
 
 def rl(task: Path, path: Path, policy: Mapping[str, Any], mesh: Mapping[str, int]) -> Stage:
-    path.mkdir(parents=True, exist_ok=True)
-    config = StageConfig(name="rl", kind="rl")
-    return Stage(
-        path,
-        config,
-        recipe(policy, mesh),
-        str(task / "task/model"),
-        task / "prompts/data",
-        {},
-        "f" * 64,
-        kind=all_kinds()[config.kind],
-    )
+    return stage_of(path, "rl", recipe(policy, mesh), task / "task/model", task / "rows/data")
 
 
 def on(done: Stage, scratch: Path, stop_after: int | None = None) -> Any:
@@ -141,12 +115,9 @@ def test_a_mesh_generates_and_learns_as_one_rank(mesh: str, task: Path, tmp_path
     outcome = on(done, tmp_path)
     assert [check.partition(":")[0] for check in outcome.info["checks"]] == ["keys", "bytes", "reload", "tokenizer"]
     assert_like(done, alone({}))
-    path, config = tmp_path / "measured", StageConfig(name="measured", kind="validate")
-    path.mkdir()
-    recipe = done.recipe.derive(train=done.recipe.train.derive(ema_enable=False))
-    model, kind = str(done.path / f"safetensors/step_{STEPS}"), all_kinds()["validate"]
-    on(Stage(path, config, recipe, model, task / "prompts/data", {}, "f" * 64, kind=kind), tmp_path)
-    measured, lines = read_json(path / "metrics.json"), read_metrics(done.path / "metrics.jsonl")
+    recipe, model = done.recipe.derive(train=done.recipe.train.derive(ema_enable=False)), f"safetensors/step_{STEPS}"
+    on(stage_of(tmp_path / "measured", "validate", recipe, done.path / model, task / "rows/data"), tmp_path)
+    measured, lines = read_json(tmp_path / "measured/metrics.json"), read_metrics(done.path / "metrics.jsonl")
     assert isinstance(measured, dict)
     assert {name: lines[-1][name] for name in measured} == measured, "the same model, measured by itself"
 
@@ -206,32 +177,8 @@ def test_supervised_training_on_a_mesh_measures_generated_answers(task: Path, tm
     found = []
     for name, mesh in (("one", {}), ("two", MESHES["dp"])):
         config = recipe({}, mesh, train_policy=SFT, train_batch_per_replica=9)
-        rows = tmp_path / name / "rows"
-        rows.mkdir(parents=True)
-        model = str(task / "task/model")
-        prepare.run(
-            Stage(
-                rows,
-                StageConfig(name="rows", kind="prepare"),
-                config,
-                model,
-                task / "task/data",
-                {},
-                "",
-                kind=all_kinds()["prepare"],
-            )
-        )
-        (tmp_path / name / "sft").mkdir()
-        stage = Stage(
-            tmp_path / name / "sft",
-            StageConfig(name="sft", kind="sft"),
-            config,
-            model,
-            rows / "data",
-            {},
-            "f" * 64,
-            kind=all_kinds()["sft"],
-        )
+        prepare.run(stage_of(tmp_path / name / "rows", "prepare", config, task / "task/model", task / "task/data"))
+        stage = stage_of(tmp_path / name / "sft", "sft", config, task / "task/model", tmp_path / name / "rows/data")
         if mesh:
             on(stage, tmp_path)
         else:

@@ -6,6 +6,7 @@ import os
 import signal
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,12 +119,24 @@ def test_each_of_two_ranks_generates_with_an_engine_of_its_own_and_learns(worksp
     assert not processes_below(workspace.path)
 
 
-@pytest.mark.full
-def test_two_ranks_that_are_asked_to_stop_leave_what_one_goes_on_from(workspace: Workspace) -> None:
+def started(workspace: Workspace) -> Any:
+    """A training on two ranks that has taken a few steps."""
     workspace.write("p.toml", text(100_000, two=2))
     flow = workspace.start("run", "p.toml")
     wait_until(lambda: any(workspace.path.glob("outputs/*/stages")), 60, "a run")
     wait_until(lambda: step_of(workspace, "two") >= 3, 240, "a few steps")
+    return flow
+
+
+def kill(workspace: Workspace, flow: Any) -> None:
+    os.kill(flow.pid, signal.SIGKILL)
+    flow.wait()
+    wait_until(lambda: not processes_below(workspace.path), 30, "no process is left")
+
+
+@pytest.mark.full
+def test_two_ranks_that_are_asked_to_stop_leave_what_one_goes_on_from(workspace: Workspace) -> None:
+    flow = started(workspace)
     flow.send_signal(signal.SIGTERM)
     assert flow.wait() == 75
     first = run_of(workspace)
@@ -133,19 +146,11 @@ def test_two_ranks_that_are_asked_to_stop_leave_what_one_goes_on_from(workspace:
     smaller = ("--set", "two.policy.parallelism.dp_shard_size=1", "--set", "two.train.resume=true")
     flow = workspace.start("run", "p.toml", *smaller)
     wait_until(lambda: run_of(workspace) != first and step_of(workspace, "two") > saved, 240, "one rank")
-    os.kill(flow.pid, signal.SIGKILL)
-    flow.wait()
-    wait_until(lambda: not processes_below(workspace.path), 30, "no process is left")
+    kill(workspace, flow)
     steps = [line["step"] for line in read_metrics(run_of(workspace) / "stages/two/metrics.jsonl")]
     assert steps[: saved + 1] == list(range(1, saved + 2))
 
 
 @pytest.mark.full
 def test_two_ranks_end_with_their_killed_flow(workspace: Workspace) -> None:
-    workspace.write("p.toml", text(100_000, two=2))
-    flow = workspace.start("run", "p.toml")
-    wait_until(lambda: any(workspace.path.glob("outputs/*/stages")), 60, "a run")
-    wait_until(lambda: step_of(workspace, "two") >= 3, 240, "a few steps")
-    os.kill(flow.pid, signal.SIGKILL)
-    flow.wait()
-    wait_until(lambda: not processes_below(workspace.path), 30, "no process is left")
+    kill(workspace, started(workspace))

@@ -18,9 +18,9 @@ from tests.unit.trainers import NoView, likelihood, score_in, sft
 
 def computed(model: Path, data: Path, scratch: Path, **mesh: int) -> dict[str, Any]:
     """Loss, validation and every gradient, on the first rank."""
-    whole, processor = loaded(model)
+    whole, processor = loaded(str(model))
     sizes = open_mesh(ParallelismConfig.model_validate(mesh), "cpu")
-    rank = make_rank(whole.double(), processor, data, scratch, mesh=sizes)
+    rank = make_rank(whole.double(), processor, scratch, mesh=sizes)
     score_in(rank, torch.float64)
     rows = samples(data)
     evaluated = likelihood(rank, rows, size=2)

@@ -20,6 +20,9 @@ Settings = Mapping[str, Any]
 
 SFT: Settings = {"train.train_policy.type": "sft"}
 GRPO: Settings = {"train.train_policy.type": "grpo"}
+EAGER: Settings = {**SFT, "train.compile": False, "train.param_dtype": "float32"}
+SMALL: Settings = {**EAGER, "train.train_batch_per_replica": 2, "policy.model_max_length": 32}
+"""A training of four steps on the fixture `inputs`."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,11 @@ class Change:
         if isinstance(rows := self.base.get(table), list):  # of tables
             return recipe({**self.base, table: [{**row, name: self.value} for row in rows]})
         return recipe({**self.base, self.key: self.value})
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of `after` that differ."""
+    return {name: after[name] for name in after if after[name] != before.get(name)}
 
 
 def recipe(settings: Settings) -> Recipe:

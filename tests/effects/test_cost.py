@@ -27,6 +27,8 @@ from tasks.stage import run_stage, should_retry
 from tests.conftest import PROGRAMS
 from tests.effects.change import SFT, Change, changes, nested
 
+pytestmark = pytest.mark.usefixtures("here")
+
 GIB = 2**30
 SIZES: dict[str, Any] = {
     "parameters": 10**9, "trainable": 10**9, "peak": 50 * GIB, "engine_weights": 0, "kv_cache": 0, "steps": 100,
@@ -38,11 +40,6 @@ BASE = {
     "train.ckpt.export_safetensors": False,
 }  # fmt: skip
 RUN = Decision("run", "never made before")
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def pipeline(settings: dict[str, Any], folder: Path) -> Pipeline:

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -21,10 +20,9 @@ from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.setup import open_trainer
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment
-from tests.effects.change import GRPO, Change, Settings, changes, stage_of
+from tests.effects.change import GRPO, Change, Settings, changes, difference, stage_of
 from tests.effects.change import recipe as recipe_of
-from tests.effects.test_model import Passes, samples, torch_as_it_was  # noqa: F401 - a fixture
-from tests.unit.tiny_model import save_tiny_model
+from tests.effects.test_model import Passes, samples
 from tests.unit.trainers import micro_batch
 
 TAUGHT: Settings = {**GRPO, "distillation.enable": True, "train.compile": False, "train.param_dtype": "float32"}
@@ -150,11 +148,6 @@ def test_it_changes_which_tokens_are_learned(change: Change) -> None:
     assert np.isnan(after.rollout_logprobs).tolist() == [True, True, False, False]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def with_teacher(recipe: Recipe, model: Path, folder: Path, name: str = "") -> Trainer:
     teacher = recipe.distillation.derive(model_name_or_path=name or str(model))
     return open_trainer(stage_of(folder / "stage", recipe.derive(distillation=teacher), kind="rl", model=model))
@@ -202,23 +195,14 @@ def test_it_changes_the_precision_of_a_teacher(
 ) -> None:
     before, after = (facts(recipe, model, tmp_path) for recipe in (change.before, change.after))
     assert before == {"weights": {torch.float32}, "computes": {torch.bfloat16}, "logprobs": torch.float32}
-    assert {name: after[name] for name in after if after[name] != before[name]} == expected
+    assert difference(before, after) == expected
 
 
 @changes(
     Change("distillation.model_name_or_path", "org/other", TAUGHT), Change("distillation.model_revision", "v2", TAUGHT)
 )
-def test_it_changes_which_teacher_is_asked(
-    change: Change, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, branch, is_tied in (("tiny", "main", True), ("tiny", "v2", False), ("other", "main", False)):
-        cache = tmp_path / f"models--org--{name}"
-        (cache / "refs").mkdir(parents=True, exist_ok=True)
-        commit = branch.ljust(40, "0")
-        (cache / "refs" / branch).write_text(commit)
-        save_tiny_model(cache / "snapshots" / commit, tied=is_tied)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+@pytest.mark.usefixtures("hub")
+def test_it_changes_which_teacher_is_asked(change: Change, model: Path, tmp_path: Path) -> None:
     found = []
     named = {**change.base, "distillation.model_name_or_path": "org/tiny"}
     for recipe in (recipe_of(named), recipe_of({**named, change.key: change.value})):

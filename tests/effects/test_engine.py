@@ -20,7 +20,7 @@ from cosmos_core.rollout.base import EngineSettings
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.train import setup
 from cosmos_core.train.generation import Generation
-from tests.effects.change import GRPO, Change, changes, recipe
+from tests.effects.change import GRPO, Change, changes, difference, recipe
 from tests.unit.test_rollout_groups import Recording, scored
 from tests.unit.tiny_model import save_tiny_model
 
@@ -67,17 +67,15 @@ def test_it_changes_what_an_alarm_does(change: Change) -> None:
 
 
 @changes(Change("train.transfer_dtype", "bfloat16", {**GRPO, "train.param_dtype": "float32"}))
-def test_it_changes_the_dtype_in_which_weights_travel(change: Change, tmp_path: Path) -> None:
-    save_tiny_model(tmp_path / "model")
-
+def test_it_changes_the_dtype_in_which_weights_travel(change: Change, model: Path) -> None:
     def taken(recipe: Recipe) -> tuple[set[torch.dtype], float]:
         engine: Any = Recording()
-        model = engine.model = load_model(str(tmp_path / "model"), dtype=torch.float32)
+        engine.model = load_model(str(model), dtype=torch.float32)
         stage: Any = SimpleNamespace(recipe=recipe)
-        trainer: Any = SimpleNamespace(adapter=SimpleNamespace(model=model, meta_copy=None))
+        trainer: Any = SimpleNamespace(adapter=SimpleNamespace(model=engine.model, meta_copy=None))
         generation = Generation(stage, trainer, ExitStack())
         generation.__dict__["engine"] = engine
-        generation._probe_logprobs = lambda ids: scored(model, ids)  # type: ignore[method-assign]
+        generation._probe_logprobs = lambda ids: scored(engine.model, ids)  # type: ignore[method-assign]
         sent = generation.publish(0)["sync/bytes"]
         return {tensor.dtype for tensor in engine.taken.values()}, sent
 
@@ -95,20 +93,19 @@ def test_it_changes_the_dtype_in_which_weights_travel(change: Change, tmp_path: 
     (Change("rollout.n_generation_mini_batch", 4, {**GRPO, "rollout.batch_size": 3}), {"max_num_seqs": 12}),
 )
 def test_it_changes_the_engine(
-    change: Change, expected: dict[str, Any] | None, started: list[dict[str, Any]], tmp_path: Path
+    change: Change, expected: dict[str, Any] | None, started: list[dict[str, Any]], model: Path
 ) -> None:
-    folder = str(save_tiny_model(tmp_path / "model"))
-    model, tokenizer = load_model(folder, dtype=torch.float32), load_tokenizer(folder)
+    folder = str(model)
+    loaded, tokenizer = load_model(folder, dtype=torch.float32), load_tokenizer(folder)
 
     def name(recipe: Recipe) -> str:
-        return make_engine(EngineSettings(model, tokenizer, folder, recipe.rollout, 64, torch.float32)).name
+        return make_engine(EngineSettings(loaded, tokenizer, folder, recipe.rollout, 64, torch.float32)).name
 
     names = [name(change.before), name(change.after)]
     if expected is None:
         assert names == ["vllm", "hf"] and len(started) == 1
     else:
-        before, after = started
-        assert {key: after[key] for key in after if after[key] != before.get(key)} == expected
+        assert difference(*started) == expected
 
 
 @pytest.mark.parametrize("has_it", [True, False])

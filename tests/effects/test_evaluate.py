@@ -28,6 +28,17 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(Path("model"))
 
 
+_USUAL: dict[str, tuple[set[str], list[str]]] = {}
+
+
+def usual(recipe: Recipe) -> tuple[set[str], list[str]]:
+    """What is asked of the tasks of this file, once for each recipe."""
+    key = repr(recipe)
+    if key not in _USUAL:
+        _USUAL[key] = asked(recipe)
+    return _USUAL[key]
+
+
 def asked(recipe: Recipe) -> tuple[set[str], list[str]]:
     """The tasks, and a hash of each prompt."""
     path = Path("stages") / str(len(list(Path().glob("stages/*"))))
@@ -43,7 +54,7 @@ def asked(recipe: Recipe) -> tuple[set[str], list[str]]:
     Change("evaluate.seed", 7, {**FEW, "evaluate.num_fewshot": 2}),
 )
 def test_it_changes_the_prompts(change: Change) -> None:
-    (tasks, before), (same_tasks, after) = asked(change.before), asked(change.after)
+    (tasks, before), (same_tasks, after) = usual(change.before), asked(change.after)
     assert tasks == same_tasks == {"choice"} and len(before) == len(after) == 2
     assert not set(before) & set(after) or change.key == "evaluate.seed"
     assert before != after
@@ -58,7 +69,7 @@ def test_it_changes_which_items_are_measured(change: Change, expected: Any) -> N
     write_tasks(Path("other"), [{"question": "?", "choices": ["a", "b"], "label": 0, "answer": "a"}] * 2)
     tasks, prompts = asked(change.after)
     assert (tasks, len(prompts)) == expected
-    assert asked(change.before)[0] == {"choice"}
+    assert usual(change.before)[0] == {"choice"}
 
 
 @changes(

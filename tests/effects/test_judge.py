@@ -55,7 +55,8 @@ def test_it_changes_the_reward_or_the_number_of_requests(
 
 
 @changes(Change("judge.endpoint", "http://127.0.0.1:9/v1", GRPO))
-def test_it_changes_which_server_judges(change: Change) -> None:
+def test_it_changes_which_server_judges(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cosmos_core.rewards.judge._MAX_RETRIES", 0)
     with pytest.raises(Exception, match="Connection error"):
         asked(change.after, url=change.after.judge.endpoint)
     assert asked(change.before.derive(judge=change.before.judge.derive(cache=False)))[0] == 0.4
@@ -75,7 +76,7 @@ def test_it_changes_how_long_a_slow_judge_is_waited_for(
     is_over = threading.Event()
 
     def complete(request: dict[str, Any]) -> str:
-        is_over.wait(2.0)
+        is_over.wait(1.0)
         return '{"score": 4}'
 
     with chat_server(complete=complete) as (url, _):

@@ -15,7 +15,7 @@ from cosmos_core.observe import gallery
 from cosmos_core.observe.sinks.base import send_to_sinks
 from cosmos_core.train.completions import CompletionLog
 from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment
-from tests.effects.change import GRPO, SFT, Change, changes, stage_of
+from tests.effects.change import GRPO, SFT, Change, changes, difference, stage_of
 
 WITH_WANDB = {**SFT, "logging.logger": ["wandb"]}
 
@@ -66,7 +66,7 @@ def test_it_changes_the_run_on_wandb(
     log(change.before, tmp_path)
     log(change.after, tmp_path)
     before, after = ({name: run[name] for name in ("project", "group", "name")} for run in told)
-    assert {name: after[name] for name in after if after[name] != before[name]} == expected
+    assert difference(before, after) == expected
 
 
 @changes(Change("logging.log_completions", False, GRPO))

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.models.lora import save_adapter
 from cosmos_core.train.setup import open_trainer
-from tests.effects.change import SFT, Change, changes, stage_of
-from tests.unit.tiny_model import save_tiny_model
+from tests.effects.change import SFT, Change, changes, difference, stage_of
 
 EAGER = {**SFT, "train.compile": False}
 ADAPTED = {**EAGER, "policy.lora.target_modules": ("q_proj", "v_proj")}
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def random_state_as_it_was() -> Iterator[None]:
-    with torch.random.fork_rng():
-        yield
 
 
 def model_of(recipe: Recipe, folder: Path, path: Path) -> PreTrainedModel:
@@ -66,13 +52,13 @@ def facts(model: PreTrainedModel) -> dict[str, Any]:
     (Change("policy.lora.r_pattern", {"v_proj": 4}, ADAPTED), {"ranks": {8, 4}, "scales": {1.0, 2.0}}),
     (Change("policy.lora.init_lora_weights", False, ADAPTED), {"starts at zero": False}),
 )
-def test_it_changes_the_adapter(change: Change, expected: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    before, after = (facts(model_of(side, folder, tmp_path)) for side in (change.before, change.after))
+def test_it_changes_the_adapter(change: Change, expected: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    before, after = (facts(model_of(side, model, tmp_path)) for side in (change.before, change.after))
     assert before == {
         "modules": {"q_proj", "v_proj"}, "ranks": {8}, "scales": {1.0}, "dropout": {0.0}, "starts at zero": True,
         "whole": set(),
     }  # fmt: skip
-    assert {name: after[name] for name in after if after[name] != before[name]} == expected
+    assert difference(before, after) == expected
 
 
 @changes(
@@ -80,29 +66,27 @@ def test_it_changes_the_adapter(change: Change, expected: dict[str, Any], folder
     (Change("policy.freeze_pattern", ("proj", "embed", "layers"), EAGER), {"model.norm.weight"}),
     (Change("policy.trainable_pattern", ("model.norm",), EAGER), {"model.norm.weight"}),
 )
-def test_it_changes_which_weights_are_trained(change: Change, expected: set[str], folder: Path, tmp_path: Path) -> None:
+def test_it_changes_which_weights_are_trained(change: Change, expected: set[str], model: Path, tmp_path: Path) -> None:
     def trained(recipe: Recipe) -> set[str]:
-        parameters = model_of(recipe, folder, tmp_path).named_parameters()
+        parameters = model_of(recipe, model, tmp_path).named_parameters()
         return {name for name, parameter in parameters if parameter.requires_grad}
 
     assert len(trained(change.before)) == 24
     assert trained(change.after) == expected
 
 
-def test_a_stage_that_validates_adds_no_adapter_to_what_it_measures(folder: Path, tmp_path: Path) -> None:
+def test_a_stage_that_validates_adds_no_adapter_to_what_it_measures(model: Path, tmp_path: Path) -> None:
     recipe = Change("policy.lora.r", 4, ADAPTED).after
-    rank = open_trainer(stage_of(tmp_path / "stage", recipe, kind="validate", model=folder))
+    rank = open_trainer(stage_of(tmp_path / "stage", recipe, kind="validate", model=model))
     assert facts(rank.adapter.model)["modules"] == set()
 
 
 @changes(Change("policy.lora.lora_path", "first", ADAPTED))
 def test_it_changes_which_adapter_is_begun_with(
-    change: Change, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: Change, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     random = Change("policy.lora.r", 4, {**ADAPTED, "policy.lora.init_lora_weights": False}).after
-    save_adapter(model_of(random, folder, tmp_path), tmp_path / "first")
-    before, after = (facts(model_of(side, folder, tmp_path)) for side in (change.before, change.after))
-    assert {name: after[name] for name in after if after[name] != before[name]} == {
-        "ranks": {4}, "scales": {2.0}, "starts at zero": False,
-    }  # fmt: skip
+    save_adapter(model_of(random, model, tmp_path), tmp_path / "first")
+    before, after = (facts(model_of(side, model, tmp_path)) for side in (change.before, change.after))
+    assert difference(before, after) == {"ranks": {4}, "scales": {2.0}, "starts at zero": False}

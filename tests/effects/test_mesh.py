@@ -21,10 +21,9 @@ from cosmos_core.models.teacher import teacher_settings
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.feeds import rows_per_step
-from tests.effects.change import GRPO, SFT, Change, changes
+from tests.effects.change import EAGER, GRPO, SFT, Change, changes
 from tests.effects.test_model import rank_of, samples
 from tests.local_ranks import LocalGroup
-from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import NoView, sft, trainer_of
 
 KEYS = ("dp_shard_size", "dp_replicate_size", "tp_size", "cp_size", "ep_size", "pp_size")
@@ -88,15 +87,8 @@ def test_it_changes_what_ranks_share(
     assert on_two[change.key.rpartition(".")[2]] == expected
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny_model(folder)
-    return folder
-
-
-EAGER = {**SHARDED, "train.compile": False, "train.param_dtype": "float32"}
-TAUGHT = {**EAGER, **GRPO, "distillation.enable": True}
+ON_TWO = {**EAGER, **SHARDED}
+TAUGHT = {**ON_TWO, **GRPO, "distillation.enable": True}
 SHARDING = {
     "train.fsdp_reduce_dtype": ("bfloat16", {"sums in": torch.bfloat16}),
     "train.fsdp_offload": (True, {"in host memory": True}),
@@ -104,7 +96,7 @@ SHARDING = {
     "distillation.fsdp_offload": (True, {"in host memory": True}),
     "distillation.fsdp_reshard_after_forward": ("always", {"frees after forward": True}),
 }
-SHARDINGS = [Change(key, value, TAUGHT if "distill" in key else EAGER) for key, (value, _) in SHARDING.items()]
+SHARDINGS = [Change(key, value, TAUGHT if "distill" in key else ON_TWO) for key, (value, _) in SHARDING.items()]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +114,7 @@ def test_it_changes_how_blocks_are_sharded(change: Change, sharded: list[dict[st
     assert found == base | SHARDING[change.key][1]
 
 
-@changes(Change("train.activation_offload", True, {**SFT, "train.compile": False, "train.param_dtype": "float32"}))
+@changes(Change("train.activation_offload", True, EAGER))
 def test_it_changes_where_activations_wait(
     change: Change, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -16,30 +15,14 @@ from cosmos_core.checkpoint import export
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample
-from cosmos_core.run.progress import Progress
-from cosmos_core.train.measure import held_out_batch, row_metrics
+from cosmos_core.train.measure import row_metrics
 from cosmos_core.train.setup import open_trainer
 from cosmos_core.train.trainer import Trainer
-from tests.effects.change import GRPO, SFT, Change, changes, stage_of
+from tests.effects.change import EAGER, GRPO, SFT, Change, changes, difference, stage_of
 from tests.unit.tiny_families import save_family
-from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import NoView, grpo, logprobs, sft
 
-EAGER = {**SFT, "train.compile": False, "train.param_dtype": "float32"}
 EAGER_GRPO = {**EAGER, **GRPO}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def torch_as_it_was() -> Iterator[None]:
-    was_deterministic = torch.are_deterministic_algorithms_enabled()
-    with torch.random.fork_rng():
-        yield
-    torch.use_deterministic_algorithms(was_deterministic)
 
 
 def rank_of(recipe: Recipe, model: Path | str, folder: Path) -> Trainer:
@@ -81,7 +64,7 @@ def test_it_changes_the_model_that_is_trained(
 ) -> None:
     before, after = (facts(side, model, tmp_path) for side in (change.before, change.after))
     assert before["compiled"] == 0 and before["weights"] == {torch.float32}
-    assert {name: after[name] for name in after if after[name] != before[name]} == expected
+    assert difference(before, after) == expected
 
 
 @changes(Change("train.param_dtype", "float32", {**SFT, "train.compile": False}))
@@ -145,7 +128,7 @@ def test_it_changes_the_rows_of_a_forward_pass_in_validation(change: Change, mod
         rows: Any = Rows(samples())
         logprobs(rank, samples(1), 1.0)
         passes = Passes(rank.adapter.model)
-        row_metrics(rank, sft(), rows, held_out_batch(recipe), Progress(tmp_path / "progress.json"))
+        row_metrics(stage_of(tmp_path, recipe), rank, sft(), rows)
         return passes.rows
 
     assert passes(change.before) == [1, 1, 1, 1]
@@ -153,17 +136,8 @@ def test_it_changes_the_rows_of_a_forward_pass_in_validation(change: Change, mod
 
 
 @changes(Change("policy.model_revision", "v2"))
-def test_it_changes_which_revision_is_taken_from_the_hub(
-    change: Change, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = tmp_path / "models--org--tiny"
-    (cache / "refs").mkdir(parents=True)
-    for branch, commit in (("main", "a" * 40), ("v2", "b" * 40)):
-        (cache / "refs" / branch).write_text(commit)
-        save_tiny_model(cache / "snapshots" / commit, tied=branch == "main")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-
+@pytest.mark.usefixtures("hub")
+def test_it_changes_which_revision_is_taken_from_the_hub(change: Change, tmp_path: Path) -> None:
     assert rank_of(change.before, "org/tiny", tmp_path).adapter.model.config.tie_word_embeddings
     assert not rank_of(change.after, "org/tiny", tmp_path).adapter.model.config.tie_word_embeddings
 

@@ -14,8 +14,7 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.optim import build_optimizer, learning_rate_factor
-from tests.effects.change import SFT, Change, changes
-from tests.unit.tiny_model import save_tiny_model
+from tests.effects.change import SFT, Change, changes, difference
 from tests.unit.trainers import NoView, sft, trainer_of
 
 LINEAR = {**SFT, "train.optm_decay_type": "linear", "train.optm_warmup_steps": 0}
@@ -39,7 +38,7 @@ def group(recipe: Recipe) -> dict[str, object]:
 def test_it_changes_the_optimizer_and_nothing_else_of_it(change: Change, expected: dict[str, object]) -> None:
     before, after = group(change.before), group(change.after)
     assert before.keys() == after.keys()
-    assert {name: value for name, value in after.items() if value != before[name]} == expected
+    assert difference(before, after) == expected
 
 
 def curve(recipe: Recipe) -> list[float]:
@@ -61,16 +60,14 @@ def test_it_changes_the_curve_of_the_learning_rate(change: Change, expected: lis
 
 
 @changes(Change("train.optm_grad_norm_clip", 0.25))
-def test_it_bounds_the_gradient_that_the_optimizer_sees(change: Change, tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path / "model")
-
+def test_it_bounds_the_gradient_that_the_optimizer_sees(change: Change, model: Path, tmp_path: Path) -> None:
     def norm(recipe: Recipe) -> float:
-        model = load_model(str(folder), dtype=torch.float32)
-        rank = trainer_of(model, recipe.train, 0, Progress(tmp_path / "progress.json"))
+        trained = load_model(str(model), dtype=torch.float32)
+        rank = trainer_of(trained, recipe.train, 0, Progress(tmp_path / "progress.json"))
         ids = np.arange(8, dtype=np.int64)
         (update,) = sft().updates([Sample(ids, np.ones(8, dtype=np.uint8))], NoView())
         assert rank.update(update)["grad_norm"] > 1
-        return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+        return torch.nn.utils.get_total_norm([p.grad for p in trained.parameters() if p.grad is not None]).item()
 
     assert norm(change.before) == pytest.approx(1.0, rel=1e-4)
     assert norm(change.after) == pytest.approx(0.25, rel=1e-4)

@@ -36,16 +36,13 @@ from tests import store
 from tests.effects.change import GRPO, SFT, Change, changes, nested
 from tests.unit.tiny_model import save_tiny_model
 
+pytestmark = pytest.mark.usefixtures("here")
+
 PROGRAM = Path(__file__).with_name("program.py")
 CUSTOM = {"pipeline.stages.kind": "custom", "pipeline.stages.entry": f"{PROGRAM}:report"}
 MESH = {**SFT, "policy.parallelism.dp_shard_size": -1}
 REPORT = {"pipeline.stages.kind": "report", "pipeline.stages.model": "stage:first"}
 ALONE = {**CUSTOM, "pipeline.stages.after": []}
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -186,27 +183,45 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return reported(pipeline({**ALONE, "pipeline.output_dir": str(folder / "outputs")}, folder))
 
 
-@changes(
+GIVEN = [
     (Change("pipeline.threads", 3, ALONE), {"threads": "3"}),
     (Change("pipeline.grace_seconds", 3.5, ALONE), {"grace": "3.5"}),
     (Change("pipeline.python", "./interpreter", ALONE), {"python": "mine"}),
     (Change("pipeline.stages.arguments", {"word": "hello"}, ALONE), {"word": "hello"}),
     (Change("pipeline.stages.env", ["VARIABLE"], ALONE), {"variable": "of the user's"}),
-    (Change("pipeline.stages.model", "./own-model", ALONE), {"model": "own-model"}),
     (Change("pipeline.stages.data", "./rows.jsonl", ALONE), {"data": "rows.jsonl"}),
     (Change("policy.model_name_or_path", "org/model", ALONE), {"model": "org/model"}),
-)
-def test_it_changes_what_the_program_of_a_stage_is_given(
-    change: Change, expected: dict[str, str], usual: dict[str, Any], tmp_path: Path
-) -> None:
-    interpreter = tmp_path / "interpreter"
+]
+
+
+@pytest.fixture(scope="module")
+def all_given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a program is given that the changes together differ in."""
+    folder = tmp_path_factory.mktemp("given")
+    interpreter = folder / "interpreter"
     interpreter.write_text(f'#!/bin/sh\nINTERPRETER=mine exec {sys.executable} "$@"\n')
     interpreter.chmod(0o755)
+    (folder / "rows.jsonl").write_text('{"text": "a"}\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        found = reported(pipeline({**ALONE, **{change.key: change.value for change, _ in GIVEN}}, folder))
+    return {**found, "data": Path(found["data"]).name}
+
+
+@changes(*GIVEN)
+def test_it_changes_what_the_program_of_a_stage_is_given(
+    change: Change, expected: dict[str, str], usual: dict[str, Any], all_given: dict[str, Any]
+) -> None:
+    assert {name for name in usual if all_given[name] != usual[name]} == {name for _, told in GIVEN for name in told}
+    assert {name: all_given[name] for name in expected} == expected
+
+
+@changes((Change("pipeline.stages.model", "./own-model", ALONE), {"model": "own-model"}))
+def test_it_changes_the_model_that_the_program_of_a_stage_is_given(
+    change: Change, expected: dict[str, str], usual: dict[str, Any], tmp_path: Path
+) -> None:
     save_tiny_model(tmp_path / "own-model")
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-    expected = {key: str(tmp_path / value) if (tmp_path / value).exists() else value for key, value in expected.items()}
-    assert reported(sides(change, tmp_path)[1]) == {**usual, **expected}
-    assert {name: usual[name] for name in expected} != expected
+    assert reported(sides(change, tmp_path)[1]) == {**usual, "model": str(tmp_path / expected["model"])}
 
 
 @changes(
@@ -243,38 +258,32 @@ def test_it_changes_how_often_a_stage_is_tried(change: Change, tmp_path: Path) -
 
 def second(found: Pipeline, folder: Path) -> Stage:
     """The stage as a program of the front half gets it."""
-    inputs = (
-        {} if found.stage("second").kind == "upload" else {"first": {"metrics": {"loss": 2.0}, "path": str(folder)}}
-    )
-    return Stage(
-        folder / "stages/second",
-        found.stage("second"),
-        Recipe(),
-        str(folder / "model"),
-        None,
-        inputs,
-        "f",
-        kind=all_kinds()[found.stage("second").kind],
-    )
+    stage, kinds = found.stage("second"), all_kinds()
+    inputs = {} if stage.kind == "upload" else {"first": {"metrics": {"loss": 2.0}, "path": str(folder)}}
+    path, model = folder / "stages/second", str(folder / "model")
+    return Stage(path, stage, Recipe(), model, None, inputs, "f", kind=kinds[stage.kind])
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of deployments that a server is asked for, which has none."""
+    names: list[str] = []
+
+    def run_deployment(name: str, **parameters: Any) -> None:
+        names.append(name)
+        raise ObjectNotFound(LookupError(name))
+
+    for module in ("remote_stage", "reward_service"):
+        monkeypatch.setattr(f"tasks.{module}.run_deployment", run_deployment)
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        yield names
 
 
 @changes((Change("pipeline.stages.work_pool", "gpu", ALONE), "stage/gpu"))
-def test_it_changes_where_a_stage_runs(
-    change: Change, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def run_deployment(name: str, **parameters: Any) -> None:
-        asked.append(name)
-        raise ObjectNotFound(LookupError(name))
-
-    monkeypatch.setattr("tasks.remote_stage.run_deployment", run_deployment)
+def test_it_changes_where_a_stage_runs(change: Change, expected: str, tmp_path: Path, asked: list[str]) -> None:
     before, after = sides(change, tmp_path)
     assert before.stage("second").work_pool == ""
-    with (
-        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
-        pytest.raises(ConfigError, match=r"work_pool = 'gpu': the server has no deployment stage/gpu; add one like"),
-    ):
+    with pytest.raises(ConfigError, match=r"work_pool = 'gpu': the server has no deployment stage/gpu; add one like"):
         run_remote_stage(create_run(after), after.stage("second"))
     assert asked == [expected]
 
@@ -298,25 +307,13 @@ def test_it_changes_where_results_are_stored(
 @changes((Change("pipeline.stages.reward_service_pool", "gpu", {**ALONE, "pipeline.stages.reward_service": "r.toml"}),
           "reward-service/gpu"))  # fmt: skip
 def test_it_changes_where_the_reward_service_runs(
-    change: Change, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: Change, expected: str, tmp_path: Path, asked: list[str]
 ) -> None:
-    asked: list[str] = []
-
-    def run_deployment(name: str, **parameters: Any) -> None:
-        asked.append(name)
-        raise ObjectNotFound(LookupError(name))
-
-    monkeypatch.setattr("tasks.reward_service.run_deployment", run_deployment)
     (tmp_path / "r.toml").write_text('[[reward_args]]\nreward_type = "exact_match"\n')
     before, after = sides(change, tmp_path)
     assert before.stage("second").reward_service_pool == ""
-    with (
-        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
-        pytest.raises(
-            ConfigError, match=r"pool = 'gpu': the server has no deployment reward-service/gpu; add one like"
-        ),
-        reward_service(create_run(after), after.stage("second")),
-    ):
+    said = r"pool = 'gpu': the server has no deployment reward-service/gpu; add one like"
+    with pytest.raises(ConfigError, match=said), reward_service(create_run(after), after.stage("second")):
         pass
     assert asked == [expected]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,9 @@ import pytest
 from cosmos_core.observe.sections import operators
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import PROFILE_REQUEST_FILE
-from tests.effects.change import Change, changes, recipe
-from tests.effects.test_training import SMALL, inputs, trained
-
-__all__ = ["inputs"]
+from tests.effects import test_training
+from tests.effects.change import SMALL, Change, changes, recipe
+from tests.effects.test_training import trained_once
 
 PARTS = "profiler.sub_profiler_config"
 ALLOWED = {**SMALL, "profiler.enable_profiler": True}
@@ -24,16 +24,9 @@ ASKED = {**SMALL, f"{PARTS}.do_profile": True}
 USUAL = "steps_3-3_rank_0"
 
 
-_FOLDERS: dict[tuple[Path, str], Path] = {}
-
-
 def traces(settings: Any, inputs: Path, path: Path) -> dict[str, dict[str, Any]]:
-    """The traces that a training leaves, by name; each training runs once."""
-    key = (inputs, repr(settings))
-    if key not in _FOLDERS:
-        trained(settings, inputs, path)
-        _FOLDERS[key] = path
-    files = sorted((_FOLDERS[key] / "profile").glob("*_rank_*.json.gz"))
+    """The traces that a training leaves, by name."""
+    files = sorted((trained_once(settings, inputs, path)[0] / "profile").glob("*_rank_*.json.gz"))
     return {file.name.removesuffix(".json.gz"): json.loads(gzip.decompress(file.read_bytes())) for file in files}
 
 
@@ -67,13 +60,12 @@ def test_it_changes_what_a_trace_has(change: Change, expected: str, inputs: Path
     assert not has(change.before, "before") and has(change.after, "after")
 
 
-@changes(Change("logging.report_mfu", True, SMALL))
+@changes(Change("logging.report_mfu", True, ALLOWED))
 def test_it_changes_whether_the_share_of_the_devices_rate_is_reported(
     change: Change, inputs: Path, tmp_path: Path
 ) -> None:
     def shares(settings: Any, name: str) -> list[float]:
-        trained(settings, inputs, tmp_path / name)
-        lines = read_metrics(tmp_path / name / "metrics.jsonl")
+        lines = read_metrics(trained_once(settings, inputs, tmp_path / name)[0] / "metrics.jsonl")
         return [line["throughput/mfu"] for line in lines if "throughput/mfu" in line]
 
     assert shares(change.before, "before") == []
@@ -84,10 +76,6 @@ def test_it_changes_whether_the_share_of_the_devices_rate_is_reported(
 def test_a_training_that_runs_is_traced_when_it_is_asked(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from types import SimpleNamespace
-
-    from tests.effects import test_training
-
     def ask(self: Any, step: int, total: int | None = None, **metrics: float) -> None:
         if step == 1:
             (tmp_path / "sft" / PROFILE_REQUEST_FILE).write_text("true")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,10 @@ BESIDE_ON_HUB = {**BESIDE, f"{TERM}.name": "org/rows"}
 HELD_OUT_ON_HUB = {**SFT_ROWS, "validation.dataset.name": "org/rows"}
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer, a folder of two splits, and a file."""
-    monkeypatch.chdir(tmp_path)
+    tmp_path = tmp_path_factory.mktemp("inputs")
     byte_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     (tmp_path / "short.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}>")
     (tmp_path / "told.jinja").write_text(
@@ -74,6 +75,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row(name, i)) + "\n" for i in range(8)))
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def folder(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the inputs, in which the test works."""
+    monkeypatch.chdir(tmp_path)
+    return shutil.copytree(inputs, tmp_path, dirs_exist_ok=True)
 
 
 def row(name: str, number: int) -> dict[str, Any]:
@@ -101,6 +109,17 @@ def prepared(recipe: Recipe, folder: Path) -> dict[str, list[str]]:
             sequences = open_sequences(data, split)
             found[split] = [str(tokenizer.decode(sequences[i][0])) for i in range(len(sequences))]
     return found
+
+
+_USUAL: dict[str, dict[str, list[str]]] = {}
+
+
+def usual(recipe: Recipe, folder: Path) -> dict[str, list[str]]:
+    """What the inputs are prepared to, once for each recipe."""
+    key = repr(recipe)
+    if key not in _USUAL:
+        _USUAL[key] = prepared(recipe, folder)
+    return _USUAL[key]
 
 
 def talk(question: str, answer: str) -> str:
@@ -154,7 +173,7 @@ def asked(question: str, reference: str) -> str:
     (Change(f"{TERM}.conversation_column_name", "talk", BESIDE), ("data_term", 8, talk("rows/train q2 0", "a2 0"))),
 )  # fmt: skip
 def test_it_changes_the_rows(change: Change, expected: tuple[str, int, str | None], folder: Path) -> None:
-    before, after = prepared(change.before, folder), prepared(change.after, folder)
+    before, after = usual(change.before, folder), prepared(change.after, folder)
     split, count, first = expected
     assert before != after
     assert len(after[split]) == count
@@ -169,7 +188,7 @@ def test_it_changes_the_rows(change: Change, expected: tuple[str, int, str | Non
             {**GENERATED, "validation.dataset.name": "reasoning-gym:chain_sum"}), "validation"),
 )  # fmt: skip
 def test_it_changes_the_generated_rows(change: Change, expected: str, folder: Path) -> None:
-    before, after = prepared(change.before, folder)[expected], prepared(change.after, folder)[expected]
+    before, after = usual(change.before, folder)[expected], prepared(change.after, folder)[expected]
     assert [len(before), len(after)] == [500, 3] and after != before[:3]
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.sample.endpoint import Endpoint
@@ -16,7 +15,6 @@ from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.types import Prompt
 from tests.effects.change import GRPO, Change, changes, stage_of
 from tests.unit.chat_server import chat_server
-from tests.unit.tiny_model import save_tiny_model
 
 ALL = {**GRPO, "sample.keep.best": 0}
 PAIRS = {**ALL, "sample.pairs": "best-worst"}
@@ -54,14 +52,6 @@ def texts(recipe: Recipe) -> str:
 )
 def test_it_changes_which_completions_are_rows(change: Change, expected: tuple[str, str]) -> None:
     assert (texts(change.before), texts(change.after)) == expected
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny_model(folder)
-    assert AutoTokenizer.from_pretrained(folder)
-    return folder
 
 
 def requests_of(recipe: Recipe, path: Path, model: Path, *, url: str = "", meet_seconds: float = 0.0) -> list[Any]:

@@ -14,7 +14,7 @@ from cosmos_core.run.progress import Progress
 from cosmos_core.train.measure import validation_sampling
 from cosmos_core.train.rollout_feed import PromptOrder, RolloutFeed, sync_source, training_sampling
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
-from tests.effects.change import GRPO, Change, changes
+from tests.effects.change import GRPO, Change, changes, difference
 
 SMALL = {**GRPO, "train.train_batch_per_replica": 8, "rollout.n_generation": 2}
 PROMPTS = [Prompt(i, (i,), "", "") for i in range(10)]
@@ -77,8 +77,8 @@ def rollouts(recipe: Recipe, folder: Path) -> dict[str, Any]:
     (Change("train.seed", 8, SMALL), {"seed": 8}),
 )
 def test_it_changes_what_the_engine_is_asked(change: Change, expected: dict[str, Any], tmp_path: Path) -> None:
-    before, after = (rollouts(side, tmp_path)["sampling"] for side in (change.before, change.after))
-    assert _difference(before, after) == expected
+    before, after = (_values(rollouts(side, tmp_path)["sampling"]) for side in (change.before, change.after))
+    assert difference(before, after) == expected
 
 
 @changes(
@@ -90,7 +90,7 @@ def test_it_changes_what_the_engine_is_asked(change: Change, expected: dict[str,
     (Change("validation.n_generation", 4, GRPO), {"num_completions": 4}),
 )
 def test_it_changes_how_held_out_answers_are_drawn(change: Change, expected: dict[str, Any]) -> None:
-    assert _difference(validation_sampling(change.before), validation_sampling(change.after)) == expected
+    assert difference(*(_values(validation_sampling(side)) for side in (change.before, change.after))) == expected
 
 
 @changes(
@@ -101,7 +101,7 @@ def test_it_changes_how_held_out_answers_are_drawn(change: Change, expected: dic
 def test_it_changes_the_rollouts_of_a_run(change: Change, expected: dict[str, Any], tmp_path: Path) -> None:
     before, after = (rollouts(side, tmp_path) for side in (change.before, change.after))
     assert before["calls"] == [1] * 8 and before["advantages"] == [-1.0, 1.0]
-    assert {name: after[name] for name in after if after[name] != before[name]} == expected
+    assert difference(before, after) == expected
 
 
 FOURS = {**GRPO, "train.train_batch_per_replica": 8, "rollout.n_generation": 4}
@@ -129,7 +129,7 @@ def test_it_changes_the_samples_of_completions(change: Change, expected: dict[st
             "micro_batches": sorted(Counter(batches).values()),
             "learned": [sample.num_learned for sample in samples],
         })  # fmt: skip
-    assert {name: found[1][name] for name in found[1] if found[1][name] != found[0][name]} == expected
+    assert difference(*found) == expected
 
 
 IN_ORDER = {**SMALL, "train.train_policy.dataloader_shuffle": False}
@@ -189,5 +189,5 @@ def test_it_changes_the_order_of_the_prompts(change: Change, tmp_path: Path) -> 
     assert len(set(before)) == len(set(after)) == 8
 
 
-def _difference(before: Sampling, after: Sampling) -> dict[str, Any]:
-    return {name: getattr(after, name) for name in Sampling.__slots__ if getattr(before, name) != getattr(after, name)}
+def _values(sampling: Sampling) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in Sampling.__slots__}

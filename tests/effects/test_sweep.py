@@ -11,12 +11,14 @@ import tomli_w
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.launch.slots import branch_slots
 from cosmos_core.observe.record import read_run
-from cosmos_core.observe.sweeps import sweep_tables
+from cosmos_core.observe.sections import sweep_tables
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
 from tasks.stages import select
 from tests.effects.change import Change, Settings, changes
+
+pytestmark = pytest.mark.usefixtures("here")
 
 PROGRAM = Path(__file__).with_name("program.py")
 PREFIX = "pipeline.stages.sweep."
@@ -24,11 +26,6 @@ SWEPT: Settings = {f"{PREFIX}metric": "loss", f"{PREFIX}grid": {"arguments.word"
 AMONG = [{"stages": ["swept"]}, {"stages": ["behind"]}]
 CHOOSING: Settings = {f"{PREFIX}metric": "loss", f"{PREFIX}branches": AMONG}
 MEASURED = {"swept": {"loss": 1.0, "rows": 2.0}, "behind": {"loss": 3.0, "rows": 1.0}}
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def pipeline(settings: Settings, folder: Path) -> Pipeline:

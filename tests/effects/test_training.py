@@ -18,25 +18,11 @@ from cosmos_core.data import prepare
 from cosmos_core.errors import Preempted
 from cosmos_core.run.progress import Progress, read_metrics
 from cosmos_core.train.setup import train
-from tests.effects.change import SFT, Change, changes, recipe, stage_of
+from tests.effects.change import SMALL, Change, changes, difference, recipe, stage_of
 from tests.unit.data_tokenizers import CHATML
-from tests.unit.tiny_model import save_tiny_model
 
-SMALL = {**SFT, "train.compile": False, "train.param_dtype": "float32", "train.train_batch_per_replica": 2,
-         "policy.model_max_length": 32}  # fmt: skip
 SAVING = {**SMALL, "train.ckpt.enable_checkpoint": True}
 MEASURED = {**SMALL, "validation.enable": True}
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and prepared rows: eight to learn, two held out."""
-    folder = tmp_path_factory.mktemp("inputs")
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": f"{i} is a number"}) + "\n" for i in range(10)))
-    dataset = {"train.train_policy.dataset.name": str(folder / "rows.jsonl"), "train.train_policy.dataset.test_size": 2}
-    save_tiny_model(folder / "model")
-    prepare.run(stage_of(folder / "rows", recipe({**SMALL, **dataset}), kind="prepare", model=folder / "model"))
-    return folder
 
 
 class Watch(Progress):
@@ -76,6 +62,17 @@ def trained(recipe_: Recipe, inputs: Path, path: Path, stop_after: int = 0) -> d
     }
 
 
+_TRAINED: dict[str, tuple[Path, dict[str, Any]]] = {}
+
+
+def trained_once(recipe_: Recipe, inputs: Path, path: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder of a training, and what it leaves; a training with the same recipe is not repeated."""
+    key = repr(recipe_)
+    if key not in _TRAINED:
+        _TRAINED[key] = path, trained(recipe_, inputs, path)
+    return _TRAINED[key]
+
+
 @changes(
     (Change("train.ckpt.enable_checkpoint", True, {**SMALL, "train.ckpt.save_freq": 2}), {"checkpoints": [2, 4]}),
     (Change("train.ckpt.save_freq", 1, SAVING), {"checkpoints": [1, 2, 3, 4]}),
@@ -90,11 +87,10 @@ def trained(recipe_: Recipe, inputs: Path, path: Path, stop_after: int = 0) -> d
 def test_it_changes_what_a_training_leaves(
     change: Change, expected: dict[str, Any], inputs: Path, tmp_path: Path
 ) -> None:
-    before, after = (
-        trained(side, inputs, tmp_path / name) for side, name in ((change.before, "before"), (change.after, "after"))
-    )
+    _, before = trained_once(change.before, inputs, tmp_path / "before")
+    _, after = trained_once(change.after, inputs, tmp_path / "after")
     assert before["savers"] == {"checkpoint"} and before["steps"] == 4
-    assert {name: after[name] for name in after if after[name] != before[name]} == expected
+    assert difference(before, after) == expected
 
 
 def test_sft_that_completes_held_out_rows_measures_their_loss_as_well(inputs: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import DiffusionSample, Prompt
 from tests.effects.change import recipe
 
-LAYERS, LENGTH, FP8_PRODUCT = 3, 512, "fp8 mm"
+LAYERS, LENGTH, FP8_PRODUCT = 2, 512, "fp8 mm"
 SIZES: dict[str, Any] = {
     "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": LAYERS,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "attn_implementation": "sdpa",

@@ -17,7 +17,7 @@ CELLS = ("sft", "sft recomputed", "sft selective", "grpo", "moe")
 OTHERS = (
     "sft padded", "sft recomputed padded", "sft float32", "grpo with reference", "dpo", "lora", "fp8", "nft"
 )  # fmt: skip
-LAYERS, MICRO_BATCHES = 3, 2
+LAYERS, MICRO_BATCHES = 2, 2
 ONCE = LAYERS * MICRO_BATCHES
 Found = dict[str, dict[str, Any]]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any
 import httpx
 import psutil
 import tomli_w
+from fakeredis import TcpFakeServer
 
 from cosmos_core.rewards.exchange import Service
 from tests.conftest import wait_until
@@ -39,6 +42,15 @@ class Running:
     def post(self, path: str, **content: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.token}", **content.pop("headers", {})}
         return httpx.post(f"{self.url}/api/reward/{path}", headers=headers, timeout=None, **content)
+
+    def connect(self) -> socket.socket:
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)))
+
+    def head(self, *headers: str) -> bytes:
+        """The head of a request that enqueues a body."""
+        lines = ("POST /api/reward/enqueue HTTP/1.1", "Host: x", f"Authorization: Bearer {self.token}", *headers)
+        return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
 
     def workers(self) -> list[psutil.Process]:
         return [p for p in psutil.Process(self.process.pid).children() if "worker" in " ".join(p.cmdline())]
@@ -76,6 +88,18 @@ def running(
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def redis_server() -> Iterator[dict[str, Any]]:
+    """Yield the settings of a service with a queue in a fake Redis."""
+    redis = TcpFakeServer(("127.0.0.1", 0))
+    threading.Thread(target=redis.serve_forever, daemon=True).start()
+    try:
+        yield {"queue": "redis", "redis_host": "127.0.0.1", "redis_port": redis.server_address[1]}
+    finally:
+        redis.shutdown()
+        redis.server_close()
 
 
 def counted(folder: Path, name: str = "counted", **settings: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -59,8 +60,6 @@ def targets(workspace: Workspace, flow: subprocess.Popen[str], what: str) -> lis
 
 
 def chain(seed: int, steps: int) -> str:
-    import hashlib
-
     text = str(seed)
     for _ in range(steps):
         text = hashlib.sha256(text.encode()).hexdigest()

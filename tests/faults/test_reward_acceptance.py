@@ -66,12 +66,9 @@ async def until(is_so: Callable[[], bool]) -> None:
 def test_an_upload_that_a_stop_meets_is_scored(tmp_path: Path) -> None:
     content = body("7", counted=1.0)
     with running(tmp_path, {"reward_args": [counted(tmp_path)]}) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as client:
-            client.sendall(
-                f"POST /api/reward/enqueue HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n"
-                f"Idempotency-Key: {KEY}\r\nContent-Length: {len(content)}\r\nExpect: 100-continue\r\n\r\n".encode()
-            )
+        with server.connect() as client:
+            headers = (f"Idempotency-Key: {KEY}", f"Content-Length: {len(content)}", "Expect: 100-continue")
+            client.sendall(server.head(*headers))
             assert client.recv(65536).startswith(b"HTTP/1.1 100 "), "its head was read"
             client.sendall(content[:20])
             server.process.send_signal(signal.SIGTERM)

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import httpx
 import numpy as np
 import pytest
 import tomli_w
-from fakeredis import TcpFakeServer
 
 from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.service import pool as pools
@@ -27,31 +25,21 @@ from cosmos_core.rewards.service.pool import Job, Pool
 from cosmos_core.rewards.service.request import parse_request
 from cosmos_core.rewards.service.store import MemoryStore
 from tests.conftest import wait_until
-from tests.faults.reward_service import PROGRAM, counted, running
+from tests.faults.reward_service import PROGRAM, counted, redis_server, running
 from tests.faults.test_reward_service import body, fetched
 
 
 def test_half_a_character_costs_its_request_alone(tmp_path: Path) -> None:
-    redis = TcpFakeServer(("127.0.0.1", 0))
-    threading.Thread(target=redis.serve_forever, daemon=True).start()
-    config = {
-        "queue": "redis", "redis_host": "127.0.0.1", "redis_port": redis.server_address[1],
-        "reward_args": [counted(tmp_path)],
-    }  # fmt: skip
     fields = {"prompts": ["7"], "reward_fn": {"counted": 1.0}, "media_type": "video", "video_infos": [{"x": "\ud800"}]}
-    try:
-        with running(tmp_path, config) as server:
-            content = encode_request(fields, np.zeros((1, 3, 1, 2, 2), np.uint8))
-            key = server.post("enqueue", content=content).json()["uuid"]
-            found = fetched(server, key, "counted").json()
-            assert found["scores"] == {"counted": [7.0]} and found["input_info"]["video_infos"] == [{"x": "?"}]
-            key = server.post("enqueue", content=body("8", counted=1.0)).json()["uuid"]
-            assert fetched(server, key, "counted").json()["scores"] == {"counted": [8.0]}
-            rested = {"status": "ok", "rewards": {"counted": 1}, "pending": 0}
-            wait_until(lambda: httpx.get(f"{server.url}/health").json() == rested, 10, "nothing is pending")
-    finally:
-        redis.shutdown()
-        redis.server_close()
+    with redis_server() as queue, running(tmp_path, {**queue, "reward_args": [counted(tmp_path)]}) as server:
+        content = encode_request(fields, np.zeros((1, 3, 1, 2, 2), np.uint8))
+        key = server.post("enqueue", content=content).json()["uuid"]
+        found = fetched(server, key, "counted").json()
+        assert found["scores"] == {"counted": [7.0]} and found["input_info"]["video_infos"] == [{"x": "?"}]
+        key = server.post("enqueue", content=body("8", counted=1.0)).json()["uuid"]
+        assert fetched(server, key, "counted").json()["scores"] == {"counted": [8.0]}
+        rested = {"status": "ok", "rewards": {"counted": 1}, "pending": 0}
+        wait_until(lambda: httpx.get(f"{server.url}/health").json() == rested, 10, "nothing is pending")
 
 
 def test_what_it_remembers_is_bounded(tmp_path: Path) -> None:

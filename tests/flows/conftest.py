@@ -6,25 +6,26 @@ from collections.abc import Iterator
 
 import pytest
 from prefect.events.worker import EventsWorker
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_SSL_CERT_FILE, PREFECT_API_URL, temporary_settings
 
 from tests.commands.orchestra import Orchestra
 
 
 @pytest.fixture(scope="session")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of its API."""
+def prefect_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The settings of its clients."""
     server = Orchestra(tmp_path_factory.mktemp("prefect"))
     try:
         server.start_server()
-        yield server.url
+        yield {name: server.settings[name] for name in ("PREFECT_API_URL", "PREFECT_API_SSL_CERT_FILE")}
     finally:
         server.close()
 
 
 @pytest.fixture(scope="module")
-def harness(address: str) -> Iterator[None]:
+def harness(prefect_settings: dict[str, str]) -> Iterator[None]:
     """Settings of this process that name the server."""
-    with temporary_settings({PREFECT_API_URL: address}):
+    settings = {each: prefect_settings[each.name] for each in (PREFECT_API_URL, PREFECT_API_SSL_CERT_FILE)}
+    with temporary_settings(settings):
         yield
         EventsWorker.drain_all(timeout=5)  # before what follows talks to another server

@@ -6,10 +6,10 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -93,7 +93,7 @@ def test_two_executions_of_a_flow_both_end_and_share_its_stages(folder: Path) ->
         if is_first:
             began.set()
             wait_until(lambda: read_state(second).state == "running", 60, "the other execution")
-        custom(f"{PROGRAMS}/counting.py:count", name="second", arguments={"steps": 30, "seconds": 0.1})
+        custom(f"{PROGRAMS}/counting.py:count", name="second", arguments={"steps": 30, "seconds": 0.02})
         return grown("third", model=first).metrics["size"]
 
     with ThreadPoolExecutor(2) as pool:
@@ -153,13 +153,19 @@ def test_a_flow_is_running_until_its_own_code_has_ended(folder: Path) -> None:
 
 
 def test_a_stop_before_a_submitted_stage_begins_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, stopped = FlowInPython.stage, threading.Event()
-    monkeypatch.setattr(FlowInPython, "stage", lambda *arguments: stopped.wait(30) and begin(*arguments))
+    begin, begun, stopped = FlowInPython.stage, threading.Event(), threading.Event()
+
+    def wait_for_the_stop(*arguments: Any) -> Any:
+        begun.set()
+        assert stopped.wait(30)
+        return begin(*arguments)
+
+    monkeypatch.setattr(FlowInPython, "stage", wait_for_the_stop)
 
     @flow
     def stopping(run_id: str = "stopping") -> None:
         future = custom.submit(GROW, retries=0)
-        time.sleep(1)
+        wait_until(begun.is_set, 30, "the task of the stage runs")
         worker.stop_all()
         stopped.set()
         future.wait()

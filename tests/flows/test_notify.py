@@ -1,4 +1,5 @@
-"""`cosmos bootstrap --notify`: what a Prefect server sends when a stage fails, and what a second bootstrap changes."""
+"""`cosmos bootstrap`: work pools, what a Prefect server sends when a stage fails, what a second bootstrap changes; and
+the block of a reward service."""
 
 import json
 import threading
@@ -11,10 +12,16 @@ import pytest
 from prefect.blocks.webhook import Webhook
 from prefect.client.orchestration import get_client
 from prefect.events.worker import EventsWorker
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Crashed
+from pydantic import SecretStr
+from typer.testing import CliRunner
 
-from cosmos_core.errors import ConfigError, GateFailed, ProgramError
-from cosmos_core.launch.bootstrap import bootstrap_server
+from cosmos_core.cli import app
+from cosmos_core.errors import ConfigError, GateFailed, ProgramError, StageFailed
+from cosmos_core.launch.blocks import RewardService, load_service_variables
+from cosmos_core.launch.bootstrap import AUTOMATION, Pool, bootstrap_server
+from cosmos_core.launch.managed_service import managed_service
 from cosmos_core.launch.notify import EVENTS, _create_block, parsed_channels
 from flows.post_train import post_train
 from tasks import events
@@ -81,6 +88,47 @@ def test_a_second_bootstrap_updates_and_the_server_sends_what_failed_with_the_re
             client.set_flow_run_state(lost.id, Crashed(message=f"no heartbeat of {tags[1]}"), force=True)
     wait_until(lambda: len(messages) == 3, 120, "the server calls the webhook for the flow run")
     assert messages[2]["text"] == "a.toml: the flow run crashed: no heartbeat of pipeline"
+
+
+@pytest.mark.usefixtures("harness")
+def test_bootstrap_makes_what_is_missing_once() -> None:
+    made = list(bootstrap_server([Pool("cpu"), Pool("big", limit=2)]))
+    assert made[:2] == ["work pool cpu: made (process)", "work pool big: made (process, at most 2 at once)"]
+    assert made[2].startswith(f"automation {AUTOMATION!r}: ")
+    assert made[-1] == "block type cosmos-reward-service: registered"
+    command = ["bootstrap", "--pool", "big"]
+    again = CliRunner().invoke(app, [*command, "--pool", "cpu"]).stdout.splitlines()
+    assert again[:2] == ["work pool big: there (process, at most 2 at once)", "work pool cpu: there (process)"]
+    assert again[2] == f"automation {AUTOMATION!r}: there"
+    changed = CliRunner().invoke(app, [*command, "--limit", "4"]).stdout
+    assert changed.startswith("work pool big: changed (concurrency_limit)\n")
+    refused = CliRunner().invoke(app, [*command, "--type", "docker"]).exception
+    assert isinstance(refused, ConfigError) and "work pool 'big' is of type process, not docker" in str(refused)
+
+
+@pytest.mark.usefixtures("harness")
+def test_a_block_names_a_reward_service_and_its_token_is_written_nowhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = "a very secret token"
+    RewardService(url="http://127.0.0.1:1, http://127.0.0.1:2/", token=SecretStr(token)).save("rewards")
+    assert "secret" not in repr(RewardService.load("rewards"))
+    with managed_service("block:rewards", tmp_path) as found:
+        assert found == {
+            "REMOTE_REWARD_ENQUEUE_URL": "http://127.0.0.1:1/api/reward/enqueue,http://127.0.0.1:2/api/reward/enqueue",
+            "REMOTE_REWARD_FETCH_URL": "http://127.0.0.1:1/api/reward/pull,http://127.0.0.1:2/api/reward/pull",
+            "REMOTE_REWARD_TOKEN": token,
+        }
+    noted = json.loads((tmp_path / "reward_service.json").read_text())
+    assert [each["status"] for each in noted["services"]] == ["does not respond"] * 2
+    assert token not in (tmp_path / "reward_service.json").read_text() + caplog.text
+    with pytest.raises(ConfigError, match="the server has no block cosmos-reward-service/other"):
+        load_service_variables("block:other")
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+        pytest.raises(StageFailed, match="reward_service = 'block:rewards': the Prefect server does not tell: "),
+    ):
+        load_service_variables("block:rewards")
 
 
 def test_an_address_of_mail_is_one_that_apprise_knows() -> None:

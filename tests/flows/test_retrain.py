@@ -204,16 +204,6 @@ def events_of(run_id: str) -> list[dict[str, Any]]:
     return [event for event in reversed(found) if event["resource"]["cosmos.run"] == run_id]
 
 
-def test_an_event_that_cannot_be_sent_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object, **parameters: object) -> None:
-        raise ConnectionError("no server")
-
-    monkeypatch.setattr("tasks.events.emit_event", refuse)
-    nightly = Nightly(tmp_path)
-    nightly.rows({"accuracy": 0.5})
-    assert nightly.fire()[0] == "Completed"
-
-
 def test_approval_needs_a_deployment(tmp_path: Path) -> None:
     nightly = Nightly(tmp_path)
     nightly.rows({"accuracy": 0.5})
@@ -253,12 +243,20 @@ class Asked:
         return self.go_on()
 
 
-def test_the_model_that_a_person_was_asked_about_is_published_when_a_firing_at_work_has_ended(tmp_path: Path) -> None:
-    """Rows have changed since."""
+def test_the_model_that_a_person_was_asked_about_is_published_when_a_firing_at_work_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows have changed since, and an event that cannot be sent costs nothing."""
+
+    def refuse(*arguments: object, **parameters: object) -> None:
+        raise ConnectionError("no server")
+
     nightly = Nightly(tmp_path)
     nightly.rows({"accuracy": 0.5})
     asked = Asked(nightly)
-    assert asked.go_on()[0] == "Suspended"
+    with monkeypatch.context() as patch:
+        patch.setattr("tasks.events.emit_event", refuse)
+        assert asked.go_on()[0] == "Suspended"
     nightly.rows({"accuracy": 0.6})
     [note] = tmp_path.glob("outputs/.cosmos/retraining/*.json")
     with Lock(note.with_suffix(".lock")) as lock:
@@ -316,30 +314,24 @@ def test_a_firing_on_another_machine_is_told_apart_while_its_flow_run_has_not_en
 
 
 def test_what_a_person_has_said_never_replaces_a_model_of_newer_content(tmp_path: Path) -> None:
+    """Nor does a flow run that is retried after its rows have changed train on either."""
     nightly = Nightly(tmp_path)
     nightly.rows({"accuracy": 0.9})
-    asked = Asked(nightly)
+    asked, failed = Asked(nightly), Asked(nightly)
     assert asked.go_on()[0] == "Suspended"
+    nightly.rows({"accuracy": 0.5, "fail": True})
+    assert failed.go_on()[0] == "Failed"
     nightly.rows({"accuracy": 0.6})
-    assert nightly.fire()[0] == "Completed"
-    old, new = nightly.runs
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(failed.id, Scheduled(name="AwaitingRetry"), force=True)
+    name, message = failed.go_on()
+    assert name == "Outdated" and "were changed; the next firing takes the new ones" in message
+    assert nightly.published == []
+    assert nightly.fire()[0] == "Completed" and nightly.published == [0.6]
+    old, _, new = nightly.runs
     why = f"run {old} is not continued: run {new} of newer content was published since"
     assert asked.say(publish=True) == ("Outdated", why)
     assert nightly.published == [0.6] and nightly.fire()[0] == "NothingNew"
-
-
-def test_a_flow_run_that_is_retried_after_its_rows_have_changed_trains_on_neither(tmp_path: Path) -> None:
-    nightly = Nightly(tmp_path)
-    nightly.rows({"accuracy": 0.5, "fail": True})
-    asked = Asked(nightly)
-    assert asked.go_on()[0] == "Failed"
-    nightly.rows({"accuracy": 0.6})
-    with get_client(sync_client=True) as client:
-        client.set_flow_run_state(asked.id, Scheduled(name="AwaitingRetry"), force=True)
-    name, message = asked.go_on()
-    assert name == "Outdated" and "were changed; the next firing takes the new ones" in message
-    assert nightly.published == []
-    assert nightly.fire()[0] == "Completed" and nightly.published == [0.6] and len(nightly.runs) == 2
 
 
 CHAIN = """

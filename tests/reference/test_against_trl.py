@@ -30,7 +30,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from cosmos_core.algorithms.advantages import STD_EPSILON, advantages
 from cosmos_core.algorithms.aggregate import add_metrics, denominator, means, weighted_sum
 from cosmos_core.algorithms.correction import Correction, importance_weights
 from cosmos_core.algorithms.objectives.base import PolicySettings
@@ -41,6 +40,9 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.models.scorer import RequestedOutputs, Scorer
 
 MAX_TOKENS = 12
+ACCELERATOR = SimpleNamespace(
+    num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x, pad_across_processes=lambda x, **_: x
+)
 
 
 def random_batch(seed=0):
@@ -62,12 +64,11 @@ def trl_loss(inputs, loss_type, settings, accumulation=1, num_tokens=0, **others
     """GRPOTrainer's loss of one micro-batch, and its metrics."""
     from trl.trainer.grpo_trainer import GRPOTrainer  # imported here: it takes eight seconds
 
-    accelerator = SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x)
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (inputs.logprobs_BT, inputs.entropy_BT, None),
         _metrics={"train": defaultdict(list)},
         _entropy_bonus_enabled=False,
-        accelerator=accelerator,
+        accelerator=ACCELERATOR,
         args=SimpleNamespace(
             delta=settings.lower_bound_ratio,
             steps_per_generation=accumulation,
@@ -127,44 +128,37 @@ def our_loss(inputs, loss_type, settings, max_tokens=None):
 def test_grpo_loss_and_metrics_equal_trl(loss_type, max_tokens, trl_type, beta, unbiased):
     settings = PolicySettings(0.2, 0.28, 3.0, kl_beta=beta, unbiased_kl_estimate=unbiased)
     logits_BTV, inputs = random_batch()
-    loss, metrics = our_loss(inputs, loss_type, settings, max_tokens)
-    expected, expected_metrics = trl_loss(inputs, trl_type, settings)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    assert metrics["clip_high"] == pytest.approx(expected_metrics["clip_ratio/high_mean"][0], rel=1e-6)
-    assert metrics["clip_low"] == pytest.approx(expected_metrics["clip_ratio/low_mean"][0], rel=1e-6)
-    assert metrics["entropy"] == pytest.approx(expected_metrics["entropy"][0], rel=1e-12)
-    assert metrics["clip_high"] > 0
-    assert metrics["clip_low"] > 0
+    metrics, expected = assert_like_trl(inputs, logits_BTV, settings, loss_type, trl_type, max_tokens)
+    assert metrics["clip_high"] == pytest.approx(expected["clip_ratio/high_mean"][0], rel=1e-6)
+    assert metrics["clip_low"] == pytest.approx(expected["clip_ratio/low_mean"][0], rel=1e-6)
+    assert metrics["entropy"] == pytest.approx(expected["entropy"][0], rel=1e-12)
+    assert metrics["clip_high"] > 0 and metrics["clip_low"] > 0
     if beta and not unbiased:  # TRL reports the KL after, we before the ratio
-        assert metrics["kl"] == pytest.approx(expected_metrics["kl"][0], rel=1e-12)
-    (gradient,) = torch.autograd.grad(loss, logits_BTV, retain_graph=True)
-    (expected_gradient,) = torch.autograd.grad(expected, logits_BTV)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-14)
+        assert metrics["kl"] == pytest.approx(expected["kl"][0], rel=1e-12)
 
 
-def assert_like_trl(inputs, logits_BTV, settings, loss_type, trl_type, **others):
-    loss, metrics = our_loss(inputs, loss_type, settings)
-    expected, _ = trl_loss(inputs, trl_type, settings, num_tokens=int(inputs.mask_BT.sum()), **others)
+def assert_like_trl(inputs, logits_BTV, settings, loss_type, trl_type, max_tokens=None, **others):
+    """Compare loss and gradient, and return the metrics of both."""
+    loss, metrics = our_loss(inputs, loss_type, settings, max_tokens)
+    expected, theirs = trl_loss(inputs, trl_type, settings, num_tokens=int(inputs.mask_BT.sum()), **others)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    (gradient,) = torch.autograd.grad(loss, logits_BTV, retain_graph=True)
-    (expected_gradient,) = torch.autograd.grad(expected, logits_BTV)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-14)
-    return metrics
+    gradients = [torch.autograd.grad(value, logits_BTV, retain_graph=True)[0] for value in (loss, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-14)
+    return metrics, theirs
 
 
 def test_gspo_equals_trl():
     settings = PolicySettings(0.1, 0.15, 100.0, objective="gspo")
     logits_BTV, inputs = random_batch()
-    metrics = assert_like_trl(
-        inputs, logits_BTV, settings, "seq-mean-token-mean", "grpo", importance_sampling_level="sequence"
-    )
+    by_sequence = {"importance_sampling_level": "sequence"}
+    metrics, _ = assert_like_trl(inputs, logits_BTV, settings, "seq-mean-token-mean", "grpo", **by_sequence)
     assert metrics["clip_high"] + metrics["clip_low"] > 0
 
 
 def test_cispo_equals_trl():
     settings = PolicySettings(objective="cispo", ratio_cap=1.4)
     logits_BTV, inputs = random_batch()
-    metrics = assert_like_trl(inputs, logits_BTV, settings, "token-mean", "cispo", epsilon_high=1.4)
+    metrics, _ = assert_like_trl(inputs, logits_BTV, settings, "token-mean", "cispo", epsilon_high=1.4)
     assert metrics["clip_high"] > 0
 
 
@@ -190,10 +184,7 @@ def test_the_mask_of_high_entropy_equals_trl(share):
         samples = [Sample(np.arange(len(mask)), mask) for mask in masks]
         kept_BT = torch.stack(high_entropy_masks(samples, list(inputs.entropy_BT), share))
         assert 0 < kept_BT.sum() < inputs.mask_BT.sum()
-        accelerator = SimpleNamespace(
-            num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x, pad_across_processes=lambda x, **_: x
-        )
-        trl = {"accelerator": accelerator, "top_entropy_quantile": share}
+        trl = {"accelerator": ACCELERATOR, "top_entropy_quantile": share}
         trl["get_high_entropy_mask"] = partial(GRPOTrainer.get_high_entropy_mask, SimpleNamespace(**trl))
         loss, _ = our_loss(replace(inputs, weights_BT=kept_BT.double()), "token-mean", settings)
         expected, _ = trl_loss(inputs, "bnpo", settings, **trl)
@@ -207,7 +198,7 @@ def test_the_off_policy_mask_equals_trl():
     logits_BTV, inputs = random_batch(seed=1)
     rollout_BT = inputs.old_logprobs_BT + 0.3
     inputs = replace(inputs, rollout_logprobs_BT=rollout_BT)
-    metrics = assert_like_trl(inputs, logits_BTV, settings, "token-mean", "bnpo", off_policy_mask_threshold=0.05)
+    metrics, _ = assert_like_trl(inputs, logits_BTV, settings, "token-mean", "bnpo", off_policy_mask_threshold=0.05)
     assert 0 < metrics["off_policy_masked"] < 1
 
 
@@ -233,11 +224,9 @@ def test_weights_for_tokens_of_the_engine_equal_trl(rule):
 
 
 def test_the_dual_clip_bites_in_the_comparison_with_delta():
-    settings = PolicySettings(0.2, 0.28, 1.5)
-    _, inputs = random_batch(seed=3)
-    loss, metrics = our_loss(inputs, "token-mean", settings)
+    logits_BTV, inputs = random_batch(seed=3)
+    metrics, _ = assert_like_trl(inputs, logits_BTV, PolicySettings(0.2, 0.28, 1.5), "token-mean", "bnpo")
     assert metrics["clip_dual"] > 0
-    assert loss.item() == pytest.approx(trl_loss(inputs, "bnpo", settings)[0].item(), rel=1e-12)
 
 
 def test_micro_batches_add_up_to_what_trl_gets_with_dapo():
@@ -260,23 +249,7 @@ def test_micro_batches_add_up_to_what_trl_gets_with_dapo():
 def test_on_the_first_update_trl_and_we_take_the_policy_itself_as_the_old_one():
     logits_BTV, inputs = random_batch()
     first = PolicyInputs(inputs.logprobs_BT, inputs.advantages_B, inputs.mask_BT, entropy_BT=inputs.entropy_BT)
-    loss, _ = our_loss(first, "token-mean", PolicySettings())
-    expected, _ = trl_loss(first, "bnpo", PolicySettings())
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    gradients = [torch.autograd.grad(value, logits_BTV, retain_graph=True)[0] for value in (loss, expected)]
-    torch.testing.assert_close(*gradients, rtol=0, atol=1e-15)
-
-
-def test_advantages_equal_trls_but_for_the_convention_of_the_std():
-    from trl.trainer.utils import nanstd
-
-    rewards_G = [0.0, 1.0, float("nan"), 0.25, 1.0, -2.0]
-    (values,), _ = advantages([[None if r != r else r for r in rewards_G]], normalise_std=True)
-    tensor_G = torch.tensor(rewards_G, dtype=torch.float64)
-    population_std = nanstd(tensor_G).item() * (4 / 5) ** 0.5  # TRL's is Bessel-corrected; five are valid
-    expected_G = (tensor_G - torch.nanmean(tensor_G)) / (population_std + STD_EPSILON)
-    for value, reward, expected in zip(values, rewards_G, expected_G.tolist(), strict=True):
-        assert value is None if reward != reward else value == pytest.approx(expected, rel=1e-12)
+    assert_like_trl(first, logits_BTV, PolicySettings(), "token-mean", "bnpo")
 
 
 def test_log_probabilities_and_entropy_equal_trls_selective_log_softmax():

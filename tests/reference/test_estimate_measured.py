@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
@@ -75,9 +75,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024,
     }  # fmt: skip
     dense = Qwen3Config(**sizes, intermediate_size=768, tie_word_embeddings=True)
-    Qwen3ForCausalLM(dense).save_pretrained(folder / "dense")
     experts = Qwen3MoeConfig(**sizes, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2)
-    Qwen3MoeForCausalLM(experts).save_pretrained(folder / "experts")
+    for name, config in (("dense", dense), ("experts", experts)):
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
     return folder
 
 
@@ -120,11 +120,6 @@ def measure(folder: str, case: str, scratch: Path) -> dict[str, int]:
         Sample(random.integers(0, VOCABULARY, n), np.ones(n, np.uint8), random.normal(), random.normal())
         for n in lengths
     ]
-
-    def step() -> None:
-        for update in algorithm.updates(samples, rank):
-            rank.update(update)
-
     weights = [*rank.adapter.model.parameters(), *rank.adapter.model.buffers()]
     held = {
         "weights": sum(t.nbytes for t in weights),
@@ -132,8 +127,8 @@ def measure(folder: str, case: str, scratch: Path) -> dict[str, int]:
     }
     # From the first step on, because the profiler does not see the end of what began before it.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-        step()
+        for update in (update for _ in range(2) for update in algorithm.updates(samples, rank)):
+            rank.update(update)
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     state = [value for entry in rank.optimizer.state.values() for value in entry.values()]

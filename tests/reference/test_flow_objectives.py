@@ -12,7 +12,6 @@ from torch import Tensor
 
 from cosmos_core.algorithms.flow_objectives import (
     NftInputs,
-    RatioSettings,
     StepInputs,
     flow_grpo_loss,
     nft_loss,
@@ -107,8 +106,7 @@ def step_inputs(name: str, guarded: bool) -> tuple[StepInputs, Tensor, dict[str,
 @pytest.mark.parametrize("guarded", [False, True])
 def test_the_loss_of_flow_grpo_is_that_of_the_paper(name: str, guarded: bool) -> None:
     inputs, _, known = step_inputs(name, guarded)
-    settings = RatioSettings(1e-3, 2e-3, is_guarded=guarded)
-    terms = flow_grpo_loss(inputs, settings)
+    terms = flow_grpo_loss(inputs, 1e-3, 2e-3, is_guarded=guarded)
     found, reference = inputs.transition, inputs.reference
     assert reference is not None
     for b in range(3):
@@ -140,7 +138,6 @@ def test_given_frames_are_no_part_of_any_mean() -> None:
     inputs, _, known = step_inputs("flow", True)
     reference = inputs.reference
     assert reference is not None and inputs.old_mean is not None
-    settings = RatioSettings(1e-3, 2e-3, is_guarded=True)
     learned = StepInputs(
         inputs.transition._replace(mean=inputs.transition.mean[..., 1:]),
         inputs.next_latents[..., 1:],
@@ -150,8 +147,8 @@ def test_given_frames_are_no_part_of_any_mean() -> None:
         reference._replace(mean=reference.mean[..., 1:]),
         inputs.sizes_B,
     )
-    masked = flow_grpo_loss(replace(inputs, old_log_prob_B=learned.old_log_prob_B, mask=mask), settings)
-    alone = flow_grpo_loss(learned, settings)
+    with_mask = replace(inputs, old_log_prob_B=learned.old_log_prob_B, mask=mask)
+    masked, alone = (flow_grpo_loss(each, 1e-3, 2e-3, is_guarded=True) for each in (with_mask, learned))
     for name in ("policy_B", "kl_B", "ratio_B"):
         assert torch.allclose(getattr(masked, name), getattr(alone, name), atol=1e-12), name
 
@@ -167,7 +164,7 @@ def test_given_frames_are_no_part_of_any_mean() -> None:
 def test_a_ratio_that_is_clipped_has_no_gradient() -> None:
     inputs, v, _ = step_inputs("flow", False)
     inputs = replace(inputs, advantages_B=inputs.advantages_B * torch.tensor([-1, -1, 1]))
-    terms = flow_grpo_loss(inputs, RatioSettings(1e-9, 1e-9))
+    terms = flow_grpo_loss(inputs, 1e-9, 1e-9)
     terms.policy_B.sum().backward()
     assert v.grad is not None and terms.is_clipped_B.any()
     for b in range(3):

@@ -139,10 +139,8 @@ def test_gdpo_equals_trl() -> None:
 
 def test_gdpo_leaves_invalid_completions_out_and_takes_groups_of_any_size() -> None:
     weights = {"one": 1.0, "silent": 0.0}
-    groups = [
-        scored([{"one": 0.0, "silent": 9.0}, None, {"one": 1.0, "silent": 0.0}], weights),
-        scored([{"one": 7.0, "silent": 0.0}], weights),
-    ]
+    first = scored([{"one": 0.0, "silent": 9.0}, None, {"one": 1.0, "silent": 0.0}], weights)
+    groups = [first, scored([{"one": 7.0, "silent": 0.0}], weights)]
     found, _ = Grpo(GrpoConfig(algo="gdpo", reward_function=weights)).credit(groups)
     half = 0.5 / (math.sqrt(0.5) + 1e-4)
     std = half + 1e-4  # of -half, half, 0
@@ -164,14 +162,18 @@ def test_gdpo_without_rewards_as_in_distillation_has_no_advantages() -> None:
     assert [sample.advantage for sample in found] == [0.0, 0.0]
 
 
+def truncated(scored_group: ScoredGroup, indices: list[int]) -> ScoredGroup:
+    group = scored_group.group
+    completions = (
+        replace(c, finish_reason="length" if k in indices else "stop") for k, c in enumerate(group.completions)
+    )
+    return replace(scored_group, group=replace(group, completions=tuple(completions)))
+
+
 def test_truncated_completions_are_compared_but_not_learned() -> None:
     for algo in ("grpo", "rloo", "maxrl"):
         groups = random_groups(0) if algo != "maxrl" else random_groups(0)[3:]
-        cut = [
-            replace(g, group=replace(g.group, completions=tuple(
-                replace(c, finish_reason="length" if k % 2 else "stop") for k, c in enumerate(g.group.completions))))
-            for g in groups
-        ]  # fmt: skip
+        cut = [truncated(group, [k for k in range(len(group.group.completions)) if k % 2]) for group in groups]
         whole, _ = Grpo(GrpoConfig(algo=algo)).credit(cut)
         kept, _ = Grpo(GrpoConfig(algo=algo, mask_truncated_completions=True)).credit(cut)
         reasons = [c.finish_reason for g in cut for c, s in zip(g.group.completions, g.scores, strict=True)
@@ -182,9 +184,7 @@ def test_truncated_completions_are_compared_but_not_learned() -> None:
 
 
 def test_whitening_over_tokens_does_not_count_those_of_truncated_completions() -> None:
-    group = scored([{"one": 0.0}, {"one": 1.0}, {"one": 9.0}], {"one": 1.0})
-    *first, last = group.group.completions
-    cut = replace(group, group=replace(group.group, completions=(*first, replace(last, finish_reason="length"))))
+    cut = truncated(scored([{"one": 0.0}, {"one": 1.0}, {"one": 9.0}], {"one": 1.0}), [2])
     found, _ = Grpo(GrpoConfig(algo="reinforce++", mask_truncated_completions=True)).credit([cut])
     value = 0.5 / math.sqrt(1 / 3 + 1e-8)  # two tokens each
     assert [sample.advantage for sample in found] == pytest.approx([-value, value])
@@ -206,12 +206,8 @@ def step(config: GrpoConfig, size: int) -> tuple[float, Tensor]:
 
     (update,) = Grpo(config).updates(samples, View())
     logprobs_BT.requires_grad_()
-    mask_BT = torch.stack(
-        [
-            torch.cat([torch.as_tensor(s.loss_mask[1:]), torch.zeros(width - n)]).bool()
-            for s, n in zip(samples, lengths, strict=True)
-        ]
-    )
+    masks = [torch.as_tensor(sample.loss_mask[1:]).bool() for sample in samples]
+    mask_BT = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
     total = torch.zeros((), dtype=torch.float64)
     for start in range(0, len(samples), size):
         rows = slice(start, start + size)

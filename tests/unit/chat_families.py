@@ -35,13 +35,22 @@ def _after_thoughts(content: str) -> str:
     return content.rsplit("</think>", 1)[-1]
 
 
-def _chatml(messages: list[Message]) -> Pieces:
-    for m in messages:
-        yield f"<|im_start|>{m['role']}\n", False
-        yield f"{m['content']}<|im_end|>", m["role"] == "assistant"
-        yield "\n", False
+def _marked(
+    head: str, end: str, after: str = "", *, start: str = "", before: str = "", trim: bool = False
+) -> Callable[[list[Message]], Pieces]:
+    """Turns that are marked alike, whoever speaks; `before` and `end` belong to what is said."""
+
+    def pieces(messages: list[Message]) -> Pieces:
+        yield start, False
+        for m in messages:
+            yield head.format(m["role"]), False
+            yield before + (m["content"].strip() if trim else m["content"]) + end, m["role"] == "assistant"
+            yield after, False
+
+    return pieces
 
 
+_chatml = _marked("<|im_start|>{}\n", "<|im_end|>", "\n")
 CHATML = Family(
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
@@ -92,18 +101,11 @@ QWEN3 = CHATML._replace(
 )
 
 
-def _llama3(messages: list[Message]) -> Pieces:
-    yield "<s>", False
-    for m in messages:
-        yield f"<|start_header_id|>{m['role']}<|end_header_id|>\n\n", False
-        yield f"{m['content'].strip()}<|eot_id|>", m["role"] == "assistant"
-
-
 LLAMA3 = Family(
     "{{ bos_token }}{% for m in messages %}"
     "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
-    _llama3,
+    _marked("<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>", start="<s>", trim=True),
     "<|eot_id|>",
     ("<|start_header_id|>", "<|end_header_id|>"),
 )
@@ -179,11 +181,8 @@ MISTRAL3 = Family(
 
 
 def _gemma(messages: list[Message]) -> Pieces:
-    yield "<s>", False
-    for m in messages:
-        yield f"<start_of_turn>{'model' if m['role'] == 'assistant' else 'user'}\n", False
-        yield f"{m['content'].strip()}<end_of_turn>", m["role"] == "assistant"
-        yield "\n", False
+    turns = _marked("<start_of_turn>{}\n", "<end_of_turn>", "\n", start="<s>", trim=True)(messages)
+    return ((text.replace(">assistant\n", ">model\n"), is_learned) for text, is_learned in turns)
 
 
 GEMMA = Family(
@@ -215,33 +214,20 @@ PHI3 = Family(
 )
 
 
-def _phi4(messages: list[Message]) -> Pieces:
-    for m in messages:
-        yield f"<|im_start|>{m['role']}<|im_sep|>", False
-        yield f"{m['content']}<|im_end|>", m["role"] == "assistant"
-
-
 PHI4 = Family(
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|im_sep|>' + m.content + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}",
-    _phi4,
+    _marked("<|im_start|>{}<|im_sep|>", "<|im_end|>"),
     "<|im_end|>",
     ("<|im_start|>", "<|im_sep|>"),
 )
-
-
-def _zephyr(messages: list[Message]) -> Pieces:
-    for m in messages:
-        yield f"<|{m['role']}|>", False
-        yield f"\n{m['content']}</s>", m["role"] == "assistant"
-        yield "\n", False
 
 
 # What names a role is ordinary text, and the line break behind the generation prompt is the model's to write.
 ZEPHYR = Family(
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
-    _zephyr,
+    _marked("<|{}|>", "</s>", "\n", before="\n"),
     "</s>",
 )
 

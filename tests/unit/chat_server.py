@@ -30,7 +30,7 @@ def chat_server(
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
                 requests.append({**body, "key": self.headers["Authorization"], "met": False})
-                code = 503 if len(requests) <= first else status
+                code = 503 if len(requests) <= first else status if self.path == "/v1/chat/completions" else 404
             if meet_seconds:
                 request = next(each for each in requests if each["seed"] == body["seed"])
                 try:
@@ -56,7 +56,7 @@ def chat_server(
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
+        threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         try:
             yield f"http://127.0.0.1:{running.server_port}/v1", requests
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from itertools import groupby
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -51,6 +52,18 @@ PLAIN_WORDS = (
 )
 
 
+@cache
+def _trained(num_merges: int) -> str:
+    """The JSON of a tokenizer that is trained on the corpus, without special tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=256 + num_merges, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer.to_str()
+
+
 def byte_tokenizer(
     template: str | None,
     *,
@@ -60,13 +73,8 @@ def byte_tokenizer(
     special: Sequence[str] | None = None,
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer; `special`, or every <|...|> and [...] of the template, becomes one token each."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer.from_str(_trained(num_merges))
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=256 + num_merges, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
     found = re.findall(r"<\|\w+\|>|\[/?INST\]|</s>", template or "") if special is None else special
     special = sorted({"<|endoftext|>", "<s>", end_token, *found})
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])

@@ -57,7 +57,8 @@ def samples(name: str) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def finished_run(tmp_path: Path) -> Path:
+def finished_run(tmp_path: Path, *, has_curves: bool = False) -> Path:
+    """A run of all stages; to plot its curves takes most of the time in which a page is built."""
     run = tmp_path / "20251009085320"
     write_pipeline(run)
     write(run / "run.json", {
@@ -90,8 +91,15 @@ def finished_run(tmp_path: Path) -> Path:
             write(folder / "result.json", result)
         if kind == "validate":
             write_lines(folder / "samples.jsonl", samples(name))
-    write_curves(run / "stages")
     stages = run / "stages"
+    if has_curves:
+        write_curves(stages)
+    rollouts = [
+        {"step": s, "prompt": f"What is {s} + {i}?", "reference": str(s + i), "completion": f"= {s + i}", "reward": 1.0}
+        for s in (1, 40, 80)
+        for i in range(4)
+    ]
+    write_lines(stages / "grpo" / "samples.jsonl", rollouts)
     write_lines(stages / "grpo" / "events.jsonl", [
         {"time": STARTED + 74, "event": "started", "detail": "attempt 1"},
         {"time": STARTED + 122, "event": "checkpoint", "detail": "step 20"},
@@ -115,12 +123,6 @@ def write_curves(stages: Path) -> None:
     ]  # fmt: skip
     accuracies = [{"step": i, "validation/accuracy": 0.4 + i / 260} for i in (0, 20, 40, 60, 80)]
     write_lines(stages / "grpo" / "metrics.jsonl", [*rewards, *accuracies])
-    rollouts = [
-        {"step": s, "prompt": f"What is {s} + {i}?", "reference": str(s + i), "completion": f"= {s + i}", "reward": 1.0}
-        for s in (1, 40, 80)
-        for i in range(4)
-    ]
-    write_lines(stages / "grpo" / "samples.jsonl", rollouts)
 
 
 def failed_run(tmp_path: Path) -> Path:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from cosmos_core.rollout.groups import StepGroups
 from cosmos_core.rollout.replica import Replica
 from cosmos_core.run.progress import Progress
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
+from tests.conftest import wait_until
 
 PROMPTS = [Prompt(i, (1, 2), f"p{i}", "") for i in range(40)]
 SAMPLING = Sampling(num_completions=2, max_tokens=4, seed=1)
@@ -70,6 +71,15 @@ class Drawing:
         self.calls.append("wake")
 
     def close(self) -> None: ...
+
+
+class Stuck(Drawing):
+    """An engine whose loads hang too."""
+
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
+        while self.hangs.is_set():
+            time.sleep(0.01)
+        return super().load_weights(version, buckets)
 
 
 class Threaded:
@@ -130,12 +140,30 @@ class Threaded:
 
 
 @contextmanager
-def fleet_of(*handles: Any, patience: float = 30.0, most_groups: int = 3, **keywords: Any) -> Iterator[Fleet]:
-    fleet = Fleet(lambda: handles, max_groups=most_groups, timeout_seconds=patience, **keywords)
-    try:
+def fleet_of(
+    *handles: Any, patience: float = 30.0, most_groups: int = 3, version: int | None = None, **keywords: Any
+) -> Iterator[Fleet]:
+    """A fleet of these engines; with a `version`, of which all are open and have these weights."""
+    with closing(Fleet(lambda: handles, max_groups=most_groups, timeout_seconds=patience, **keywords)) as fleet:
+        if version is not None:
+            all_open(fleet, len(handles))
+            fleet.load_weights(version, weights(version))
         yield fleet
-    finally:
-        fleet.close()
+
+
+def all_open(fleet: Fleet, number: int) -> None:
+    wait_until(lambda: len(fleet._pool.open_engines()) == number, 60, "all engines are open")
+
+
+def is_back(fleet: Fleet) -> None:
+    wait_until(lambda: fleet.needs_weights, 60, "it is back")
+
+
+def load_new(fleet: Fleet, version: int) -> None:
+    """Give the weights to an engine that has none once it is back."""
+    is_back(fleet)
+    with fleet.loading_new_engines():
+        fleet.load_weights(version, weights(version))
 
 
 def weights(version: int) -> list[Bucket]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.config.compose import load_pipeline
+from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.errors import ConfigError, DataError, StageFailed, UploadError
 from cosmos_core.run.bucket import Bucket
 from cosmos_core.run.directory import Run, claim, create_run, extend_run, open_run
@@ -27,34 +27,10 @@ from tasks.stage import run_stage
 from tasks.store_sync import OUTPUT_DIR, StageSync, open_received_run
 from tests.conftest import PROGRAMS, wait_until
 from tests.store import Proxy, Request
+from tests.unit.run_folder import COUNTING, finish
 from tests.unit.test_checkpoint_upload import checkpoint
 
-CHAIN = f"""
-[pipeline]
-threads = 1
-grace_seconds = 5
-output_dir = "OUTPUTS"
-artifact_store = "STORE"
-
-[[pipeline.stages]]
-name = "first"
-kind = "custom"
-entry = "{PROGRAMS}/counting.py:count"
-arguments = {{ steps = 3, seconds = 0.01 }}
-
-[[pipeline.stages]]
-name = "second"
-kind = "custom"
-entry = "{PROGRAMS}/counting.py:count"
-after = "first"
-arguments = {{ steps = 4, seconds = 0.01 }}
-
-[[pipeline.stages]]
-name = "gate"
-kind = "gate"
-after = "second"
-require = ["count >= 4"]
-"""
+GATE = '\n[[pipeline.stages]]\nname = "gate"\nkind = "gate"\nafter = "second"\nrequire = ["count >= 4"]\n'
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +43,21 @@ def run(tmp_path: Path, url: str) -> Run:
     return begun(tmp_path, url, "here")
 
 
+def chain(folder: Path, url: str, steps: int = 3) -> Pipeline:
+    folder.mkdir(exist_ok=True)
+    text = COUNTING.format(folder=folder, programs=PROGRAMS).replace("steps = 3", f"steps = {steps}") + GATE
+    (folder / "p.toml").write_text(text.replace("[pipeline]", f'[pipeline]\nartifact_store = "{url}"'))
+    return load_pipeline(folder / "p.toml", (), all_kinds())
+
+
 def begun(folder: Path, url: str, machine: str, steps: int = 3) -> Run:
-    text = CHAIN.replace("OUTPUTS", str(folder / machine)).replace("STORE", url)
-    text = text.replace("steps = 3", f"steps = {steps}")
-    (folder / f"{machine}.toml").write_text(text)
-    return create_run(load_pipeline(folder / f"{machine}.toml", (), all_kinds()), run_id="one")
+    return create_run(chain(folder / machine, url, steps), run_id="one")
+
+
+def made(run: Run, stage: str, **metrics: float) -> dict[str, Any]:
+    """The result of a stage, which no worker made, sent to the store."""
+    finish(run, stage, **metrics)
+    return run_stage(run, stage)[0]
 
 
 def on(run: Run, stage: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
@@ -118,11 +104,11 @@ def test_a_run_that_grows_stays_one_run_in_the_store_and_on_other_machines(
     whole = run.pipeline
     short = create_run(whole.with_stages(whole.stages[:1]), run_id="growing")
     there = on(short, "first", tmp_path / "there", monkeypatch)
-    run_stage(there, "first")
+    made(there, "first")
     grown = extend_run(short, whole)
     again = on(grown, "second", tmp_path / "there", monkeypatch)
     assert again.path == there.path and again.output_dir == tmp_path / "there"
-    assert run_stage(again, "second")[0]["metrics"] == {"count": 4.0}
+    assert made(again, "second", count=4.0)["metrics"] == {"count": 4.0}
     StageSync(there, there.pipeline.stage("first")).send_run()  # it knows one stage, and the stored run keeps three
     assert len(tomllib.loads(ArtifactStore(url).run("growing")["pipeline.toml"])["pipeline"]["stages"]) == 3
     with claim(grown):
@@ -134,7 +120,7 @@ def test_a_run_that_grows_stays_one_run_in_the_store_and_on_other_machines(
 def test_what_another_machine_has_made_is_reused_and_does_not_travel(
     tmp_path: Path, run: Run, url: str, proxy: Proxy
 ) -> None:
-    first, _ = run_stage(run, "first")
+    first = made(run, "first")
     other = begun(tmp_path, url, "other")
     proxy.reset()
     result, was_reused = run_stage(other, "first")
@@ -165,19 +151,13 @@ def test_the_same_content_travels_and_is_kept_once(tmp_path: Path, url: str, pro
     assert len([request for request in proxy.requests if request.method == "GET"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("fault", "method"),
-    [("flip", "PUT"), ("truncate", "GET")],
-)
 def test_what_a_bad_network_does_is_mended(
-    fault: str, method: str, tmp_path: Path, run: Run, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Run, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if method == "PUT":
-        proxy.once(fault, lambda request: is_object(request) and request.method == "PUT")
-    run_stage(run, "first")
+    proxy.once("flip", lambda request: is_object(request) and request.method == "PUT")
+    made(run, "first")
     there = on(run, "second", tmp_path / "there", monkeypatch)
-    if method == "GET":
-        proxy.once(fault, lambda request: is_object(request) and request.method == "GET")
+    proxy.once("truncate", lambda request: is_object(request) and request.method == "GET")
     StageSync(there, there.pipeline.stage("second")).receive_inputs()
     result = read_result(there.stage_path("first"))
     assert result is not None and find_damage(there.stage_path("first"), result, ignores_cache=True) is None
@@ -199,7 +179,7 @@ def test_a_stage_whose_outputs_do_not_arrive_is_not_complete(tmp_path: Path, run
 def test_an_object_that_was_altered_there_is_one_line(
     tmp_path: Path, run: Run, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result, _ = run_stage(run, "first")
+    result = made(run, "first")
     there = on(run, "second", tmp_path / "there", monkeypatch)
     digest = result["outputs"][0]["sha256"]
     key = f"{url.removeprefix('s3://models/')}/objects/{digest[:2]}/{digest}"
@@ -207,7 +187,7 @@ def test_an_object_that_was_altered_there_is_one_line(
     with pytest.raises(UploadError, match=rf"^s3://models/{key} arrived altered 3 times$"):
         run_stage(there, "second")
     Bucket("models").remove(key)
-    with pytest.raises(UploadError, match=r"out\.txt, is gone; make its stage again"):
+    with pytest.raises(UploadError, match=r"a\.txt, is gone; make its stage again"):
         run_stage(there, "second")
 
 
@@ -255,8 +235,7 @@ def test_an_empty_machine_goes_on_from_the_newest_whole_checkpoint(
 def test_the_state_goes_with_the_stage_and_a_stage_that_is_forced_is_made_again_elsewhere(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = on(run, "first", tmp_path / "there", monkeypatch)
-    run_stage(there, "first")
+    made(on(run, "first", tmp_path / "there", monkeypatch), "first")
     path = run.stage_path("first")
     assert StageSync(run, run.pipeline.stage("first")).receive_result() is not None
     shutil.rmtree(path)
@@ -358,12 +337,12 @@ def test_runs_that_have_one_name_on_two_machines_do_not_mix(
     tmp_path: Path, run: Run, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [run, begun(tmp_path, url, "other", steps=5), begun(tmp_path, f"{url}-b", "third", steps=6)]
-    first = [run_stage(each, "first")[0] for each in runs]
-    assert [result["metrics"]["count"] for result in first] == [3.0, 5.0, 6.0]
+    first = [made(each, "first", count=count) for each, count in zip(runs, (3.0, 5.0, 6.0), strict=True)]
     there = [on(each, "second", tmp_path / "there", monkeypatch) for each in (*runs, run)]
     assert [each.path.name for each in there] == ["one", "one-2", "one-3", "one"], "the third of another store"
     for each, result in zip(there[:2], first[:2], strict=True):
-        run_stage(each, "second")
+        StageSync(each, each.pipeline.stage("second")).receive_inputs()
+        made(each, "second")
         assert (read_result(each.stage_path("first")) or {})["digest"] == result["digest"]
     for each in runs[:2]:
         assert StageSync(each, each.pipeline.stage("second")).receive_result() is not None
@@ -389,12 +368,9 @@ def test_what_sends_beside_a_stage_goes_on_whatever_goes_wrong(
 
 
 def test_what_is_wrong_with_the_store_is_found_before_anything_runs(tmp_path: Path, url: str) -> None:
-    text = CHAIN.replace("OUTPUTS", str(tmp_path))
-    (tmp_path / "p.toml").write_text(text.replace("STORE", "s3://nowhere-at-all/x"))
     with pytest.raises(ConfigError, match=r"artifact_store = 's3://nowhere-at-all/x': .* there is no such bucket"):
-        check_store(load_pipeline(tmp_path / "p.toml", (), all_kinds()))
-    (tmp_path / "p.toml").write_text(text.replace("STORE", "/a/folder"))
+        check_store(chain(tmp_path, "s3://nowhere-at-all/x"))
     with pytest.raises(ConfigError, match="artifact_store"):
-        load_pipeline(tmp_path / "p.toml", (), all_kinds())
+        chain(tmp_path, "/a/folder")
     with pytest.raises(ConfigError, match="there is no such run"):
         open_received_run(f"{url}/runs/none", "first")

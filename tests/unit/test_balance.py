@@ -85,11 +85,8 @@ def gradients(
         "train": {"train_policy": policy, "sequence_packing": packed, "optm_grad_norm_clip": 0.0, "compile": False,
                   "param_dtype": "float32", "train_batch_per_replica": 4},
     }).train  # fmt: skip
-    trainer = Trainer(
-        CausalLM(model, train, InputProcessing(0), balance=load_balancing_settings(model, coefficient)),
-        train,
-        Progress(scratch / "progress.json"),
-    )
+    adapter = CausalLM(model, train, InputProcessing(0), balance=load_balancing_settings(model, coefficient))
+    trainer = Trainer(adapter, train, Progress(scratch / "progress.json"))
     score_in(trainer, torch.float64)
     (update,) = algorithm.updates(samples(), NoView())
     metrics = trainer.update(update)

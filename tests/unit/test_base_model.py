@@ -14,8 +14,7 @@ from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.prepare import run
 from cosmos_core.data.prepared import check_ids, longest_row
 from cosmos_core.errors import ConfigError, DataError, ModelError
-from cosmos_core.models.hf import load_tokenizer
-from cosmos_core.models.row_limits import check_rows
+from cosmos_core.models.hf import check_rows, load_tokenizer
 from cosmos_core.run.files import read_json
 from cosmos_core.train import check, setup
 from tasks.kinds import all_kinds
@@ -124,10 +123,8 @@ def test_rows_beyond_the_positions_are_told_and_refused_where_these_are_learned(
     from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
     stage = tiny(tmp_path, 300, 2, model_max_length=400)
-    assert (
-        "tokens are longer than the 256 positions of the model (max_position_embeddings)"
-        in check.run(stage).info["found"]
-    )
+    said = "tokens are longer than the 256 positions of the model (max_position_embeddings)"
+    assert said in check.run(stage).info["found"]
     folder = stage.path / "data"
     longest = longest_row(folder)
     assert longest == max(len(open_sequences(folder, "train")[i][0]) for i in range(300))

@@ -72,7 +72,7 @@ class Server:
             def log_message(self, *_: Any) -> None: ...
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
     def response(self, name: str) -> tuple[str, dict[str, Any]]:
         if name == TASK:
@@ -95,29 +95,26 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     found.http.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("own", "parent", "expected"),
-    [
-        ("RUNNING", "", False), ("CANCELLING", "", True), ("CANCELLED", "", True), ("CRASHED", "", False),
-        ("500", "", None), ("404", "", False), ("RUNNING", "RUNNING", False), ("RUNNING", "CANCELLING", True),
-        ("RUNNING", "CANCELLED", True), ("RUNNING", "404", False), ("RUNNING", "500", None), ("PAUSED", "", False),
-        ("SUSPENDED", "", True), ("RUNNING", "SUSPENDED", True),
-    ],
-)  # fmt: skip
-def test_it_is_cancelled_where_it_or_the_flow_run_that_began_it_is(
-    server: Server, own: str, parent: str, expected: bool | None
-) -> None:
-    server.words = {OWN: [own]} | ({PARENT: [parent]} if parent else {})
-    assert is_cancelled() is expected
+def test_it_is_cancelled_where_it_or_the_flow_run_that_began_it_is(server: Server) -> None:
+    expected = {
+        ("RUNNING", ""): False, ("CANCELLING", ""): True, ("CANCELLED", ""): True, ("CRASHED", ""): False,
+        ("500", ""): None, ("404", ""): False, ("RUNNING", "RUNNING"): False, ("RUNNING", "CANCELLING"): True,
+        ("RUNNING", "CANCELLED"): True, ("RUNNING", "404"): False, ("RUNNING", "500"): None, ("PAUSED", ""): False,
+        ("SUSPENDED", ""): True, ("RUNNING", "SUSPENDED"): True,
+    }  # fmt: skip
+    found = {}
+    for own, parent in expected:
+        server.words = {OWN: [own]} | ({PARENT: [parent]} if parent else {})
+        found[own, parent] = is_cancelled()
+    assert found == expected
 
 
-@pytest.mark.parametrize("parent", ["", "RUNNING"])
-def test_polling_leaves_no_client_behind_and_uses_that_of_the_flow(server: Server, parent: str) -> None:
+def test_polling_leaves_no_client_behind_and_uses_that_of_the_flow(server: Server) -> None:
     def clients() -> int:
         gc.collect()
         return sum(type(each) is SyncPrefectClient for each in gc.get_objects())
 
-    server.words = {OWN: ["RUNNING"]} | ({PARENT: [parent]} if parent else {})
+    server.words = {OWN: ["RUNNING"], PARENT: ["RUNNING"]}
     before = clients()
     assert {is_cancelled() for _ in range(5)} == {False}
     assert clients() == before
@@ -136,7 +133,7 @@ def publish(folder: Path) -> FileTarget:
     return target
 
 
-@pytest.mark.parametrize("said", [["CANCELLING"], ["RUNNING", "CANCELLING"], ["RUNNING", "500", "500", "CANCELLED"]])
+@pytest.mark.parametrize("said", [["CANCELLING"], ["RUNNING", "500", "500", "CANCELLED"]])
 def test_nothing_is_published_after_a_cancel_though_the_server_was_away_meanwhile(
     server: Server, tmp_path: Path, said: list[str]
 ) -> None:
@@ -188,7 +185,8 @@ def test_a_process_that_ends_confirms_its_cancellation_because_its_worker_may_be
     server: Server, said: str, confirmed: str
 ) -> None:
     server.words = {OWN: [said]}
-    code = "from tasks.cancellation import confirm_cancellation_at_exit; confirm_cancellation_at_exit(); raise OSError"
+    code = "import cosmos_core; from tasks.cancellation import confirm_cancellation_at_exit; "
+    code += "confirm_cancellation_at_exit(); raise OSError"
     settings = {"PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "0", "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "0"}
     ended = subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True)
     assert ended.returncode == 1 and ended.stderr.rstrip().endswith("OSError"), ended.stderr
@@ -280,7 +278,7 @@ def test_a_flow_in_python_stops_its_workers_on_the_signals_of_a_scheduler(number
 
 
 def test_a_signal_that_no_recipe_names_ends_a_flow_in_python_as_it_ends_any_process() -> None:
-    program = "import os, signal; from tasks.cancellation import stop_on_signals; "
+    program = "import cosmos_core, os, signal; from tasks.cancellation import stop_on_signals; "
     program += "stop_on_signals(lambda: {'SIGUSR2'}); os.kill(os.getpid(), signal.SIGUSR1); print('it goes on')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGUSR1, "")

@@ -32,9 +32,8 @@ def test_a_stage_that_cannot_read_images_is_refused_rows_that_have_some(tmp_path
     (tmp_path / "tp.toml").write_text(RECIPE.replace("[policy]\n", "[policy]\nparallelism.tp_size = 2\n"))
     pipeline = load_pipeline(tmp_path / "tp.toml", [], all_kinds())
     check_downstream_stages(pipeline, "prepare", {})
-    with pytest.raises(
-        DataError, match=r"tp\.toml: stage 'sft': policy\.parallelism\.tp_size = 2: this version shards"
-    ):
+    message = r"tp\.toml: stage 'sft': policy\.parallelism\.tp_size = 2: this version shards"
+    with pytest.raises(DataError, match=message):
         check_downstream_stages(pipeline, "prepare", {"has_images": True})
 
 

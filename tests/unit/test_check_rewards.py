@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import os
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,14 +27,17 @@ from tests.unit.tiny_model import save_tiny_model
 ROW = {"text": "2 + 3?", "reference": "5", "metadata": {"prompt": "2 + 3?", "answer": "5"}}
 
 
+@pytest.fixture(autouse=True)
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards have one process."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+
+
 def looked_at(folder: Path, code: str) -> list[str]:
     (folder / "mine.py").write_text(code)
-    reward = {f"{folder}/mine.py:f": 1.0, "exact_match": 0.0}
-    stage = stage_of(
-        folder / "stage",
-        recipe({**GRPO, "train.train_policy.reward_function": reward, "train.train_policy.reward_timeout_seconds": 1}),
-        kind="rl",
-    )
+    rewards = {"reward_function": {f"{folder}/mine.py:f": 1.0, "exact_match": 0.0}, "reward_timeout_seconds": 1}
+    settings = {**GRPO, **{f"train.train_policy.{key}": value for key, value in rewards.items()}}
+    stage = stage_of(folder / "stage", recipe(settings), kind="rl")
     (stage.path / CHECKED_PROMPTS).write_text(json.dumps({"train": [ROW]}))
     return check_rewards(stage)
 
@@ -45,10 +48,7 @@ def looked_at(folder: Path, code: str) -> list[str]:
         ("def f(completion): print(completion)", "returned nothing"),
         ("def f(completion): return 'good'", "returned a str"),
         ("def f(completions, **kwargs): return [1.0]", "returned 1 values for 2 completions"),
-        (
-            "def f(completion, solution): return 1.0",
-            r"nothing is called 'solution' \(columns of the row: prompt, answer",
-        ),
+        ("def f(completion, solution): return 1.0", r"nothing is called 'solution' \(columns of the row: prompt, ans"),
         ("def f(completion, reference): return 1 / (len(reference) - 1) if completion == '5' else {}['a']", "KeyError"),
         ("def f(completion):\n    while True: pass", "not done in 1 s"),
         ("def f(text, answer): return 1.0", "no parameter is the completion"),
@@ -101,11 +101,10 @@ def test_the_command_calls_rewards_on_rows_that_another_stage_prepares(workspace
         "rollout = { max_response_length = 8, n_generation = 2 }\n"
         'train.train_policy = { type = "grpo", reward_function = "mine.py:f", dataset.name = "rows.jsonl" }\n',
     )
-    assert "mine.py:f" in re.sub(r"\s+", " ", workspace.cosmos("check", "recipe.toml").stdout)
+    assert "mine.py:f" in " ".join(workspace.cosmos("check", "recipe.toml").stdout.split())
     refused = workspace.cosmos("check", "recipe.toml", "--set", "train.train_policy.reward_function=mine.py:g", code=64)
-    assert "nothing is called 'rank' (columns of the row: prompt, answer, level)" in re.sub(
-        r"\s+", " ", refused.stdout + refused.stderr
-    )
+    said = " ".join((refused.stdout + refused.stderr).split())
+    assert "nothing is called 'rank' (columns of the row: prompt, answer, level)" in said
 
 
 def test_a_filter_by_a_metric_of_no_reward_is_refused_before_the_run(tmp_path: Path) -> None:

@@ -68,7 +68,20 @@ def folder_for(pattern: str) -> Damage:
     return damage
 
 
+def altered(pattern: str, change: Callable[[bytes], bytes]) -> Damage:
+    def damage(policy: Path) -> None:
+        file = next(policy.glob(pattern))
+        file.write_bytes(change(file.read_bytes()))
+
+    return damage
+
+
 DAMAGES: dict[str, tuple[Damage, str]] = {
+    "a bit": (altered("*.safetensors", lambda b: b[:-3] + bytes([b[-3] ^ 1]) + b[-2:]), r"rank_0.* was altered"),
+    "a byte less": (altered("*.safetensors", lambda b: b[:-1]), "bytes instead of"),
+    "no tensors": (lambda policy: next(policy.glob("*.safetensors")).unlink(), "is gone"),
+    "no manifest": (lambda policy: (policy / MANIFEST).unlink(), "was not written to the end"),
+    "another value": (altered("extra.json", lambda b: b.replace(b"2.0", b"2.1")), r"extra\.json was altered"),
     "nested without end": (text("[" * 100_000), UNREADABLE),
     "a number without end": (text('{"step": ' + "1" * 10_000 + "}"), UNREADABLE),
     "a list": (text("[]"), UNREADABLE),
@@ -88,7 +101,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a word for ranks": (manifest(lambda found: {"ranks": "x"}), SILENT),
     "no ranks": (manifest(lambda found: {"ranks": 0}), SILENT),
 }  # fmt: skip
-EVERY = pytest.mark.parametrize("case", DAMAGES)
 
 
 def save(folder: Path, case: str, fingerprint: str = "f") -> Path:
@@ -104,39 +116,31 @@ def save(folder: Path, case: str, fingerprint: str = "f") -> Path:
     return folder
 
 
-@EVERY
-def test_it_is_passed_over_with_a_warning_that_names_it(
+@pytest.mark.parametrize("case", DAMAGES)
+def test_it_is_passed_over_with_a_warning_that_names_it_here_and_by_another_run_and_refused_where_it_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
-    loaded = make_state()
-    assert open_checkpoints(save(tmp_path, case)).load_latest(loaded) == 1
-    assert is_filled_with(loaded, 1.0)
-    assert re.search(rf"step_2 is passed over: {DAMAGES[case][1]}", caplog.text)
-
-
-@EVERY
-def test_where_it_is_named_it_is_refused(tmp_path: Path, case: str) -> None:
-    save(tmp_path / "checkpoints", case)
-    with pytest.raises(ModelError, match=DAMAGES[case][1]):
-        load_from(tmp_path / "checkpoints/step_2/policy", make_state())
-    config = StageConfig(name="export", kind="export", model="stage:sft", checkpoint="2")
-    inputs: dict[str, Any] = {"sft": {"path": str(tmp_path), "info": {}}}
-    with pytest.raises(ModelError, match=DAMAGES[case][1]):
-        pinned_step(Stage(tmp_path / "export", config, Recipe(), "", None, inputs, "f", kind=all_kinds()[config.kind]))
-
-
-@EVERY
-def test_another_run_says_that_it_passes_it_over_and_takes_the_one_before(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
-) -> None:
-    later = stage_of(tmp_path / "out/second/stages/sft", recipe({**SFT, "train.resume": True}))
-    save(tmp_path / "out/first/stages/sft/checkpoints", case, later.fingerprint)
+    later, reason = (
+        stage_of(tmp_path / "out/second/stages/sft", recipe({**SFT, "train.resume": True})),
+        DAMAGES[case][1],
+    )
+    stage = tmp_path / "out/first/stages/sft"
+    folder, loaded = save(stage / "checkpoints", case, later.fingerprint), make_state()
+    warning = rf"checkpoint {re.escape(str(folder))}/step_2 is passed over: .*{reason}"
+    assert open_checkpoints(folder, fingerprint=later.fingerprint).load_latest(loaded) == 1
+    assert is_filled_with(loaded, 1.0) and re.search(warning, caplog.text)
+    caplog.clear()
     with caplog.at_level(logging.INFO):
         adopt_checkpoint(later)
     assert [path.name for path in (later.path / "checkpoints").iterdir()] == ["step_1"]
-    first = re.escape(str(tmp_path / "out/first/stages/sft/checkpoints"))
-    assert re.search(rf"checkpoint {first}/step_2 is passed over: {DAMAGES[case][1]}", caplog.text)
-    assert caplog.messages[-1].startswith("going on from ") and caplog.text.count("passed over") == 1
+    assert re.search(warning, caplog.text) and caplog.text.count("passed over") == 1
+    assert caplog.messages[-1].startswith("going on from ")
+    with pytest.raises(ModelError, match=reason):
+        load_from(folder / "step_2/policy", make_state())
+    config = StageConfig(name="export", kind="export", model="stage:sft", checkpoint="2")
+    inputs: dict[str, Any] = {"sft": {"path": str(stage), "info": {}}}
+    with pytest.raises(ModelError, match=reason):
+        pinned_step(Stage(tmp_path / "export", config, Recipe(), "", None, inputs, "f", kind=all_kinds()[config.kind]))
 
 
 def test_one_of_another_configuration_is_passed_over_without_a_word(

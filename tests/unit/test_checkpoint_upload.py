@@ -23,7 +23,8 @@ from tests.store import Proxy
 
 
 @pytest.fixture(autouse=True)
-def url(here: Proxy, request: pytest.FixtureRequest) -> str:
+def url(here: Proxy, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(checkpoint_upload, "_POLL_SECONDS", 0.05)
     return checkpoint_url(f"s3://models/{request.node.name}", "sft", "20250101000000")
 
 
@@ -141,7 +142,7 @@ def test_one_sender_at_a_time_which_may_be_stopped(tmp_path: Path, url: str) -> 
             list(CheckpointUploader(tmp_path, url).push(stop))
         with upload_checkpoints_during(tmp_path, url):
             wait_until(lambda: "saves" in {thread.name for thread in threading.enumerate()}, 60, "it waits")
-            time.sleep(1.5)  # longer than it waits before it looks for checkpoints
+            time.sleep(0.3)  # longer than it waits before it looks for checkpoints
     with pytest.raises(InterruptedError):
         list(CheckpointUploader(tmp_path, url).push(stop))
     assert list(CheckpointUploader(tmp_path, url).push()) == ["step_2"]

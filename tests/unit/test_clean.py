@@ -132,23 +132,17 @@ def test_what_is_published_and_what_a_rollback_would_bring_back_stays(tmp_path: 
     ]  # fmt: skip
 
 
-def test_the_run_that_retraining_goes_on_with_stays(tmp_path: Path) -> None:
+def test_a_run_stays_that_retraining_goes_on_with_or_whose_model_waits_for_approval(tmp_path: Path) -> None:
     first, *_ = runs_of(tmp_path, 40, 1)
     note = first.output_dir / ".cosmos" / "retraining" / "x.json"
     note.parent.mkdir(parents=True)
-    write_json(note, {"digest": "d", "run_id": first.id, "outcome": ""})
-    assert fates(first)[first.id] == "the next retraining goes on with it"
-    write_json(note, {"digest": "d", "run_id": first.id, "outcome": "published"})
-    assert fates(first)[first.id] == ""
-
-
-def test_a_run_stays_while_a_person_is_asked_about_its_model(tmp_path: Path) -> None:
-    first, *_ = runs_of(tmp_path, 40, 1)
+    for outcome, reason in (("", "the next retraining goes on with it"), ("published", "")):
+        write_json(note, {"digest": "d", "run_id": first.id, "outcome": outcome})
+        assert fates(first)[first.id] == reason
     claim(first).release()
-    note_approval(first.path, Approval(until=time.time() + 3600))
-    assert fates(first)[first.id] == "its publication waits for approval"
-    note_approval(first.path, Approval(until=time.time() - 1))
-    assert fates(first)[first.id] == ""
+    for seconds, reason in ((3600, "its publication waits for approval"), (-1, "")):
+        note_approval(first.path, Approval(until=time.time() + seconds))
+        assert fates(first)[first.id] == reason
 
 
 def test_what_was_fetched_from_stores_goes_when_no_run_that_is_left_names_it(tmp_path: Path) -> None:

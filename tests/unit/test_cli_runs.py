@@ -111,7 +111,7 @@ def test_samples_of_a_run_without_completions_says_which_stages_have_some(output
 
 
 def test_compare_lays_the_curves_of_several_runs_over_each_other_in_one_page(tmp_path: Path) -> None:
-    first = finished_run(tmp_path)
+    first = finished_run(tmp_path, has_curves=True)
     text = (first / "pipeline.toml").read_text()
     for name, rate in (("second", "1e-4"), ("third", "1e-5")):
         shutil.copytree(first, tmp_path / name)

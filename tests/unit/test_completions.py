@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def opened(stage: Path, *, writes: bool = True) -> CompletionLog:
     return CompletionLog(stage / "completions", writes=writes)
 
 
-def lines(folder: Path, step: int) -> list[dict[str, object]]:
+def lines(folder: Path, step: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"completions/step_{step:06d}.jsonl").read_text().splitlines()]
 
 
@@ -47,9 +48,9 @@ def test_the_best_and_the_worst_of_a_few_groups_are_written(tmp_path: Path) -> N
     groups += [group(9, [-3.0, 0.5]), group(8, [None, *(k / 20 for k in range(20)), 2.0])]
     opened(tmp_path)(3, groups)
     found = lines(tmp_path, 3)
-    by_prompt = {
-        line["prompt"]: [each["reward"] for each in found if each["prompt"] == line["prompt"]] for line in found
-    }
+    by_prompt: dict[str, list[float]] = {}
+    for line in found:
+        by_prompt.setdefault(line["prompt"], []).append(line["reward"])
     assert list(by_prompt) == ["prompt 8", "prompt 9", "prompt 0", "prompt 1"]
     assert len(by_prompt["prompt 8"]) == 8 and by_prompt["prompt 8"][0] == 2.0 and by_prompt["prompt 8"][-1] is None
     assert by_prompt["prompt 9"] == [0.5, -3.0]
@@ -62,10 +63,8 @@ def test_the_best_and_the_worst_of_a_few_groups_are_written(tmp_path: Path) -> N
 def test_a_step_that_is_trained_again_replaces_what_came_after_it(tmp_path: Path) -> None:
     for step in (1, 2, 3, 2):
         opened(tmp_path)(step, [group(step, [0.0, 1.0])])
-    assert sorted(file.name for file in (tmp_path / "completions").iterdir()) == [
-        "step_000001.jsonl",
-        "step_000002.jsonl",
-    ]
+    names = sorted(file.name for file in (tmp_path / "completions").iterdir())
+    assert names == ["step_000001.jsonl", "step_000002.jsonl"]
     opened(tmp_path / "off", writes=False)(1, [group(1, [0.0, 1.0])])
     assert not (tmp_path / "off" / "completions").exists()
 
@@ -83,10 +82,8 @@ def test_the_command_shows_a_step_in_the_order_that_is_asked_for(tmp_path: Path)
     assert "1-0" in list(iter_completions(tmp_path, "grpo", 1, "worst", 1))[1]
     lines = [json.dumps({"step": 1, "reward": r, "completion": str(r)}) for r in (0.5, math.nan, 2.0, 1.0, 10**400)]
     (stage / "completions/step_000001.jsonl").write_text("\n".join(lines) + "\n")
-    for order, sorted_rewards in (
-        ("best", ["inf", "2", "1", "0.5", "nan"]),
-        ("worst", ["0.5", "1", "2", "inf", "nan"]),
-    ):
+    orders = {"best": ["inf", "2", "1", "0.5", "nan"], "worst": ["0.5", "1", "2", "inf", "nan"]}
+    for order, sorted_rewards in orders.items():
         shown = [text for text in iter_completions(tmp_path, "grpo", 1, order, 9) if text.startswith("--- reward")]
         assert [text.removeprefix("--- reward ").partition(":")[0] for text in shown] == sorted_rewards
     (tmp_path / PIPELINE).write_text("")
@@ -101,11 +98,8 @@ def test_the_command_shows_a_step_in_the_order_that_is_asked_for(tmp_path: Path)
 def drawn_group(prompt: int, count: int, frames: int) -> ScoredGroup:
     shape = (frames, 16, 16, 3) if frames else (16, 16, 3)
     drawn = [DiffusionSample(torch.full(shape, 10 * k, dtype=torch.uint8), None, (1.0, 0.0), 0) for k in range(count)]
-    group = Group(
-        Prompt(prompt, (), f"prompt {prompt}", ""),
-        tuple(Completion((), "stop", "", diffusion_sample=d) for d in drawn),
-        0,
-    )
+    made = tuple(Completion((), "stop", "", diffusion_sample=d) for d in drawn)
+    group = Group(Prompt(prompt, (), f"prompt {prompt}", ""), made, 0)
     return ScoredGroup(group, tuple(Score(prompt + k / 10) for k in range(count)))
 
 
@@ -184,10 +178,8 @@ def test_a_reward_that_rises_while_another_falls_is_named(
     log = opened(tmp_path, writes=False)
     for step, (one, other) in enumerate(zip(right, helper, strict=True), start=1):
         log(step, [group(1, (one - 0.1, one + 0.1), helper=other)])
-    assert (
-        any("reward 'helper' rose from 0.15 to 0.55 while 'right' fell from" in each for each in caplog.messages)
-        is is_told
-    )
+    message = "reward 'helper' rose from 0.15 to 0.55 while 'right' fell from"
+    assert any(message in each for each in caplog.messages) is is_told
 
 
 @pytest.mark.parametrize(

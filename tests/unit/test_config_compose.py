@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from cosmos_core.config.capabilities import unique_notices
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.override import parse_setting
 from cosmos_core.errors import ConfigError
@@ -337,30 +336,6 @@ def test_asking_for_a_stage_that_is_not_there_suggests_one(tmp_path: Path) -> No
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, CHAIN).stage("grop")
     assert str(caught.value) == f"{tmp_path}/recipe.toml: no stage 'grop' in this pipeline; did you mean 'grpo'?"
-
-
-def test_two_temperatures_are_accepted_and_doubted_aloud(tmp_path: Path) -> None:
-    doubt = (
-        "train.train_policy.temperature = 0.9 and rollout.sampling_config.temperature = 1.0 differ: training "
-        "completions are not drawn from the policy; the loss weights their tokens by policy / sampled distribution"
-    )
-    assert unique_notices(load(tmp_path, CHAIN, "grpo.train.train_policy.temperature=0.9")) == [doubt]
-    assert unique_notices(load(tmp_path, GRPO, "train.train_policy.temperature=0.9")) == [doubt]
-    assert unique_notices(load(tmp_path, CHAIN)) == []
-
-
-def test_a_timeout_that_nothing_keeps_is_said(tmp_path: Path) -> None:
-    gate = '\n[[pipeline.stages]]\nname = "gate"\nkind = "gate"\nafter = "grpo"\nrequire = ["a > 0"]\n'
-    assert unique_notices(load(tmp_path, CHAIN, "sft.timeout=1h")) == []
-    [said] = unique_notices(load(tmp_path, CHAIN + gate + 'timeout = "1h"\n'))
-    assert said == "stage 'gate': timeout = '1h' has no effect here: kind gate has no worker that could be ended"
-
-
-def test_every_configuration_in_the_repository_loads() -> None:
-    files = sorted((Path(__file__).parents[2] / "configs").rglob("*.toml"))
-    assert files
-    for file in files:
-        assert load_pipeline(file, (), all_kinds()).stages
 
 
 def test_a_checkpoint_is_measured_on_the_rows_of_its_training(tmp_path: Path) -> None:

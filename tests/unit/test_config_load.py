@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
-from cosmos_core.config.load import MAX_FILE_BYTES, Values, merge, nest_value, read_toml
+from cosmos_core.config.load import Values, merge, nest_value, read_toml
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import affects_result, all_fields, status, tables_in
+from cosmos_core.config.schema.table import all_fields, tables_in
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
 
@@ -77,13 +77,9 @@ WRONG = [
     ("train.epoch='two'", "train.epoch = 'two': must be an integer"),
     ("train.epoch=true", "train.epoch = True: must be an integer"),
     ("train.optm_lr=0", "train.optm_lr = 0: input should be greater than 0"),
-    ("train.optm_lr=nan", "train.optm_lr = nan: input should be a finite number"),
-    ("train.optm_lr=inf", "train.optm_lr = inf: input should be a finite number"),
     ("train.optm_lr='fast'", "train.optm_lr = 'fast': must be a number"),
-    (
-        "train.optm_name='Lion'",
-        "train.optm_name = 'Lion': input should be 'AdamW', 'Adam', 'AdamW8bit', 'Adam8bit' or 'Muon'",
-    ),
+    ("train.optm_name='Lion'",
+     "train.optm_name = 'Lion': input should be 'AdamW', 'Adam', 'AdamW8bit', 'Adam8bit' or 'Muon'"),
     ("train.optm_betas=[0.9]", "train.optm_betas.1: is required"),
     ("train.optm_betas=0.9", "train.optm_betas = 0.9: must be an array"),
     ("train.optm_warmup_steps=-1", "train.optm_warmup_steps = -1 must be a count of steps or a fraction up to 1.0"),
@@ -93,41 +89,21 @@ WRONG = [
     ("train.compile=1", "train.compile = 1: must be true or false"),
     ("train.timestamp=3", "train.timestamp = 3: must be a string, in quotes (with --set: 'train.timestamp=\"...\"')"),
     ("train.ckpt.max_keep=0", "train.ckpt.max_keep = 0 must be -1 (all) or at least 1"),
-    (
-        "train.ckpt.save_freq=0",
-        "train.ckpt: save_freq = 0 must be at least 1 unless save_freq_in_epoch (= 0) is",
-    ),
-    (
-        "train.signal_to_handle=['SIGKILL']",
-        "train.signal_to_handle: 'SIGKILL' is not a signal that can ask a process to stop",
-    ),
+    ("train.signal_to_handle=['SIGKILL']",
+     "train.signal_to_handle: 'SIGKILL' is not a signal that can ask a process to stop"),
     ("train.signal_to_handle=['USR']", "train.signal_to_handle: 'USR' is not a signal that can ask a process to stop"),
-    (
-        "train.train_batch_per_replica=6",
-        "train: train_batch_per_replica = 6 must be a multiple of train_policy.mini_batch = 4",
-    ),
     ("train.train_policy.type='ppo'", "train: train_policy.type = 'ppo': must be one of 'grpo', 'sft'"),
     ("train.train_policy.type='dpo'", "train: train_policy.type = 'dpo': write type = 'sft' and trainer_type = 'dpo'"),
-    (
-        "train.train_policy={type='sft', dpo={beta=1.0}}",
-        "train.train_policy: dpo needs trainer_type = 'dpo', not 'sft'; set it or leave dpo out",
-    ),
+    ("train.train_policy={type='sft', dpo={beta=1.0}}",
+     "train.train_policy: dpo needs trainer_type = 'dpo', not 'sft'; set it or leave dpo out"),
     ("train.train_policy=3", "train: train_policy = 3: must be a table"),
-    (
-        "train.train_policy.dataset.test_size=1.5",
-        "train.train_policy.dataset.test_size = 1.5 must be a count of at least 1 or a fraction between 0 and 1",
-    ),
-    (
-        "train.train_policy.dataset.test_size=-1",
-        "train.train_policy.dataset.test_size = -1 must be a count of at least 1 or a fraction between 0 and 1",
-    ),
+    ("train.train_policy.dataset.test_size=1.5",
+     "train.train_policy.dataset.test_size = 1.5 must be a count of at least 1 or a fraction between 0 and 1"),
+    ("train.train_policy.dataset.test_size=-1",
+     "train.train_policy.dataset.test_size = -1 must be a count of at least 1 or a fraction between 0 and 1"),
     ("train.train_policy.dataset.split=[1]", "train.train_policy.dataset.split.0 = 1: must be a string"),
     ("policy.model_name_or_path=' '", "policy.model_name_or_path is empty; give a folder or a Hub id"),
     ("policy.model_max_length=-1", "policy.model_max_length = -1: input should be greater than 0"),
-    (
-        "policy.parallelism.dp_shard_size=0",
-        "policy.parallelism.dp_shard_size = 0 must be -1 (the rest of the world) or at least 1",
-    ),
     ("rollout.backend=''", "rollout.backend = '': string should have at least 1 character"),
     ("rollout.sampling_config.top_p=0", "rollout.sampling_config.top_p = 0: input should be greater than 0"),
     ("rollout.gpu_memory_utilization=2", "rollout.gpu_memory_utilization = 2: input should be less than or equal to 1"),
@@ -135,25 +111,18 @@ WRONG = [
     ("logging.logger=['x']", "logging.logger 'x' is not known; known: console, mlflow, tensorboard, trackio, wandb"),
     ("train=3", "train = 3: must be a table"),
     ("custom=3", "custom = 3: must be a table"),
-]
+]  # fmt: skip
 WRONG_GRPO = [
-    ("train.train_policy.reward_function={}", "train.train_policy: reward_function is empty; name at least one reward"),
     ("train.train_policy.reward_function=['a', 3]", "train.train_policy.reward_function = ['a', 3]: must be a table"),
     ("train.train_policy.reward_function={a='x'}", "train.train_policy.reward_function.a = 'x': must be a number"),
     ("train.train_policy.lower_bound_ratio=1.0", "train.train_policy.lower_bound_ratio = 1.0 must be greater than 1"),
-    (
-        "train.train_policy.batch_size_per_optimize=3",
-        "train.train_policy: batch_size_per_optimize = 3 must be a multiple of mini_batch = 2",
-    ),
-    (
-        "train.train_policy.unbiased_loss_max_tokens=10",
-        "train.train_policy: unbiased_loss_max_tokens has a meaning only with loss_type = 'seq-mean-token-mean'",
-    ),
-    (
-        "train.train_policy.batch_size_per_optimize=6",
-        "train: train_batch_per_replica = 16 must be a multiple of train_policy.batch_size_per_optimize = 6",
-    ),
-]
+    ("train.train_policy.batch_size_per_optimize=3",
+     "train.train_policy: batch_size_per_optimize = 3 must be a multiple of mini_batch = 2"),
+    ("train.train_policy.unbiased_loss_max_tokens=10",
+     "train.train_policy: unbiased_loss_max_tokens has a meaning only with loss_type = 'seq-mean-token-mean'"),
+    ("train.train_policy.batch_size_per_optimize=6",
+     "train: train_batch_per_replica = 16 must be a multiple of train_policy.batch_size_per_optimize = 6"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("setting", "said"), WRONG, ids=[setting for setting, _ in WRONG])
@@ -171,12 +140,9 @@ RIGHT = [
     ("train.optm_lr=1", ("train", "optm_lr"), 1.0),
     ("train.optm_warmup_steps=0.1", ("train", "optm_warmup_steps"), 0.1),
     ("train.optm_warmup_steps=20.0", ("train", "optm_warmup_steps"), 20),
-    ("train.seed=-1", ("train", "seed"), 42),
-    ("train.seed=7", ("train", "seed"), 7),
     ("train.max_num_steps=5", ("train", "max_num_steps"), 5),
     ("train.ckpt.max_keep=-1", ("train", "ckpt", "max_keep"), -1),
     ("train.signal_to_handle=[]", ("train", "signal_to_handle"), ()),
-    ("train.train_policy.dataset.split=['a', 'b']", ("train", "train_policy", "dataset", "split"), ("a", "b")),
     ("train.train_policy.dataset.test_size=3", ("train", "train_policy", "dataset", "test_size"), 3),
     ("train.train_policy.dataset.test_size=0", ("train", "train_policy", "dataset", "test_size"), None),
     ("validation.reward_function='gsm8k'", ("validation", "reward_function"), {"gsm8k": 1.0}),
@@ -220,7 +186,6 @@ def test_a_right_value_is_taken(tmp_path: Path, setting: str, place: tuple[str, 
          "num_generations: unknown key; num_generations of transformers and TRL is rollout.n_generation here"),
         ("[train]\nint = 1", "train.int: unknown key"),
         ("str = 1", "str: unknown key"),
-        ('"a\\n\\u001b[31m" = 1', "'a\\n\\x1b[31m': unknown key"),
         ("[pipeline]\nthread = 1", "pipeline.thread: unknown key; did you mean pipeline.threads?"),
     ],
 )  # fmt: skip
@@ -233,44 +198,16 @@ def test_a_misspelt_key_is_told_before_the_mistakes_that_it_causes(tmp_path: Pat
     assert refused(tmp_path, text) == "recipe.toml: rolout: unknown key; did you mean rollout? (and train.epoch)"
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"a = \n", "not valid TOML: Invalid value (at line 1, column 5)"),
-        (b"[train]\nepoch = 1\nepoch = 2\n", "not valid TOML: Cannot overwrite a value (at line 3, column 10)"),
-        (b"\xff\xfe\x00", "not UTF-8 text at byte 0"),
-        ("[train]\nname = 'Größe'".encode("latin-1"), "not UTF-8 text at byte 18"),
-        (b"\x00" * 100, "not valid TOML: Invalid statement (at line 1, column 1)"),
-        (b"a = " + b"[" * 100_000, "nested more than 32 tables deep"),
-        (b"a" + b".a" * 2_000 + b" = 1", "nested more than 32 tables deep"),
-        (b"[custom]\na" + b".a" * 40 + b" = 1", "nested more than 32 tables deep"),
-        (b"#" * (MAX_FILE_BYTES + 1), "more than 16777216 bytes, the most that a configuration may have"),
-    ],
-    ids=["no value", "twice", "UTF-16", "Latin-1", "binary", "deep array", "deep table", "deep custom", "huge"],
-)
-def test_a_file_that_is_no_toml_is_one_line(tmp_path: Path, content: bytes, said: str) -> None:
-    assert refused(tmp_path, content) == f"recipe.toml: {said}"
-
-
-def test_a_number_with_more_digits_than_python_reads_is_one_line(tmp_path: Path) -> None:
-    message = refused(tmp_path, f"[train]\nepoch = {'9' * 5000}")
-    assert message.startswith("recipe.toml: not valid TOML: Exceeds the limit (4300 digits)")
-
-
-def test_a_file_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_one_line_and_an_endless_one_is_not_read_to_its_end(tmp_path: Path) -> None:
     for path, said in (
         (tmp_path / "none.toml", "no such file"),
         (tmp_path, "is a folder; name a .toml file in it"),
         (Path("/proc/self/mem"), "cannot be read: Input/output error"),
+        (Path("/dev/zero"), "more than 16777216 bytes, the most that a configuration may have"),
     ):
         with pytest.raises(ConfigError) as caught:
             read_toml(path)
         assert str(caught.value) == f"{path}: {said}"
-
-
-def test_an_endless_file_is_refused_without_reading_to_its_end() -> None:
-    with pytest.raises(ConfigError, match="more than 16777216 bytes"):
-        read_toml(Path("/dev/zero"))
 
 
 def test_merging_replaces_values_joins_tables_and_drops_the_keys_of_another_type() -> None:
@@ -313,46 +250,6 @@ def test_every_field_is_described_and_none_is_the_default_wherever_it_is_allowed
         # TOML cannot say None, so it must come back by being left out; the seed is never None once checked.
         if type(None) in getattr(field.annotation, "__args__", ()) and key != "train.seed":
             assert field.default is None, key
-
-
-def test_the_fields_that_change_no_result_are_these() -> None:
-    found = {f"{table.__name__}.{key.rpartition('.')[2]}" for key, table, field in all_fields(Recipe)
-             if status(field).name == "used" and not affects_result(field)}  # fmt: skip
-    assert found == {
-        "BenchmarkRowsConfig.name", "DatasetConfig.name", "DatasetConfig.local_dir", "HeldOutConfig.name",
-        "SourceConfig.name", "SourceConfig.pass_rates", "DatasetConfig.pass_rates", "HeldOutConfig.pass_rates",
-        "DataTermConfig.name", "EvaluateConfig.include_path", "EvaluateConfig.prompts",
-        "JudgeConfig.cache", "JudgeConfig.key_env", "SampleStageConfig.endpoint_key_env",
-        "SampleStageConfig.endpoint_requests",
-        "HeldOutConfig.local_dir", "PolicyConfig.model_name_or_path", "DistillationConfig.model_name_or_path",
-        "PolicyConfig.model_safetensor_path", "PolicyConfig.chat_template", "LoraConfig.lora_path",
-        "CheckpointConfig.enable_checkpoint", "CheckpointConfig.save_freq", "CheckpointConfig.save_mode",
-        "CheckpointConfig.save_freq_in_epoch", "CheckpointConfig.max_keep", "CheckpointConfig.export_safetensors",
-        "TrainConfig.resume",  # of these eight the content counts
-        "TrainConfig.save_ckpt_at_exit", "TrainConfig.signal_to_handle",
-        "TrainConfig.output_dir", "TrainConfig.timestamp", "SftConfig.dataloader_num_workers",
-        "DpoConfig.dataloader_num_workers", "KtoConfig.dataloader_num_workers", "GrpoConfig.dataloader_num_workers",
-        "LoggingConfig.log_completions",
-        "CheckpointConfig.upload_s3", "CheckpointConfig.s3_bucket", "CheckpointConfig.s3_prefix",
-        "CheckpointConfig.upload_hf", "CheckpointConfig.hf_repo_name",  # stages behind the export
-        *(f"{name}Config.dataloader_num_workers" for name in ("DiffusionSft", "DiffusionNft", "FlowGrpo", "Ddrl")),
-        *(f"{name}Config.reward_env" for name in ("DiffusionNft", "FlowGrpo", "Ddrl")),
-        "RolloutConfig.enforce_eager", "RolloutConfig.gpu_memory_utilization", "RolloutConfig.probe_interval",
-        "RolloutConfig.engine_timeout_seconds", "RolloutConfig.stop_on_alarm", "RolloutConfig.weight_transfer",
-        "MultiTurnRolloutConfig.custom_chat_template_path",
-        "MultiTurnRolloutConfig.tool_env",
-        "RemoteRewardConfig.max_in_flight",
-        "GrpoConfig.reward_env", "ValidationConfig.reward_env",  # what a variable holds is not known
-        *(f"HooksConfig.{when}_{what}_hook" for when in ("pre", "post")
-          for what in ("training", "training_step", "validation")),
-        "HooksConfig.load_checkpoint_hook", "HooksConfig.save_checkpoint_hook",
-        "ProfilerConfig.enable_profiler", *(f"SubProfilerConfig.{name}" for name in (
-            "do_profile", "active_steps", "warmup_steps", "wait_steps", "rank_filter", "record_shape", "profile_memory",
-            "with_stack",
-        )),
-        "LoggingConfig.logger", "LoggingConfig.report_mfu", "LoggingConfig.multi_modal_log_interval",
-        "LoggingConfig.project_name", "LoggingConfig.group_name", "LoggingConfig.experiment_name",
-    }  # fmt: skip
 
 
 OLD_REMOTE = GRPO + "[train.train_policy.remote_reward]\n"

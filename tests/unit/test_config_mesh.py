@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import tomli_w
 
-from cosmos_core.config.capabilities import check_capabilities, unique_notices
+from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.mesh import check_mesh, model_facts, placements, resolve_gpus
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
-from tests.unit.test_config_load import GRPO, SFT, load
+from tests.unit.test_config_load import GRPO, load
 from tests.unit.test_machine_properties import machine_with
 
 QWEN = {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "num_hidden_layers": 28}
@@ -84,25 +84,35 @@ def test_a_model_that_cannot_be_split_so_is_refused_with_the_nearest_size(
     assert refused(sft(24, **sizes), None, model) == f"policy.parallelism.{said}"
 
 
-def test_more_gpus_than_there_are_is_refused_with_the_nearest_mesh() -> None:
-    assert refused(sft(tp_size=2, dp_shard_size=8), 8) == (
-        "the mesh takes 16 GPUs, of 8 that there are; the nearest is policy.parallelism.dp_shard_size = 4"
-    )
-    assert refused(sft(tp_size=8), 6) == (
-        "the mesh takes 8 GPUs, of 6 that there are; the nearest is policy.parallelism.tp_size = 4 with the other "
-        "sizes 1"
-    )
-    assert refused(grpo({"dp_shard_size": 8}, {}), 4) == (
-        "the mesh takes 8 GPUs, of 4 that there are; the nearest is policy.parallelism.dp_shard_size = 4"
-    )
-    engines = {"n_init_replicas": 4}
-    assert refused(grpo({"dp_shard_size": 8}, engines, mode="disaggregated"), 8) == (
-        "the mesh takes 12 GPUs, of 8 that there are; the nearest is policy.parallelism.dp_shard_size = 4"
-    )
-    assert refused(grpo({}, engines, mode="disaggregated"), 4) == (
-        "the mesh takes 5 GPUs, of 4 that there are; the nearest is mode = 'colocated', without the 4 GPUs of the "
-        "engines"
-    )
+APART = {"n_init_replicas": 4}
+REST = "policy.parallelism.dp_shard_size = -1: {} are no multiple of the {} that the other sizes take; the nearest is "
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "said"),
+    [
+        (sft(tp_size=2, dp_shard_size=8), 8,
+         "the mesh takes 16 GPUs, of 8 that there are; the nearest is policy.parallelism.dp_shard_size = 4"),
+        (sft(tp_size=8), 6, "the mesh takes 8 GPUs, of 6 that there are; the nearest is policy.parallelism.tp_size = 4 "
+         "with the other sizes 1"),
+        (grpo({"dp_shard_size": 8}, {}), 4,
+         "the mesh takes 8 GPUs, of 4 that there are; the nearest is policy.parallelism.dp_shard_size = 4"),
+        (grpo({"dp_shard_size": 8}, APART, mode="disaggregated"), 8,
+         "the mesh takes 12 GPUs, of 8 that there are; the nearest is policy.parallelism.dp_shard_size = 4"),
+        (grpo({}, APART, mode="disaggregated"), 4, "the mesh takes 5 GPUs, of 4 that there are; the nearest is mode = "
+         "'colocated', without the 4 GPUs of the engines"),
+        (sft(tp_size=3, dp_shard_size=-1), 8, REST.format("8 GPUs", 3) + "dp_shard_size = 2, with 6 GPUs"),
+        (grpo({"tp_size": 2, "dp_shard_size": -1}, {"n_init_replicas": 3}, mode="disaggregated"), 8,
+         REST.format("5 GPUs without those of the engines", 2) + "dp_shard_size = 2, with 7 GPUs"),
+        (grpo({"dp_shard_size": 4}, {}, batch=20), None,
+         "train.train_batch_per_replica = 20 must be a multiple of dp_shard_size x mini_batch = 4 x 2; the nearest is "
+         "16, or dp_shard_size = 4 with mini_batch = 1"),
+    ],
+)  # fmt: skip
+def test_a_mesh_that_cannot_be_is_refused_with_the_nearest_that_can(
+    recipe: Recipe, gpus: int | None, said: str
+) -> None:
+    assert refused(recipe, gpus) == said
 
 
 def test_an_engine_may_have_more_ranks_than_key_value_heads_and_any_vocabulary() -> None:
@@ -110,26 +120,6 @@ def test_an_engine_may_have_more_ranks_than_key_value_heads_and_any_vocabulary()
     assert check_mesh(grpo({"dp_shard_size": 8}, {"tp_size": 8}), 8, model) == 8
     by_layer = {"num_key_value_heads": [2, 4]}  # as in models whose layers differ
     assert check_mesh(grpo({"tp_size": 2}, {"tp_size": 2}), None, by_layer) == 2
-
-
-def test_a_mesh_that_fills_the_rest_must_divide_it() -> None:
-    assert refused(sft(tp_size=3, dp_shard_size=-1), 8) == (
-        "policy.parallelism.dp_shard_size = -1: 8 GPUs are no multiple of the 3 that the other sizes take; the nearest "
-        "is dp_shard_size = 2, with 6 GPUs"
-    )
-    recipe = grpo({"tp_size": 2, "dp_shard_size": -1}, {"n_init_replicas": 3}, mode="disaggregated")
-    assert refused(recipe, 8) == (
-        "policy.parallelism.dp_shard_size = -1: 5 GPUs without those of the engines are no multiple of the 2 that the "
-        "other sizes take; the nearest is dp_shard_size = 2, with 7 GPUs"
-    )
-
-
-def test_completions_are_dealt_to_all_ranks_in_whole_micro_batches() -> None:
-    assert refused(grpo({"dp_shard_size": 4}, {}, batch=20)) == (
-        "train.train_batch_per_replica = 20 must be a multiple of dp_shard_size x mini_batch = 4 x 2; the nearest is "
-        "16, or dp_shard_size = 4 with mini_batch = 1"
-    )
-    assert check_mesh(grpo({"dp_shard_size": 4}, {}, batch=16), None, {}) == 4
 
 
 def test_the_facts_are_those_of_the_text_model(tmp_path: Path) -> None:
@@ -166,15 +156,6 @@ def test_a_world_that_the_other_sizes_do_not_divide_names_the_stage(tmp_path: Pa
     )
     with pytest.raises(ConfigError, match=r"a\.toml: stage 'sft': policy\.parallelism\.dp_shard_size = -1: 8 GPUs"):
         resolve_gpus(load_pipeline(tmp_path / "a.toml", ["pipeline.gpus=8"], all_kinds()))
-
-
-def test_a_pipeline_whose_ranks_mostly_wait_is_told(tmp_path: Path) -> None:
-    four = ("policy.parallelism.pp_size=4", "policy.parallelism.pp_micro_batch_size=2")
-    assert unique_notices(load(tmp_path, SFT, *four, "train.train_policy.mini_batch=8")) == []
-    assert unique_notices(load(tmp_path, SFT, *four, "train.train_policy.mini_batch=4")) == [
-        "train.train_policy.mini_batch = 4: rows that go through the pipeline between two waits, fewer than pp_size x "
-        "pp_micro_batch_size = 4 x 2; raise it to keep the ranks busy"
-    ]
 
 
 OF_COSMOS_RL = """redis = "12800"
@@ -252,15 +233,6 @@ def test_what_only_a_gpu_rounds_is_left_out_on_cpu_with_a_note(
         said = [line for line in pipeline.notices if "there is no GPU; numbers are those of" in line]
         assert len(said) == (not gpus)
     check_capabilities(pipeline)
-
-
-def test_compiled_blocks_are_left_out_with_tensor_parallelism_and_a_note(tmp_path: Path) -> None:
-    pipeline = load(tmp_path, SFT, "policy.parallelism.tp_size=2", "train.compile=true")
-    check_capabilities(pipeline)
-    assert unique_notices(pipeline) == [
-        "train.compile = true: the blocks run as they are, because torch does not compile weights that tp_size = 2 "
-        "splits for rows of any length"
-    ]
 
 
 def test_policies_may_call_tools_where_an_engine_has_several_ranks(tmp_path: Path) -> None:

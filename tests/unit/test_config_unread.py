@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.config.capabilities import check_capabilities, unique_notices
-from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.unread import unread_keys
-from cosmos_core.errors import ConfigError
-from tasks.kinds import all_kinds
-from tests.unit.config_recipes import CONFIGS
 from tests.unit.test_config_compose import stages
 from tests.unit.test_config_load import GRPO, SFT, load
 
@@ -61,48 +56,3 @@ def test_what_a_stage_reads_is_not_said_to_have_no_effect(
     recipe: str, settings: tuple[str, ...], tmp_path: Path
 ) -> None:
     assert [*unread_keys(load(tmp_path, recipe, *settings))] == []
-
-
-@pytest.mark.parametrize("file", sorted(CONFIGS.rglob("*.toml")), ids=lambda file: file.stem)
-def test_a_shipped_recipe_has_no_key_that_no_stage_reads(file: Path) -> None:
-    assert [*unread_keys(load_pipeline(file, [], all_kinds()))] == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "key", "variants"),
-    [
-        (("variant='cispo'", "epsilon_high=5.0"), "epsilon_high",
-         "'grpo' or 'dapo' or 'gspo' or 'dppo_tv' or 'dppo_kl'"),
-        (("variant='gspo'", "lower_bound_ratio=4.0", "loss_type='token-mean'"), "lower_bound_ratio",
-         "'grpo' or 'dapo'"),
-        (("aipo_rho=2.0", "epsilon_low=0.1"), "epsilon_low",
-         "'grpo' or 'dapo' or 'gspo' or 'dppo_tv' or 'dppo_kl', without aipo_rho"),
-    ],
-)  # fmt: skip
-def test_a_bound_that_the_loss_of_a_variant_does_not_have_is_told(
-    settings: tuple[str, ...], key: str, variants: str, tmp_path: Path
-) -> None:
-    assert unique_notices(load(tmp_path, GRPO, *(f"{P}.{setting}" for setting in settings))) == [
-        f"{P}.{key} has no effect here: it is for variant = {variants}"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (("train.optm_decay_ratio=0.1",), "train.optm_decay_ratio = 0.1 has no effect here: optm_decay_type is off"),
-        (("sample.min_margin=0.1",), "sample.min_margin = 0.1 has no effect here: pairs is off"),
-        (("train.optm_min_lr_factor=0.1", "train.optm_decay_type='cosine'"), ""),
-        ((f"{P}.use_decoupled_loss=true",), ""),
-    ],
-)
-def test_a_key_whose_switch_is_off_is_told_and_one_that_a_rule_has_set_is_not(
-    settings: tuple[str, ...], said: str, tmp_path: Path
-) -> None:
-    sampled = stages('name = "s"\nkind = "sample"', 'name = "fit"\nkind = "rl"')
-    assert unique_notices(load(tmp_path, GRPO + sampled, *settings)) == [said] * bool(said)
-
-
-def test_an_initialisation_that_needs_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="init_lora_weights = 'eva' needs data before the first step; use 'pissa'"):
-        check_capabilities(load(tmp_path, SFT, "policy.lora.init_lora_weights='eva'"))

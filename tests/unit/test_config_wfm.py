@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,12 @@ def translated(values: Values) -> tuple[Recipe, list[str]]:
     return parse(Recipe, from_wfm(values, "old.toml", notices), source="old.toml"), notices
 
 
+@cache
+def translated_whole() -> tuple[Recipe, list[str]]:
+    """What becomes of all keys together."""
+    return translated(every(*EVERY, *EVERY_IN_RL))
+
+
 def recipe_of(*keys: tuple[str, Any]) -> Recipe:
     return translated(wfm(*keys))[0]
 
@@ -164,9 +170,9 @@ def refused(*keys: tuple[str, Any], **tables: Any) -> str:
 def test_a_key_has_its_meaning_under_its_name_of_today_and_that_is_told(
     old: str, value: Any, new: str, expected: Any
 ) -> None:
-    recipe, (mapped, _, without, *_) = translated(every(*EVERY, *EVERY_IN_RL))
+    recipe, (mapped, _, without, *_) = translated_whole()
     if not new:
-        assert f"{old}" in without
+        assert old in without
         return
     assert at(recipe, new) == (pytest.approx(expected) if isinstance(expected, float) else expected)
     told = [pair.split(" -> ") for pair in mapped.partition(": ")[2].split(", ") if " -> " in pair]
@@ -174,7 +180,7 @@ def test_a_key_has_its_meaning_under_its_name_of_today_and_that_is_told(
 
 
 def test_callbacks_and_the_reward_become_settings() -> None:
-    recipe, (mapped, _, without, *_) = translated(every(*EVERY, *EVERY_IN_RL))
+    recipe, (mapped, _, without, *_) = translated_whole()
     assert recipe.train.optm_grad_norm_clip == 0.4
     assert recipe.logging.multi_modal_log_interval == 12
     assert recipe.policy.diffusers.sample.eval_num_steps == 35
@@ -284,11 +290,7 @@ def test_keys_without_counterpart_are_told_in_one_line_by_reason_and_secrets_nev
         ("scheduler.warm_up_steps", 5, "scheduler.warm_up_steps = 5: must be an array"),
         ("model.net", 5, "model.net: must be a table"),
         ("model.rl.train_on", [], "model.rl.train_on = []: tuple should have at least 1 item"),
-        (
-            "model.rl.train_on",
-            [10],
-            "model.rl.train_on = [10] must be below sample_steps = 10: steps are counted from",
-        ),
+        ("model.rl.train_on", [10], "model.rl.train_on = [10] must be below sample_steps = 10: steps are counted from"),
         ("model.rl.min_num_conditional_frames", 2, "model.rl.min_num_conditional_frames = 2 must not be above"),
         ("model.rl.solver_option", "3ab", "model.rl.solver_option = '3ab': input should be '2ab', '2mid' or '1euler'"),
         (REWARD + "image_reward.enabled", True, "reward_config.image_reward.enabled = true has no counterpart"),
@@ -298,19 +300,13 @@ def test_keys_without_counterpart_are_told_in_one_line_by_reason_and_secrets_nev
         ("scheduler.f_min", [2.0], "scheduler.f_min = [2.0] must not be above f_max = [1.0]"),
         ("checkpoint.load_from_object_store.enabled", True, "load_from_object_store.enabled = true has no counterpart"),
         ("checkpoint.save_to_object_store.enabled", True, "save_to_object_store.enabled = true needs a bucket"),
-        (
-            "trainer.callbacks",
-            [{"name": "every_n_sample_reg", "args": {"evry_n": 2}}],
-            "every_n_sample_reg.evry_n: unknown key; did you mean trainer.callbacks.every_n_sample_reg.every_n",
-        ),
+        ("trainer.callbacks", [{"name": "every_n_sample_reg", "args": {"evry_n": 2}}],
+         "every_n_sample_reg.evry_n: unknown key; did you mean trainer.callbacks.every_n_sample_reg.every_n"),
         ("trainer.callbacks", [{"name": "grad_clp"}], "trainer.callbacks.grad_clp: unknown key"),
-        (
-            "trainer.callbacks",
-            [{"name": "grad_clip", "args": {"clip_norm": "x"}}],
-            "trainer.callbacks.grad_clip.clip_norm = 'x': must be a number",
-        ),
+        ("trainer.callbacks", [{"name": "grad_clip", "args": {"clip_norm": "x"}}],
+         "trainer.callbacks.grad_clip.clip_norm = 'x': must be a number"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_names_the_deprecated_key(key: str, value: Any, message: str) -> None:
     told = refused((key, value))
     assert told.startswith("old.toml: ")

@@ -112,29 +112,23 @@ def test_a_block_that_is_no_json_is_a_warning_without_its_value(
     ]
 
 
-def test_post_train_has_the_credentials_before_it_pins_what_the_run_reads(
-    tmp_path: Path, proxy: store.Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def lent(proxy: store.Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store, with rows, whose credentials the block alone has."""
     store.use(proxy.url, monkeypatch)
     Bucket("models").write("lent/rows.jsonl", b"{}\n")
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL_S3", "AWS_REGION")
     monkeypatch.setattr(Stored, "value", {name: os.environ[name] for name in names})
     for name in names:
         monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("lent")
+def test_post_train_has_the_credentials_before_it_pins_what_the_run_reads(tmp_path: Path) -> None:
     stage = STAGES.partition("[[pipeline.stages]]\nname = 'up'")[0] + "data = 's3://models/lent/rows.jsonl'\n"
     (tmp_path / "p.toml").write_text(f"[pipeline]\noutput_dir = '{tmp_path}/outputs'\n{stage}")
     run = open_or_create(str(tmp_path / "p.toml"), [], "")
     assert run.pipeline.stage("m").data.startswith("s3://models/lent/rows.jsonl#")
-
-
-@pytest.fixture
-def lent(proxy: store.Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store whose credentials the block alone has."""
-    store.use(proxy.url, monkeypatch)
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL_S3", "AWS_REGION")
-    monkeypatch.setattr(Stored, "value", {name: os.environ[name] for name in names})
-    for name in names:
-        monkeypatch.delenv(name)
 
 
 def test_commands_that_know_a_server_have_the_credentials_of_the_block(

@@ -9,29 +9,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs.demo.arithmetic import make
-from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.conversation import conversation_tokens
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import files_below, sha256
 from cosmos_core.run.stage import Stage
-from tasks.kinds import all_kinds
+from tests.effects.change import stage_of
 from tests.unit.data_tokenizers import learned
 
 
 def stage_at(path) -> Stage:
-    path.mkdir(parents=True)
-    config = StageConfig(name="make", kind="custom", entry="configs.demo.arithmetic:make")
-    return Stage(
-        path=path,
-        config=config,
-        recipe=Recipe(),
-        model="",
-        data=None,
-        inputs={},
-        fingerprint="f",
-        kind=all_kinds()[config.kind],
-    )
+    return stage_of(path, Recipe(), kind="custom")
 
 
 def read(path):

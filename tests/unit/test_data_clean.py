@@ -14,7 +14,7 @@ import pytest
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
-from cosmos_core.data.clean import FILE, CleanedRows, clean_training_rows
+from cosmos_core.data.clean import FILE, clean_training_rows
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.ngrams import MinHashBands, hashes_of, ngrams, normalised, split_words
 from cosmos_core.data.rows import Rows, load_rows
@@ -45,14 +45,15 @@ def stage(folder: Path, texts: list[str], benchmark: list[Any] | None = None, **
     return stage_of(folder / "stage", Recipe.model_validate({"train": {"train_policy": policy}}), kind="prepare")
 
 
-def cleaned(of: Stage, held_out: Sequence[Rows] = ()) -> tuple[CleanedRows, list[dict[str, Any]]]:
+def cleaned(of: Stage, held_out: Sequence[Rows] = ()) -> tuple[Rows, dict[str, float], list[str], list[dict[str, Any]]]:
+    """The rows that were kept, metrics, notices, and the matches in the file."""
     rows = load_rows(of.recipe.train.train_policy.dataset)
     result = clean_training_rows(of, rows, held_out, of.path, UserDatasetLoader(of.recipe, lambda: None))
-    return result, [json.loads(line) for line in (of.path / FILE).read_text().splitlines()]
+    return *result, [json.loads(line) for line in (of.path / FILE).read_text().splitlines()]
 
 
 def matches(of: Stage) -> list[tuple[str, str, str]]:
-    lines = cleaned(of)[1]
+    *_, lines = cleaned(of)
     return [tuple(line[key].replace("train.jsonl:", "") for key in ("row", "match", "of")) for line in lines]
 
 
@@ -67,7 +68,7 @@ def planted(count: int) -> list[str]:
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.full)])
 def test_each_planted_match_is_shown_and_only_clear_ones_are_dropped(tmp_path: Path, count: int) -> None:
     first = count // 2 + 1
-    result, lines = cleaned(stage(tmp_path, planted(count), [text(-2), text(-1, 40)], action="drop"))
+    kept, metrics, notices, lines = cleaned(stage(tmp_path, planted(count), [text(-2), text(-1, 40)], action="drop"))
     assert [(each["row"], each["match"], each["of"], each["dropped"]) for each in lines] == [
         (f"train.jsonl:{first + 3}", "benchmark_text", "test.jsonl:2", False),
         (f"train.jsonl:{first + 4}", "benchmark_text", "test.jsonl:2", True),
@@ -78,22 +79,22 @@ def test_each_planted_match_is_shown_and_only_clear_ones_are_dropped(tmp_path: P
     assert lines[0]["text"] == " ".join(text(-1, 40).split()[7:20]) and lines[0]["similarity"] == 13 / 40
     assert lines[4]["similarity"] == pytest.approx(57 / 59)
     assert (lines[2]["text"], lines[2]["of_text"]) == (text(3), text(3))
-    assert len(result.rows) == count + 1 and result.metrics["data/clean_dropped"] == 4
-    assert "1 exact duplicate, 2 near duplicate, 2 benchmark text, 0 held out row, 4 dropped" in result.notices[0]
+    assert len(kept) == count + 1 and metrics["data/clean_dropped"] == 4
+    assert "1 exact duplicate, 2 near duplicate, 2 benchmark text, 0 held out row, 4 dropped" in notices[0]
 
 
 @pytest.mark.parametrize("action", ["drop", "report"])
 def test_rows_that_are_held_out_too_are_told_and_stay(tmp_path: Path, action: str) -> None:
     rows = [text(0), text(1), text(2).rsplit(" ", 2)[0], text(3), text(0)]
     held_out = load_rows(DatasetConfig(name=str(write(tmp_path / "held.jsonl", [text(5), text(0).upper(), text(2)]))))
-    result, lines = cleaned(stage(tmp_path, rows, action=action), [held_out])
+    _, metrics, _, lines = cleaned(stage(tmp_path, rows, action=action), [held_out])
     assert [(each["row"], each["match"], each["of"], each["dropped"]) for each in lines] == [
         ("train.jsonl:1", "held_out_row", "held.jsonl:2", False),
         ("train.jsonl:3", "held_out_row", "held.jsonl:3", False),
         ("train.jsonl:5", "held_out_row", "held.jsonl:2", False),
         ("train.jsonl:5", "exact_duplicate", "train.jsonl:1", action == "drop"),
     ]
-    assert lines[1]["similarity"] == pytest.approx(57 / 59) and result.metrics["data/clean_held_out_row"] == 3
+    assert lines[1]["similarity"] == pytest.approx(57 / 59) and metrics["data/clean_held_out_row"] == 3
 
 
 def test_a_killed_or_repeated_search_gives_the_same_bytes_and_leaves_no_file(tmp_path: Path) -> None:
@@ -163,8 +164,8 @@ def test_rows_with_one_text_and_other_images_are_no_duplicates(tmp_path: Path) -
         rows.append({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "No."}]})
     searched = stage(tmp_path, [], action="drop")
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result, lines = cleaned(searched)
-    assert (lines, len(result.rows)) == ([], 4)
+    kept, _, _, lines = cleaned(searched)
+    assert (lines, len(kept)) == ([], 4)
 
 
 def test_bands_of_similar_sets_mostly_share_a_key() -> None:
@@ -196,7 +197,7 @@ def test_texts_of_benchmarks_match_by_n_words_in_one_turn_or_as_a_whole(tmp_path
         json.dumps({"messages": [{"role": "system", "content": item}, *turns[:1], {**turns[1], "content": "no"}]})
         + "\n" + json.dumps({"messages": turns})
     )  # fmt: skip
-    assert [line["similarity"] for line in cleaned(made)[1]] == [round(23 / 30, 4)]
+    assert [line["similarity"] for line in cleaned(made)[-1]] == [round(23 / 30, 4)]
 
 
 def test_a_benchmark_without_texts_and_rows_that_all_match_are_refused(tmp_path: Path) -> None:
@@ -222,5 +223,5 @@ def test_no_row_of_gsm8k_is_dropped_for_its_test_rows(test_data: Path, tmp_path:
     settings = {"decontaminate_against": [names["test"]], "action": "drop"}
     policy = {"type": "sft", "dataset": {"name": names["train"]}, "clean": settings}
     made = stage_of(tmp_path / "stage", Recipe.model_validate({"train": {"train_policy": policy}}), kind="prepare")
-    result, _ = cleaned(made)
-    assert result.metrics["data/clean_dropped"] == 0 and 0 < result.metrics["data/clean_benchmark_text"] <= 20
+    _, metrics, *_ = cleaned(made)
+    assert metrics["data/clean_dropped"] == 0 and 0 < metrics["data/clean_benchmark_text"] <= 20

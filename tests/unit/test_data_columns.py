@@ -24,10 +24,9 @@ __all__ = ["model"]
 @pytest.mark.parametrize(("column", "told"), [("talk", "3 of 4"), ("messages", "3 of 3"), ("conversations", "")])
 def test_a_named_column_that_is_not_there_is_told_and_the_usual_one_is_not(tmp_path, model, column, told):
     data = write_rows(tmp_path / "train.jsonl", 3)
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     with open(data, "a") as file:
-        file.write(
-            json.dumps({"talk": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}) + "\n"
-        )
+        file.write(json.dumps({"talk": talk}) + "\n")
     dataset = {"name": str(data), "max_skipped_fraction": 0.5}
     policy = {"type": "sft", "conversation_column_name": column, "dataset": dataset}
     stage = make_stage(tmp_path / "s", model, {"train": {"train_policy": policy}})
@@ -121,9 +120,8 @@ def test_a_column_that_is_named_and_missing_is_told_by_the_first_look_and_by_pre
     (tmp_path / "a.csv").write_text(FRAGEN)
     recipe = sft(tmp_path / "a.csv", prompt_column_name="Frage", response_column_name="Antwort ")
     for program in (quick_check.run, run):
-        with pytest.raises(
-            DataError, match=r"a\.csv:2: no column 'Antwort ', which the recipe names; the row has Frage"
-        ):
+        message = r"a\.csv:2: no column 'Antwort ', which the recipe names; the row has Frage"
+        with pytest.raises(DataError, match=message):
             program(make_stage(tmp_path / "s", model, recipe))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from cosmos_core.data.chat import PromptRendering
 from cosmos_core.data.conversation import conversation_tokens, tokenize_prompt, truncate_tokens
 from cosmos_core.data.messages import SkippedRow
 from cosmos_core.data.rendering import RefusedRow
-from cosmos_core.errors import DataError, ModelError
+from cosmos_core.errors import DataError
 from tests.unit.data_tokenizers import (
     CHATML,
     FORGETS_THOUGHTS,
     LLAMA3,
-    MISTRAL,
     PLAIN_WORDS,
     TRIMS_THE_END,
     byte_tokenizer,
@@ -40,7 +38,6 @@ THOUGHTS = [
     {"role": "user", "content": "one"},
     {"role": "assistant", "content": "<think>\nmm\n</think>\n\nsecond"},
 ]
-TEST_DATA = Path(os.environ.get("COSMOS_TEST_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
 
 
 def masked(tokenizer: Any, messages: Any) -> tuple[list[str], list[str]]:
@@ -48,44 +45,16 @@ def masked(tokenizer: Any, messages: Any) -> tuple[list[str], list[str]]:
     return learned(tokenizer, ids, mask), unlearned(tokenizer, ids, mask)
 
 
+@pytest.mark.parametrize("template", [CHATML, TRIMS_THE_END])
 @pytest.mark.parametrize("trim_offsets", [False, True])
-def test_chatml_learns_answers_and_their_end_tokens_and_nothing_else(trim_offsets):
-    yes, no = masked(byte_tokenizer(CHATML, trim_offsets=trim_offsets), TWO_TURNS)
+def test_answers_and_their_end_tokens_are_learned_and_nothing_else(template, trim_offsets):
+    yes, no = masked(byte_tokenizer(template, trim_offsets=trim_offsets), TWO_TURNS)
     assert yes == ["The answer is 42.<|im_end|>", "  Yes é😀!\n\n Quite.<|im_end|>"]
-    assert no == [
-        "<|im_start|>user\nWhat is the answer?<|im_end|>\n<|im_start|>assistant\n",
-        "\n<|im_start|>user\nSure? \n<|im_end|>\n<|im_start|>assistant\n",
-        "\n",
+    gap = "\n" if template is CHATML else "\n\n"
+    assert no[:2] == [
+        f"<|im_start|>user\nWhat is the answer?<|im_end|>{gap}<|im_start|>assistant\n",
+        f"{gap}<|im_start|>user\nSure? \n<|im_end|>{gap}<|im_start|>assistant\n",
     ]
-
-
-def test_llama3_headers_are_not_learned_and_its_trimmed_answers_are():
-    yes, no = masked(byte_tokenizer(LLAMA3, end_token="<|eot_id|>"), TWO_TURNS)
-    assert yes == ["The answer is 42.<|eot_id|>", "Yes é😀!\n\n Quite.<|eot_id|>"]
-    assert no[0] == (
-        "<s><|start_header_id|>user<|end_header_id|>\n\nWhat is the answer?<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    )
-    assert len(no) == 2
-
-
-def test_mistral_instructions_without_a_generation_prompt():
-    yes, no = masked(byte_tokenizer(MISTRAL, end_token="</s>"), TWO_TURNS)
-    assert yes == [" The answer is 42.</s>", "   Yes é😀!\n\n Quite.</s>"]
-    assert no == ["<s>[INST] What is the answer?[/INST]", "[INST] Sure? \n[/INST]"]
-
-
-@pytest.mark.parametrize("trim_offsets", [False, True])
-def test_a_template_that_trims_the_end_of_the_whole_text(trim_offsets):
-    yes, no = masked(byte_tokenizer(TRIMS_THE_END, trim_offsets=trim_offsets), TWO_TURNS)
-    assert yes == ["The answer is 42.<|im_end|>", "  Yes é😀!\n\n Quite.<|im_end|>"]
-    assert no[1] == "\n\n<|im_start|>user\nSure? \n<|im_end|>\n\n<|im_start|>assistant\n"
-
-
-def test_a_template_that_forgets_the_thoughts_of_earlier_turns():
-    yes, no = masked(byte_tokenizer(FORGETS_THOUGHTS), THOUGHTS)
-    assert yes == ["first<|im_end|>", "<think>\nmm\n</think>\n\nsecond<|im_end|>"]
-    assert no[1] == "\n<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
 
 
 # As DeepSeek R1 and others do: the prompt opens the thoughts, and those of earlier turns are forgotten.
@@ -145,36 +114,9 @@ def test_a_beginning_of_the_assistant_that_the_template_hides_is_skipped():
         conversation_tokens(byte_tokenizer(repeats), GREETING, "row 3")
 
 
-def test_a_think_block_that_the_template_adds_is_learned():
-    yes, _ = masked(byte_tokenizer(FORGETS_THOUGHTS), TWO_TURNS[:2])
-    assert yes == ["<think>\n\n</think>\n\nThe answer is 42.<|im_end|>"]
-
-
-def test_without_a_closing_token_the_words_that_the_template_writes_are_learned():
-    yes, no = masked(byte_tokenizer(PLAIN_WORDS), TWO_TURNS[:2])
-    assert yes == ["The answer is 42.\n\n"]
-    assert no == ["### user:\nWhat is the answer?\n\n### assistant:\n"]
-
-
-def test_a_last_user_turn_is_not_learned():
-    yes, no = masked(byte_tokenizer(FORGETS_THOUGHTS), THOUGHTS[:3])
-    assert yes == ["first<|im_end|>"]
-    assert no[-1] == "\n<|im_start|>user\none<|im_end|>\n"
-
-
 def test_two_assistant_turns_in_a_row_are_both_learned():
     turns = [*TWO_TURNS[:2], {"role": "assistant", "content": "More."}]
     assert masked(byte_tokenizer(CHATML), turns)[0] == ["The answer is 42.<|im_end|>", "More.<|im_end|>"]
-
-
-def test_what_the_template_itself_marks_wins_over_guessing_and_takes_the_end_token_with_it():
-    marked = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-        "{% generation %}{{ m.content if loop.last else m.content.split('</think>')[-1] }}{% endgeneration %}"
-        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    )
-    yes, _ = masked(byte_tokenizer(marked), THOUGHTS)
-    assert yes == ["\n\nfirst<|im_end|>", "<think>\nmm\n</think>\n\nsecond<|im_end|>"]
 
 
 # No beginning of a conversation is a beginning of the whole, so that the marks decide.
@@ -209,19 +151,15 @@ def trl_template(name):
     return file.read_text()
 
 
-def test_tool_calls_are_learned_with_the_template_of_qwen3():
+def test_tool_calls_are_learned_and_tools_are_handed_to_the_template_of_qwen3():
     tokenizer = byte_tokenizer(trl_template("qwen3"))
     yes, no = masked(tokenizer, CALLS)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 20, "b": 22}}\n</tool_call><|im_end|>'
     assert yes == [call, "<think>\n\n</think>\n\nIt is 42.<|im_end|>"]
-    assert no[1] == ("\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
-
-
-def test_tools_are_handed_to_the_template():
-    tokenizer = byte_tokenizer(trl_template("qwen3"))
+    assert no[1] == "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     ids, mask = conversation_tokens(tokenizer, CALLS, "row", [TOOL])
     assert json.dumps(TOOL) in unlearned(tokenizer, ids, mask)[0]
-    assert learned(tokenizer, ids, mask) == masked(tokenizer, CALLS)[0]
+    assert learned(tokenizer, ids, mask) == yes
     ids, text = tokenize_prompt(tokenizer, CALLS[:1], 1000, "row", PromptRendering(tools=(TOOL,)))
     assert json.dumps(TOOL) in text and tokenizer.decode(ids) == text
 
@@ -243,21 +181,6 @@ def test_a_template_that_writes_nothing_for_string_content_is_an_error():
         conversation_tokens(byte_tokenizer(parts_only), TWO_TURNS, "row")
 
 
-def test_a_conversation_that_the_template_refuses_is_skipped_with_the_templates_words():
-    turns = [{"role": "system", "content": "s"}, *TWO_TURNS]
-    with pytest.raises(RefusedRow, match=r"row 3: skipped, refused by the chat template \(only user and assistant\)"):
-        conversation_tokens(byte_tokenizer(MISTRAL), turns, "row 3")
-
-
-def test_a_system_turn_that_the_template_leaves_out_in_silence_is_refused():
-    without = (
-        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
-    )
-    turns = [{"role": "system", "content": "Be brief."}, *TWO_TURNS]
-    with pytest.raises(RefusedRow, match="a system turn that the chat template leaves out"):
-        conversation_tokens(byte_tokenizer(without), turns, "row")
-
-
 # Templates of real models as TRL keeps them, each with TRL's own version that marks what the assistant writes. TRL
 # also learns the line break after the end token; Qwen2.5's mark starts one line break early. Both are set aside.
 REAL_TEMPLATES = ["cohere", "cohere2", "gemma3", "lfm2", "llama3", "phi3", "qwen2_5", "qwen2_5_vl", "qwen3"]
@@ -265,14 +188,10 @@ REAL_TEMPLATES = ["cohere", "cohere2", "gemma3", "lfm2", "llama3", "phi3", "qwen
 
 @pytest.mark.parametrize("name", [*REAL_TEMPLATES, "qwen3_vl", "qwen3_instruct_2507"])
 def test_real_templates_agree_with_the_marks_of_trl(name):
-    folder = Path(trl.__file__).parent / "chat_templates"
-    if not (folder / f"{name}_training.jinja").is_file():
-        pytest.skip(f"this TRL has no training template for {name}")
-    messages = TWO_TURNS[:2]
-    template = (folder / f"{name}.jinja").read_text()
+    messages, template, training = TWO_TURNS[:2], trl_template(name), trl_template(f"{name}_training")
     ids, mask = conversation_tokens(byte_tokenizer(template), messages, "row")
     oracle = byte_tokenizer(template)
-    oracle.chat_template = (folder / f"{name}_training.jinja").read_text()
+    oracle.chat_template = training
     expected = oracle.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     assert ids == expected["input_ids"]
     ours, theirs = learned(oracle, ids, mask), learned(oracle, ids, expected["assistant_masks"])
@@ -333,11 +252,6 @@ def test_a_conversation_without_an_assistant_turn_is_skipped(answer):
         conversation_tokens(byte_tokenizer(CHATML), [*TWO_TURNS[:1], *answer], "a.jsonl:9")
 
 
-def test_a_tokenizer_without_chat_template_is_a_model_error_with_the_remedy():
-    with pytest.raises(ModelError, match=r"has no chat template; set policy\.chat_template"):
-        conversation_tokens(byte_tokenizer(None), TWO_TURNS, "row")
-
-
 class Characters(PreTrainedTokenizer):
     """A tokenizer without offsets. With `pairs` it joins `assistant\\n` and the character after it."""
 
@@ -375,16 +289,11 @@ def test_a_slow_tokenizer_whose_tokens_cross_the_border_is_an_error():
         conversation_tokens(Characters(pairs=True, chat_template=CHATML), TWO_TURNS[:2], "row")
 
 
-def test_a_prompt_ends_with_the_generation_prompt():
+def test_a_prompt_ends_with_the_generation_prompt_and_is_skipped_if_it_is_longer_than_the_model():
     tokenizer = byte_tokenizer(CHATML)
     ids, text = tokenize_prompt(tokenizer, TWO_TURNS[:1], 100, "row")
     assert text == "<|im_start|>user\nWhat is the answer?<|im_end|>\n<|im_start|>assistant\n"
     assert ids == list(tokenizer.apply_chat_template(TWO_TURNS[:1], add_generation_prompt=True)["input_ids"])
-
-
-def test_a_prompt_longer_than_the_model_is_skipped_and_one_that_just_fits_is_not():
-    tokenizer = byte_tokenizer(CHATML)
-    ids, _ = tokenize_prompt(tokenizer, TWO_TURNS[:1], 100, "row")
     assert tokenize_prompt(tokenizer, TWO_TURNS[:1], len(ids), "row")[0] == ids
     with pytest.raises(SkippedRow, match=r"a\.jsonl:2: skipped, with a prompt that leaves no room"):
         tokenize_prompt(tokenizer, TWO_TURNS[:1], len(ids) - 1, "a.jsonl:2")

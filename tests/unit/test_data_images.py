@@ -19,7 +19,6 @@ from transformers.image_utils import load_image
 from transformers.utils import is_torchvision_available
 
 from cosmos_core.config.media import media_settings
-from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.images import ImageRef, align_images, convert_to_rgb, open_image, read_image
 from cosmos_core.data.kinds.sequences import open_sequences
@@ -28,7 +27,7 @@ from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.processor import load_processor
 from cosmos_core.run.files import read_json, sha256
 from cosmos_core.run.stage import Stage
-from tasks.kinds import all_kinds
+from tests.effects.change import recipe, stage_of
 from tests.unit.tiny_vlms import PARTS, picture, save_vlm
 
 SHOWN = {"role": "user", "content": "<image>\nWhat is it?"}
@@ -52,22 +51,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_vlm("llava", tmp_path_factory.mktemp("model"), PARTS)
 
 
-def prepare(folder: Path, model: Path, rows: list[dict[str, Any]] | Path, **recipe: Any) -> Path:
-    """The data folder of a stage that prepared these rows."""
+def stage_with(folder: Path, model: Path, rows: list[dict[str, Any]] | Path, **tables: Any) -> Stage:
+    """A stage that prepares these rows."""
     folder.mkdir(exist_ok=True)
     if not isinstance(rows, Path):
         file = folder / "a.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         rows = file
-    policy = recipe.pop("train_policy", {"dataset": {"name": str(rows)}})
-    (folder / "stage").mkdir()
-    tables = {"train": {"train_policy": {"type": "sft", **policy}}, **recipe}
-    stage = Stage(
-        path=folder / "stage", config=StageConfig(name="data", kind="prepare"), recipe=Recipe.model_validate(tables),
-        model=str(model), data=None, inputs={}, fingerprint="f", kind=all_kinds()["prepare"],
-    )  # fmt: skip
+    policy = {"type": "sft", **tables.pop("train_policy", {"dataset": {"name": str(rows)}})}
+    return stage_of(folder / "stage", recipe({"train.train_policy": policy, **tables}), kind="prepare", model=model)
+
+
+def prepare(folder: Path, model: Path, rows: list[dict[str, Any]] | Path, **tables: Any) -> Path:
+    """The data folder of a stage that prepared these rows."""
+    stage = stage_with(folder, model, rows, **tables)
     run(stage)
-    return folder / "stage" / "data"
+    return stage.path / "data"
 
 
 @pytest.mark.parametrize(
@@ -77,21 +76,9 @@ def prepare(folder: Path, model: Path, rows: list[dict[str, Any]] | Path, **reci
         ([SHOWN, ANSWER], {"images": ["a.png"], "image": None}, ["a.png"]),
         ([ASKED, ANSWER], {"image": "a.png"}, ["a.png"]),
         ([{**IN_PARTS}, ANSWER], {"images": ["a.png"]}, ["a.png"]),
-        (
-            [{"role": "user", "content": [{**BARE, "image": "a.png"}, {"type": "text", "text": "\nWhat is it?"}]}],
-            {},
-            ["a.png"],
-        ),
-        (
-            [{"role": "user", "content": [{**BARE, "image_url": {"url": "a.png"}}]}],
-            {},
-            [{"url": "a.png"}],
-        ),
-        (
-            [{"role": "user", "content": "<image> or <image>?"}, {"role": "user", "content": "<image>"}],
-            {"images": ["1", "2", "3"]},
-            ["1", "2", "3"],
-        ),
+        ([{**ASKED, "content": [{**BARE, "image": "a.png"}, {"type": "text", "text": "?"}]}], {}, ["a.png"]),
+        ([{**ASKED, "content": [{**BARE, "image_url": {"url": "a.png"}}]}], {}, [{"url": "a.png"}]),
+        ([{**ASKED, "content": "<image> or <image>?"}, SHOWN], {"images": ["1", "2", "3"]}, ["1", "2", "3"]),
         ([ASKED, ANSWER], {}, []),
     ],
 )
@@ -181,16 +168,16 @@ def test_other_kinds_of_pixels_are_read_as_the_processors_of_transformers_read_t
     assert image.size == ((30, 40) if name == "turned" else (40, 30))
 
 
-@pytest.mark.parametrize("url", ["http://host/cat.png", "https://host/cat.png", "s3://bucket/cat.png"])
-def test_nothing_is_fetched(url, tmp_path, model):
-    with pytest.raises(DataError, match=r"^a\.jsonl:1: image .* is a URL"):
-        prepare(tmp_path, model, [{"messages": [SHOWN, ANSWER], "image": url}])
-
-
-@pytest.mark.parametrize("data", ["data:image/png,abc", "data:image/png;base64,%%%"])
-def test_a_wrong_data_uri_is_refused(data, tmp_path, model):
-    with pytest.raises(DataError, match=r"^a\.jsonl:1: the image .* cannot be decoded"):
-        prepare(tmp_path, model, [{"messages": [SHOWN, ANSWER], "image": data}])
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        *((f"{scheme}://host/cat.png", "image .* is a URL") for scheme in ("http", "https", "s3")),
+        *((f"data:image/png{rest}", "the image .* cannot be decoded") for rest in (",abc", ";base64,%%%")),
+    ],
+)
+def test_nothing_is_fetched_and_a_wrong_data_uri_is_refused(source, problem, tmp_path):
+    with pytest.raises(DataError, match=rf"^a\.jsonl:1: {problem}"):
+        read_image(source, tmp_path, "a.jsonl:1")
 
 
 def test_an_image_where_the_template_writes_none_is_refused(tmp_path):
@@ -288,9 +275,8 @@ def test_a_model_without_a_processor_reads_text_alone(tmp_path, model):
     for name in ("processor_config.json", "preprocessor_config.json"):
         (folder / name).unlink()
     assert load_processor(str(folder)) is None
-    with pytest.raises(
-        DataError, match=r"^a\.jsonl:1, turn 1 of 'messages': the turn shows an image, and this version"
-    ):
+    message = r"^a\.jsonl:1, turn 1 of 'messages': the turn shows an image, and this version"
+    with pytest.raises(DataError, match=message):
         prepare(tmp_path, folder, [{"messages": [SHOWN, ANSWER], "image": "cat.png"}])
 
 
@@ -346,6 +332,7 @@ def test_held_out_images_are_beside_the_held_out_rows(tmp_path, model):
         assert np.array_equal(np.asarray(open_image(ref)), np.asarray(picture(seed)))
 
 
+@pytest.mark.full
 def test_any_number_of_processes_gives_the_same_bytes(tmp_path, model):
     rows = []
     for i in range(300):
@@ -364,16 +351,9 @@ def test_any_number_of_processes_gives_the_same_bytes(tmp_path, model):
 
 def test_a_setting_about_videos_is_told_to_have_no_effect(tmp_path, model):
     (tmp_path / "cat.png").write_bytes(CAT)
-    folder = tmp_path / "stage"
-    folder.mkdir()
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [SHOWN, ANSWER], "image": "cat.png"}) + "\n")
-    recipe = {"train": {"train_policy": {"type": "sft", "dataset": {"name": str(tmp_path / "a.jsonl")}}}}
-    stage = Stage(
-        path=folder, config=StageConfig(name="data", kind="prepare"),
-        recipe=Recipe.model_validate({**recipe, "custom": {"vision": {"fps": 1}}}), model=str(model), data=None,
-        inputs={}, fingerprint="f", kind=all_kinds()["prepare"],
-    )  # fmt: skip
-    assert run(stage).info["notices"] == ["custom.vision.fps has no effect: videos are not read"]
+    rows = [{"messages": [SHOWN, ANSWER], "image": "cat.png"}]
+    outcome = run(stage_with(tmp_path, model, rows, custom={"vision": {"fps": 1}}))
+    assert outcome.info["notices"] == ["custom.vision.fps has no effect: videos are not read"]
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif"])

@@ -12,6 +12,7 @@ from PIL import features
 
 from cosmos_core.data.images import read_image
 from cosmos_core.data.kinds.sequences import open_sequences
+from cosmos_core.data.messages import read_conversation
 from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_tokenizer
 from tests.unit.data_tokenizers import learned
@@ -62,25 +63,27 @@ MALFORMED: dict[str, tuple[bytes | None, str]] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_image_ends_the_stage_with_its_row_and_file(name, tmp_path, model):
+def test_a_malformed_image_is_named_with_its_row_and_file(name, tmp_path):
     content, message = MALFORMED[name]
-    good = {"messages": [SHOWN, ANSWER], "image": "cat.png"}
-    (tmp_path / "cat.png").write_bytes(CAT)
     if content is not None:
         (tmp_path / "bad.jpg").write_bytes(content)
     with pytest.raises(DataError, match=rf"^a\.jsonl:2: image .*bad\.jpg.*({message})") as caught:
-        prepare(tmp_path, model, [good, {**good, "image": "bad.jpg"}])
+        read_image("bad.jpg", tmp_path, "a.jsonl:2")
     assert "\n" not in str(caught.value)
 
 
-PARTS_OF = {"a list": ["text"], "an object": {"a": 1}, "null": None}
+def test_a_malformed_image_ends_the_stage(tmp_path, model):
+    (tmp_path / "cat.png").write_bytes(CAT)
+    rows = [{"messages": [SHOWN, ANSWER], "image": name} for name in ("cat.png", "bad.jpg")]
+    with pytest.raises(DataError, match=r"^a\.jsonl:2: image 'bad\.jpg': there is no such file"):
+        prepare(tmp_path, model, rows)
 
 
-@pytest.mark.parametrize("kind", PARTS_OF.values(), ids=PARTS_OF)
-def test_a_part_of_no_known_type_is_an_error_that_names_it(kind, tmp_path, model):
+@pytest.mark.parametrize("kind", [["text"], {"a": 1}, None], ids=["a list", "an object", "null"])
+def test_a_part_of_no_known_type_is_an_error_that_names_it(kind):
     turn = {"role": "user", "content": [{"type": "image"}, {"type": kind}]}
     with pytest.raises(DataError, match=r"^a\.jsonl:1, turn 1 of 'messages': the part .* is neither text nor an image"):
-        prepare(tmp_path, model, [{"messages": [turn, ANSWER], "image": "cat.png"}])
+        read_conversation({"messages": [turn, ANSWER]}, "a.jsonl:1", with_images=True)
 
 
 NO_PATHS = {
@@ -96,10 +99,10 @@ NO_PATHS = {
 
 
 @pytest.mark.parametrize("name", NO_PATHS)
-def test_a_string_that_is_no_path_is_an_error_that_names_the_row(name, tmp_path, model):
+def test_a_string_that_is_no_path_is_an_error_that_names_the_row(name, tmp_path):
     path, message = NO_PATHS[name]
     with pytest.raises(DataError, match=rf"^a\.jsonl:1: {message}") as caught:
-        prepare(tmp_path, model, [{"messages": [SHOWN, ANSWER], "image": path}])
+        read_image(path, tmp_path, "a.jsonl:1")
     assert str(caught.value).isprintable() and len(str(caught.value)) < 400
 
 

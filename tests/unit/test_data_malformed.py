@@ -13,15 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import bounds
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.prepare import run
 from cosmos_core.errors import EXIT_USAGE, DataError, ModelError
-from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
-from tasks.kinds import all_kinds
+from tests.effects.change import SFT, recipe, stage_of
 from tests.unit.data_tokenizers import CHATML, byte_tokenizer, learned
 
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -38,24 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepare(model: Path, file: Path, max_length: int = 4096, max_skipped: float = 0.01) -> Outcome:
     """The outcome; the stage lies beside the file."""
     dataset = {"name": str(file), "max_skipped_fraction": max_skipped}
-    recipe = {
-        "train": {"train_policy": {"type": "sft", "dataset": dataset}},
-        "policy": {"model_max_length": max_length},
-    }
-    path = file.parent / "stage"
-    path.mkdir()
-    return run(
-        Stage(
-            path,
-            StageConfig(name="p", kind="prepare"),
-            Recipe.model_validate(recipe),
-            str(model),
-            None,
-            {},
-            "f",
-            kind=all_kinds()["prepare"],
-        )
-    )
+    settings = {**SFT, "train.train_policy.dataset": dataset, "policy.model_max_length": max_length}
+    return run(stage_of(file.parent / "stage", recipe(settings), kind="prepare", model=model))
 
 
 def parquet(rows: list[dict[str, Any]]) -> Callable[[Path], None]:
@@ -137,14 +118,7 @@ WRONG = {
     "a truncated saved data set": ("saved", saved_and_damaged, "train.train_policy.dataset.name:"),
     "a column of numbers": ("a.parquet", parquet([{"text": 3}]), "a.parquet row 0: column 'text' holds '3'; a conv"),
     "a column of strings": ("a.parquet", parquet([{"messages": ["a", "b"]}]), "a.parquet row 0, turn 1 of 'messages'"),
-    "content that is a number": (
-        "a.parquet", parquet([{"messages": [{"role": "user", "content": 3}]}]),
-        "a.parquet row 0, turn 1 of 'messages': content '3' is not text",
-    ),
-    "no such column": ("a.jsonl", content(LINE + b'{"talk": []}\n'), "a.jsonl:2: no conversation among the columns t"),
     "a null": ("a.jsonl", content(LINE + b'{"messages": null}\n'), "a.jsonl:2: no conversation among the columns mes"),
-    "an unknown role": ("a.jsonl", content(LINE.replace(b"user", b"boss")), "a.jsonl:1, turn 1 of 'messages': unknow"),
-    "an image": ("a.jsonl", content(LINE + LINE.replace(b'"q"', b'"<image>\\nq"')), "a.jsonl:2, turn 1 of 'messages'"),
     "a NUL byte in a line": ("a.jsonl", content(LINE + LINE.replace(b"q", b"\0")), "a.jsonl:2: malformed JSON, Inval"),
     "NUL bytes after a crash": ("a.jsonl", content(LINE + bytes(512)), "a.jsonl:2: malformed JSON, Expecting value a"),
     "bytes that are no UTF-8": ("a.jsonl", content(LINE + LINE.replace(b"q", b"\xe9")), "a.jsonl:2: byte 131 is not"),
@@ -227,32 +201,23 @@ RIGHT = {
     "a conversation as JSON in a CSV": (
         "a.csv", content(b'messages\n"' + json.dumps(GOOD["messages"]).replace('"', '""').encode() + b'"\n'),
     ),
+    "a line separator of Unicode": ("a.csv", content("prompt,response\nq,a\u2028b\x85c\n".encode()), "a\u2028b\x85c"),
+    "an escaped NUL": ("a.jsonl", content(LINE.replace(b'"a"', b'"a\\u0000b"')), "a\0b"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "write"), RIGHT.values(), ids=RIGHT)
-def test_it_is_no_mistake(model: Path, tmp_path: Path, name: str, write: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("case", RIGHT.values(), ids=RIGHT)
+def test_it_is_no_mistake(model: Path, tmp_path: Path, case: tuple[Any, ...]) -> None:
+    name, write, answer = (*case, "a")[:3]
     write(tmp_path / name)
     prepare(model, tmp_path / name)
     ids, _ = open_sequences(tmp_path / "stage" / "data", "train")[0]
-    assert byte_tokenizer(CHATML).decode(ids) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+    expected = f"<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+    assert byte_tokenizer(CHATML).decode(ids) == expected
 
 
-def test_a_line_separator_of_unicode_ends_no_row(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("prompt,response\nq,a\u2028b\x85c\n", encoding="utf-8")
-    prepare(model, tmp_path / "a.csv")
-    ids, _ = open_sequences(tmp_path / "stage" / "data", "train")[0]
-    assert str(byte_tokenizer(CHATML).decode(ids)).endswith("assistant\na\u2028b\x85c<|im_end|>\n")
-
-
-def test_an_escaped_nul_is_a_character(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(LINE.replace(b'"a"', b'"a\\u0000b"'))
-    prepare(model, tmp_path / "a.jsonl")
-    ids, mask = open_sequences(tmp_path / "stage" / "data", "train")[0]
-    assert byte_tokenizer(CHATML).decode(ids[mask == 1]) == "a\0b<|im_end|>"
-
-
-MILLION = {
+LONG = {
+    "a thousand turns": [(("user", "assistant")[i % 2], "answer 42 is " * 22) for i in range(1000)],
     "one answer": [("user", "q"), ("assistant", "answer 42 is " * 220_000)],
     "one question": [("user", "answer 42 is " * 220_000), ("assistant", "a")],
     "many turns": [(("user", "assistant")[i % 2], "answer 42 is " * 220) for i in range(1000)],
@@ -262,11 +227,11 @@ MILLION = {
 @pytest.mark.parametrize(
     "turns",
     [
-        pytest.param(turns, marks=[pytest.mark.full] * (name != "many turns"), id=name)
-        for name, turns in MILLION.items()
+        pytest.param(turns, marks=[pytest.mark.full] * (name != "a thousand turns"), id=name)
+        for name, turns in LONG.items()
     ],
 )
-def test_a_row_of_a_million_tokens_is_cut_in_seconds(model: Path, tmp_path: Path, turns: list[tuple[str, str]]) -> None:
+def test_a_very_long_row_is_cut_in_seconds(model: Path, tmp_path: Path, turns: list[tuple[str, str]]) -> None:
     row = {"messages": [{"role": role, "content": text} for role, text in turns]}
     (tmp_path / "a.jsonl").write_bytes(LINE + json.dumps(row).encode() + b"\n" + LINE)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here
@@ -275,7 +240,7 @@ def test_a_row_of_a_million_tokens_is_cut_in_seconds(model: Path, tmp_path: Path
     assert time.process_time() - began < 30
     assert memory("VmHWM") - before < 2e9
     lengths = open_sequences(tmp_path / "stage" / "data", "train").lengths.tolist()
-    if turns is MILLION["one question"]:
+    if turns is LONG["one question"]:
         assert lengths == [lengths[0]] * 2
         reason = "longer than policy.model_max_length with nothing left to learn"
         assert outcome.info["notices"] == [f"train: 1 of 3 rows skipped: 1 {reason} (first: a.jsonl:2)"]
@@ -333,9 +298,8 @@ def test_a_row_at_which_the_chat_template_breaks_is_skipped_and_named(tmp_path: 
     assert len(open_sequences(tmp_path / "stage" / "data", "train")) == 1
     (tmp_path / "all").mkdir()
     (tmp_path / "all" / "a.jsonl").write_bytes(bad)
-    with pytest.raises(
-        DataError, match=r"^train: 1 of 1 rows skipped: 1 refused by the chat template .*no row is left"
-    ):
+    message = r"^train: 1 of 1 rows skipped: 1 refused by the chat template .*no row is left"
+    with pytest.raises(DataError, match=message):
         prepare(model, tmp_path / "all" / "a.jsonl", max_skipped=1)
 
 

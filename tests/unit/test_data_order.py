@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from cosmos_core.data.batch import rows_of
 from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order
@@ -11,9 +12,9 @@ from cosmos_core.errors import DataError
 
 
 def test_an_epoch_has_each_row_once_and_epochs_and_seeds_differ():
-    orders = [epoch_order(seed, epoch, 50, True).tolist() for seed in (0, 1) for epoch in (0, 1, 2)]
+    orders = [epoch_order(seed, epoch, 50, True).tolist() for seed in (0, 1, -1) for epoch in (0, 1, 2)]
     assert all(sorted(order) == list(range(50)) for order in orders)
-    assert len({tuple(order) for order in orders}) == 6
+    assert len({tuple(order) for order in orders}) == 9
     assert epoch_order(0, 5, 4, False).tolist() == [0, 1, 2, 3]
 
 
@@ -49,10 +50,6 @@ def test_a_step_is_the_same_whatever_was_asked_before():
     assert forwards == backwards[::-1]
 
 
-def test_negative_seeds_are_orders_too():
-    assert sorted(epoch_order(-1, 0, 9, True).tolist()) == list(range(9))
-
-
 def test_fewer_rows_than_a_batch_is_an_error_with_the_remedy():
     with pytest.raises(DataError, match=r"has 3 rows, fewer than one batch of 4; lower train\.train_batch_per_replica"):
         batch_positions(0, 0, 4, 3, True)
@@ -72,5 +69,8 @@ def test_packed_rows_lie_end_to_end_and_count_their_own_positions():
     assert inputs["input_ids"].tolist() == [[5, 6, 7, 8, 2, 3]]
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
     assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 3, 4, 6]
+    assert inputs["cu_seq_lens_q"].dtype == torch.int32 and inputs["max_length_q"] == inputs["max_length_k"] == 3
+    ends = inputs["sequence_bounds"].ends
+    assert ends.tolist() == [0, 3, 4, 6] and isinstance(ends, np.ndarray), "on the host"
     assert starts == [0, 3, 4], "place 0 of the flat grid is token 6, place 4 is token 3"
     assert "attention_mask" not in inputs

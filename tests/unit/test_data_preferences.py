@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from cosmos_core.data.kinds.pairs import Pairs, open_pairs
-from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.messages import SkippedRow
 from cosmos_core.data.preferences import read_preference
 from cosmos_core.data.prepare import run
@@ -74,15 +73,13 @@ FORMS: dict[str, Row] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_form_of_a_row_gives_the_same_pair(tmp_path: Path, form: str, name: str) -> None:
-    template = TEMPLATES[name]
-    expected = pairs_of(tmp_path / "a", [FORMS["texts"]], template)
-    found = pairs_of(tmp_path / "b", [FORMS[form]], template)
-    for one, other in ((expected.chosen, found.chosen), (expected.rejected, found.rejected)):
-        assert [part.tolist() for part in one[0]] == [part.tolist() for part in other[0]]
-    ((chosen, rejected),) = answers(found, template)
+def test_every_form_of_a_row_gives_the_same_pair(tmp_path: Path, name: str) -> None:
+    pairs = pairs_of(tmp_path, [*FORMS.values()], TEMPLATES[name])
+    for sequences in (pairs.chosen, pairs.rejected):
+        found = {form: [part.tolist() for part in sequences[i]] for i, form in enumerate(FORMS)}
+        assert found == dict.fromkeys(FORMS, found["texts"])
+    chosen, rejected = answers(pairs, TEMPLATES[name])[0]
     assert "4" in chosen and "5" not in chosen and "5" in rejected and "2+2" not in chosen + rejected
 
 
@@ -149,10 +146,9 @@ def test_long_answers_are_cut_and_the_pair_is_counted_once(tmp_path: Path) -> No
     assert len(pairs.chosen[0][0]) == 64 > len(pairs.rejected[0][0])
     said = read_json(made.path / "data" / "statistics.json")["train"]
     lengths = [len(rows[i][0]) for i in range(2) for rows in (pairs.chosen, pairs.rejected)]
-    assert (said["kind"], said["rows"], said["truncated_rows"], said["tokens"]) == ("pairs", 2, 1, sum(lengths))
-    assert said["label_tokens"] == sum(
-        int(rows[i][1].sum()) for i in range(2) for rows in (pairs.chosen, pairs.rejected)
-    )
+    labels = sum(int(rows[i][1].sum()) for i in range(2) for rows in (pairs.chosen, pairs.rejected))
+    counts = {"kind": "pairs", "rows": 2, "truncated_rows": 1, "tokens": sum(lengths), "label_tokens": labels}
+    assert {name: said[name] for name in counts} == counts
     assert said["length"]["max"] == lengths[0] + lengths[1]
 
 
@@ -197,10 +193,9 @@ def test_pairs_with_nothing_to_compare_are_counted_by_reason_with_the_first_plac
         ({"prompt": "p", "chosen": [{"role": "robot", "content": "a"}], "rejected": "b"}, "unknown role 'robot'"),
     ],
 )  # fmt: skip
-def test_a_row_of_a_wrong_form_is_an_error_that_names_its_line(tmp_path: Path, row: Row, message: str) -> None:
-    made = stage(tmp_path, [{"prompt": "p", "chosen": "a", "rejected": "b"}, row])
+def test_a_row_of_a_wrong_form_is_an_error_that_names_its_line(row: Row, message: str) -> None:
     with pytest.raises(DataError, match=r"rows\.jsonl:2") as caught:
-        run(made)
+        read_preference(row, "rows.jsonl:2")
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert not isinstance(caught.value, SkippedRow)
 
@@ -228,10 +223,3 @@ def test_nothing_that_is_said_before_a_completion_is_left_out() -> None:
     text = {"chosen": "a", "rejected": "b"}
     assert prompt({"system": "s", "question": "p", **text}) == [system, user("p")]
     assert prompt({"instruction": "p", "input": "x", **text})[1:] == [user("p\n\nx")]
-
-
-def test_pairs_are_no_sequences(tmp_path: Path) -> None:
-    made = stage(tmp_path, [{"prompt": "p", "chosen": "a", "rejected": "b"}])
-    run(made)
-    with pytest.raises(DataError, match=r"holds pairs, but sequences to learn \(SFT\) are needed"):
-        open_sequences(made.path / "data", "train")

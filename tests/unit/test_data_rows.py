@@ -38,15 +38,9 @@ def locations(rows):
     return [where for where, _ in rows]
 
 
-def write_arrow_file(path):
-    table = pa.Table.from_pylist(ROWS)
-    with pa.ipc.new_file(path, table.schema) as file:
-        file.write_table(table)
-
-
-def write_arrow_stream(path):
-    table = pa.Table.from_pylist(ROWS)
-    with pa.ipc.new_stream(path, table.schema) as file:
+def write_arrow(path, rows=ROWS, new_file=pa.ipc.new_file):
+    table = pa.Table.from_pylist(rows)
+    with new_file(path, table.schema) as file:
         file.write_table(table)
 
 
@@ -69,8 +63,8 @@ WRITERS = {
     "rows.csv.bz2": lambda path: packed(path, bz2.compress, WRITERS["rows.csv"]),
     "rows.tsv.xz": lambda path: packed(path, lzma.compress, WRITERS["rows.tsv"]),
     "rows.parquet": lambda path: pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path),
-    "file.arrow": write_arrow_file,
-    "stream.arrow": write_arrow_stream,
+    "file.arrow": write_arrow,
+    "stream.arrow": lambda path: write_arrow(path, new_file=pa.ipc.new_stream),
     "saved": lambda path: datasets.Dataset.from_list(ROWS).save_to_disk(str(path)),
     "saved_splits": lambda path: datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)).save_to_disk(str(path)),
 }
@@ -101,32 +95,33 @@ TALKS = {"OpenAI": {"messages": TALK}, "ShareGPT": {"conversations": SHAREGPT}, 
 WIDE = pa.large_list(pa.struct({"role": pa.dictionary(pa.int32(), pa.string()), "content": pa.large_string()}))
 
 
-@pytest.mark.parametrize("talk", TALKS.values(), ids=TALKS)
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.arrow", "saved", "a.csv"])
-def test_every_format_holds_conversations(tmp_path, name, talk):
-    path = tmp_path / name
-    if name == "saved":
-        datasets.Dataset.from_list([talk]).save_to_disk(str(path))
-    elif name == "a.parquet":
-        pyarrow.parquet.write_table(pa.Table.from_pylist([talk]), path)
-    elif name == "a.arrow":
-        table = pa.Table.from_pylist([talk])
-        with pa.ipc.new_file(path, table.schema) as file:
-            file.write_table(table)
-    elif name == "a.csv":
-        fields = [value if isinstance(value, str) else json.dumps(value) for value in talk.values()]
-        with open(path, "w", newline="") as file:
-            csv.writer(file).writerows([talk.keys(), fields])
-    else:
-        path.write_text(json.dumps([talk] if name == "a.json" else talk))
-    (row,) = values(load_rows(DatasetConfig(name=str(path))))
-    assert read_conversation(row, "row") == TALK
+def write_csv(path, rows):
+    fields = [[value if isinstance(value, str) else json.dumps(value) for value in row.values()] for row in rows]
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows([rows[0].keys(), *fields])
 
 
-def test_wide_and_coded_columns_are_text_too(tmp_path):
-    table = pa.table({"messages": pa.array([TALK], WIDE)})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    assert read_conversation(values(load_rows(DatasetConfig(name=str(tmp_path / "a.parquet"))))[0], "row") == TALK
+WRITERS_OF_ROWS = {
+    "a.jsonl": write_jsonl,
+    "a.json": lambda path, rows: path.write_text(json.dumps(rows)),
+    "a.parquet": lambda path, rows: pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path),
+    "wide.parquet": lambda path, rows: pyarrow.parquet.write_table(
+        pa.table({name: pa.array([row[name] for row in rows], WIDE) for name in rows[0]}), path
+    ),
+    "a.arrow": write_arrow,
+    "saved": lambda path, rows: datasets.Dataset.from_list(rows).save_to_disk(str(path)),
+    "a.csv": write_csv,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS_OF_ROWS)
+def test_every_format_holds_conversations(tmp_path, name):
+    for talk in list(TALKS.values())[: 1 if name == "wide.parquet" else None]:
+        path = tmp_path / "_".join(talk) / name
+        path.parent.mkdir()
+        WRITERS_OF_ROWS[name](path, [talk])
+        (row,) = values(load_rows(DatasetConfig(name=str(path))))
+        assert read_conversation(row, "row") == TALK, talk
 
 
 def test_a_tool_call_has_the_arguments_that_it_was_written_with(tmp_path):
@@ -191,13 +186,6 @@ def test_a_row_knows_its_line_although_blank_lines_are_passed_over(tmp_path):
     assert values(rows)[1] == {"x": 2}
 
 
-def test_a_csv_row_knows_its_line_and_keeps_leading_zeros(tmp_path):
-    (tmp_path / "a.csv").write_text('prompt,answer\n"two\nlines",007\nb,8\n')
-    rows = load_rows(DatasetConfig(name=str(tmp_path / "a.csv")))
-    assert values(rows)[0] == {"prompt": "two\nlines", "answer": "007"}
-    assert locations(rows)[1] == "a.csv:4"
-
-
 def test_a_csv_field_may_be_long(tmp_path):
     (tmp_path / "a.csv").write_text(f"prompt,response\nq,{'a' * 200_000}\n")
     assert values(load_rows(DatasetConfig(name=str(tmp_path / "a.csv")))) == [
@@ -217,20 +205,13 @@ def test_a_file_that_is_not_there_is_told_with_the_folders_that_were_looked_in(t
     [
         ("a.jsonl", '{"x": 1}\n{"x": }\n', r"^a\.jsonl:2: malformed JSON, Expecting value at column 7"),
         ("a.jsonl", '{"x": 1}\n[1, 2]\n', r"^a\.jsonl:2: a line must be a JSON object .*'\[1, 2\]'"),
-        ("a.jsonl", "\n \n", r"^a\.jsonl: file holds no rows"),
         ("a.json", '[{"x": 1},\n {"x": }]', r"^a\.json:2: malformed JSON"),
-        (
-            "a.json",
-            '{\n "data": [\n  {"x": 1}]}',
-            r"^a\.json:1: the JSON object does not end on its line; write an array",
-        ),
+        ("a.json", '{\n "data": [\n  {"x": 1}]}', r"^a\.json:1: the JSON object does not end on its line; write an"),
         ("a.json", '[{"x": 1}, 3]', r"^a\.json row 1: a row must be a JSON object, not '3'"),
         ("a.json", "[]", r"^a\.json: file holds no rows"),
         ("a.csv", "x,y\n1,2\n3\n", r"^a\.csv:3: the line does not have the 2 fields"),
         ("a.csv", "x,y\n1,2,3\n", r"^a\.csv:2: the line does not have the 2 fields"),
         ("a.csv", 'x,y\n1,"2\n', r"^a\.csv:2: malformed CSV"),
-        ("a.parquet", "no", r"^a\.parquet is not a readable parquet file"),
-        ("a.arrow", "no", r"^a\.arrow is not a readable Arrow file"),
         ("a.txt", "no", r"a\.txt has the suffix '\.txt'; known: \.jsonl"),
     ],
 )
@@ -240,27 +221,13 @@ def test_a_malformed_file_is_a_data_error_that_names_the_place(tmp_path, name, c
         load_rows(DatasetConfig(name=str(tmp_path / name)))
 
 
-def test_text_that_is_not_utf8_is_a_data_error(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"x": 1}\n{"x": "\xff"}\n')
-    with pytest.raises(DataError, match=r"^a\.jsonl:2: byte 16 is not UTF-8"):
-        load_rows(DatasetConfig(name=str(tmp_path / "a.jsonl")))
+NAMES = ["./no.jsonl", "no.parquet", "~no-such-user/no.csv", f"{'no' * 200}.json", "no\0.jsonl", "no\n.jsonl"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "./missing.jsonl",
-        "/no/such/folder",
-        "missing.parquet",
-        "~no-such-user/missing.csv",
-        f"{'missing' * 60}.json",
-        "missing\0.jsonl",
-        "missing\n.jsonl",
-    ],
-)
+@pytest.mark.parametrize("name", ["/no/such/folder", *NAMES])
 def test_a_missing_file_is_a_data_error_that_names_key_and_path(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"validation\.dataset\.name = '.*(missing|folder).*': .*does not exist"):
+    with pytest.raises(DataError, match=r"validation\.dataset\.name = '.*no.*': .*does not exist"):
         load_rows(DatasetConfig(name=name), "validation.dataset")
 
 
@@ -292,23 +259,14 @@ def test_a_name_longer_than_a_path_can_be_is_a_data_error(monkeypatch):
 
 
 def test_a_folder_gives_the_files_of_each_split_in_the_order_asked_for(tmp_path):
-    for name, part in [
-        ("train-00001", ROWS[1:2]),
-        ("train-00000", ROWS[:1]),
-        ("test", ROWS[4:]),
-        ("trains", ROWS[2:3]),
-    ]:
+    parts = {"train-00001": ROWS[1:2], "train-00000": ROWS[:1], "test": ROWS[4:], "trains": ROWS[2:3]}
+    for name, part in parts.items():
         write_jsonl(tmp_path / f"{name}.jsonl", part)
     folder = str(tmp_path)
     assert values(load_rows(DatasetConfig(name=folder))) == ROWS[:2]
     assert values(load_rows(DatasetConfig(name=folder, split=("test", "train")))) == [ROWS[4], *ROWS[:2]]
-    for window, chosen in {
-        "[:1]": ROWS[:1],
-        "[1:]": ROWS[1:2],
-        "[-1:]": ROWS[1:2],
-        "[:50%]": ROWS[:1],
-        "[:9]": ROWS[:2],
-    }.items():
+    windows = {"[:1]": ROWS[:1], "[1:]": ROWS[1:2], "[-1:]": ROWS[1:2], "[:50%]": ROWS[:1], "[:9]": ROWS[:2]}
+    for window, chosen in windows.items():
         rows = load_rows(DatasetConfig(name=folder, split=(f"train{window}",)))
         assert values(rows) == chosen and len(rows) == len(chosen)
     assert values(load_rows(DatasetConfig(name=folder, split=("train[:1]", "test[:1]")))) == [ROWS[0], ROWS[4]]
@@ -377,10 +335,10 @@ def test_parquet_rows_are_read_a_batch_at_a_time(tmp_path, monkeypatch):
     assert locations(rows)[29] == "a.parquet row 29"
 
 
-def test_csv_rows_of_several_lines_are_read_alone(tmp_path):
-    (tmp_path / "a.csv").write_bytes('prompt,answer\r\n"a\r\nb, ""é""",1\r\n\r\nc,2'.encode())
+def test_csv_rows_of_several_lines_are_read_alone_and_keep_leading_zeros(tmp_path):
+    (tmp_path / "a.csv").write_bytes('prompt,answer\r\n"a\r\nb, ""é""",007\r\n\r\nc,2'.encode())
     rows = load_rows(DatasetConfig(name=str(tmp_path / "a.csv")))
-    assert values(rows) == [{"prompt": 'a\r\nb, "é"', "answer": "1"}, {"prompt": "c", "answer": "2"}]
+    assert values(rows) == [{"prompt": 'a\r\nb, "é"', "answer": "007"}, {"prompt": "c", "answer": "2"}]
     assert locations(rows) == ["a.csv:3", "a.csv:5"]
 
 

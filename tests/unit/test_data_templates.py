@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -33,6 +34,7 @@ CONVERSATIONS = {
         "ASSISTANT: or USER: or assistant\n?", "user\nASSISTANT: system", "model\n", "model"
     ),
     "an answer that says nothing": turns("One?", "First.", "Two?", "", "Three?", "Third."),
+    "seventy answers": turns(*(f"{i}?" if i % 2 else f"{i}." for i in range(1, 141))),
 }
 
 
@@ -47,8 +49,9 @@ def expected_mask(tokenizer: Any, family: Family, messages: list[dict[str, str]]
     return [int(any(bytes_to_write[start:end])) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-MANY = turns(*(f"{i}?" if i % 2 else f"{i}." for i in range(1, 141)))
-CONVERSATIONS["seventy answers"] = MANY
+@cache
+def tokenizer_of(family: Family, num_merges: int) -> Any:
+    return byte_tokenizer(family.template, end_token=family.end_token, num_merges=num_merges, special=family.special)
 
 
 @pytest.mark.parametrize("num_merges", [0, 300], ids=["bytes", "merged"])
@@ -57,9 +60,7 @@ CONVERSATIONS["seventy answers"] = MANY
 def test_what_the_assistant_has_to_write_is_learned_and_nothing_else(
     family: Family, messages: list[dict[str, str]], num_merges: int
 ) -> None:
-    tokenizer = byte_tokenizer(
-        family.template, end_token=family.end_token, num_merges=num_merges, special=family.special
-    )
+    tokenizer = tokenizer_of(family, num_merges)
     if family.refuses_system and messages[0]["role"] == "system":
         with pytest.raises(RefusedRow, match="roles must alternate"):
             conversation_tokens(tokenizer, messages, "row")

@@ -32,17 +32,10 @@ TRAIN = TrainConfig.model_validate(
     {"param_dtype": "float32", "optm_grad_norm_clip": 0.0, "optm_lr": 1e-9, "train_policy": {"type": "grpo"}}
 )
 VARIANTS: dict[str, dict[str, Any]] = {
-    "grpo": {},
     "dapo": {"variant": "dapo", "epsilon_high": 0.28, "entropy_coeff": 0.1},
-    "gspo": {"variant": "gspo"},
-    "cispo": {"variant": "cispo"},
-    "dr.grpo": {
-        "unbiased_advantage": True, "loss_type": "seq-mean-token-mean", "unbiased_loss_max_tokens": 8
-    },
-    "rloo": {"algo": "rloo"},
+    "dr.grpo": {"loss_type": "seq-mean-token-mean", "unbiased_loss_max_tokens": 8},
     "aipo": {"aipo_rho": 2.0},
-    "decoupled": {"use_decoupled_loss": True},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

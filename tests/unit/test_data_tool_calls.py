@@ -110,21 +110,6 @@ def test_tools_that_the_template_leaves_out_are_refused_unless_a_turn_describes_
     assert learned(tokenizer, *conversation_tokens(tokenizer, [told, ASKED, ANSWERED], "row", tools))
 
 
-@pytest.mark.parametrize("names", [("role", "content"), ("from", "value")])
-def test_a_turn_of_weight_0_is_read_and_not_learned(names: tuple[str, str]) -> None:
-    turns = [
-        ("user", "q", {}),
-        ("assistant", "BAD", {"weight": 0}),
-        ("user", "r", {}),
-        ("assistant", "a", {"weight": 1}),
-    ]
-    row = {"messages": [dict(zip(names, turn, strict=False)) | weight for *turn, weight in turns]}
-    tokenizer = byte_tokenizer(CHATML)
-    ids, mask = conversation_tokens(tokenizer, read_conversation(row, "row"), "row")
-    assert learned(tokenizer, ids, mask) == ["a<|im_end|>"]
-    assert "BAD<|im_end|>" in tokenizer.decode(ids)
-
-
 def test_a_conversation_of_weight_0_has_nothing_to_learn() -> None:
     with pytest.raises(SkippedRow, match="without an assistant turn to learn"):
         learned_of({"messages": [ASKED, {**ANSWERED, "weight": 0}]}, CHATML)
@@ -171,8 +156,8 @@ def test_a_call_of_the_older_form_has_the_arguments_that_it_was_written_with(tmp
     assert [turns[1]["tool_calls"][0]["function"]["arguments"] for turns in found] == [{"city": "Paris"}, {"days": 1}]
 
 
-@pytest.mark.parametrize("role", ["developer", "tool"])
-def test_a_developer_or_tool_turn_that_the_template_leaves_out_is_refused(role: str) -> None:
+@pytest.mark.parametrize("role", ["system", "developer", "tool"])
+def test_a_system_developer_or_tool_turn_that_the_template_leaves_out_is_refused(role: str) -> None:
     without = CHATML.replace("in messages %}", "in messages if m.role in ['user', 'assistant'] %}")
     turns = [ASKED, {"role": role, "content": "It rains in Oslo"}, ANSWERED]
     assert "in Oslo" in byte_tokenizer(CHATML).decode(conversation_tokens(byte_tokenizer(CHATML), turns, "row")[0])

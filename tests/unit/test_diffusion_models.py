@@ -35,9 +35,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def opened(folder: Path, **diffusers: Any) -> DiffusionModel:
-    return open_family(
-        str(folder), PolicyConfig(is_diffusers=True, diffusers={"max_prompt_length": LENGTH, **diffusers})
-    )
+    settings = {"max_prompt_length": LENGTH, **diffusers}
+    return open_family(str(folder), PolicyConfig(is_diffusers=True, diffusers=settings))
 
 
 def pipeline_of(family: DiffusionModel) -> Any:
@@ -74,10 +73,13 @@ class Recorder:
 
 
 @torch.no_grad()
-def test_the_prediction_is_that_of_the_pipelines_own_call(family: DiffusionModel) -> None:
+def test_prediction_and_decoding_are_those_of_the_pipelines_own_call(family: DiffusionModel) -> None:
     pipeline = pipeline_of(family)
+    shown = call(family, pipeline, guidance_scale=1.0, output_type="pt")[0]
     recorder = Recorder(pipeline.transformer)
-    call(family, pipeline, guidance_scale=1.0, output_type="latent")
+    latents = call(family, pipeline, guidance_scale=1.0, output_type="latent")[0]
+    ours = (family.decode(latents) / 2 + 0.5).clamp(0, 1)
+    assert ((ours.transpose(1, 2) if family.is_video else ours) - shown).abs().max() <= 1e-6
     text = family.text_embedding(PROMPTS)
     network = family.load_denoiser(torch.float32)
     assert len(recorder.calls) == 2
@@ -90,17 +92,6 @@ def test_the_prediction_is_that_of_the_pipelines_own_call(family: DiffusionModel
                 assert torch.equal(ours, given[name]), name
         ours = family.predict(network, given["hidden_states"], sigma_B, text)
         assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
-
-
-@torch.no_grad()
-def test_decoding_is_the_pipelines(family: DiffusionModel) -> None:
-    pipeline = pipeline_of(family)
-    settings = {"guidance_scale": 1.0}
-    latents = call(family, pipeline, output_type="latent", **settings)[0]
-    shown = call(family, pipeline, output_type="pt", **settings)[0]
-    ours = (family.decode(latents) / 2 + 0.5).clamp(0, 1)
-    ours = ours.transpose(1, 2) if family.is_video else ours
-    assert (ours - shown).abs().max() <= 1e-6
 
 
 def test_encoding_is_what_decoding_takes_back(family: DiffusionModel) -> None:
@@ -240,8 +231,8 @@ def test_a_network_is_told_noise_levels_in_the_timesteps_of_its_scheduler(tmp_pa
     family = opened(folder)
     theirs = family.folder.load("scheduler")
     theirs.set_timesteps(4)
-    text = family.text_embedding(PROMPTS)
-    inputs = family.nft_prepare_transformer_input(torch.zeros(4, 16, 2, 2), family.set_scheduler_timestep(4)[:-1], text)
+    text, levels_N = family.text_embedding(PROMPTS), family.set_scheduler_timestep(4)[:-1]
+    inputs = family.nft_prepare_transformer_input(torch.zeros(4, 16, 2, 2), levels_N, text)
     assert torch.allclose(inputs["timestep"].float(), theirs.timesteps, rtol=1e-5)
 
 
@@ -291,19 +282,19 @@ def test_sizes_that_the_network_cannot_take_are_refused(tmp_path: Path) -> None:
         family.latent_shape(32, 32, 6)
 
 
-@pytest.mark.parametrize(("name", "least", "said"), [("sd3", 1, "no"), ("cosmos_predict", 3, "2")])
-def test_more_given_frames_than_the_network_takes_are_refused(name: str, least: int, said: str, tmp_path: Path) -> None:
-    model = tiny_pipelines.save(name, tmp_path / name)
-    policy = PolicyConfig(is_diffusers=True, diffusers=DiffusersConfig(min_given_frames=least, max_given_frames=least))
-    with pytest.raises(ConfigError, match=rf"min_given_frames = {least}: \w+ can be given {said} latent frames"):
-        open_family(str(model), policy)
-
-
-def test_a_prompt_longer_than_the_pipeline_takes_is_refused_before_anything_is_encoded(tmp_path: Path) -> None:
-    model = tiny_pipelines.save("sd3", tmp_path / "sd3")
-    policy = PolicyConfig(is_diffusers=True, diffusers=DiffusersConfig(max_prompt_length=600))
-    with pytest.raises(ConfigError, match=r"max_prompt_length = 600: the T5 of a .* takes at most 512 tokens"):
-        open_family(str(model), policy)
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("sd3", {"min_given_frames": 1, "max_given_frames": 1}, r"frames = 1: \w+ can be given no latent frames"),
+        ("cosmos_predict", {"min_given_frames": 3, "max_given_frames": 3}, r"frames = 3: \w+ can be given 2 latent"),
+        ("sd3", {"max_prompt_length": 600}, r"max_prompt_length = 600: the T5 of a .* takes at most 512 tokens"),
+    ],
+)
+def test_frames_and_prompts_that_the_network_does_not_take_are_refused_before_anything_is_encoded(
+    name: str, settings: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        opened(tiny_pipelines.save(name, tmp_path), **settings)
 
 
 def test_a_guardrail_that_the_folder_names_is_not_loaded(tmp_path: Path) -> None:

@@ -72,17 +72,14 @@ def test_rewards_of_validation_score_what_was_drawn_and_the_seed_is_the_same_eac
     first, second = validated(stage)
     assert first["validation/reward"] == pytest.approx(expected, abs=1e-6)
     assert second["validation/reward"] == pytest.approx(first["validation/reward"], abs=1e-3)
-    assert (
-        np.mean([np.abs(a.astype(int) - b).mean() for a, b in zip(images(stage, 0), images(stage, 2), strict=True)]) < 1
-    )
+    pairs = zip(images(stage, 0), images(stage, 2), strict=True)
+    assert np.mean([np.abs(a.astype(int) - b).mean() for a, b in pairs]) < 1
 
 
 def test_the_average_is_drawn_with_where_there_is_one(inputs: Inputs, tmp_path: Path) -> None:
-    ema = {"train.ema_enable": True, "train.ema_decay": 0.999999, "train.optm_lr": 0.02}
-    raw, averaged = (
-        inputs.stage(tmp_path / name, **QUICK, **more)
-        for name, more in (("raw", {"train.optm_lr": 0.02}), ("ema", ema))
-    )
+    ema = {"train.ema_enable": True, "train.ema_decay": 0.999999}
+    settings = {**QUICK, "train.optm_lr": 0.02}
+    raw, averaged = inputs.stage(tmp_path / "raw", **settings), inputs.stage(tmp_path / "ema", **settings, **ema)
     for stage in (raw, averaged):
         train(stage)
     assert all((a == b).all() for a, b in zip(images(raw, 0), images(averaged, 0), strict=True))
@@ -105,8 +102,5 @@ def test_videos_are_drawn_as_clips(inputs: Inputs, tmp_path: Path) -> None:
     settings = {**QUICK, "policy.diffusers.inference_frames": 9, "policy.diffusers.is_video": True}
     stage = inputs.stage(tmp_path / "stage", "sana_video", **settings)
     validate.run(stage)
-    assert sorted(file.name for file in (stage.path / FOLDER / "step_0").iterdir()) == [
-        "0-0.mp4",
-        "1-0.mp4",
-        "grid.png",
-    ]
+    names = sorted(file.name for file in (stage.path / FOLDER / "step_0").iterdir())
+    assert names == ["0-0.mp4", "1-0.mp4", "grid.png"]

@@ -29,7 +29,7 @@ from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import open_trainer, run, train
 from tests.effects.change import SFT, recipe, stage_of
 from tests.unit.tiny_model import save_tiny_model
-from tests.unit.trainers import NoView, micro_batch, score_in, trainer_of
+from tests.unit.trainers import NoView, assert_same_weights, micro_batch, score_in, train_until, trainer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest drops our own filter
 
@@ -119,45 +119,26 @@ def test_loss_and_gradients_are_those_of_a_plain_loop_however_pairs_are_split(in
             assert difference <= 1e-9, (settings, name)
 
 
-# Two pairs: log-probabilities of three chosen and two rejected tokens, then of one and one.
-LOGPS = {"chosen": [-3.0, -1.0], "rejected": [-2.0, -4.0]}
-REFERENCE = {"chosen": [-4.0, -1.5], "rejected": [-2.0, -3.0]}
-REWARDS = {"chosen": [0.5, 0.25], "rejected": [0.0, -0.5]}
+# Two pairs: three chosen and two rejected tokens, then one and one. Rewards are 0.5 and 0, then 0.25 and -0.5.
+LOGPS, REFERENCE, COUNTS = (-3.0, -2.0, -1.0, -4.0), (-4.0, -2.0, -1.5, -3.0), (3, 2, 1, 1)
 
 
-def softplus(x: float) -> float:
-    return math.log1p(math.exp(x))
-
-
-SIGMOID = (softplus(-0.5) + softplus(-0.75)) / 2
-BCO = (softplus(-0.5) + softplus(0.0) + softplus(-0.25) + softplus(-0.5)) / 2
-NLL = (3.0 + 1.0) / 4
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, SIGMOID),
-        ({"loss_type": "bco_pair"}, BCO),
-        ({"loss_type": "sft"}, NLL),
-        ({"loss_type": ("sigmoid", "bco_pair", "sft"), "loss_weights": (1.0, 0.5, 0.25)}, SIGMOID + BCO / 2 + NLL / 4),
-    ],
-)
-def test_the_losses_by_hand(settings: dict[str, Any], expected: float) -> None:
+@pytest.mark.parametrize("loss_type", [("sigmoid",), ("sigmoid", "bco_pair", "sft")])
+def test_loss_and_metrics_by_hand_whatever_the_order_of_rows(loss_type: tuple[str, ...]) -> None:
     samples, rows = [], []
-    for i in range(2):
-        for name, num in (("chosen", (3, 1)[i]), ("rejected", (2, 1)[i])):
-            mask = np.array([0] + [1] * num, dtype=np.uint8)
-            samples.append(Sample(np.arange(1 + num), mask, reference_logprob=REFERENCE[name][i], source="ab"[i]))
-            rows.append([LOGPS[name][i] / num] * num + [99.0] * (3 - num))
-    (update,) = Dpo(DpoConfig(type="sft", dpo=DpoLossConfig(beta=0.5, **settings))).updates(samples, NoView())
+    for i, (logprob, reference_logprob, num) in enumerate(zip(LOGPS, REFERENCE, COUNTS, strict=True)):
+        mask = np.array([0] + [1] * num, dtype=np.uint8)
+        samples.append(Sample(np.arange(1 + num), mask, reference_logprob=reference_logprob, source="aabb"[i]))
+        rows.append([logprob / num] * num + [99.0] * (3 - num))
+    config = DpoLossConfig.model_validate({"beta": 0.5, "loss_type": loss_type})
+    (update,) = Dpo(DpoConfig(type="sft", dpo=config)).updates(samples, NoView())
     logprobs_BS = torch.tensor(rows, dtype=torch.float64)
     found = update.loss(micro_batch(samples[::-1], logprobs_BS.flip(0), logprobs_BS.flip(0) != 99, [3, 2, 1, 0]))
-    assert found.value.item() == pytest.approx(expected, rel=1e-12)
     metrics = means(found.metrics)
-    of_sources = [metrics.pop("loss/a"), metrics.pop("loss/b")]
-    assert sum(of_sources) / 2 == pytest.approx(expected, rel=1e-12)
-    assert settings or of_sources == pytest.approx([softplus(-0.5), softplus(-0.75)], rel=1e-12)
+    losses = [metrics.pop("loss/a"), metrics.pop("loss/b")]
+    assert sum(losses) / 2 == pytest.approx(found.value.item(), rel=1e-12)
+    if loss_type == ("sigmoid",):
+        assert losses == pytest.approx([math.log1p(math.exp(-margin)) for margin in (0.5, 0.75)], rel=1e-12)
     assert metrics == pytest.approx(
         {
             "rewards/chosen": 0.375, "rewards/rejected": -0.25, "rewards/margin": 0.625, "rewards/accuracy": 1.0,
@@ -167,15 +148,13 @@ def test_the_losses_by_hand(settings: dict[str, Any], expected: float) -> None:
 
 
 def test_preferences_are_learned_and_measured_on_what_was_held_out(inputs: Path, tmp_path: Path) -> None:
-    at = stage(
-        inputs, tmp_path / "dpo", **{"train.epoch": 8, "validation.freq": 3, "validation.val_before_train": True}
-    )
+    settings = {"train.epoch": 8, "validation.freq": 12, "validation.val_before_train": True}
+    at = stage(inputs, tmp_path / "dpo", **settings)
     outcome = run(at)
     lines = read_metrics(at.path / "metrics.jsonl")
     first, last = lines[1], lines[-1]
-    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6) and first["rewards/margin"] == pytest.approx(
-        0, abs=1e-5
-    )
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["rewards/margin"] == pytest.approx(0, abs=1e-5)
     assert last["loss"] < 0.1 and last["rewards/accuracy"] == 1.0
     assert last["rewards/margin"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"])
     assert lines[0]["validation/loss"] == pytest.approx(math.log(2), abs=1e-6)
@@ -209,39 +188,21 @@ def test_without_a_reference_a_reward_is_the_log_probability(inputs: Path, tmp_p
     assert not (at.path / "reference").exists()
 
 
-class StopsAt(Stage):
-    """Asked to stop once its metrics have a step, and before the first reference if that is 0."""
-
-    stop_at = 0
-
-    @property  # type: ignore[override]
-    def stop_requested(self) -> bool:
-        lines = read_metrics(self.path / "metrics.jsonl")
-        return self.stop_at == 0 or (bool(lines) and lines[-1]["step"] >= self.stop_at)
-
-    @stop_requested.setter
-    def stop_requested(self, value: bool) -> None:
-        pass
-
-
-@pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("settings", [{}, {"policy.lora.r": 4}], ids=["all weights", "LoRA"])
 def test_stopped_and_resumed_ends_with_the_same_bits(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: bool
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(reference, "COMPARED_ROWS", 4)
-    settings = {"train.epoch": 2, "policy.lora.r": 4} if adapter else {"train.epoch": 2}
+    settings = {**settings, "train.epoch": 2}
     expected = train(stage(inputs, tmp_path / "whole", **settings))
-    for stop_at in (0, 2, 5):
-        base = stage(inputs, tmp_path / "cut", **settings)
-        at = StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint, base.kind)
-        at.stop_at = stop_at
-        with pytest.raises(Preempted):
-            train(at)
-        torch.manual_seed(999)
+    cut = stage(inputs, tmp_path / "cut", **settings)
+    cut.stop_requested = True
+    with pytest.raises(Preempted, match="reference log-probabilities of 0 of 12 rows"):
+        train(cut)
+    cut.stop_requested = False
+    train_until(cut, 4)
     found = train(stage(inputs, tmp_path / "cut", **settings))
-    assert expected.adapter.model is not None and found.adapter.model is not None
-    weights = found.adapter.model.state_dict()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.adapter.model.state_dict().items())
+    assert_same_weights(found.adapter.model, expected.adapter.model)
     assert found.metrics["loss"] == expected.metrics["loss"]
 
 
@@ -274,9 +235,8 @@ def test_the_reference_is_computed_once_for_the_pairs_that_are_trained(
     assert len(calls) == 6
     feed = RowFeed(pairs, at.recipe)
     trained = {tuple(sample.input_ids) for step in range(2) for sample in feed.samples(step)[0]}
-    assert {
-        tuple(rows[int(i)][0]) for i in feed.trained_row_numbers for rows in (pairs.chosen, pairs.rejected)
-    } == trained
+    both = (pairs.chosen, pairs.rejected)
+    assert {tuple(rows[int(i)][0]) for i in feed.trained_row_numbers for rows in both} == trained
     assert len(feed.trained_row_numbers) == 8
 
     model = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)

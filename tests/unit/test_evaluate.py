@@ -45,15 +45,14 @@ def answerable(folder: Path) -> None:
 def test_metrics_and_items_are_those_of_lm_eval(tmp_path: Path) -> None:
     answerable(tmp_path)
     settings: dict[str, Any] = {"num_fewshot": 1, "limit": 6, "batch_size": 2, "apply_chat_template": True}
+    shares = []
     for ours, theirs in (({}, {}), (settings, settings | {"fewshot_as_multiturn": True})):
         stage = evaluate_stage(tmp_path, **ours)
         outcome, plain = program.run(stage), plain_lm_eval(tmp_path, **theirs)
         choice, copy = plain["results"]["choice"], plain["results"]["copy"]
-        assert outcome.metrics == {
-            "evaluation/choice/acc": choice["acc,none"],
-            "evaluation/choice/acc_stderr": choice["acc_stderr,none"],
-            "evaluation/choice/acc_norm": choice["acc_norm,none"],
-            "evaluation/choice/acc_norm_stderr": choice["acc_norm_stderr,none"],
+        shares.append(copy["exact_match,first"])
+        names = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
+        assert outcome.metrics == {f"evaluation/choice/{name}": choice[f"{name},none"] for name in names} | {
             "evaluation/copy/exact_match": copy["exact_match,first"],
             "evaluation/copy/exact_match_stderr": copy["exact_match_stderr,first"],
             "evaluation/copy/exact_match_whole": copy["exact_match,whole"],
@@ -65,7 +64,7 @@ def test_metrics_and_items_are_those_of_lm_eval(tmp_path: Path) -> None:
             mine = [item for item in items if item["task"] == task]
             assert [i["doc_id"] for i in mine] == list(range(ours.get("limit", 8)))
             assert [(i["prompt_hash"], i[metric]) for i in mine] == [(s["prompt_hash"], s[metric]) for s in samples]
-    assert 0 < program.run(evaluate_stage(tmp_path)).metrics["evaluation/copy/exact_match"] <= 0.5
+    assert 0 < shares[0] <= 0.5
     report = json.loads((stage.path / "evaluation.json").read_text())
     assert (report["engine"], report["settings"]["limit"], report["tasks"]["copy"]["items"]) == ("hf", 6, 6)
     assert report["tasks"]["copy"]["version"] == 1.0 and report["tasks"]["copy"]["generation_kwargs"]["until"] == ["\n"]
@@ -88,14 +87,13 @@ def test_vllm_gives_the_numbers_of_hf_but_for_rounding(tmp_path: Path) -> None:
     ]
 
 
-def test_a_head_size_that_vllm_lacks_on_cpu_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", [program.check, pytest.param(program.run, marks=pytest.mark.full)])
+def test_a_head_size_that_vllm_lacks_on_cpu_is_one_line(tmp_path: Path, call: Any) -> None:
     stage = evaluate_stage(tmp_path, engine="vllm", max_length=128)
     config = json.loads((tmp_path / "model/config.json").read_text())
     (tmp_path / "model/config.json").write_text(json.dumps(config | {"head_dim": 16}))
-    said = r"vLLM on CPU has no attention for head_dim = 16 .*evaluate.engine = 'hf'"
-    for call in (program.check, program.run):
-        with pytest.raises(ConfigError, match=said):
-            call(stage)
+    with pytest.raises(ConfigError, match=r"vLLM on CPU has no attention for head_dim = 16 .*evaluate.engine = 'hf'"):
+        call(stage)
 
 
 def test_an_engine_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +103,8 @@ def test_an_engine_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch
 
 
 def test_a_group_has_metrics_too(tmp_path: Path) -> None:
-    assert metrics_of({"both": {"alias": "both", "acc,none": 0.5, "acc_stderr,none": "N/A"}}) == {
-        "evaluation/both/acc": 0.5
-    }
+    results = {"both": {"alias": "both", "acc,none": 0.5, "acc_stderr,none": "N/A"}}
+    assert metrics_of(results) == {"evaluation/both/acc": 0.5}
 
 
 def test_a_stopped_evaluation_goes_on_after_its_last_response(tmp_path: Path) -> None:
@@ -158,9 +155,8 @@ def test_what_cannot_be_run_is_refused_in_one_line(tmp_path: Path, call: Any, mo
     assert "set HF_HOME to that cache, or name a task of local files in evaluate.include_path" in message
     evaluate_stage(tmp_path)
     (tmp_path / "model" / "chat_template.jinja").unlink()
-    assert "has no chat template; set it to false, or policy.chat_template" in refusal(
-        ModelError, apply_chat_template=True
-    )
+    message = refusal(ModelError, apply_chat_template=True)
+    assert "has no chat template; set it to false, or policy.chat_template" in message
     (tmp_path / "tasks" / "test.jsonl").unlink()
     assert "test.jsonl" in refusal(DataError)
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"):
@@ -185,14 +181,12 @@ def test_models_tasks_rows_and_settings_count_by_content(tmp_path: Path) -> None
     write_tasks(tmp_path / "suite", dataset_kwargs={"data_files": {"test": [str(tmp_path / "elsewhere.jsonl")]}})
     save_model(tmp_path / "model")
     seen = [fingerprint_with(tmp_path)]
-    (tmp_path / "elsewhere.jsonl").write_text("{}")
-    seen.append(fingerprint_with(tmp_path))
-    (tmp_path / "elsewhere.jsonl").write_text("{ }")
-    seen.append(fingerprint_with(tmp_path))
-    (tmp_path / "suite" / "choice.yaml").write_text("task: choice")
-    seen.append(fingerprint_with(tmp_path))
-    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 3}')
-    seen.append(fingerprint_with(tmp_path))
+    for file, content in (
+        ("elsewhere.jsonl", "{}"), ("elsewhere.jsonl", "{ }"), ("suite/choice.yaml", "task: choice"),
+        ("model/generation_config.json", '{"eos_token_id": 3}'),
+    ):  # fmt: skip
+        (tmp_path / file).write_text(content)
+        seen.append(fingerprint_with(tmp_path))
     for setting in ("evaluate.limit=3", 'evaluate.engine="hf"', 'rollout.backend="hf"', "evaluate.seed=0"):
         seen.append(fingerprint_with(tmp_path, setting))
     assert len(set(seen)) == len(seen)

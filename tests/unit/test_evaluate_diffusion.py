@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,14 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
+def sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("sd3", tmp_path_factory.mktemp("models") / "sd3")
+
+
+@pytest.fixture(autouse=True)
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards have one process."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
 
 
 def evaluation(folder: Path, model: Path, **settings: Any) -> Stage:
@@ -71,13 +79,12 @@ def plain_samples(model: Path, prompt: str, index: int) -> np.ndarray:
     return np.asarray(np.asarray(output) * 255).round().astype(np.uint8)
 
 
-def test_metrics_are_rewards_of_the_samples_of_diffusers(models: Path, tmp_path: Path) -> None:
-    stage = evaluation(tmp_path, model := save("sd3", models / "sd3"))
+def test_metrics_are_rewards_of_the_samples_of_diffusers(sd3: Path, tmp_path: Path) -> None:
+    stage = evaluation(tmp_path, sd3)
     assert "3 prompts" in str(program.check(stage).info["found"])
     outcome = program.run(stage)
-    redness = [
-        plain_samples(model, text, i)[..., 0].mean() / 255 for i, text in enumerate(("red", "blue sky", "green"))
-    ]
+    prompts = ("red", "blue sky", "green")
+    redness = [plain_samples(sd3, text, i)[..., 0].mean() / 255 for i, text in enumerate(prompts)]
     assert outcome.metrics["evaluation/colours/redness"] == pytest.approx(np.mean(redness), abs=1e-3)
     assert outcome.metrics["evaluation/colours/letters"] == (3 + 8 + 5) / 3
     assert outcome.metrics["evaluation/colours/letters_stderr"] == pytest.approx(np.std([3, 8, 5], ddof=1) / 3**0.5)
@@ -93,10 +100,9 @@ def test_metrics_are_rewards_of_the_samples_of_diffusers(models: Path, tmp_path:
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "sd3"])
-def test_every_family_is_sampled(family: str, models: Path, tmp_path: Path) -> None:
-    stage = evaluation(
-        tmp_path, save(family, models / family), **{"evaluate.limit": 1, "evaluate.samples_per_prompt": 1}
-    )
+def test_every_family_is_sampled(family: str, tmp_path: Path) -> None:
+    settings = {"evaluate.limit": 1, "evaluate.samples_per_prompt": 1}
+    stage = evaluation(tmp_path, save(family, tmp_path / family), **settings)
     metrics = program.run(stage).metrics
     assert 0 < metrics["evaluation/colours/redness"] < 1
     suffix = "mp4" if family in CLIPS else "png"
@@ -104,10 +110,9 @@ def test_every_family_is_sampled(family: str, models: Path, tmp_path: Path) -> N
 
 
 def test_a_stopped_stage_continues_with_the_next_batch(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sd3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = save("sd3", models / "kept")
-    stage, whole = evaluation(tmp_path, model), evaluation(tmp_path, model)
+    stage, whole = evaluation(tmp_path, sd3), evaluation(tmp_path, sd3)
     expected = program.run(whole).metrics
     stage.stop_requested = True
     with pytest.raises(Preempted, match="the scores of 2 prompts are kept"):
@@ -126,14 +131,14 @@ def test_a_stopped_stage_continues_with_the_next_batch(
     assert program.run(stage).metrics == expected and sampled == ["green", "two"]
 
 
-def test_an_invalid_reward_is_counted_and_never_zero(models: Path, tmp_path: Path) -> None:
-    stage = evaluation(tmp_path, save("sd3", models / "invalid"))
+def test_an_invalid_reward_is_counted_and_never_zero(sd3: Path, tmp_path: Path) -> None:
+    stage = evaluation(tmp_path, sd3)
     (tmp_path / "colours.txt").write_text("red\nunknown\n")
     metrics = program.run(stage).metrics
     assert metrics["evaluation/colours/letters"] == 3 and metrics["evaluation/colours/invalid"] == 2
     items = pq.read_table(stage.path / "items.parquet").to_pylist()
     assert [each["letters"] for each in items] == [3, None, 4]
-    failing = evaluation(tmp_path, models / "invalid", **{"evaluate.batch_size": 1})
+    failing = evaluation(tmp_path, sd3, **{"evaluate.batch_size": 1})
     (tmp_path / "colours.txt").write_text("unknown\n")
     (tmp_path / "rewards.py").write_text(REWARDS.replace("/ 255", "/ missing"))
     with pytest.raises(RewardError, match="no reward of the first batch is valid; the first: redness: NameError"):
@@ -160,8 +165,8 @@ def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "evaluate.prompts is for diffusion models" in refused(tmp_path, 'prompts = ["a.txt"]', "")
 
 
-def test_a_prompt_set_that_cannot_be_read_is_refused(models: Path, tmp_path: Path) -> None:
-    stage = evaluation(tmp_path, save("sd3", models / "refused"))
+def test_a_prompt_set_that_cannot_be_read_is_refused(sd3: Path, tmp_path: Path) -> None:
+    stage = evaluation(tmp_path, sd3)
     empty = "counts.jsonl: file holds no rows; evaluate.prompts needs at least one"
     for content, message in (("\n\n", empty), ('{"text": 3}\n', "it has no text prompt")):
         (tmp_path / "counts.jsonl").write_text(content)
@@ -175,9 +180,8 @@ def test_a_prompt_set_without_a_split_names_only_keys_that_exist(tmp_path: Path)
         read_prompt_sets(settings)
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train-00000-of-00001.jsonl").write_text('{"prompt": "red"}\n')
-    with pytest.raises(
-        DataError, match=r"^evaluate.prompts: \S+/set has no file for the split 'test'; it holds [\w.-]+$"
-    ):
+    no_split = r"^evaluate.prompts: \S+/set has no file for the split 'test'; it holds [\w.-]+$"
+    with pytest.raises(DataError, match=no_split):
         read_prompt_sets(settings)
     (tmp_path / "set" / "a.png").touch()
     with pytest.raises(DataError, match=r"^evaluate.prompts: the split is 'test', but \S+ has no folder of that name$"):
@@ -185,10 +189,10 @@ def test_a_prompt_set_without_a_split_names_only_keys_that_exist(tmp_path: Path)
 
 
 def test_content_of_prompts_and_rewards_and_settings_of_sampling_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sd3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    save("sd3", tmp_path / "model")
+    shutil.copytree(sd3, tmp_path / "model")
     (tmp_path / "colours.txt").write_text("red\n")
     (tmp_path / "rewards.py").write_text(REWARDS)
     text = (
@@ -214,9 +218,9 @@ def test_content_of_prompts_and_rewards_and_settings_of_sampling_count(
     assert mark(text.replace("eval_num_steps = 4", unread)) == marks[-1]
 
 
-def test_a_reward_of_texts_is_refused_and_the_stage_takes_one_gpu(models: Path, tmp_path: Path) -> None:
-    stage = evaluation(tmp_path, save("sd3", models / "texts"), **{"evaluate.rewards": ["overlong"],
-                                                                 "rollout.parallelism.tp_size": 4})  # fmt: skip
+def test_a_reward_of_texts_is_refused_and_the_stage_takes_one_gpu(sd3: Path, tmp_path: Path) -> None:
+    settings = {"evaluate.rewards": ["overlong"], "rollout.parallelism.tp_size": 4}
+    stage = evaluation(tmp_path, sd3, **settings)
     for program_of in (program.check, program.run):
         with pytest.raises(RewardError, match="'overlong' scores texts, and samples are images or videos"):
             program_of(stage)
@@ -224,10 +228,10 @@ def test_a_reward_of_texts_is_refused_and_the_stage_takes_one_gpu(models: Path, 
 
 
 def test_a_clip_of_one_frame_is_an_image_and_each_pass_of_the_denoiser_is_a_sign_of_life(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"policy.diffusers.inference_frames": 1, "evaluate.limit": 1, "evaluate.samples_per_prompt": 1}
-    stage = evaluation(tmp_path, save("sana_video", models / "frame"), **settings)
+    stage = evaluation(tmp_path, save("sana_video", tmp_path / "frame"), **settings)
     (tmp_path / "rewards.py").write_text(REWARDS.replace("return float(", "media.size and 0; return float("))
     beats: list[str] = []
     monkeypatch.setattr(type(stage.progress), "beat", lambda progress: beats.append("beat"))

@@ -12,19 +12,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma4Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Tokenizer,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from cosmos_core.checkpoint import export
 from cosmos_core.config.schema.pipeline import StageConfig
@@ -43,16 +33,16 @@ SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 259,
 }  # fmt: skip
-FAMILIES = {"qwen3": (Qwen3ForCausalLM, Qwen3Config), "llama": (LlamaForCausalLM, LlamaConfig)}
+FAMILIES = {"qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config), "llama": (hf.LlamaForCausalLM, hf.LlamaConfig)}
 
 
-def make_tokenizer() -> Qwen2Tokenizer:
+def make_tokenizer() -> hf.Qwen2Tokenizer:
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     vocabulary = {piece: i for i, piece in enumerate([*sorted(ByteLevel.alphabet()), *special])}
-    return Qwen2Tokenizer(vocab=vocabulary, merges=[], eos_token="<|im_end|>", chat_template=TEMPLATE)
+    return hf.Qwen2Tokenizer(vocab=vocabulary, merges=[], eos_token="<|im_end|>", chat_template=TEMPLATE)
 
 
-def make_model(family: str, *, tied: bool, seed: int = 0) -> PreTrainedModel:
+def make_model(family: str, *, tied: bool, seed: int = 0) -> hf.PreTrainedModel:
     torch.manual_seed(seed)
     model_class, config_class = FAMILIES[family]
     model = model_class(config_class(**SIZES, tie_word_embeddings=tied))
@@ -80,7 +70,7 @@ def test_an_export_holds_exactly_the_cast_weights_and_the_dtype(tmp_path: Path, 
     for dtype in (torch.bfloat16, torch.float32):
         target = tmp_path / str(dtype)
         export_model(model, make_tokenizer(), target, dtype=dtype)
-        reloaded, loading = AutoModelForCausalLM.from_pretrained(target, dtype="auto", output_loading_info=True)
+        reloaded, loading = hf.AutoModelForCausalLM.from_pretrained(target, dtype="auto", output_loading_info=True)
         assert not any(loading.values())
         assert type(reloaded) is type(model)
         for name, tensor in reloaded.state_dict().items():
@@ -88,7 +78,7 @@ def test_an_export_holds_exactly_the_cast_weights_and_the_dtype(tmp_path: Path, 
             assert torch.equal(tensor, before[name].to(dtype)), name
         assert json.loads((target / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
         assert ("lm_head.weight" in load_file(target / "model.safetensors")) == (not tied)
-        assert AutoTokenizer.from_pretrained(target).chat_template == TEMPLATE
+        assert hf.AutoTokenizer.from_pretrained(target).chat_template == TEMPLATE
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert model.dtype == torch.float32
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
@@ -136,8 +126,8 @@ def test_the_logits_of_the_trainer_are_those_of_blocks_that_are_not_compiled() -
 def test_a_model_whose_scale_is_rounded_to_its_dtype_is_proven(family: str, tmp_path: Path) -> None:
     """The scale of embeddings, the root of 32, is a buffer that no checkpoint holds."""
     base = save_family(family, tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-    export_model(model, AutoTokenizer.from_pretrained(base), tmp_path / "m", dtype=None)
+    model = hf.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    export_model(model, hf.AutoTokenizer.from_pretrained(base), tmp_path / "m", dtype=None)
     assert "reload: bit-identical" in verify_export(model, tmp_path / "m", dtype=None)
 
 
@@ -153,7 +143,7 @@ def test_where_memory_does_not_hold_the_model_twice_its_first_layers_are_compare
     tmp_path: Path, layers: float, named: str
 ) -> None:
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "num_hidden_layers": 5}))
+    model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**{**SIZES, "num_hidden_layers": 5}))
     export_model(model, make_tokenizer(), tmp_path / "m", dtype=torch.bfloat16)
     a_layer = sum(p.numel() for p in model.model.layers[0].parameters())
     others = sum(p.numel() for p in model.parameters()) - 5 * a_layer
@@ -296,7 +286,7 @@ def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> 
     }
     target = stage_path / "safetensors" / "step_12"
     assert outcome.metrics == {"export/bytes": (target / "model.safetensors").stat().st_size}
-    assert AutoTokenizer.from_pretrained(target).chat_template == TEMPLATES["plain"]
+    assert hf.AutoTokenizer.from_pretrained(target).chat_template == TEMPLATES["plain"]
     card = (target / "README.md").read_text()
     for line in [
         "base_model: Qwen/Qwen3-0.6B", "- Base model: `Qwen/Qwen3-0.6B` at `c0ffee`",
@@ -313,7 +303,7 @@ def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> 
 
 
 def test_a_model_without_its_optional_towers_is_exported_in_another_dtype() -> None:
-    config = Gemma4Config()
+    config = hf.Gemma4Config()
     assert config.audio_config is None
     exported = _export_config(SimpleNamespace(config=config), torch.bfloat16)
     assert exported.dtype == exported.text_config.dtype == torch.bfloat16

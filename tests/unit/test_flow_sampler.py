@@ -67,11 +67,9 @@ class Denoiser:
         self.sigmas.append(sigma_B.tolist())
         target = text["colour"].reshape(len(latents), 3, *[1] * (latents.ndim - 2))
         velocity = (latents - target) / sigma_B.float().reshape(-1, *[1] * (latents.ndim - 1))
-        return (
-            velocity
-            if num_conditioning_B is None
-            else ConditioningFrames(torch.zeros(()), num_conditioning_B).insert_frames(velocity)
-        )
+        if num_conditioning_B is None:
+            return velocity
+        return ConditioningFrames(torch.zeros(()), num_conditioning_B).insert_frames(velocity)
 
     @contextmanager
     def weights(self, name: str) -> Iterator[None]:
@@ -122,8 +120,9 @@ def test_each_prompt_gets_images_of_its_own_colour(settings: dict[str, Any]) -> 
 
 
 def test_samples_do_not_depend_on_the_batch_that_they_are_drawn_in() -> None:
-    whole = generate(engine(Denoiser()), prompts(), sampling(kernel="flow", trained_on=(0, 2)), step=3)
-    one = generate(engine(Denoiser(), mini_batch=1), prompts()[1:2], sampling(kernel="flow", trained_on=(0, 2)), 3)
+    settings = sampling(kernel="flow", trained_on=(0, 2))
+    whole = generate(engine(Denoiser()), prompts(), settings, step=3)
+    one = generate(engine(Denoiser(), mini_batch=1), prompts()[1:2], settings, step=3)
     for ours, other in zip(whole[1].completions, one[0].completions, strict=True):
         assert torch.allclose(ours.diffusion_sample.before, other.diffusion_sample.before, atol=1e-6)
         assert ours.diffusion_sample.log_probs == pytest.approx(other.diffusion_sample.log_probs, abs=1e-6)
@@ -156,9 +155,7 @@ def test_texts_of_other_numbers_of_tokens_are_drawn_in_batches_of_their_own() ->
 
 def test_each_completion_step_and_seed_has_noise_of_its_own() -> None:
     kept = {"kernel": "flow", "trained_on": (0,)}
-    first = generate(engine(Denoiser()), prompts(), sampling(**kept), step=0)
-    again = generate(engine(Denoiser()), prompts(), sampling(**kept), step=0)
-    later = generate(engine(Denoiser()), prompts(), sampling(**kept), step=1)
+    first, again, later = (generate(engine(Denoiser()), prompts(), sampling(**kept), step) for step in (0, 0, 1))
     starts = [c.diffusion_sample.before[0] for group in (*first, *later) for c in group.completions]
     assert len({tuple(start.flatten().tolist()) for start in starts}) == len(starts)
     assert torch.equal(latents(first), latents(again))
@@ -221,35 +218,25 @@ def test_only_stochastic_steps_are_kept_and_the_others_are_deterministic() -> No
 def test_steps_are_kept_in_the_order_that_they_are_taken_in_whatever_order_they_are_named_in() -> None:
     sigmas, noise = flow.flow_schedule(6), torch.randn(1, 3, 2, 2)
     settings = FlowSampling(num_steps=6, kernel="flow", trained_on=(3, 1, 1))
-    paths = []
-    for trained_on in ((3, 1, 1), (1, 3)):
-        generators = [torch.Generator().manual_seed(0)]
-        asked = replace(settings, trained_on=trained_on)
-        paths.append(denoise(lambda x, s: x * 0.1, noise, sigmas, asked, generators, range(5)))
-    mixed, ordered = paths
+    mixed, ordered = (
+        denoise(lambda x, s: x * 0.1, noise, sigmas, each, [torch.Generator().manual_seed(0)], range(5))
+        for each in (settings, replace(settings, trained_on=(1, 3)))
+    )
     assert mixed.steps == ordered.steps == (1, 3)
     assert torch.equal(torch.stack(mixed.latents_before), torch.stack(ordered.latents_before))
 
 
 def test_guidance_asks_for_the_empty_prompt_too() -> None:
     null = {"colour": torch.zeros(3)}
-    groups = generate(engine(Denoiser(), null_text=null), prompts(), sampling(guidance_scale=0.5 + 1), step=0)
-    expected = torch.tensor(COLOURS["green"]) * 1.5
-    assert torch.allclose(
-        groups[1].completions[0].diffusion_sample.latents, expected.reshape(3, 1, 1).expand(3, 4, 4), atol=1e-4
-    )
+    groups = generate(engine(Denoiser(), null_text=null), prompts(), sampling(guidance_scale=1.5), step=0)
+    expected = 1.5 * torch.tensor(COLOURS["green"]).reshape(3, 1, 1).expand(3, 4, 4)
+    assert torch.allclose(groups[1].completions[0].diffusion_sample.latents, expected, atol=1e-4)
 
 
 def test_given_frames_are_no_part_of_a_log_probability() -> None:
     asked = [replace(prompts()[0], conditioning_clip=torch.rand(3, 4, 4, 4))]
-    settings = {
-        "num_frames": 4,
-        "given_frame_range": (2, 2),
-        "kernel": "flow",
-        "trained_on": (1,),
-        "keeps_means": True,
-        "eta": 0.5,
-    }
+    settings: dict[str, Any] = {"num_frames": 4, "given_frame_range": (2, 2), "kernel": "flow", "trained_on": (1,)}
+    settings |= {"keeps_means": True, "eta": 0.5}
     [group] = generate(engine(Denoiser(), is_video=True), asked, sampling(**settings), 0)
     table = flow.euler_schedule(5, 3.0)
     for completion in group.completions:
@@ -265,14 +252,14 @@ def test_given_frames_are_no_part_of_a_log_probability() -> None:
 def test_given_frames_stay_as_they_are_and_the_others_are_drawn(kernel: str) -> None:
     clip = torch.rand(3, 4, 4, 4)
     asked = [replace(prompt, conditioning_clip=clip) for prompt in prompts()]
-    settings = {"num_frames": 4, "given_frame_range": (1, 5), "kernel": kernel, "trained_on": (0, 1), "solver": "dpm2"}
+    films = engine(Denoiser(), is_video=True)
+    settings = sampling(num_frames=4, given_frame_range=(1, 5), kernel=kernel, trained_on=(0, 1), solver="dpm2")
     longer = [replace(prompts()[0], conditioning_clip=torch.rand(3, 6, 4, 4))]
     with pytest.raises(DataError, match=r"a clip has latents of shape \(3, 6, 4, 4\) and what is drawn \(3, 4, 4, 4\)"):
-        generate(engine(Denoiser(), is_video=True), longer, sampling(**settings), 0)
+        generate(films, longer, settings, 0)
     counts = set()
     for step in range(4):
-        groups = generate(engine(Denoiser(), is_video=True), asked, sampling(**settings), step)
-        for group in groups:
+        for group in generate(films, asked, settings, step):
             [count] = {completion.diffusion_sample.num_conditioning_frames for completion in group.completions}
             counts.add(count)
             for completion in group.completions:
@@ -282,10 +269,8 @@ def test_given_frames_stay_as_they_are_and_the_others_are_drawn(kernel: str) -> 
                 assert torch.allclose(latents[:, count:], colour.expand_as(latents[:, count:]), atol=1e-4)
     assert counts == {1, 2}  # the network takes no more
     assert num_conditioning_frames((0, 0), 2, 0, 0, 0) == 0
-    other = generate(engine(Denoiser(), is_video=True), prompts(), sampling(**settings), 0)
-    assert all(
-        completion.diffusion_sample.num_conditioning_frames == 0 for group in other for completion in group.completions
-    )
+    drawn = [each.diffusion_sample for group in generate(films, prompts(), settings, 0) for each in group.completions]
+    assert all(each.num_conditioning_frames == 0 for each in drawn)
 
 
 @pytest.mark.parametrize(("device", "sizes"), [("cpu", [3]), ("cuda", [1, 1, 1])])

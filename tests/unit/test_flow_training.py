@@ -12,15 +12,14 @@ from safetensors.torch import load_file
 
 from cosmos_core.algorithms import flow_rl
 from cosmos_core.data import prepare
-from cosmos_core.errors import Preempted
-from cosmos_core.rollout.base import generate
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.setup import TrainingResult, run, train
+from cosmos_core.train.setup import run, train
 from tests import tiny_pipelines
 from tests.effects.change import recipe, stage_of
-from tests.unit.test_flow_rl import Run, scored
+from tests.unit.test_flow_rl import Run
 from tests.unit.test_media_source import png
+from tests.unit.trainers import assert_same_weights, curve, train_until
 
 REWARD = """
 def red(to_be_evaluated, reference, prompt, media, metadata):
@@ -70,13 +69,15 @@ class Inputs:
         lines = [json.dumps({"prompt": prompt, "wants": prompt.split()[0]}) + "\n" for prompt in PROMPTS]
         (folder / "prompts" / "train.jsonl").write_text("".join(lines))
 
+    def model(self, family: str) -> Path:
+        path = self.folder / family
+        return path if path.exists() else tiny_pipelines.save(family, path)
+
     def stage(self, path: Path, family: str = "sd3", **settings: Any) -> Stage:
-        model, data = self.folder / family, self.folder / f"{family}-data"
+        model, data = self.model(family), self.folder / f"{family}-data"
         reward = {"train.train_policy.reward_function": f"{self.folder / 'reward.py'}:red"}
         dataset = {"train.train_policy.dataset.name": str(self.folder / "prompts")}
         config = recipe({**BASE, **reward, **dataset, **settings})
-        if not model.exists():
-            tiny_pipelines.save(family, model)
         if not data.exists():
             prepare.run(stage_of(data, config, kind="prepare", model=model))
         return stage_of(path, config, kind="rl", model=model, data=data / "data")
@@ -110,11 +111,7 @@ def test_a_training_raises_its_reward_and_is_exported(
 
 @pytest.mark.parametrize(
     ("name", "weights"),
-    [
-        pytest.param("nft", LORA, marks=pytest.mark.full),
-        ("nft", {}),
-        pytest.param("flow_grpo", LORA, marks=pytest.mark.full),
-    ],
+    [("nft", {}), *(pytest.param(name, LORA, marks=pytest.mark.full) for name in TRAININGS)],
     ids=str,
 )
 def test_a_training_that_stopped_ends_with_the_same_bits(
@@ -123,31 +120,13 @@ def test_a_training_that_stopped_ends_with_the_same_bits(
     settings = {**TRAININGS[name], **weights, "train.epoch": 2}
     whole, stopped = (inputs.stage(tmp_path / each, **settings) for each in ("whole", "stopped"))
     through = train(whole)
-    stopped.metrics.watchers.append(lambda line: setattr(stopped, "stop_requested", line["step"] == 3))
-    with pytest.raises(Preempted, match="stopped after step 3"):
-        train(stopped)
-    stopped.stop_requested = False
-    stopped.metrics.watchers.clear()
-    resumed = train(stopped)
-    assert timeless(stopped) == timeless(whole)
-    for one, other in zip(*(sorted(state(each).items()) for each in (through, resumed)), strict=True):
-        assert one[0] == other[0] and torch.equal(one[1], other[1]), one[0]
+    train_until(stopped, 3)
+    assert_same_weights(train(stopped).adapter.model, through.adapter.model)
+    assert curve(stopped) == curve(whole)
     kept, other = (tensors_of(stage, 6) for stage in (whole, stopped))
-    assert {name.partition(".")[0] for name in kept} >= {"model", "optimizer", "ema"} | (
-        {"old", "reference"} if name == "nft" else {"reference"}
-    )
+    copies = {"old", "reference"} if name == "nft" else {"reference"}
+    assert {name.partition(".")[0] for name in kept} >= {"model", "optimizer", "ema"} | copies
     assert kept.keys() == other.keys() and all(torch.equal(kept[n], other[n]) for n in kept)
-
-
-def timeless(stage: Stage) -> list[dict[str, Any]]:
-    return [
-        {n: v for n, v in line.items() if not n.startswith(("time", "throughput", "memory"))}
-        for line in metrics_of(stage)
-    ]
-
-
-def state(trained: TrainingResult) -> dict[str, torch.Tensor]:
-    return dict(trained.adapter.model.state_dict())
 
 
 def tensors_of(stage: Stage, step: int) -> dict[str, torch.Tensor]:
@@ -175,21 +154,22 @@ def test_every_family_is_trained(inputs: Inputs, family: str, name: str, tmp_pat
 
 @pytest.mark.parametrize("name", [pytest.param("nft", marks=pytest.mark.full), "ddrl"])
 def test_real_images_are_learned_beside_rollouts(inputs: Inputs, name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "media"
-    folder.mkdir()
+    (tmp_path / "media").mkdir()
     for i in range(4):
-        (folder / f"{i:04}.json").write_text(json.dumps({"prompt": f"{i} red", "wants": str(i)}))
-        (folder / f"{i:04}.png").write_bytes(png((40 * i, 100, 128), (32, 32)))
-    settings = {
-        **BASE, **(TRAININGS["nft"] if name == "nft" else TRAININGS["flow_grpo"]),
-        **({"train.train_policy.trainer_type": "ddrl"} if name == "ddrl" else {"train.train_policy.learns_data": True}),
-        "policy.diffusers.flow_rl.data_beta": 0.5, "train.train_policy.dataset.local_dir": str(folder),
-        "train.train_policy.reward_function": f"{inputs.folder / 'reward.py'}:red", "train.max_num_steps": 2,
-    }  # fmt: skip
-    config = recipe(settings)
-    inputs.stage(tmp_path / "none", **TRAININGS["nft"])
-    prepare.run(stage_of(tmp_path / "data", config, kind="prepare", model=inputs.folder / "sd3"))
-    stage = stage_of(tmp_path / "rl", config, kind="rl", model=inputs.folder / "sd3", data=tmp_path / "data/data")
+        (tmp_path / f"media/{i:04}.json").write_text(json.dumps({"prompt": f"{i} red", "wants": str(i)}))
+        (tmp_path / f"media/{i:04}.png").write_bytes(png((40 * i, 100, 128), (32, 32)))
+    algorithm = {
+        "nft": {**TRAININGS["nft"], "train.train_policy.learns_data": True},
+        "ddrl": {**TRAININGS["flow_grpo"], "train.train_policy.trainer_type": "ddrl"},
+    }[name]
+    config = recipe({
+        **BASE, **algorithm, "train.train_policy.reward_function": f"{inputs.folder / 'reward.py'}:red",
+        "policy.diffusers.flow_rl.data_beta": 0.5, "train.train_policy.dataset.local_dir": str(tmp_path / "media"),
+        "train.max_num_steps": 2,
+    })  # fmt: skip
+    model = inputs.model("sd3")
+    prepare.run(stage_of(tmp_path / "data", config, kind="prepare", model=model))
+    stage = stage_of(tmp_path / "rl", config, kind="rl", model=model, data=tmp_path / "data/data")
     train(stage)
     assert all(0 < line["data/flow_error"] < 10 for line in metrics_of(stage))
 
@@ -197,10 +177,8 @@ def test_real_images_are_learned_beside_rollouts(inputs: Inputs, name: str, tmp_
 def test_noise_is_made_for_the_samples_of_a_micro_batch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     monkeypatch.setattr(flow_rl, "make_noise", lambda shape, seed: made.append(seed) or torch.zeros(*shape))
-    training = Run("sd3", tmp_path / "model", "diffusion_nft")
-    groups = generate(training.engine, training.prompts, training.sampling, 0)
-    rollouts, _ = training.algorithm.credit([scored(group) for group in groups])
-    [update] = training.algorithm.updates(rollouts, training.trainer)
+    training = Run("sd3", tmp_path, "diffusion_nft")
+    [update] = training.updates()
     samples: list[Any] = [*update.samples]
     assert len({training.adapter.batching_key(sample) for sample in samples}) == 1 and not made
     training.adapter.collate(samples[:2], [0, 1], samples[0])

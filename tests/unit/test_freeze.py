@@ -16,7 +16,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.freeze import mark_trained_weights
-from cosmos_core.models.hf import load_model
+from cosmos_core.models.hf import load_model, model_without_weights
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.trainer import Trainer
 from tests.unit.tiny_model import save_tiny_model
@@ -113,6 +113,32 @@ def test_quantized_weights_are_refused_whole_and_with_an_adapter(
     with pytest.raises(ConfigError, match=rf"quantized \({method}\): .*; take the model without quantization"):
         mark_trained_weights(model, PolicyConfig.model_validate(policy))
     mark_trained_weights(model, PolicyConfig.model_validate({"trainable_pattern": ["norm"]}))
+
+
+ADAPTER = {"r": 4, "target_modules": "all-linear", "modules_to_save": ["model.norm"], "init_lora_weights": False}
+
+
+def test_an_adapter_begins_as_it_would_on_weights_that_are_read_later(tied_folder: Path) -> None:
+    with torch.device("meta"):
+        later = model_without_weights(str(tied_folder), dtype=torch.float32)
+    loaded = load_model(str(tied_folder), dtype=torch.float32)
+    for model in (later, loaded):
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            mark_trained_weights(model, PolicyConfig.model_validate({"lora": ADAPTER}))
+    found, expected = dict(later.named_parameters()), dict(loaded.named_parameters())
+    assert found.keys() == expected.keys() and trained(later) == trained(loaded)
+    adapters = [name for name in found if ".lora_" in name]
+    assert len(adapters) == 2 * 7 * later.config.num_hidden_layers
+    assert all(torch.equal(found[name], expected[name]) for name in adapters)
+    assert all(found[name].is_meta for name in found if ".lora_" not in name and "modules_to_save" not in name)
+
+
+def test_an_estimate_has_no_data_in_adapters_either(tied_folder: Path) -> None:
+    with torch.device("meta"):
+        model = model_without_weights(str(tied_folder), dtype=torch.float32)
+        mark_trained_weights(model, PolicyConfig.model_validate({"lora": ADAPTER}))
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])

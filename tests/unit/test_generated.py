@@ -70,6 +70,10 @@ def test_the_reward_is_chosen_for_generated_rows_alone_and_never_over_another() 
     assert rewards(**generated) == {"reasoning_gym": 1.0}
     assert rewards(**generated, reward_function="format") == {"format": 1.0}
     assert rewards(dataset={"name": "rows.jsonl"}) == rewards() == {"single_choice": 1.0}
+    several = [generated["dataset"], {"name": "a"}]
+    assert rewards(datasets=several[:1]) == {"reasoning_gym": 1.0}
+    assert rewards(datasets=several) == {"reasoning_gym": 1.0, "single_choice": 1.0}
+    assert rewards(datasets=several, reward_function="format") == {"format": 1.0}
 
 
 @pytest.mark.parametrize(("settings", "message"), [
@@ -114,7 +118,6 @@ def test_a_missing_package_is_one_line_of_check(tmp_path: Path) -> None:
     python = tmp_path / "python"  # an interpreter that has none of the packages
     python.write_text(f"#!/bin/sh\necho '{json.dumps(asdict(measure()))}'\n")
     python.chmod(0o755)
-    with pytest.raises(
-        CosmosError, match=r"dataset\.name = 'reasoning-gym:chain_sum': the package reasoning-gym is not installed; pip"
-    ):
+    message = r"dataset\.name = 'reasoning-gym:chain_sum': the package reasoning-gym is not installed; pip"
+    with pytest.raises(CosmosError, match=message):
         check_inputs(load_recipe(tmp_path, NAME, f"pipeline.python={python}", kind="grpo"))

@@ -12,7 +12,6 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe.costs import cost_of, table_of_costs
 from cosmos_core.run.directory import claim, create_run, open_or_create_run, open_run
-from cosmos_core.run.estimated import save_estimate
 from cosmos_core.run.gpu_time import (
     closed_intervals,
     gpu_seconds,
@@ -20,6 +19,7 @@ from cosmos_core.run.gpu_time import (
     intervals_of_run,
     note_in_result,
     record_gpu_time,
+    save_estimate,
 )
 from cosmos_core.run.lineage import lineage
 from cosmos_core.run.state import GpuInterval, update_state
@@ -58,10 +58,8 @@ def test_a_run_counts_what_was_thrown_away_and_not_what_it_took_over(tmp_path: P
     assert gpu_seconds_of_run(run.path) == 2 * (100 + 50 + 10)
     assert [len(holds) for holds in intervals_of_run(run.path).values()] == [3]
     assert str(cost_of(run.path)) == "3.200 for 0.089 GPU hours, budget 5.000"
-    [total] = [
-        list(column.cells)[-1] for column in table_of_costs(run.output_dir, 9).columns if column.header == "cost"
-    ]
-    assert total == "3.200"
+    columns = {column.header: [*column.cells] for column in table_of_costs(run.output_dir, 9).columns}
+    assert columns["cost"][-1] == "3.200"
 
 
 def test_a_result_has_its_gpu_seconds_by_attempt_and_its_lineage_shows_them(tmp_path: Path) -> None:
@@ -71,8 +69,8 @@ def test_a_result_has_its_gpu_seconds_by_attempt_and_its_lineage_shows_them(tmp_
     update_state(path, holds=[hold(1, 2, 100.0, 130.0), hold(2, 2, 140.0, 150.0), hold(2, 2, 160.0, 165.0)])
     result = note_in_result(path)
     assert result["attempts"] == [
-        {"attempt": 1, "gpus": 2, "gpu_seconds": 60.0}, {"attempt": 2, "gpus": 2, "gpu_seconds": 30.0},
-    ]  # fmt: skip
+        {"attempt": attempt, "gpus": 2, "gpu_seconds": seconds} for attempt, seconds in ((1, 60.0), (2, 30.0))
+    ]
     assert result["gpu_seconds"] == 90.0
     [link] = lineage(path)
     assert (link.digest, link.note, link.gpu_seconds) == (digest, "verified", 90.0)

@@ -101,11 +101,9 @@ def test_a_stage_needs_what_its_ranks_and_engines_need(tmp_path: Path, monkeypat
     kinds, mesh = all_kinds(), "policy.parallelism.dp_shard_size=2"
     recipe = load_recipe(tmp_path, mesh).recipes["sft"]
     assert [num_gpus(kinds[name], recipe) for name in ("sft", "validate", "export", "prepare")] == [2, 2, 0, 0]
-    apart = recipe.model_copy(
-        update={"mode": "disaggregated", "rollout": recipe.rollout.model_copy(
-            update={"parallelism": recipe.rollout.parallelism.model_copy(update={"n_init_replicas": 3, "tp_size": 2})}
-        )}
-    )  # fmt: skip
+    parallelism = recipe.rollout.parallelism.model_copy(update={"n_init_replicas": 3, "tp_size": 2})
+    rollout = recipe.rollout.model_copy(update={"parallelism": parallelism})
+    apart = recipe.model_copy(update={"mode": "disaggregated", "rollout": rollout})
     assert [num_gpus(kinds[name], apart) for name in ("rl", "validate")] == [8, 2]
     monkeypatch.setenv("RAY_ADDRESS", "cluster:6379")
     assert num_gpus(kinds["sft"], recipe) == 0, "Ray gives them"

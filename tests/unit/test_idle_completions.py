@@ -61,7 +61,7 @@ def trained(
 ) -> tuple[list[dict[str, float]], list[dict[str, Tensor]], dict[str, Tensor], int]:
     """Return figures and gradients of each update, the last weights, and how many samples were run with a gradient."""
     train = TrainConfig.model_validate(
-        {"param_dtype": "float32", "optm_lr": 1e-3, "train_policy": {"type": "grpo", "mini_batch": 4, **policy}}
+        {"param_dtype": "float32", "optm_lr": 1e-3, "train_policy": {"type": "grpo", "mini_batch": 8, **policy}}
     )
     trainer = trainer_of(load_model(str(folder), dtype=dtype), train, 0, Progress(tmp_path / "p.json"))
     score_in(trainer, dtype)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +28,7 @@ from cosmos_core.rewards.reward_model import RewardInput, Settings, load_served,
 from cosmos_core.rewards.runner import RewardRunner
 from cosmos_core.rewards.service.self_test import make_word_image
 from cosmos_core.rewards.unified_reward import UnifiedRewardReward
+from tests.unit.chat_server import chat_server
 from tests.unit.tiny_vlms import picture, save_vlm
 
 
@@ -215,35 +212,15 @@ def test_cosmos_reason1_reads_patches_as_the_models_own_processor_does(tmp_path:
     assert cosmos_reason1.fit_size((1000, 2000), 28, 28 * 28 * 100) == (196, 392)
 
 
-class Judge(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        text = asked["messages"][0]["content"][1]["text"]
-        said = "I do not know" if "nothing" in text else "Well. Final Score: 4.5"
-        content = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
-        self.send_response(200 if self.path == "/v1/chat/completions" else 404)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+def test_unified_reward_asks_a_judge_and_takes_no_number_for_none() -> None:
+    def complete(asked: dict[str, Any]) -> str:
+        is_unknown = "nothing" in asked["messages"][0]["content"][1]["text"]
+        return "I do not know" if is_unknown else "Well. Final Score: 4.5"
 
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def judge() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-    server.shutdown()
-    server.server_close()
-
-
-def test_unified_reward_asks_a_judge_and_takes_no_number_for_none(judge: str) -> None:
-    reward = UnifiedRewardReward(Settings(endpoint_url=judge, endpoint_api_key="key"))
-    assert reward.score([RewardInput("a cat", picture(0)), RewardInput("nothing", picture(1))]) == {
-        "unified_reward": [0.9, None]
-    }
+    with chat_server(complete=complete) as (url, _):
+        reward = UnifiedRewardReward(Settings(endpoint_url=url, endpoint_api_key="key"))
+        found = reward.score([RewardInput("a cat", picture(0)), RewardInput("nothing", picture(1))])
+    assert found == {"unified_reward": [0.9, None]}
     assert reward.errors == ["", "the judge gives no score: 'I do not know'"]
 
 
@@ -368,6 +345,6 @@ def test_a_model_may_take_longer_to_load_than_a_process_to_start(
     """It may be downloaded first, for which a reward service has 15 minutes as well."""
     monkeypatch.setattr("cosmos_core.rewards.runner.START_SECONDS", 0.0)
     file = tmp_path / "large.py"
-    file.write_text("import time\n\ntime.sleep(3)\n\n\ndef f(to_be_evaluated):\n    return 1.0\n")
+    file.write_text("import time\n\ntime.sleep(1.2)\n\n\ndef f(to_be_evaluated):\n    return 1.0\n")
     with RewardRunner({f"{file}:f": 1.0}, timeout_seconds=5, num_workers=1) as running:
         assert [score.value for score in running.score([{"to_be_evaluated": "", "reference": ""}])] == [1.0]

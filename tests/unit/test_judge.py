@@ -11,8 +11,7 @@ import pytest
 from cosmos_core.config.schema.judge import JudgeConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import StageContext
-from cosmos_core.rewards.runner import RewardRunner
-from cosmos_core.types import Score
+from cosmos_core.rewards.runner import RewardRunner, _RewardResult, _score_completions
 from tasks.kinds import all_kinds
 from tests.unit.chat_server import chat_server
 
@@ -24,21 +23,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def scores(url: str, texts: list[str], prompt: str = "2 + 2?", **settings: Any) -> list[Score]:
-    """Return the scores of completions of one prompt."""
+def requests_of(url: str, texts: list[str], prompt: str = "2 + 2?", **settings: Any) -> list[dict[str, Any]]:
     config = JudgeConfig(endpoint=url, model="m", key_env="MY_KEY", **settings).model_dump()
-    requests = [{"to_be_evaluated": text, "reference": "four {prompt}", "prompt": prompt} for text in texts]
-    environment = ("MY_KEY", "XDG_CACHE_HOME")
-    with RewardRunner(
-        {"judge": 1.0},
-        timeout_seconds=60,
-        num_workers=1,
-        retries=0,
-        constants={"judge_config": config},
-        env=environment,
-    ) as runner:
-        [group] = runner._score_requests([requests])
-    return list(group)
+    fields = {"reference": "four {prompt}", "prompt": prompt, "judge_config": config}
+    return [{"to_be_evaluated": text, **fields} for text in texts]
+
+
+def scores(url: str, texts: list[str], **settings: Any) -> list[_RewardResult]:
+    """Return the scores of completions of one prompt, as a process of rewards finds them."""
+    return _score_completions("judge", requests_of(url, texts, **settings), True)
 
 
 def judged(request: dict[str, Any]) -> str:
@@ -48,15 +41,14 @@ def judged(request: dict[str, Any]) -> str:
 
 
 def test_scores_are_divided_by_the_highest_and_replies_without_one_are_invalid() -> None:
-    with chat_server(complete=judged) as (url, requests):
-        four, nine, other = scores(url, ["4", "9", "?"])
+    judge = RewardRunner({"judge": 1.0}, timeout_seconds=60, num_workers=1, env=("MY_KEY", "XDG_CACHE_HOME"))
+    with chat_server(complete=judged) as (url, requests), judge as runner:
+        [[four, nine, other]] = runner._score_requests([requests_of(url, ["4", "9", "?"])])
     assert four.value == 0.5 and four.metrics["judge/prompt_tokens"] == 7
     assert nine.value is None and "score 99; the rule is a number from 0 to 10" in nine.error
     assert other.value is None and "replied 'hm', which is no JSON with a score" in other.error
     assert {request["key"] for request in requests} == {"Bearer secret"}
-    assert (
-        "2 + 2?" in requests[0]["messages"][1]["content"] and "four {prompt}" in requests[0]["messages"][1]["content"]
-    )
+    assert all(text in requests[0]["messages"][1]["content"] for text in ("2 + 2?", "four {prompt}"))
     assert requests[0]["response_format"]["json_schema"]["schema"]["properties"]["score"]["maximum"] == 10
 
 
@@ -78,7 +70,7 @@ def test_the_same_completion_is_judged_once_unless_the_rubric_changes(cache: Pat
     with chat_server(complete=judged) as (url, requests):
         first, again = scores(url, ["4"]), scores(url, ["4"])
         assert len(requests) == 1 and again[0].value == first[0].value == 0.5
-        assert again[0].metrics["judge/prompt_tokens"] == 0
+        assert again[0].metrics["prompt_tokens"] == 0
         scores(url, ["4"], rubric="Be strict.")
         scores(url, ["4"], cache=False)
         assert len(requests) == 3
@@ -89,7 +81,8 @@ def test_the_same_completion_is_judged_once_unless_the_rubric_changes(cache: Pat
         assert scores(url, ["4"])[0].value == 0.5
 
 
-def test_a_judge_that_is_away_makes_completions_invalid_and_a_retry_sensible() -> None:
+def test_a_judge_that_is_away_makes_completions_invalid_and_a_retry_sensible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cosmos_core.rewards.judge._MAX_RETRIES", 0)
     with chat_server() as (url, _):
         pass
     [score] = scores(url, ["4"])

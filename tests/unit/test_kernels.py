@@ -120,11 +120,8 @@ def test_kernels_are_refused_without_a_gpu_and_without_their_package(
 ) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-    model, rows = (
-        f"policy.model_name_or_path={tmp_path}/model",
-        f"train.train_policy.dataset.name={tmp_path}/rows.jsonl",
-    )
-    pipeline = test_config_load.load(tmp_path, SFT, setting, model, rows)
+    rows = f"train.train_policy.dataset.name={tmp_path}/rows.jsonl"
+    pipeline = test_config_load.load(tmp_path, SFT, setting, f"policy.model_name_or_path={tmp_path}/model", rows)
     check_capabilities(pipeline)
     assert list(kernel_packages(pipeline.recipes["sft"])) == [package]
     key = setting.replace("=", " = ")

@@ -78,10 +78,7 @@ def test_of_a_row_with_a_label_the_last_response_is_learned(
     ("row", "told"),
     [
         ({"prompt": "3", "completion": "4"}, "label None among the columns prompt, completion must be true or false"),
-        (
-            {"prompt": "3", "completion": "4", "label": 0.5},
-            "label 0.5 among .* set train.train_policy.label_column_name",
-        ),
+        ({"prompt": "3", "completion": "4", "label": 0.5}, "0.5 among .* set train.train_policy.label_column_name"),
         ({"text": "3 4", "label": True}, "plain text has no prompt"),
         ({"messages": RESPONSE, "label": True}, "without a prompt"),
     ],
@@ -97,18 +94,14 @@ def test_rows_without_a_label_or_a_prompt_are_refused(
             quick_check.run(stage_of(tmp_path / "stage", recipe(names)))
 
 
-MEASURED = {"train.epoch": 4, "validation.enable": True, "validation.freq": 4, "validation.val_before_train": True}
+MEASURED = {"train.epoch": 4, "validation.enable": True, "validation.freq": 16, "validation.val_before_train": True}
 LABELLED = [{"prompt": str(i), "completion": ("yes", "no")[i % 2], "label": i % 2 == 0} for i in range(20)]
 
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"policy.lora.r": 8, "train.optm_lr": 1e-2},
-        {"train.train_policy.kto.loss_type": "apo_zero_unpaired"},
-    ],
-    ids=["all weights", "LoRA", "APO"],
+    [{"policy.lora.r": 8, "train.optm_lr": 1e-2}, {"train.train_policy.kto.loss_type": "apo_zero_unpaired"}],
+    ids=["LoRA", "APO"],
 )
 def test_labels_are_learned_and_measured_on_what_was_held_out(
     settings: dict[str, Any], model: Path, tmp_path: Path

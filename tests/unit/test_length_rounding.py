@@ -27,12 +27,10 @@ SIZES: dict[str, Any] = {
     "vocab_size": 500, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8,
 }  # fmt: skip
+WINDOWS = {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
 FAMILIES = {
     "sdpa": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
-    "eager with sinks and windows": (
-        GptOssForCausalLM,
-        GptOssConfig(**SIZES, sliding_window=4, num_local_experts=2, num_experts_per_tok=1),
-    ),
+    "eager with sinks and windows": (GptOssForCausalLM, GptOssConfig(**SIZES, **WINDOWS)),
 }
 LENGTHS = (37, 5, 70)
 
@@ -122,13 +120,8 @@ def test_scores_over_longer_chunks_are_the_same(
     expected_N = None if expected is None else torch.full((57,), expected, dtype=torch.float64)
 
     def found() -> tuple[Tensor, Tensor, list[Tensor]]:
-        outputs = Scorer(model)(
-            {"input_ids": ids},
-            chosen,
-            request=RequestedOutputs(entropy="value"),
-            dtype=torch.float64,
-            derivative_N=expected_N,
-        )
+        settings = {"request": RequestedOutputs(entropy="value"), "dtype": torch.float64, "derivative_N": expected_N}
+        outputs = Scorer(model)({"input_ids": ids}, chosen, **settings)
         gradients = torch.autograd.grad(-0.25 * outputs["logprobs"].sum(), list(model.parameters()))
         return outputs["logprobs"], outputs["entropy"], list(gradients)
 

@@ -59,17 +59,8 @@ def trained(path: Path, inputs: Path, **settings: Any) -> dict[str, Any]:
 def exporting(path: Path, upstream: dict[str, Any], checkpoint: str) -> Stage:
     path.mkdir(parents=True)
     config = StageConfig(name="export", kind="export", model="stage:sft", after=("sft",), checkpoint=checkpoint)
-    model = str(Path(upstream["path"]) / upstream["info"]["model"])
-    return Stage(
-        path,
-        config,
-        recipe({"train.param_dtype": "float32"}),
-        model,
-        None,
-        {"sft": upstream},
-        "e" * 64,
-        kind=all_kinds()[config.kind],
-    )
+    model, settings = str(Path(upstream["path"]) / upstream["info"]["model"]), recipe({"train.param_dtype": "float32"})
+    return Stage(path, config, settings, model, None, {"sft": upstream}, "e" * 64, kind=all_kinds()[config.kind])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.checkpoint.best import BestStep, select_best
 from cosmos_core.checkpoint.resume import resume_obstacle
 from cosmos_core.checkpoint.save import Checkpointer
@@ -29,14 +31,14 @@ from cosmos_core.run.progress import read_metrics, read_progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.loop import Loop
-from cosmos_core.train.measure import held_out_batch, row_metrics
+from cosmos_core.train.measure import row_metrics
 from cosmos_core.train.resume_from import adopt_checkpoint
-from cosmos_core.train.setup import export_trained, open_trainer
+from cosmos_core.train.setup import TrainingResult, export_trained, open_trainer
 from cosmos_core.train.setup import train as train_stage
 from cosmos_core.train.validation import MetricsFn, Validation
 from tests.effects.change import SFT, recipe, stage_of
 from tests.unit.tiny_model import save_tiny_model
-from tests.unit.trainers import sft
+from tests.unit.trainers import assert_same_weights, curve, sft, train_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest drops our own filter
 
@@ -71,28 +73,31 @@ def validation(at: Stage, measure: MetricsFn, **settings: Any) -> Validation:
     return Validation(at.recipe.validation, at.progress, measure, **settings)
 
 
-def train(at: Stage, values: Sequence[float], stop_after: int = 0, metric: str = "validation/loss") -> BestStep | None:
-    """A training whose held-out figure after step 1, 2, ... is given; the best step that it names."""
-    rank = open_trainer(at)
+def loop_of(
+    at: Stage, measure: MetricsFn, feed: type[RowFeed] = RowFeed, algorithm: Algorithm | None = None, **settings: Any
+) -> Loop:
+    """A training of rows whose held-out figures are given."""
     assert at.data is not None
-    ckpt = at.recipe.train.ckpt
     checkpointer = Checkpointer(
-        at.path / "checkpoints", fingerprint="f", max_keep=ckpt.max_keep, asynchronous=ckpt.save_mode == "async"
+        at.path / "checkpoints", fingerprint="f", max_keep=at.recipe.train.ckpt.max_keep, asynchronous=False
     )
+    rows = feed(open_sequences(at.data, "train"), at.recipe)
+    held_out = validation(at, measure, **settings)
+    return Loop(at, open_trainer(at), rows, algorithm or sft(), checkpointer, held_out)
+
+
+def train(at: Stage, values: Sequence[float], stop_after: int = 0) -> BestStep | None:
+    """A training whose held-out loss after step 1, 2, ... is given; the best step that it names."""
     at.stop_requested = False
 
     def measure(step: int) -> dict[str, float]:
         at.stop_requested = step == stop_after
-        return {metric: values[step - 1]}
+        return {"validation/loss": values[step - 1]}
 
-    feed = RowFeed(open_sequences(at.data, "train"), at.recipe)
-    loop = Loop(at, rank, feed, sft(), checkpointer, validation(at, measure))
-    try:
+    loop = loop_of(at, measure)
+    with pytest.raises(Preempted) if stop_after else nullcontext():
         loop.run()
-    except Preempted:
-        assert stop_after
-    finally:
-        checkpointer.close()
+    loop.checkpointer.close()
     return loop.validation.best
 
 
@@ -119,13 +124,10 @@ def test_where_both_are_measured_the_reward_alone_decides() -> None:
     assert best == BestStep(5, "validation/reward", 0.5)
     assert select_best(best, 6, {"validation/loss": 0.1, "validation/reward": 0.4}) is best
     assert select_best(best, 7, {"validation/loss": 0.1, "validation/reward": math.nan}) is best
-    assert select_best(best, 8, {"validation/loss": 2.0, "validation/reward": 0.6}) == BestStep(
-        8, "validation/reward", 0.6
-    )
+    better = {"validation/loss": 2.0, "validation/reward": 0.6}
+    assert select_best(best, 8, better) == BestStep(8, "validation/reward", 0.6)
     best = select_best(None, 5, {"validation/loss": 0.9, "validation/reward": math.nan})
-    assert select_best(best, 6, {"validation/loss": 2.0, "validation/reward": 0.1}) == BestStep(
-        6, "validation/reward", 0.1
-    )
+    assert select_best(best, 6, better) == BestStep(6, "validation/reward", 0.6)
 
 
 def test_nan_and_infinity_are_never_the_best() -> None:
@@ -135,21 +137,11 @@ def test_nan_and_infinity_are_never_the_best() -> None:
     assert select_best(None, 1, {}) is None
 
 
-@pytest.mark.parametrize(
-    ("metric", "sign"), [("validation/loss", 1.0), ("validation/reward", -1.0)], ids=["loss", "reward"]
-)
-def test_the_best_step_is_saved_and_outlives_max_keep(inputs: Path, tmp_path: Path, metric: str, sign: float) -> None:
-    at = stage(tmp_path / "sft", inputs, max_keep=1)
-    values = [sign * value for value in (3.0, 1.0, 2.0, 2.5, 1.5, 4.0)]
-    assert train(at, values, metric=metric) == BestStep(2, metric, sign * 1.0)
-    assert kept(at) == [2, 6]
-    assert named(at) == {"step": 2, "metric": metric, "value": sign * 1.0}
-
-
-def test_what_was_best_gives_way_to_what_is_better(inputs: Path, tmp_path: Path) -> None:
+def test_the_best_step_is_saved_outlives_max_keep_and_gives_way_to_a_better_one(inputs: Path, tmp_path: Path) -> None:
     at = stage(tmp_path / "sft", inputs, max_keep=1)
     assert train(at, [3.0, 1.0, 2.0, 0.5, 1.5, 4.0]) == BestStep(4, "validation/loss", 0.5)
     assert kept(at) == [4, 6]
+    assert named(at) == {"step": 4, "metric": "validation/loss", "value": 0.5}
 
 
 def test_resume_keeps_what_was_best_and_forgets_what_it_will_measure_again(inputs: Path, tmp_path: Path) -> None:
@@ -163,15 +155,36 @@ def test_resume_keeps_what_was_best_and_forgets_what_it_will_measure_again(input
 
 
 def test_another_configuration_inherits_no_best_step(inputs: Path, tmp_path: Path) -> None:
-    at = stage(tmp_path / "sft", inputs)
+    at = stage(tmp_path / "sft", inputs, steps=1)
     at.path.joinpath("best.json").write_text('{"step": 9}')
-    assert train(at, [math.nan] * 6) is None
+    assert train(at, [math.nan]) is None
     assert not (at.path / "best.json").exists()
 
 
-def test_the_result_names_the_best_step(inputs: Path, tmp_path: Path) -> None:
-    at = stage(tmp_path / "sft", inputs)
-    trained = train_stage(at)
+@pytest.fixture(scope="module")
+def plain(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Stage, TrainingResult]:
+    """A training that nothing interrupts."""
+    at = stage(tmp_path_factory.mktemp("plain") / "stages/sft", inputs)
+    return at, train_stage(at)
+
+
+@pytest.fixture(scope="module")
+def average(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Stage, TrainingResult]:
+    """The same with a moving average."""
+    at = stage(tmp_path_factory.mktemp("average") / "stages/sft", inputs, average=True)
+    return at, train_stage(at)
+
+
+@pytest.fixture(scope="module")
+def interrupted(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose training stopped after step 3."""
+    path = tmp_path_factory.mktemp("interrupted")
+    train_until(stage(path / "stages/sft", inputs), 3)
+    return path
+
+
+def test_the_result_names_the_best_step(plain: tuple[Stage, TrainingResult]) -> None:
+    at, trained = plain
     assert trained.best == BestStep(6, "validation/loss", trained.metrics["validation/loss"])  # every step lowers it
     assert export_trained(at, trained).info["best"] == named(at)
 
@@ -180,7 +193,7 @@ def test_held_out_figures_are_those_of_the_whole_logits(inputs: Path, tmp_path: 
     at = stage(tmp_path / "sft", inputs)
     rank = open_trainer(at)
     rows = open_sequences(inputs / "rows/data", "validation")
-    figures = row_metrics(rank, sft(), rows, held_out_batch(at.recipe), at.progress)
+    figures = row_metrics(at, rank, sft(), rows)
     model = load_model(str(inputs / "model"), dtype=torch.float32).eval()
     losses, hits = [], []
     for sample in (Sample(*rows[i]) for i in range(len(rows))):
@@ -195,59 +208,33 @@ def test_held_out_figures_are_those_of_the_whole_logits(inputs: Path, tmp_path: 
     assert figures["validation/tokens"] == len(torch.cat(hits))
 
 
-def averaged(at: Stage, stops: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-    """Weights that a training with an average leaves, perhaps stopped and resumed."""
-    for step in stops:
-        at.progress.step = stops_at(at, step)  # type: ignore[method-assign]
-        with pytest.raises(Preempted, match="checkpoint saved"):
-            train_stage(at)
-        at.stop_requested = False
-        torch.manual_seed(999)  # another process would have other random states
-    at.__dict__.pop("progress", None)
-    return {name: tensor.clone() for name, tensor in train_stage(at).adapter.model.state_dict().items()}
+def test_a_resumed_average_is_the_uninterrupted_one_bit_for_bit(
+    inputs: Path, tmp_path: Path, plain: tuple[Stage, TrainingResult], average: tuple[Stage, TrainingResult]
+) -> None:
+    cut = stage(tmp_path / "cut", inputs, average=True)
+    for step in (2, 3):
+        train_until(cut, step)
+    model, other = (trained.adapter.model for _, trained in (average, plain))
+    assert_same_weights(train_stage(cut).adapter.model, model)
+    assert not torch.equal(model.state_dict()["model.norm.weight"], other.state_dict()["model.norm.weight"])
 
 
-def stops_at(at: Stage, stop: int) -> Callable[..., None]:
-    def step(step: int, total: int | None = None, **metrics: float) -> None:
-        at.stop_requested = step == stop
-
-    return step
-
-
-def test_a_resumed_average_is_the_uninterrupted_one_bit_for_bit(inputs: Path, tmp_path: Path) -> None:
-    whole = averaged(stage(tmp_path / "whole", inputs, average=True))
-    cut = averaged(stage(tmp_path / "cut", inputs, average=True), stops=(2, 3))
-    plain = averaged(stage(tmp_path / "plain", inputs))
-    assert whole.keys() == cut.keys()
-    assert all(torch.equal(cut[name], tensor) for name, tensor in whole.items())
-    assert not torch.equal(whole["model.norm.weight"], plain["model.norm.weight"])
-
-
-def test_validation_and_the_hand_over_are_of_the_average_and_the_training_is_not(inputs: Path, tmp_path: Path) -> None:
-    at, other = stage(tmp_path / "average", inputs, average=True), stage(tmp_path / "plain", inputs)
-    trained, plain = train_stage(at), train_stage(other)
+def test_validation_and_the_hand_over_are_of_the_average_and_the_training_is_not(
+    inputs: Path, plain: tuple[Stage, TrainingResult], average: tuple[Stage, TrainingResult]
+) -> None:
+    at, trained = average
     export_trained(at, trained)
-    exported = load_file(at.path / "safetensors/step_6/model.safetensors")
-    rows = open_sequences(inputs / "rows/data", "validation")
     rank = open_trainer(at)
+    exported = load_file(at.path / "safetensors/step_6/model.safetensors")
     rank.adapter.model.load_state_dict(exported, strict=False)
-    measured = row_metrics(rank, sft(), rows, held_out_batch(at.recipe), at.progress)
+    measured = row_metrics(at, rank, sft(), open_sequences(inputs / "rows/data", "validation"))
     assert measured["validation/loss"] == pytest.approx(trained.metrics["validation/loss"], rel=1e-6)
-    assert trained.metrics["validation/loss"] > plain.metrics["validation/loss"]  # the average is behind
-    assert trained.metrics["loss"] == plain.metrics["loss"]
+    assert trained.metrics["validation/loss"] > plain[1].metrics["validation/loss"]  # the average is behind
+    assert trained.metrics["loss"] == plain[1].metrics["loss"]
 
 
-def stopped(at: Stage, step: int) -> Stage:
-    """The stage, trained up to a step."""
-    at.progress.step = stops_at(at, step)  # type: ignore[method-assign]
-    with pytest.raises(Preempted, match="checkpoint saved"):
-        train_stage(at)
-    return at
-
-
-def test_progress_of_a_step_has_its_time_and_the_memory_in_use(inputs: Path, tmp_path: Path) -> None:
-    at = stage(tmp_path / "run/stages/sft", inputs)
-    train_stage(at)
+def test_progress_of_a_step_has_its_time_and_the_memory_in_use(plain: tuple[Stage, TrainingResult]) -> None:
+    at, _ = plain
     shown = read_progress(at.path).metrics  # type: ignore[union-attr]
     assert shown["time/train"] > 0
     assert 2**-5 < shown["memory/host_gib"] < psutil.virtual_memory().total / 2**30
@@ -255,33 +242,24 @@ def test_progress_of_a_step_has_its_time_and_the_memory_in_use(inputs: Path, tmp
     assert shown["memory/host_gib"] == pytest.approx(lines[-1]["memory/host_gib"], rel=1e-3) and len(lines) == 6
 
 
-def curve(at: Stage) -> list[dict[str, float]]:
-    """The metrics, without times."""
-    lines = read_metrics(at.path / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if not k.startswith(("time", "throughput", "memory"))} for line in lines]
-
-
 def test_resume_true_takes_over_an_interrupted_run_and_ends_as_if_nothing_had_happened(
-    inputs: Path, tmp_path: Path
+    inputs: Path, tmp_path: Path, plain: tuple[Stage, TrainingResult], interrupted: Path
 ) -> None:
-    whole = stage(tmp_path / "other/run/stages/sft", inputs)
-    expected = train_stage(whole)
-    earlier = stopped(stage(tmp_path / "out/first/stages/sft", inputs), 3)
-    later = stage(tmp_path / "out/second/stages/sft", inputs, resume=True)
+    whole, expected = plain
+    shutil.copytree(interrupted, tmp_path / "first")
+    later = stage(tmp_path / "second/stages/sft", inputs, resume=True)
     steps: list[int] = []
     later.progress.step = lambda step, *_, **__: steps.append(step)  # type: ignore[method-assign]
     found = train_stage(later)
     assert steps == [3, 4, 5, 6]
-    assert found.adapter.model is not None and expected.adapter.model is not None
-    weights = found.adapter.model.state_dict()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.adapter.model.state_dict().items())
+    assert_same_weights(found.adapter.model, expected.adapter.model)
     assert found.best == expected.best
     assert curve(later) == curve(whole)
-    shutil.rmtree(earlier.path)
+    shutil.rmtree(tmp_path / "first")
     assert resume_obstacle(later.path / "checkpoints", 3, later.fingerprint) is None
 
 
-def test_resume_true_takes_over_what_another_mesh_left(inputs: Path, tmp_path: Path) -> None:
+def test_resume_true_takes_over_what_another_mesh_left(inputs: Path, tmp_path: Path, interrupted: Path) -> None:
     def prints(value: str, size: int, rate: float = 1e-3) -> dict[str, Any]:
         config = {
             "policy.model_max_length": 32, "policy.parallelism.dp_shard_size": size, "train.optm_lr": rate,
@@ -289,8 +267,9 @@ def test_resume_true_takes_over_what_another_mesh_left(inputs: Path, tmp_path: P
         }  # fmt: skip
         return {"value": value, "ingredients": {"config": config, "world_size": size, "model": "m"}}
 
-    earlier = stopped(stage(tmp_path / "out/first/stages/sft", inputs), 3)
-    other = stage(tmp_path / "out/second/stages/sft", inputs, resume=True)
+    shutil.copytree(interrupted, tmp_path / "first")
+    earlier = stage(tmp_path / "first/stages/sft", inputs)
+    other = stage(tmp_path / "second/stages/sft", inputs, resume=True)
     other.fingerprint = "0" * 64
     write_json(earlier.path / "fingerprint.json", prints(earlier.fingerprint, 2))
     write_json(other.path / "fingerprint.json", prints(other.fingerprint, 1, rate=1e-4))
@@ -304,10 +283,7 @@ def test_resume_true_takes_over_what_another_mesh_left(inputs: Path, tmp_path: P
 
 
 def test_random_numbers_begin_anew_where_the_mesh_gives_a_rank_other_samples(inputs: Path, tmp_path: Path) -> None:
-    at = stage(tmp_path / "stages/sft", inputs)
-    checkpoints = Checkpointer(at.path / "checkpoints", fingerprint="f", max_keep=-1, asynchronous=False)
-    feed = RowFeed(open_sequences(inputs / "rows/data", "train"), at.recipe)
-    loop = Loop(at, open_trainer(at), feed, sft(), checkpoints, validation(at, lambda _: {}))
+    loop = loop_of(stage(tmp_path / "stages/sft", inputs), lambda _: {})
     for step, rank in ((0, 0), (0, 1), (1, 0), (2, 1)):  # step 0: nothing is saved yet
         mesh = SimpleNamespace(data=SimpleNamespace(get_local_rank=lambda rank=rank: rank))
         loop.step, loop.trainer.adapter.mesh = step, mesh
@@ -328,45 +304,33 @@ def test_the_best_step_of_the_interrupted_run_comes_along(inputs: Path, tmp_path
 
 
 def test_resume_true_begins_anew_where_no_run_has_the_same_settings_and_says_so(
-    inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    inputs: Path, tmp_path: Path, interrupted: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    earlier = stopped(stage(tmp_path / "out/first/stages/sft", inputs), 2)
-    later = stage(tmp_path / "out/second/stages/sft", inputs, resume=True)
+    shutil.copytree(interrupted, tmp_path / "first")
+    later = stage(tmp_path / "second/stages/sft", inputs, resume=True)
     later.fingerprint = "0" * 64
     adopt_checkpoint(later)
     assert not (later.path / "checkpoints").exists()
-    policy = earlier.path / "checkpoints/step_2/policy"
+    policy = tmp_path / "first/stages/sft/checkpoints/step_3/policy"
     assert caplog.messages[-1] == (
-        f"train.resume = true: no other run below {tmp_path / 'out'} has a checkpoint with these settings and inputs, "
+        f"train.resume = true: no other run below {tmp_path} has a checkpoint with these settings and inputs, "
         f"so this one starts at step 0; to go on from other settings: train.resume = '{policy}'"
     )
 
 
-def test_a_named_checkpoint_is_gone_on_from_with_other_settings(inputs: Path, tmp_path: Path) -> None:
-    earlier = stopped(stage(tmp_path / "out/first/stages/sft", inputs), 3)
-    policy = earlier.path / "checkpoints/step_3/policy"
-    later = stage(tmp_path / "second/out/stages/sft", inputs, resume=str(policy), rate=1e-30)
+@pytest.mark.parametrize("settings", [{}, {"average": True}], ids=["plain", "average"])
+def test_a_named_checkpoint_is_gone_on_from_with_other_settings(
+    inputs: Path, tmp_path: Path, interrupted: Path, settings: dict[str, Any]
+) -> None:
+    policy = interrupted / "stages/sft/checkpoints/step_3/policy"
+    later = stage(tmp_path / "stages/sft", inputs, resume=str(policy), rate=1e-30, **settings)
     later.fingerprint = "0" * 64
     left = train_stage(later).adapter.model
-    assert left is not None
     saved = {k: v for file in policy.glob("*.safetensors") for k, v in load_file(file).items()}
-    for name, tensor in left.named_parameters():  # a rate of 1e-30 moves nothing
-        assert torch.equal(tensor, saved[f"model.{name}"]), name
+    for name, tensor in left.named_parameters():  # a rate of 1e-30 moves nothing, and the average begins there
+        torch.testing.assert_close(tensor, saved[f"model.{name}"], rtol=0, atol=1e-6 if settings else 0, msg=name)
     assert [line["step"] for line in curve(later)] == [4, 5, 6]
     assert saved.keys() >= {"optimizer.step.model.norm.weight"}
-
-
-def test_a_named_checkpoint_without_an_average_begins_it_at_its_weights(inputs: Path, tmp_path: Path) -> None:
-    earlier = stopped(stage(tmp_path / "first/out/stages/sft", inputs), 3)
-    policy = str(earlier.path / "checkpoints/step_3/policy")
-    left = [
-        train_stage(
-            stage(tmp_path / f"{name}/out/stages/sft", inputs, resume=policy, rate=1e-30, **settings)
-        ).adapter.model
-        for name, settings in (("plain", {}), ("average", {"average": True}))
-    ]
-    for plain, average in zip(*(model.parameters() for model in left if model is not None), strict=True):
-        torch.testing.assert_close(average, plain, rtol=0, atol=1e-6)
 
 
 def damaged(policy: Path) -> str:
@@ -384,17 +348,18 @@ def of_another_model(policy: Path) -> str:
 
 @pytest.mark.parametrize("change", [damaged, of_another_model])
 def test_a_named_checkpoint_that_cannot_be_gone_on_from_is_refused(
-    inputs: Path, tmp_path: Path, change: Callable[[Path], str]
+    inputs: Path, tmp_path: Path, interrupted: Path, change: Callable[[Path], str]
 ) -> None:
-    earlier = stopped(stage(tmp_path / "out/stages/first", inputs), 2)
-    policy = earlier.path / "checkpoints/step_2/policy"
+    shutil.copytree(interrupted / "stages/sft", tmp_path / "out/stages/first")
+    policy = tmp_path / "out/stages/first/checkpoints/step_3/policy"
     reason = change(policy)
     with pytest.raises(ModelError, match=reason):
         train_stage(stage(tmp_path / "out/sft", inputs, resume=str(policy)))
 
 
-def test_a_named_checkpoint_at_the_end_of_the_training_is_refused(inputs: Path, tmp_path: Path) -> None:
-    earlier = stopped(stage(tmp_path / "out/stages/first", inputs), 3)
-    policy = earlier.path / "checkpoints/step_3/policy"
+def test_a_named_checkpoint_at_the_end_of_the_training_is_refused(
+    inputs: Path, tmp_path: Path, interrupted: Path
+) -> None:
+    policy = interrupted / "stages/sft/checkpoints/step_3/policy"
     with pytest.raises(ConfigError, match=r"is at step 3 and this training ends at step 3; raise train\.epoch"):
-        train_stage(stage(tmp_path / "out/stages/second", inputs, resume=str(policy), steps=3))
+        train_stage(stage(tmp_path / "second", inputs, resume=str(policy), steps=3))

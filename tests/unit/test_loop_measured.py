@@ -11,18 +11,13 @@ import pytest
 from cosmos_core.algorithms.base import TrainerView
 from cosmos_core.algorithms.sft import Sft
 from cosmos_core.checkpoint.best import BestStep
-from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.config.schema.sft import SftConfig
-from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.errors import Preempted
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.train.feeds import RowFeed
-from cosmos_core.train.loop import Loop
-from cosmos_core.train.setup import open_trainer
 from cosmos_core.train.setup import train as train_stage
 from cosmos_core.train.stop import StopRequested
-from tests.unit.test_loop import inputs, stage, validation  # noqa: F401 - the first is a fixture
-from tests.unit.trainers import sft
+from tests.unit.test_loop import inputs, loop_of, stage  # noqa: F401 - the first is a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest drops our own filter
 
@@ -39,7 +34,6 @@ def test_the_last_step_is_measured_where_the_data_ends_before_anybody_knows(
 
     at = stage(tmp_path / "sft", inputs)
     at.recipe = at.recipe.derive(validation=at.recipe.validation.derive(freq=2))
-    assert at.data is not None
     measured: list[int] = []
     published: list[int] = []
 
@@ -52,11 +46,9 @@ def test_the_last_step_is_measured_where_the_data_ends_before_anybody_knows(
         return {}
 
     for _ in range(1 + stopped):  # who goes on from the last checkpoint does not measure it again
-        checkpointer = Checkpointer(at.path / "checkpoints", fingerprint="f", max_keep=-1, asynchronous=False)
-        feed = Ends(open_sequences(at.data, "train"), at.recipe)
-        loop = Loop(at, open_trainer(at), feed, sft(), checkpointer, validation(at, measure, publish=publish))
+        loop = loop_of(at, measure, Ends, publish=publish)
         assert loop.run()["validation/loss"] == 1 / 3
-        checkpointer.close()
+        loop.checkpointer.close()
     assert measured == [2, 3] and published == [0, 1, 2, 3, 3] + [3] * stopped
     assert loop.validation.best == BestStep(3, "validation/loss", 1 / 3)
     lines = read_metrics(at.path / "metrics.jsonl")
@@ -69,7 +61,6 @@ def test_a_stop_cuts_a_validation_off_and_the_step_is_measured_when_the_training
 ) -> None:
     at = stage(tmp_path / "sft", inputs)
     at.recipe = at.recipe.derive(validation=at.recipe.validation.derive(freq=2))
-    assert at.data is not None
     measured: list[int] = []
 
     def measure(step: int) -> dict[str, float]:
@@ -78,15 +69,12 @@ def test_a_stop_cuts_a_validation_off_and_the_step_is_measured_when_the_training
             raise StopRequested
         return {"validation/loss": 1 / step}
 
-    for _ in range(2):
-        checkpointer = Checkpointer(at.path / "checkpoints", fingerprint="f", max_keep=-1, asynchronous=False)
-        feed = RowFeed(open_sequences(at.data, "train"), at.recipe)
-        loop = Loop(at, open_trainer(at), feed, sft(), checkpointer, validation(at, measure))
-        with (
-            nullcontext() if 4 in measured else pytest.raises(Preempted, match="stopped after step 4 of 6; checkpoint")
-        ):
+    for is_stopped in (True, False):
+        loop = loop_of(at, measure)
+        stops = pytest.raises(Preempted, match="stopped after step 4 of 6; checkpoint")
+        with stops if is_stopped else nullcontext():
             loop.run()
-        checkpointer.close()
+        loop.checkpointer.close()
     assert measured == [2, 4, 4, 6] and loop.validation.best == BestStep(6, "validation/loss", 1 / 6)
     lines = read_metrics(at.path / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
@@ -95,10 +83,7 @@ def test_a_stop_cuts_a_validation_off_and_the_step_is_measured_when_the_training
     ]
 
 
-def test_a_stop_cuts_off_the_loss_of_held_out_rows(
-    inputs: Path,  # noqa: F811 - the fixture
-    tmp_path: Path,
-) -> None:
+def test_a_stop_cuts_off_the_loss_of_held_out_rows(inputs: Path, tmp_path: Path) -> None:  # noqa: F811 - the fixture
     at = stage(tmp_path / "sft", inputs)
     at.progress.advance = lambda *_: setattr(at, "stop_requested", True)  # type: ignore[method-assign]
     with pytest.raises(Preempted, match="stopped after step 1 of 6; checkpoint saved"):
@@ -120,10 +105,6 @@ def test_a_train_step_without_samples_is_a_step_of_the_algorithm(
         def after_train_step(self, step: int, view: TrainerView) -> None:
             self.steps.append(step)
 
-    at = stage(tmp_path / "sft", inputs, steps=3)
-    assert at.data is not None
-    checkpointer = Checkpointer(at.path / "checkpoints", fingerprint="f", max_keep=-1, asynchronous=False)
-    feed = Empty(open_sequences(at.data, "train"), at.recipe)
     algorithm = Counts(SftConfig(type="sft"))
-    Loop(at, open_trainer(at), feed, algorithm, checkpointer, validation(at, lambda step: {})).run()
+    loop_of(stage(tmp_path / "sft", inputs, steps=3), lambda step: {}, Empty, algorithm).run()
     assert algorithm.steps == [1, 2, 3]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.models.hf import load_model, load_tokenizer
@@ -16,6 +18,19 @@ from cosmos_core.rollout.hf import HfEngine
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.replica import pack, unpack
 from tests.unit.test_lora import disturb, folder, ours, tied_folder  # noqa: F401 - fixtures
+
+
+def publisher_of(model: PreTrainedModel, base: Path) -> tuple[WeightPublisher, HfEngine, Callable[..., Tensor]]:
+    """Weights on their way to an engine in another process, that engine, and the model's own log-probabilities."""
+
+    def own(token_ids: Sequence[int]) -> Tensor:
+        with torch.no_grad():
+            logits = model.eval()(torch.tensor([list(token_ids)])).logits[0, :-1]
+        return logits.log_softmax(-1).gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+    tokenizer, config = load_tokenizer(str(base)), RolloutConfig()
+    engine = HfEngine(EngineSettings(model, tokenizer, str(base), config, 64, torch.float32, is_separate=True))
+    return WeightPublisher(engine, model, own, torch.float32), engine, own
 
 
 @pytest.mark.parametrize(("lora", "form"), [({}, "adapter"), ({"modules_to_save": ["lm_head"]}, "module")])
@@ -27,17 +42,7 @@ def test_an_engine_in_another_process_gets_the_adapter_alone_where_nothing_else_
     settings = {"target_modules": ["q_proj", "up_proj"], "r_pattern": {"up_proj": 3}, **lora}
     model = ours(folder, settings)
     disturb(model)
-    apart = EngineSettings(
-        model, load_tokenizer(str(folder)), str(folder), RolloutConfig(), 64, torch.float32, is_separate=True
-    )
-    engine = HfEngine(apart)
-
-    def own(token_ids: Sequence[int]) -> torch.Tensor:
-        with torch.no_grad():
-            logits = model.eval()(torch.tensor([list(token_ids)])).logits[0, :-1]
-        return logits.log_softmax(-1).gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
-
-    publisher = WeightPublisher(engine, model, own, torch.float32)
+    publisher, engine, own = publisher_of(model, folder)
     for version in (1, 2):
         metrics = publisher.publish(version)
         found = torch.tensor(engine.logprobs([5, 6, 7, 8, 9, 10]))
@@ -50,21 +55,11 @@ def test_an_engine_in_another_process_gets_the_adapter_alone_where_nothing_else_
 
 def test_tied_weights_are_sent_once(tied_folder: Path) -> None:  # noqa: F811
     model = load_model(str(tied_folder), dtype=torch.float32)
-    apart = EngineSettings(
-        model, load_tokenizer(str(tied_folder)), str(tied_folder), RolloutConfig(), 64, torch.float32, is_separate=True
-    )
-
-    def own(token_ids: Sequence[int]) -> torch.Tensor:
-        with torch.no_grad():
-            logits = model.eval()(torch.tensor([list(token_ids)])).logits[0, :-1]
-        return logits.log_softmax(-1).gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
-
-    publisher = WeightPublisher(HfEngine(apart), model, own, torch.float32)
+    publisher, *_ = publisher_of(model, tied_folder)
     assert publisher.publish(1)["sync/bytes"] == sum(parameter.nbytes for parameter in model.parameters())
     tied, other = torch.randn(64, 8), torch.randn(64)
     bucket = [("embed", tied), ("head", tied), ("norm", other), ("half", tied[:32])]
     sent = pack(bucket)
     assert sent.data.nbytes == tied.nbytes + other.nbytes + tied[:32].nbytes
-    assert all(
-        name == own and torch.equal(one, two) for (name, one), (own, two) in zip(bucket, unpack(sent), strict=True)
-    )
+    found = dict(unpack(sent))
+    assert len(found) == len(bucket) and all(torch.equal(found[name], tensor) for name, tensor in bucket)

@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-import transformers as hf
 
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.hf import load_model
 from cosmos_core.models.lora import save_adapter
 from cosmos_core.models.lora_targets import adapted_layers, describe_adapter
 from tests.unit.test_lora import disturb, logits, ours
+from tests.unit.tiny_families import save_family
 from tests.unit.tiny_model import save_tiny_model
 
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-SIZES: dict[str, Any] = {
-    "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": None,
-    "eos_token_id": 258, "pad_token_id": 256,
-}  # fmt: skip
-MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "kv_lora_rank": 8,
-    "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-}  # fmt: skip
-DELTA: dict[str, Any] = {
-    "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
-FAMILIES: dict[str, Callable[[], hf.PreTrainedModel]] = {
-    "deepseek-v3": lambda: hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**{**SIZES, **LATENT})),
-    "qwen3-moe with a dense layer": lambda: hf.Qwen3MoeForCausalLM(
-        hf.Qwen3MoeConfig(**SIZES, **MOE, head_dim=16, mlp_only_layers=[0])
-    ),
-    "qwen3-moe": lambda: hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SIZES, **MOE, head_dim=16)),
-    "qwen2-moe": lambda: hf.Qwen2MoeForCausalLM(
-        hf.Qwen2MoeConfig(**SIZES, **MOE, shared_expert_intermediate_size=16)
-    ),
-    "qwen3-next": lambda: hf.Qwen3NextForCausalLM(
-        hf.Qwen3NextConfig(**SIZES, **MOE, **DELTA, head_dim=16, shared_expert_intermediate_size=16)
-    ),
-    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, **LOCAL)),
-    "gpt-oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SIZES, **LOCAL, head_dim=16, sliding_window=8)),
-    "granite-moe": lambda: hf.GraniteMoeForCausalLM(hf.GraniteMoeConfig(**SIZES, **LOCAL)),
-}  # fmt: skip
+FAMILIES = [
+    "deepseek-v3", "qwen3-moe with a dense layer", "qwen3-moe", "qwen2-moe", "qwen3-next", "mixtral", "gpt-oss",
+    "granite-moe",
+]  # fmt: skip
 ATTENTION = {f"self_attn.{name}": 2 for name in SEVEN[:4]}
 EXPERTS = {"gate_up_proj": 2, "down_proj": 2}
 DENSE = {f"mlp.{name}": 1 for name in SEVEN[4:]}
@@ -83,22 +53,6 @@ NAMED = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    tiny, root = save_tiny_model(tmp_path_factory.mktemp("tiny")), tmp_path_factory.mktemp("families")
-
-    def folder(family: str) -> Path:
-        path = root / family
-        if not path.exists():
-            torch.manual_seed(0)
-            FAMILIES[family]().save_pretrained(path)
-            for file in tiny.glob("*token*"):
-                shutil.copy2(file, path / file.name)
-        return path
-
-    return folder
-
-
 def adapted(model: Any) -> dict[str, int]:
     """How many layers of each kind are adapted, as `cosmos check` says it."""
     said = describe_adapter(model, None).removeprefix("LoRA on ").split(", ")
@@ -108,20 +62,24 @@ def adapted(model: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize("family", NAMED)
 def test_the_usual_names_mean_every_projection_of_that_name_and_peft_loads_the_adapter(
-    folders: Callable[[str], Path], tmp_path: Path, family: str
+    tmp_path: Path, family: str
 ) -> None:
-    model = ours(folders(family), {"target_modules": SEVEN if family != "deepseek-v3" else SEVEN[3:], "r": 4})
+    names = SEVEN if family != "deepseek-v3" else SEVEN[3:]
+    model = ours(save_family(family, tmp_path), {"target_modules": names, "r": 4})
     assert adapted(model) == NAMED[family]
     ranks = {name: layer.r["default"] for name, layer in adapted_layers(model).items()}
     assert set(ranks.values()) == {4, 8}, "the gate and the up projection in one have twice the rank"
-    check_saved(model, folders(family), tmp_path)
+    check_saved(model, tmp_path)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_all_linear_is_every_matrix_but_those_that_one_line_names(
-    folders: Callable[[str], Path], tmp_path: Path, family: str
-) -> None:
-    model = ours(folders(family), {"target_modules": "all-linear", "r": 4})
+ALIKE = {"qwen3-moe", "qwen2-moe", "mixtral"}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=pytest.mark.full if each in ALIKE else ()) for each in FAMILIES]
+)
+def test_all_linear_is_every_matrix_but_those_that_one_line_names(tmp_path: Path, family: str) -> None:
+    model = ours(save_family(family, tmp_path), {"target_modules": "all-linear", "r": 4})
     layers, said = adapted_layers(model), describe_adapter(model, "all-linear")
     inside = {id(p) for layer in layers.values() for p in layer.get_base_layer().parameters(recurse=False)}
     for name, module in model.named_modules():
@@ -129,20 +87,20 @@ def test_all_linear_is_every_matrix_but_those_that_one_line_names(
         if own and ".lora_" not in name and not isinstance(module, torch.nn.Embedding):
             leaf = name.rpartition(".")[2]
             assert f"{leaf} (" in said.partition("; not on ")[2], name
-    check_saved(model, folders(family), tmp_path)
+    check_saved(model, tmp_path)
 
 
 @torch.no_grad()
-def check_saved(model: Any, folder: Path, path: Path) -> None:
+def check_saved(model: Any, folder: Path) -> None:
     """PEFT, and a training that goes on, load the saved adapter onto the untouched base and compute the same."""
     disturb(model)
     moved = logits(model)
-    save_adapter(model, path / "lora")
+    save_adapter(model, folder / "lora")
     base = load_model(str(folder), dtype=torch.float32)
     untouched = logits(base)
     assert (moved - untouched).abs().max() > 0.05
-    torch.testing.assert_close(logits(peft.PeftModel.from_pretrained(base, path / "lora")), moved, rtol=0, atol=1e-4)
-    again = ours(folder, {"lora_path": str(path / "lora")})
+    torch.testing.assert_close(logits(peft.PeftModel.from_pretrained(base, folder / "lora")), moved, rtol=0, atol=1e-4)
+    again = ours(folder, {"lora_path": str(folder / "lora")})
     assert adapted(again) == adapted(model)
     assert torch.equal(logits(again), moved)
 
@@ -154,30 +112,26 @@ def check_saved(model: Any, folder: Path, path: Path) -> None:
             {"target_modules": ["gate_proj", "down_proj"]},
             r"'gate_proj' alone, but .* hold gate_proj and up_proj in one",
         ),
-        (
-            {"target_modules": SEVEN, "init_lora_weights": "pissa"},
-            r"'pissa' starts from linear layers, and mlp.experts",
-        ),
+        ({"target_modules": SEVEN, "init_lora_weights": "pissa"}, r"'pissa' starts from linear layers, and mlp.expert"),
         ({"target_modules": "all-linear", "init_lora_weights": "olora"}, r"'olora' starts from linear layers, and mlp"),
         ({"target_modules": ["gate_projection"]}, r"'gate_projection' matches no module"),
         ({"target_modules": SEVEN, "r_pattern": {"experts": 2}}, r"r_pattern = 'experts' matches no module"),
     ],
 )
-def test_what_experts_cannot_have_is_refused_by_name(
-    folders: Callable[[str], Path], settings: dict[str, Any], message: str
-) -> None:
+def test_what_experts_cannot_have_is_refused_by_name(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ours(folders("qwen3-moe"), settings)
+        ours(save_family("qwen3-moe", tmp_path), settings)
 
 
-def test_a_router_that_is_named_is_adapted(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    model = ours(folders("mixtral"), {"target_modules": ["gate", "q_proj"]})
+def test_a_router_that_is_named_is_adapted(tmp_path: Path) -> None:
+    model = ours(save_family("mixtral", tmp_path), {"target_modules": ["gate", "q_proj"]})
     assert adapted(model) == {"self_attn.q_proj": 2, "mlp.gate.weight": 2}
-    check_saved(model, folders("mixtral"), tmp_path)
+    check_saved(model, tmp_path)
 
 
-def test_a_name_with_its_layer_means_that_layer(folders: Callable[[str], Path]) -> None:
-    model = ours(folders("qwen3-moe"), {"target_modules": ["layers.1.mlp.experts.down_proj", "layers.0.mlp.gate"]})
+def test_a_name_with_its_layer_means_that_layer(tmp_path: Path) -> None:
+    names = ["layers.1.mlp.experts.down_proj", "layers.0.mlp.gate"]
+    model = ours(save_family("qwen3-moe", tmp_path), {"target_modules": names})
     assert list(adapted_layers(model)) == ["model.layers.0.mlp.gate", "model.layers.1.mlp.experts"]
 
 
@@ -190,14 +144,14 @@ def test_a_name_with_its_layer_means_that_layer(folders: Callable[[str], Path]) 
     ids=["rslora", "patterns"],
 )
 def test_gate_and_up_projection_in_one_have_the_scale_of_the_others(
-    folders: Callable[[str], Path], tmp_path: Path, settings: dict[str, Any], ranks: list[int]
+    tmp_path: Path, settings: dict[str, Any], ranks: list[int]
 ) -> None:
-    model = ours(folders("qwen3-moe"), {"target_modules": SEVEN, "r": 4, **settings})
+    model = ours(save_family("qwen3-moe", tmp_path), {"target_modules": SEVEN, "r": 4, **settings})
     experts = [layer for name, layer in adapted_layers(model).items() if "layers.1.mlp" in name]
     assert [layer.r["default"] for layer in experts] == ranks
     scale = 4.0 if "use_rslora" in settings else 1.5
     assert [layer.scaling["default"] for layer in experts] == pytest.approx([scale, scale])
-    check_saved(model, folders("qwen3-moe"), tmp_path)
+    check_saved(model, tmp_path)
 
 
 def test_a_saved_adapter_that_separates_tied_weights_is_refused(tmp_path: Path) -> None:

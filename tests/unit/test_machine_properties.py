@@ -59,26 +59,19 @@ class FakeNvml:
 
 
 @contextmanager
-def machine_with(names: Sequence[str], monkeypatch: pytest.MonkeyPatch, visible: str | None = None) -> Iterator[None]:
+def machine_with(
+    names: Sequence[str], monkeypatch: pytest.MonkeyPatch, visible: str | None = None, *, has_driver: bool = True
+) -> Iterator[FakeNvml]:
     """Inside, this process is on a machine with these GPUs, and has not asked for them before."""
     machine_properties._measure_machine.cache_clear()
+    nvml: Any = FakeNvml(list(names), has_driver=has_driver)
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "pynvml", FakeNvml(list(names)))  # type: ignore[arg-type]
+        patch.setitem(sys.modules, "pynvml", nvml)
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             patch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        yield
+        yield nvml
     machine_properties._measure_machine.cache_clear()
-
-
-def see(monkeypatch: pytest.MonkeyPatch, nvml: Any, visible: str | None) -> MachineProperties:
-    """The facts of this process with such a driver and such a variable."""
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    return measure()
 
 
 @pytest.mark.parametrize(
@@ -99,16 +92,22 @@ def see(monkeypatch: pytest.MonkeyPatch, nvml: Any, visible: str | None) -> Mach
 def test_the_gpus_are_those_that_cuda_shows_in_its_order(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: tuple[str, ...]
 ) -> None:
-    nvml = FakeNvml(["A100", "H100", "H100"])
-    assert see(monkeypatch, nvml, visible).gpus == gpus
+    with machine_with(["A100", "H100", "H100"], monkeypatch, visible) as nvml:
+        assert measure().gpus == gpus
     assert nvml.num_open == 0
 
 
-def test_the_device_names_each_model_once_and_is_cpu_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert see(monkeypatch, FakeNvml(["H100", "A100", "H100"]), None).device == "A100, H100"
-    assert see(monkeypatch, FakeNvml([]), None).device == "cpu"
-    assert see(monkeypatch, FakeNvml(["H100"], has_driver=False), None).device == "cpu"
-    assert see(monkeypatch, None, None).device == "cpu", "without the package"
+@pytest.mark.parametrize(
+    ("names", "has_driver", "device"),
+    [(["H100", "A100", "H100"], True, "A100, H100"), ([], True, "cpu"), (["H100"], False, "cpu")],
+)
+def test_the_device_names_each_model_once_and_is_cpu_without_one(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], has_driver: bool, device: str
+) -> None:
+    with machine_with(names, monkeypatch, has_driver=has_driver):
+        assert measure().device == device
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+        assert measure().device == "cpu", "without the package"
 
 
 def test_the_versions_are_those_of_the_interpreter_that_is_asked(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,18 +13,18 @@ import pytest
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import StageFailed
-from cosmos_core.train.measure import (
-    Completions,
-    completion_metrics,
-    full_reward,
-    pass_at_k,
-    reward_weights,
-    row_metrics,
-)
+from cosmos_core.rewards.base import full_value
+from cosmos_core.train.measure import Completions, completion_metrics, pass_at_k, reward_weights, row_metrics
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.unit.test_train import GRPO, make_stage, recipe
 
 PROMPTS = [Prompt(i, (1, 2), "?", "4") for i in range(3)]
+COMPLETION = Completion((Segment((5,), True, (-1.0,), 0),), "stop", "4")
+
+
+def scored(*values: float | None, prompt: Prompt = PROMPTS[0]) -> ScoredGroup:
+    scores = tuple(Score(value, {} if value is None else {"right": value}) for value in values)
+    return ScoredGroup(Group(prompt, (COMPLETION,) * len(values), 0), scores)
 
 
 class Engine:
@@ -35,8 +36,7 @@ class Engine:
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         self.steps.append(step)
-        completion = Completion((Segment((5,), True, (-1.0,), 0),), "stop", "4")
-        self._done = [Group(prompt, (completion,) * sampling.num_completions, step) for prompt in prompts]
+        self._done = [Group(prompt, (COMPLETION,) * sampling.num_completions, step) for prompt in prompts]
 
     def completed(self) -> list[Group]:
         done, self._done = self._done, []
@@ -78,7 +78,7 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_one(k: int, count: int, 
 
 def test_a_penalty_that_is_not_due_costs_no_accuracy() -> None:
     rewards = {"boxed_math": 2.0, "overlong": 1.0}
-    assert full_reward(recipe({**GRPO, "reward_function": rewards})) == 2.0
+    assert full_value(reward_weights(recipe({**GRPO, "reward_function": rewards}))) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -95,38 +95,29 @@ def test_accuracy_is_that_of_a_reward_that_was_named_or_none(
     unnamed = {name: value for name, value in GRPO.items() if name != "reward_function"}
     asked = Recipe.model_validate(recipe({**unnamed, **settings}).model_dump())  # as a worker reads it
     assert reward_weights(asked) == rewards
-    assert full_reward(asked) == (2.0 if any(rewards.values()) else None)
-    completion = Completion((Segment((5,), True, (-1.0,), 0),), "stop", "4")
-    group = ScoredGroup(Group(PROMPTS[0], (completion,) * 2, 0), (Score(0.0), Score(0.0)))
-    found = completion_metrics([group], full_reward(asked))
-    assert (
-        found.get("validation/accuracy") == found.get("validation/pass@2") == (0.0 if any(rewards.values()) else None)
-    )
+    assert full_value(rewards) == (2.0 if any(rewards.values()) else None)
+    found = completion_metrics([scored(0.0, 0.0)], partial(full_value, rewards))
+    expected = 0.0 if any(rewards.values()) else None
+    assert found.get("validation/accuracy") == found.get("validation/pass@2") == expected
 
 
 def test_several_completions_give_pass_at_k_over_prompts_with_so_many_valid_ones() -> None:
-    def group(*values: float | None) -> ScoredGroup:
-        completion = Completion((Segment((5,), True, (-1.0,), 0),), "stop", "4")
-        scores = tuple(Score(value, {} if value is None else {"right": value}) for value in values)
-        return ScoredGroup(Group(PROMPTS[0], (completion,) * len(values), 0), scores)
-
-    found = completion_metrics([group(1.0, 0.0, 0.0, 0.0), group(1.0, 0.5, None, None)], 1.0)
+    found = completion_metrics([scored(1.0, 0.0, 0.0, 0.0), scored(1.0, 0.5, None, None)], lambda source: 1.0)
     assert found["validation/accuracy"] == pytest.approx(2 / 6)
     assert found["validation/pass@2"] == pytest.approx((3 / 6 + 1) / 2)
     assert found["validation/pass@4"] == 1.0 and "validation/pass@8" not in found
     assert found["validation/reward/right"] == pytest.approx(2.5 / 6)
     assert found["validation/reward_stderr"] == pytest.approx(0.25)
-    one = completion_metrics([group(1.0)], 1.0)
+    one = completion_metrics([scored(1.0)], lambda source: 1.0)
     assert "validation/pass@2" not in one and "validation/reward_stderr" not in one, "one prompt shows no error"
 
 
 def test_accuracy_is_left_out_where_no_data_set_with_a_full_reward_has_a_valid_completion() -> None:
-    completion = Completion((Segment((5,), True, (-1.0,), 0),), "stop", "4")
     groups = [
-        ScoredGroup(Group(Prompt(i, (1,), "?", "4", source=source), (completion,), 0), (Score(value),))
-        for i, (source, value) in enumerate([("sums", None), ("style", 0.5)])
+        scored(value, prompt=Prompt(0, (1,), "?", "4", source=source))
+        for source, value in (("sums", None), ("style", 0.5))
     ]
-    found = completion_metrics(groups, {"sums": 1.0, "style": None, "": None})
+    found = completion_metrics(groups, {"sums": 1.0, "style": None}.__getitem__)
     assert "validation/accuracy" not in found and found["validation/reward"] == 0.5
 
 
@@ -142,5 +133,5 @@ def test_held_out_rows_fill_a_forward_pass_of_each_data_parallel_rank(tmp_path: 
             return list(positions)
 
     held_out: Any = Rows(range(19))
-    progress = make_stage(tmp_path / "rl", "rl", recipe(GRPO)).progress
-    assert row_metrics(rank, algorithm, held_out, 2, progress) == {"validation/chunks": [8, 8, 3]}
+    stage = make_stage(tmp_path / "rl", "rl", recipe({**GRPO, "mini_batch": 2}))
+    assert row_metrics(stage, rank, algorithm, held_out) == {"validation/chunks": [8, 8, 3]}

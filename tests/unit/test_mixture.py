@@ -23,12 +23,13 @@ from cosmos_core.data import prepare, quick_check
 from cosmos_core.data.kinds.prompts import open_prompts
 from cosmos_core.data.order import Mixture, batch_positions
 from cosmos_core.data.prepared import mixture_of, split_path
-from cosmos_core.errors import DataError, Preempted
+from cosmos_core.errors import DataError
 from cosmos_core.run.hub import with_value
 from cosmos_core.train.setup import train
 from tasks.kinds import all_kinds
 from tests.unit.run_folder import fingerprint_of
-from tests.unit.test_train import SAVED, StopsAt, curve, make_stage, recipe
+from tests.unit.test_train import SAVED, make_stage, recipe
+from tests.unit.trainers import curve, train_until
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4)
 
@@ -97,17 +98,10 @@ def datasets(task: Path, **few: Any) -> list[dict[str, Any]]:
 def mixed(task: Path, kind: str, **policy: Any) -> Recipe:
     policy = {"type": kind, "mini_batch": 4, **policy}
     given: dict[str, Any] = {"train_batch_per_replica": 8, "max_num_steps": 5, "ckpt": SAVED}
-    if kind == "grpo":
-        policy |= {
-            "datasets": datasets(task, reward_function=f"{task}/mine.py:always"),
-            "reward_function": "exact_match",
-        }
-    else:
-        policy |= {"datasets": datasets(task)}
-    values = recipe(policy, **given)
-    return Recipe.model_validate(
-        values.model_dump(exclude_unset=True) | {"validation": {"enable": True, "freq": 5, "max_response_length": 4}}
-    )
+    own = {"reward_function": f"{task}/mine.py:always"} if kind == "grpo" else {}
+    policy |= {"datasets": datasets(task, **own), **({"reward_function": "exact_match"} if own else {})}
+    values = recipe(policy, **given).model_dump(exclude_unset=True)
+    return Recipe.model_validate(values | {"validation": {"enable": True, "freq": 5, "max_response_length": 4}})
 
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])
@@ -122,11 +116,8 @@ def test_stopped_and_resumed_ends_with_the_same_bits_and_metrics_by_data_set(
     assert held_out is not None and (held_out.labels, held_out.sizes) == (("many", "few"), (4, 2))
     whole = make_stage(tmp_path / "whole", kind, config, task / "task/model", data)
     expected = train(whole)
-    cut = make_stage(tmp_path / "cut", kind, config, task / "task/model", data)
-    stage = StopsAt(cut.path, cut.config, cut.recipe, cut.model, cut.data, {}, cut.fingerprint, cut.kind)
-    stage.stop_at = 3
-    with pytest.raises(Preempted, match="checkpoint saved"):
-        train(stage)
+    stage = make_stage(tmp_path / "cut", kind, config, task / "task/model", data)
+    train_until(stage, 3)
     found = train(make_stage(tmp_path / "cut", kind, config, task / "task/model", data))
     weights = expected.adapter.model.state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in found.adapter.model.state_dict().items())
@@ -213,16 +204,6 @@ def test_values_of_another_type_are_errors_of_the_schema(kind: str, datasets: An
         recipe({"type": kind, "datasets": datasets})
 
 
-def test_generated_rows_bring_their_reward_and_others_keep_theirs() -> None:
-    given = [{"name": "reasoning-gym:chain_sum"}, {"name": "a"}]
-    policy = recipe({"type": "grpo", "datasets": given}).train.train_policy
-    assert policy.rewards == {"reasoning_gym": 1.0, "single_choice": 1.0}
-    assert recipe({"type": "grpo", "datasets": given[:1]}).train.train_policy.rewards == {"reasoning_gym": 1.0}
-    assert recipe({"type": "grpo", "datasets": given, "reward_function": "format"}).train.train_policy.rewards == {
-        "format": 1.0
-    }
-
-
 def test_held_out_rows_that_a_default_scores_are_mentioned(tmp_path: Path) -> None:
     def notices(settings: str = "", reward: str = "") -> list[str]:
         (tmp_path / "r.toml").write_text(
@@ -250,15 +231,10 @@ def test_each_stage_is_made_again_for_the_keys_that_it_reads(task: Path, tmp_pat
     before = stages()
     renamed = write(tmp_path / "renamed.jsonl", [])
     shutil.copy(task / "few.jsonl", renamed)  # prepared rows have the label, which follows from the name
+    changed = {"weight": 2.0, "system_prompt": "Add.", "reward_function": ["gsm8k"], "split": ["train[:4]"]}
     made_again = {
         key: {name for name, value in stages(**{key: value}).items() if value != before[name]}
-        for key, value in {
-            "weight": 2.0,
-            "system_prompt": "Add.",
-            "reward_function": ["gsm8k"],
-            "split": ["train[:4]"],
-            "name": renamed,
-        }.items()
+        for key, value in {**changed, "name": renamed}.items()
     }
     assert made_again == {
         "weight": {"prepare"}, "system_prompt": {"prepare"}, "split": {"prepare"}, "reward_function": {"rl"},

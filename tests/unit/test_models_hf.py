@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CONFIG_MAPPING,
@@ -31,18 +30,10 @@ from transformers import (
 
 from cosmos_core.errors import ModelError
 from cosmos_core.models.base import has_dropout
-from cosmos_core.models.hf import (
-    check_row_length,
-    load_config,
-    load_model,
-    load_tokenizer,
-    named_weights,
-)
+from cosmos_core.models.hf import check_row_length, load_config, load_model, load_tokenizer, named_weights
 from cosmos_core.models.recompute import Recompute
 from cosmos_core.models.sharded_load import init_on_meta
 from tests.unit.tiny_model import save_tiny_model
-
-UP = "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "copy"))
-
-
-def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
-    weights = load_file(folder / "model.safetensors")
-    for name, tensor in changes.items():
-        if tensor is None:
-            del weights[name]
-        else:
-            weights[name] = tensor
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -147,9 +128,6 @@ def test_a_hub_id_that_cannot_be_had_says_so_at_once(monkeypatch: pytest.MonkeyP
 
 
 def test_a_folder_without_tokenizer_or_config_is_refused(copy: Path) -> None:
-    (copy / "tokenizer.json").write_text('{"version": "1.0", "trunc')
-    with pytest.raises(ModelError, match=r"tokenizer\.json is not valid JSON"):
-        load_tokenizer(str(copy))
     (copy / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match="has no tokenizer"):
         load_tokenizer(str(copy))
@@ -158,39 +136,6 @@ def test_a_folder_without_tokenizer_or_config_is_refused(copy: Path) -> None:
         load_config(str(copy))
     (copy / "config.json").unlink()
     with pytest.raises(ModelError, match=r"no config\.json"):
-        load(copy)
-
-
-def test_the_tokenizer_of_the_folder_is_the_one_that_was_saved(folder: Path) -> None:
-    tokenizer = load_tokenizer(str(folder))
-    assert tokenizer.decode(tokenizer.encode("hé 1<|im_end|>"), skip_special_tokens=True) == "hé 1"
-    assert tokenizer.encode("<|im_end|>") == [tokenizer.eos_token_id]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({UP: None}, f"1 tensors missing from the files: {UP}"),
-        ({"stranger": torch.ones(2)}, "1 tensors in the files but not in Qwen3ForCausalLM: stranger"),
-        ({UP: torch.ones(2, 3)}, rf"1 tensors of another shape than config\.json says: {UP}"),
-        ({UP: torch.full((128, 64), math.nan)}, f"tensor {UP} holds NaN or infinity"),
-        ({"model.norm.weight": torch.full((64,), math.inf)}, r"tensor model\.norm\.weight holds NaN or infinity"),
-    ],
-)
-def test_a_tensor_that_is_wrong_is_named(copy: Path, changes: dict[str, torch.Tensor | None], message: str) -> None:
-    rewrite(copy, **changes)
-    with pytest.raises(ModelError, match=message):
-        load(copy)
-
-
-def test_a_truncated_weight_file_is_named(copy: Path) -> None:
-    file = copy / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match=rf"{file} is damaged") as caught:
-        load(copy)
-    assert "\n" not in str(caught.value)
-    file.unlink()
-    with pytest.raises(ModelError, match="cannot load the weights"):
         load(copy)
 
 
@@ -213,13 +158,6 @@ def test_a_class_of_another_library_is_found_where_it_is_registered(copy: Path) 
     finally:
         CONFIG_MAPPING._extra_content.pop("of-another-library")
         AutoModelForCausalLM._model_mapping._extra_content.pop(OfAnotherLibraryConfig)
-
-
-def test_an_architecture_that_does_not_generate_is_refused(copy: Path) -> None:
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3ForSequenceClassification"]}))
-    with pytest.raises(ModelError, match="Qwen3ForSequenceClassification does not generate text"):
-        load(copy)
 
 
 @pytest.mark.parametrize(
@@ -249,16 +187,13 @@ def test_rows_whose_positions_depend_on_their_neighbours_are_refused(rope: dict[
 
     assert not moves(length)
     check_row_length(config, length)
+    check_row_length(RecurrentGemmaConfig(), 1 << 20)  # has positions without a limit
     if limit is None:
         check_row_length(config, 10 * length)
     else:
         assert moves(limit + 1)
         with pytest.raises(ModelError, match=rf"model_max_length = {limit + 1}.*{rope['rope_type']}.* at most {limit}"):
             check_row_length(config, limit + 1)
-
-
-def test_positions_without_a_limit_are_not_looked_at() -> None:
-    check_row_length(RecurrentGemmaConfig(), 1 << 20)
 
 
 def test_a_dropout_rate_without_a_module_is_dropout() -> None:

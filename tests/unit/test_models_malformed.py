@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from tests.unit.tiny_vlms import save_vlm
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00001-of-00002.safetensors"
+UP, EMBEDDING = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
 Damage = Callable[[Path], object]
 
 
@@ -43,24 +46,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(**changes: Any) -> Damage:
-    def damage(folder: Path) -> None:
-        found = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(found | changes))
-
-    return damage
+def config(*, file: str = "config.json", **changes: Any) -> Damage:
+    return lambda folder: (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
 
 
 def written(name: str, content: Any) -> Damage:
     return lambda folder: (folder / name).write_text(json.dumps(content))
 
 
-def index(**changes: Any) -> Damage:
-    def damage(folder: Path) -> None:
-        found = json.loads((folder / INDEX).read_text())
-        (folder / INDEX).write_text(json.dumps(found | changes))
-
-    return damage
+index = partial(config, file=INDEX)
 
 
 def pickled(change: Callable[[dict[str, Any]], Any], size: int | None = None) -> Damage:
@@ -78,12 +72,7 @@ def pickled(change: Callable[[dict[str, Any]], Any], size: int | None = None) ->
 
 def replaced(make: Damage) -> Damage:
     """Something else at the place of the weights."""
-
-    def damage(folder: Path) -> None:
-        (folder / "model.safetensors").unlink()
-        make(folder / "model.safetensors")
-
-    return damage
+    return lambda folder: ((folder / "model.safetensors").unlink(), make(folder / "model.safetensors"))
 
 
 def line(call: Callable[[], object]) -> str:
@@ -125,9 +114,7 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "a table of classes": (config(architectures={"a": 1}), r"has architectures = \{'a': 1\}, .* no model for"),
     "a module": (config(architectures=["models"]), r"has architectures = \['models'\], .* no model for"),
     "without a head": (config(architectures=["Qwen3Model"]), "Qwen3Model does not generate text"),
-    "of another family": (
-        config(architectures=["OPTForCausalLM"]), r"\['OPTForCausalLM'\] and model_type = 'qwen3', which do not belong",
-    ),
+    "of another family": (config(architectures=["OPTForCausalLM"]), r"ForCausalLM'\] and model_type = 'qwen3', which"),
     "attentions as outputs": (config(output_attentions=True), "config.json has output_attentions = True"),
     "tuples as outputs": (config(return_dict=False), "config.json has return_dict = False"),
     "a head that no file has": (config(tie_word_embeddings=False), "1 tensors missing from the files: lm_head.weight"),
@@ -138,6 +125,9 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "a link to nothing": (replaced(lambda file: file.symlink_to("nowhere")), r"model\.safetensors is no file"),
     "a folder of weights": (replaced(lambda file: file.mkdir()), r"model\.safetensors is no file"),
     "no weights": (replaced(lambda file: None), r"cannot load the weights: the folder has no model\.safetensors"),
+    "a file cut off": (
+        lambda folder: os.truncate(folder / "model.safetensors", 1000), r"model\.safetensors is damaged .*; copy it"
+    ),
     "a pickled path": (pickled(lambda weights: weights | {"at": Path("x")}), r"pytorch_model\.bin .* run any code"),
     "a pickle cut off": (pickled(dict, 5000), r"pytorch_model\.bin is damaged"),
     "a pickled number": (pickled(lambda weights: weights | {"epoch": 3}), r"pytorch_model\.bin holds 'epoch', which"),
@@ -177,41 +167,30 @@ def test_what_is_wrong_with_a_model_is_one_line_and_the_same_everywhere(
         load_model(str(folder), dtype=torch.float32)
 
 
-def valued(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
-    """The weights with other values."""
+def valued(name: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
+    """Other values in the file that has a tensor."""
 
     def damage(folder: Path) -> None:
         for file in folder.glob("*.safetensors"):
-            weights = load_file(file)
-            change(weights)
-            save_file(weights, file, {"format": "pt"})
+            if name in (weights := load_file(file)):
+                change(weights)
+                save_file(weights, file, {"format": "pt"})
 
     return damage
 
 
 def first_value(value: float) -> Damage:
-    def change(weights: dict[str, torch.Tensor]) -> None:
-        for name in {"model.layers.1.mlp.up_proj.weight"} & weights.keys():
-            weights[name][0, 0] = value
-
-    return valued(change)
+    return valued(UP, lambda weights: weights[UP][0].fill_(value))
 
 
-def own_head(weights: dict[str, torch.Tensor]) -> None:
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
-
-
+OWN_HEAD = valued(EMBEDDING, lambda weights: weights.update({"lm_head.weight": weights[EMBEDDING] + 1}))
 VALUES: dict[str, tuple[str, Damage, str]] = {
-    "NaN": ("single", first_value(math.nan), "tensor model.layers.1.mlp.up_proj.weight holds NaN"),
-    "infinity": ("single", first_value(-math.inf), "tensor model.layers.1.mlp.up_proj.weight holds NaN or inf"),
-    "NaN in a shard": ("sharded", first_value(math.nan), "tensor model.layers.1.mlp.up_proj.weight holds NaN"),
-    "a head of its own": ("single", valued(own_head), "ties (to others, but|.*weight to a tensor that has other)"),
+    "NaN": ("single", first_value(math.nan), f"tensor {UP} holds NaN"),
+    "infinity": ("single", first_value(-math.inf), f"tensor {UP} holds NaN or inf"),
+    "NaN in a shard": ("sharded", first_value(math.nan), f"tensor {UP} holds NaN"),
+    "a head of its own": ("single", OWN_HEAD, "ties (to others, but|.*weight to a tensor that has other)"),
     "NaN of torch": ("single", pickled(lambda weights: {k: v * math.nan for k, v in weights.items()}), "holds NaN"),
-    "a lost tensor of torch": (
-        "single",
-        pickled(lambda weights: dict(list(weights.items())[1:])),
-        r"\d tensors missing",
-    ),
+    "a lost tensor of torch": ("single", pickled(lambda weights: dict([*weights.items()][1:])), r"\d tensors missing"),
 }
 
 

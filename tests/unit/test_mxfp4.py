@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, GptOssForCausalLM
+from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from cosmos_core.models.hf import load_config, load_model
 from cosmos_core.rollout.mxfp4 import has_mxfp4, quantize, quantize_bucket
+from tests.unit.test_quantized_base import save_mxfp4
+from tests.unit.tiny_model import save_tiny_model
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
@@ -43,31 +43,15 @@ def test_what_lies_between_two_values_goes_to_the_even_one(between: float, even:
 
 
 def test_a_checkpoint_of_such_experts_is_loaded_as_numbers_that_are_sent_as_they_were(tmp_path: Path) -> None:
-    config = GptOssConfig(
-        hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, num_local_experts=2, num_experts_per_tok=1, vocab_size=64, layer_types=["full_attention"],
-    )  # fmt: skip
-    torch.manual_seed(0)
-    GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    packed = dict(quantize_bucket(list(load_file(file).items())))
-    assert len(packed) == len(load_file(file)) + 2
-    save_file({name: tensor.contiguous() for name, tensor in packed.items()}, file, {"format": "pt"})
-    values = json.loads((tmp_path / "config.json").read_text())
-    assert not has_mxfp4(load_config(str(tmp_path)))
-    values["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert not has_mxfp4(load_config(str(save_tiny_model(tmp_path / "plain"))))
+    packed = load_file(save_mxfp4(tmp_path) / "model.safetensors")
     assert has_mxfp4(load_config(str(tmp_path)))
     model = load_model(str(tmp_path), dtype=torch.bfloat16)
     again = dict(quantize_bucket([(name, tensor.detach()) for name, tensor in model.state_dict().items()]))
-    assert again.keys() == packed.keys()
-    for name, tensor in packed.items():
-        if name.endswith(("_blocks", "_scales")):  # another scale may stand for the same values
-            continue
-        assert torch.equal(again[name], tensor), name
+    assert again.keys() == packed.keys() and len(packed) == len(model.state_dict()) + 2
+    for name, tensor in packed.items():  # another scale may stand for the same values
+        assert name.endswith(("_blocks", "_scales")) or torch.equal(again[name], tensor), name
     for name in ("gate_up_proj", "down_proj"):
         key = f"model.layers.0.mlp.experts.{name}"
-        first, second = (
-            convert_moe_packed_tensors(each[f"{key}_blocks"], each[f"{key}_scales"]) for each in (packed, again)
-        )
-        assert torch.equal(first, second)
+        stored = ((each[f"{key}_blocks"], each[f"{key}_scales"]) for each in (packed, again))
+        assert torch.equal(*(convert_moe_packed_tensors(*tensors) for tensors in stored))

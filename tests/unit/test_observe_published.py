@@ -21,14 +21,12 @@ from tasks.artifacts import StageArtifacts, _render_run_card, card_key
 from tests.unit.observed_runs import Page, finished_run, write, write_lines
 
 
-@pytest.mark.parametrize("has_export", [True, False])
-@pytest.mark.parametrize("url", ["s3://models/sums/v1", "/published/v1"])
+@pytest.mark.parametrize(("url", "has_export"), [("s3://models/sums/v1", True), ("/published/v1", False)])
 def test_what_is_published_stands_beside_the_model_of_the_run(tmp_path: Path, has_export: bool, url: str) -> None:
     run = finished_run(tmp_path)
     pipeline = run / "pipeline.toml"
-    pipeline.write_text(
-        pipeline.read_text() + '[[pipeline.stages]]\nname = "publish"\nkind = "upload"\nafter = ["grpo"]\n'
-    )
+    publish = '[[pipeline.stages]]\nname = "publish"\nkind = "upload"\nafter = ["grpo"]\n'
+    pipeline.write_text(pipeline.read_text() + publish)
     result = read_object(run / "stages" / "export" / "result.json")
     write(run / "stages" / "publish" / "result.json", result | {"info": {"model": url, "published": url}})
     if not has_export:

@@ -31,9 +31,28 @@ from tests.unit.observed_runs import (
 )
 
 
-def test_the_page_of_a_finished_run_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
-    source = report.build(finished_run(tmp_path))
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, which no test changes."""
+    return finished_run(tmp_path_factory.mktemp("runs"), has_curves=True)
+
+
+@pytest.fixture(scope="module")
+def source(run: Path) -> str:
+    """Its page."""
+    return report.build(run)
+
+
+def summary(run: Path) -> str:
+    out = io.StringIO()
+    print_summary(run, stream=out)
+    return out.getvalue()
+
+
+def test_the_page_of_a_finished_run_is_well_formed_loads_nothing_and_runs_no_script(source: str) -> None:
+    assert str(escape(HOSTILE)) in source
     page = Page(source)
+    assert 'alert("no")</script> & <b>4</b>' in page.text, "a completion is shown as it is"
     for tag, attributes in page.tags:
         assert tag not in {"script", "link", "img", "iframe", "object", "base"}
         for name, value in attributes.items():
@@ -44,15 +63,8 @@ def test_the_page_of_a_finished_run_is_well_formed_and_loads_nothing(tmp_path: P
     assert len(ids) == len(set(ids))
 
 
-def test_a_completion_with_a_script_is_shown_and_not_run(tmp_path: Path) -> None:
-    source = report.build(finished_run(tmp_path))
-    assert "<script" not in source and str(escape(HOSTILE)) in source
-    assert 'alert("no")</script> & <b>4</b>' in Page(source).text
-
-
-def test_the_page_says_title_outcome_metrics_gates_model_and_lineage(tmp_path: Path) -> None:
-    run = finished_run(tmp_path)
-    text = Page(report.build(run)).text
+def test_the_page_says_title_outcome_metrics_gates_model_and_lineage(run: Path, source: str) -> None:
+    text = Page(source).text
     assert "arithmetic-demo done run 20251009085320 · " in text
     assert "accuracy 0.015 → 0.705" in text
     assert "accuracy 0.015 0.405 0.705 +0.690" in text and "loss 3.100 0.440 0.520 -2.580" in text
@@ -60,18 +72,16 @@ def test_the_page_says_title_outcome_metrics_gates_model_and_lineage(tmp_path: P
     assert "gate validation/loss <= 0.5 0.520 – not met" in text
     model = run / "stages" / "export" / "safetensors" / "step_80"
     assert str(model) in text and f"model = AutoModelForCausalLM.from_pretrained({str(model)!r})" in text
-    assert (
-        "sft prepare d-prepare0 d-sft00000 2 files, 3.7 MB" in text
-        and "reused from /runs/earlier/stages/prepare" in text
-    )
+    assert "sft prepare d-prepare0 d-sft00000 2 files, 3.7 MB" in text
+    assert "reused from /runs/earlier/stages/prepare" in text
     assert "What is 17 + 35? reference: 52 0 7 7 2" in text and "17 + 35 = 52 reward 1.000" in text
     assert "no valid reward" in text and "The first 12 of 20 prompts" in text
     assert "crashed signal 9; retried in 2 s" in text and "cosmos run a b.toml" in text
     assert "torch 2.13.0" in text and "stages finished 9 of 9" in text
 
 
-def test_the_graph_has_a_box_a_stage_and_an_arrow_a_dependency(tmp_path: Path) -> None:
-    page = Page(report.build(finished_run(tmp_path)))
+def test_the_graph_has_a_box_a_stage_and_an_arrow_a_dependency(source: str) -> None:
+    page = Page(source)
     classes = [str(attributes.get("class")) for tag, attributes in page.tags if tag == "g"]
     boxes = [name for name in classes if name.startswith("box ")]
     arrows = [attributes for tag, attributes in page.tags if tag == "path" and "marker-end" in attributes]
@@ -79,15 +89,14 @@ def test_the_graph_has_a_box_a_stage_and_an_arrow_a_dependency(tmp_path: Path) -
     assert len(arrows) == sum(len(after) for _, _, after, *_ in STAGES)
 
 
-def test_no_two_boxes_of_the_graph_overlap_and_arrows_go_right(tmp_path: Path) -> None:
-    graph = report.build(finished_run(tmp_path))
-    found = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="(\d+)" height="(\d+)" rx="8"', graph)
+def test_no_two_boxes_of_the_graph_overlap_and_arrows_go_right(source: str) -> None:
+    found = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="(\d+)" height="(\d+)" rx="8"', source)
     boxes = [tuple(map(float, numbers)) for numbers in found]
     assert len(boxes) == len(STAGES)
     for i, (x, y, width, height) in enumerate(boxes):
         for other_x, other_y, *_ in boxes[:i]:
             assert abs(x - other_x) >= width or abs(y - other_y) >= height
-    for path in re.findall(r'<path class="edge" d="([^"]+)"', graph):
+    for path in re.findall(r'<path class="edge" d="([^"]+)"', source):
         words = path.split()
         assert float(words[-2]) > float(words[0].removeprefix("M"))
 
@@ -110,10 +119,8 @@ def test_an_empty_folder_and_a_missing_pipeline_have_a_page(tmp_path: Path) -> N
 def test_the_report_stage_writes_the_page_into_the_stage_and_the_run(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     path = run / "stages" / "report"
-    stage = Stage(
-        path, StageConfig(name="report", kind="report"), Recipe(), "", None, {}, "f", kind=all_kinds()["report"]
-    )
-    outcome = report.run(stage)
+    config = StageConfig(name="report", kind="report")
+    outcome = report.run(Stage(path, config, Recipe(), "", None, {}, "f", kind=all_kinds()["report"]))
     assert outcome.outputs == ("report.html",) and outcome.info == {"report": str(run / "report.html")}
     assert (path / "report.html").read_text() == (run / "report.html").read_text()
     assert "this page" in Page((run / "report.html").read_text()).text
@@ -129,15 +136,12 @@ def test_the_page_says_on_which_machines_the_ranks_ran(tmp_path: Path) -> None:
     assert "on head (1 rank, cpu, 2 threads)" in text
 
 
-def test_worker_time_of_parallel_stages_is_not_counted_twice(tmp_path: Path) -> None:
-    run = read_run(finished_run(tmp_path))
+def test_worker_time_of_parallel_stages_is_not_counted_twice_and_that_of_an_earlier_command_not_at_all(
+    run: Path,
+) -> None:
     covered = {begins + second for _, _, _, begins, seconds, *_ in STAGES for second in range(int(seconds))}
-    assert busy_seconds(run, STARTED) == len(covered) == 240
-
-
-def test_worker_time_of_an_earlier_command_is_not_counted(tmp_path: Path) -> None:
-    run = read_run(finished_run(tmp_path))
-    assert busy_seconds(run, STARTED + 219) == 16 + 11
+    assert busy_seconds(read_run(run), STARTED) == len(covered) == 240
+    assert busy_seconds(read_run(run), STARTED + 219) == 16 + 11
 
 
 def test_a_pause_before_a_resume_is_neither_time_of_the_stage_nor_overhead(tmp_path: Path) -> None:
@@ -160,16 +164,11 @@ def test_the_summary_says_why_rows_were_skipped(tmp_path: Path) -> None:
     result = json.loads((run / "stages" / "prepare" / "result.json").read_text())
     notice = "train: 3 of 10 rows skipped: 3 of an unknown role (first: rows.jsonl:2)"
     write(run / "stages" / "prepare" / "result.json", {**result, "info": {"notices": [notice]}})
-    out = io.StringIO()
-    print_summary(run, stream=out)
-    assert f"prepare: {notice}" in out.getvalue()
+    assert f"prepare: {notice}" in summary(run)
 
 
-def test_the_summary_names_stages_overhead_model_and_loading_line(tmp_path: Path) -> None:
-    run = finished_run(tmp_path)
-    out = io.StringIO()
-    print_summary(run, stream=out)
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+def test_the_summary_names_stages_overhead_model_and_loading_line(run: Path) -> None:
+    lines = [line.rstrip() for line in summary(run).splitlines()]
     model = run / "stages" / "export" / "safetensors" / "step_80"
     assert lines[0] == "arithmetic-demo  20251009085320  done after 4m09s"
     assert lines[1].split() == ["stage", "state", "time", "metrics"]
@@ -185,9 +184,7 @@ def test_the_summary_names_stages_overhead_model_and_loading_line(tmp_path: Path
 def test_overhead_is_one_figure_on_the_console_and_on_the_page(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     write(run / "locks" / "holder.json", {"since": STARTED - 12})  # when the command was typed: the run began later
-    out = io.StringIO()
-    print_summary(run, stream=out)
-    assert "done after 4m21s" in out.getvalue() and "orchestration overhead     21s" in out.getvalue()
+    assert "done after 4m21s" in summary(run) and "orchestration overhead     21s" in summary(run)
     assert re.search(r"overhead\s+21s|21s\s+overhead", Page(report.build(run)).text)
 
 
@@ -198,19 +195,17 @@ def test_the_loading_line_is_python_that_names_the_folder() -> None:
 
 
 def test_the_summary_of_a_failed_run_says_why(tmp_path: Path) -> None:
-    out = io.StringIO()
-    print_summary(failed_run(tmp_path), stream=out)
-    assert f"sft: boom {HOSTILE}" in out.getvalue() and "failed after" in out.getvalue()
+    text = summary(failed_run(tmp_path))
+    assert f"sft: boom {HOSTILE}" in text and "failed after" in text
 
 
 def test_status_shows_kind_attempt_and_step_of_a_running_stage(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
-    write(
-        run / "stages" / "grpo" / "state.json", {"state": "running", "attempt": 2, "spans": [[time.time() - 100, None]]}
-    )
+    grpo = run / "stages" / "grpo"
+    write(grpo / "state.json", {"state": "running", "attempt": 2, "spans": [[time.time() - 100, None]]})
     progress = {"phase": "step", "step": 12, "total": 80, "metrics": {"reward/mean": 0.5}}
-    write(run / "stages" / "grpo" / "progress.json", progress)
-    (run / "stages" / "grpo" / "result.json").unlink()
+    write(grpo / "progress.json", progress)
+    (grpo / "result.json").unlink()
     stage = next(stage for stage in read_run(run).stages if stage.name == "grpo")
     assert (stage.status, stage.state.attempt, stage.position) == ("running", 2, (12, 80))
     assert stage.metrics == {"reward/mean": 0.5}
@@ -232,8 +227,8 @@ def test_a_flow_in_python_of_a_thousand_stages_in_a_row_is_read(tmp_path: Path) 
     assert [stage.depth for stage in read_run(tmp_path).stages] == list(range(1200))
 
 
-def test_stages_come_after_what_they_wait_for(tmp_path: Path) -> None:
-    names = [stage.name for stage in read_run(finished_run(tmp_path)).stages]
+def test_stages_come_after_what_they_wait_for(run: Path) -> None:
+    names = [stage.name for stage in read_run(run).stages]
     for name, _, after, *_ in STAGES:
         assert all(names.index(other) < names.index(name) for other in after)
 
@@ -254,5 +249,4 @@ def test_status_and_summary_name_the_best_step_by_validation(tmp_path: Path, is_
         write(sft / "best.json", best)
     out = io.StringIO()
     print_status(run, stream=out)
-    print_summary(run, stream=out)
-    assert out.getvalue().count("best held-out loss 0.512 at step 20") == 2
+    assert (out.getvalue() + summary(run)).count("best held-out loss 0.512 at step 20") == 2

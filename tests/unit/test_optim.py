@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,57 +13,50 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.train.optim import build_optimizer, clip_gradients, learning_rate_factor, set_learning_rate
 
-
-def factors(total: int, **settings: object) -> list[float]:
-    train = TrainConfig.model_validate(settings)
-    return [learning_rate_factor(step, total, train) for step in range(total)]
+RATIO = {"optm_warmup_steps": 2, "optm_decay_type": "linear", "optm_decay_ratio": 0.4, "optm_min_lr_factor": 0.2}
 
 
 @pytest.mark.parametrize(
-    ("decay_type", "expected"),
+    ("settings", "expected"),
     [
-        (None, [0.5, 1, 1, 1, 1, 1]),
-        ("none", [0.5, 1, 1, 1, 1, 1]),
-        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
-        ("sqrt", [0.5, 1, 1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)]),
-        ("cosine", [0.5, 1, 1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]),
+        # A decay runs over all steps after the warm-up.
+        ({"optm_warmup_steps": 2}, [0.5, 1, 1, 1, 1, 1]),
+        ({"optm_warmup_steps": 2, "optm_decay_type": "none"}, [0.5, 1, 1, 1, 1, 1]),
+        ({"optm_warmup_steps": 2, "optm_decay_type": "linear"}, [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        (
+            {"optm_warmup_steps": 2, "optm_decay_type": "sqrt"},
+            [0.5, 1, 1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(3) / 2],
+        ),
+        (
+            {"optm_warmup_steps": 2, "optm_decay_type": "cosine"},
+            [0.5, 1, 1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2],
+        ),
+        ({"optm_warmup_steps": 0, "optm_decay_type": "linear"}, [1, 2 / 3, 1 / 3]),
+        # The warm-up rises from the start factor, and its first step is one increment above it.
+        ({"optm_warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1, 1]),
+        ({"optm_warmup_steps": 4, "optm_warmup_start_factor": 0.2}, [0.4, 0.6, 0.8, 1, 1]),
+        ({"optm_warmup_steps": 0.5}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),  # a float is a fraction of all steps
+        ({"optm_warmup_steps": 1.0}, [0.25, 0.5, 0.75, 1]),
+        ({"optm_warmup_steps": 1}, [1, 1, 1, 1]),
+        ({"optm_warmup_steps": 20}, [0.25, 0.5, 0.75, 1]),  # longer than the run
+        # The decay ratio leaves a stable part, and the floor is the minimum factor.
+        (RATIO, [0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4]),
+        # A decay that would begin inside of the warm-up is shortened to what is left.
+        (
+            {"optm_warmup_steps": 6, "optm_decay_type": "linear", "optm_decay_ratio": 0.8},
+            [1 / 6, 1 / 3, 0.5, 2 / 3, 5 / 6, 1, 1, 0.75, 0.5, 0.25],
+        ),
     ],
 )
-def test_each_decay_curve_runs_over_all_steps_after_the_warm_up(decay_type: str | None, expected: list[float]) -> None:
-    assert factors(6, optm_warmup_steps=2, optm_decay_type=decay_type) == pytest.approx(expected, abs=1e-12)
+def test_the_schedule_of_the_learning_rate(settings: dict[str, Any], expected: list[float]) -> None:
+    train = TrainConfig.model_validate(settings)
+    factors = [learning_rate_factor(step, len(expected), train) for step in range(len(expected))]
+    assert factors == pytest.approx(expected, abs=1e-12)
 
 
-def test_warm_up_rises_from_the_start_factor_and_its_first_step_is_one_increment_above() -> None:
-    assert factors(8, optm_warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1, 1]
-    started = factors(8, optm_warmup_steps=4, optm_warmup_start_factor=0.2)
-    assert started[:5] == pytest.approx([0.4, 0.6, 0.8, 1, 1])
-    assert factors(3, optm_warmup_steps=1) == [1, 1, 1]
-    assert factors(3, optm_warmup_steps=0, optm_decay_type="linear") == pytest.approx([1, 2 / 3, 1 / 3])
-
-
-def test_a_float_warm_up_is_a_fraction_of_all_steps_and_an_int_a_count() -> None:
-    assert factors(8, optm_warmup_steps=0.5)[:5] == [0.25, 0.5, 0.75, 1, 1]
-    assert factors(4, optm_warmup_steps=1.0) == [0.25, 0.5, 0.75, 1]
-    assert factors(4, optm_warmup_steps=1) == [1, 1, 1, 1]
-
-
-def test_a_warm_up_longer_than_the_run_is_cut_to_the_run() -> None:
-    assert factors(4, optm_warmup_steps=20) == [0.25, 0.5, 0.75, 1]
-
-
-def test_the_decay_ratio_leaves_a_stable_part_and_the_floor_is_the_minimum_factor() -> None:
-    decayed = factors(10, optm_warmup_steps=2, optm_decay_type="linear", optm_decay_ratio=0.4, optm_min_lr_factor=0.2)
-    assert decayed == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4])
-    train = TrainConfig.model_validate(
-        {"optm_warmup_steps": 2, "optm_decay_type": "linear", "optm_decay_ratio": 0.4, "optm_min_lr_factor": 0.2}
-    )
-    assert learning_rate_factor(10, 10, train) == pytest.approx(0.2)
-    assert learning_rate_factor(99, 10, train) == pytest.approx(0.2)
-
-
-def test_a_decay_that_would_begin_inside_the_warm_up_is_shortened_to_what_is_left() -> None:
-    schedule = factors(10, optm_warmup_steps=6, optm_decay_type="linear", optm_decay_ratio=0.8)
-    assert schedule[5:] == pytest.approx([1, 1, 0.75, 0.5, 0.25])
+def test_after_the_last_step_the_factor_stays_at_its_minimum() -> None:
+    train = TrainConfig.model_validate(RATIO)
+    assert [learning_rate_factor(step, 10, train) for step in (10, 99)] == pytest.approx([0.2, 0.2])
 
 
 def test_every_group_gets_the_learning_rate_of_the_step() -> None:
@@ -94,13 +88,10 @@ def test_each_weight_has_the_rate_of_the_deepest_path_that_leads_to_it() -> None
     rates = {"global": 0.1, "model": 0.2, "model.layers.1": 0.4}
     train = TrainConfig(optm_lr=rates, optm_warmup_steps=4)
     optimizer = build_optimizer(model, train)
-    assert rates_of(model, optimizer) == {
-        "model.embed.weight": 0.2,
-        "model.layers.0.weight": 0.2,
-        "model.layers.0.bias": 0.2,
-        "model.layers.1.weight": 0.4,
-        "model.layers.1.bias": 0.4,
-    }
+    first, last = (
+        {f"model.layers.{i}.{name}": rate for name in ("weight", "bias")} for i, rate in ((0, 0.2), (1, 0.4))
+    )
+    assert rates_of(model, optimizer) == {"model.embed.weight": 0.2, **first, **last}
 
 
 @pytest.mark.parametrize(
@@ -170,22 +161,16 @@ def test_the_first_step_with_moments_in_eight_bits_is_the_closed_form(name: str)
 
 
 def tiny_llama() -> torch.nn.Module:
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, head_dim=4,
-        attention_bias=True,
-    )  # fmt: skip
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, head_dim=4, attention_bias=True)
     torch.manual_seed(0)
     return LlamaForCausalLM(config)
 
 
 def test_muon_takes_the_matrices_of_the_layers_and_adamw_all_else_whatever_is_reloaded() -> None:
+    rates = {"global": 0.02, "lm_head": 0.01}
     train = TrainConfig.model_validate(
-        {
-            "optm_name": "Muon",
-            "optm_lr": {"global": 0.02, "lm_head": 0.01},
-            "optm_weight_decay": 0.1,
-            "optm_warmup_steps": 4,
-        }
+        {"optm_name": "Muon", "optm_lr": rates, "optm_weight_decay": 0.1, "optm_warmup_steps": 4}
     )
     model, other = tiny_llama(), tiny_llama()
     optimizer = build_optimizer(model, train)
@@ -255,16 +240,12 @@ def test_gradients_are_scaled_to_the_bound_and_the_norm_before_is_returned() -> 
     assert parameters[0].grad.item() == pytest.approx(1.5, rel=1e-5)
 
 
-def test_a_bound_of_zero_only_measures() -> None:
+@pytest.mark.parametrize(("first", "bound"), [(3.0, 0.0), (math.inf, 1.0), (math.nan, 1.0)])
+def test_a_bound_of_zero_only_measures_and_a_norm_that_is_not_finite_leaves_the_gradients(
+    first: float, bound: float
+) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.tensor([3.0, 4.0])
-    assert clip_gradients([parameter], 0.0) == 5.0
-    assert parameter.grad.tolist() == [3.0, 4.0]
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_norm_that_is_not_finite_is_reported_and_the_gradients_are_left(bad: float) -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    parameters[0].grad, parameters[1].grad = torch.tensor([bad]), torch.tensor([4.0])
-    assert not math.isfinite(clip_gradients(parameters, 1.0))
-    assert parameters[1].grad.item() == 4.0
+    parameter.grad = torch.tensor([first, 4.0])
+    norm = clip_gradients([parameter], bound)
+    assert norm == 5.0 if first == 3.0 else not math.isfinite(norm)
+    assert parameter.grad[1].item() == 4.0

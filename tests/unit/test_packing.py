@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.data.batch import packed_bounds, rows_of
+from cosmos_core.data.batch import rows_of
 from cosmos_core.data.sample import Sample
 from cosmos_core.models import packing
 from cosmos_core.models.packing import PACKED_ATTENTION, enable_packing, varlen_obstacle
@@ -35,13 +35,11 @@ SIZES: dict[str, Any] = {
     "vocab_size": 500, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }  # fmt: skip
+LAYERS = ["sliding_attention", "full_attention"]
 FAMILIES = {
     "full": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=8)),
     "sliding": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=4)),
-    "both": (
-        Gemma3ForCausalLM,
-        Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
-    ),
+    "both": (Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=4, layer_types=LAYERS)),
 }
 
 
@@ -61,26 +59,36 @@ def packed_logits(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.parametrize("recompute", [False, True])
-def test_packed_rows_have_the_logits_and_gradients_of_separate_ones(family: str, recompute: bool) -> None:
+def check_packed(family: str, *, recompute: bool, calls: list[Any] | None = None) -> None:
+    """Check that packed rows have the logits and gradients of separate ones; `calls` are those of a fake kernel."""
     model = make(*FAMILIES[family])
     separate = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows()])
     separate.sin().sum().backward()
     theirs = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
+    assert not calls
     assert enable_packing(model) == ""
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
     model.zero_grad()
+    if calls is not None:
+        calls.clear()
     packed = packed_logits(model, rows())
+    if calls is not None:
+        windows = {"full": [-1, -1], "sliding": [3, 3], "both": [3, -1]}[family]
+        assert calls == [([0, 7, 19, 20, 23], 12, 12, (left, 0)) for left in windows]
     torch.testing.assert_close(packed, separate, rtol=0, atol=1e-12)
     packed.sin().sum().backward()
     tolerance = 1e-5 if family == "both" else 1e-11  # Gemma's norms are computed in float32
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad, theirs[name], rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("recompute", [False, True])
+def test_packed_rows_have_the_logits_and_gradients_of_separate_ones(family: str, recompute: bool) -> None:
+    check_packed(family, recompute=recompute)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -151,10 +159,9 @@ def test_a_family_whose_attention_is_not_told_its_window_keeps_the_padding() -> 
 def test_a_probe_that_differs_gives_the_old_attention_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(*FAMILIES["full"])
     plain = Qwen3ForCausalLM.forward
-    monkeypatch.setattr(  # a family that ignores the bounds between rows
-        Qwen3ForCausalLM, "forward",
-        lambda self, *a, sequence_bounds=None, **k: plain(self, *a, **k),
-    )  # fmt: skip
+    # a family that ignores the bounds between rows
+    ignores = lambda self, *a, sequence_bounds=None, **k: plain(self, *a, **k)  # noqa: E731
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", ignores)
     assert enable_packing(model) == "packed sequences have other logits than separate ones"
     assert model.config._attn_implementation == "sdpa"
 
@@ -200,27 +207,8 @@ def varlen(monkeypatch: pytest.MonkeyPatch) -> FakeVarlen:
 def test_one_call_of_the_kernel_per_layer_gives_the_logits_and_gradients_of_separate_rows(
     family: str, recompute: bool, varlen: FakeVarlen
 ) -> None:
-    model = make(*FAMILIES[family])
-    separate = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows()])
-    separate.sin().sum().backward()
-    theirs = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    assert varlen.calls == []
-    assert enable_packing(model) == ""
-    if recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
-    model.zero_grad()
-    varlen.calls.clear()
-    packed = packed_logits(model, rows())
-    windows = {"full": [-1, -1], "sliding": [3, 3], "both": [3, -1]}[family]
-    assert varlen.calls == [([0, 7, 19, 20, 23], 12, 12, (left, 0)) for left in windows]
-    torch.testing.assert_close(packed, separate, rtol=0, atol=1e-12)
-    packed.sin().sum().backward()
+    check_packed(family, recompute=recompute, calls=varlen.calls)
     assert len(varlen.calls) == 4 if recompute else 2
-    tolerance = 1e-5 if family == "both" else 1e-11  # Gemma's norms are computed in float32
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(parameter.grad, theirs[name], rtol=0, atol=tolerance, msg=name)
 
 
 def test_the_kernel_that_leaks_between_sequences_is_found_out(
@@ -252,13 +240,7 @@ def test_the_dtype_of_training_is_probed_too_where_there_is_a_kernel(
     [
         ((1, 4, 9, 64), torch.bfloat16, 64, 0.0, ""),
         ((1, 4, 9, 64), torch.float32, 64, 0.0, "its kernel takes half precision, and this is float32"),
-        (
-            (1, 4, 9, 60),
-            torch.float16,
-            60,
-            0.0,
-            "its kernel takes heads of a multiple of 8 up to 256, and these have 60",
-        ),
+        ((1, 4, 9, 60), torch.float16, 60, 0.0, "kernel takes heads of a multiple of 8 up to 256, and these have 60"),
         ((1, 4, 9, 264), torch.float16, 264, 0.0, "a multiple of 8 up to 256, and these have 264"),
         ((1, 4, 9, 192), torch.bfloat16, 128, 0.0, "values as wide as keys, and these have 128 and 192"),
         ((1, 4, 9, 64), torch.bfloat16, 64, 0.1, "its kernel knows no dropout, and attention_dropout is 0.1"),
@@ -284,12 +266,3 @@ def test_what_the_kernel_cannot_runs_over_groups_of_sequences_and_says_why_once(
     assert varlen.calls == []
     said = "packed attention runs over groups of sequences, because its kernel takes half precision, and this is"
     assert [record.getMessage() for record in caplog.records] == [f"{said} float64"]
-
-
-def test_bounds_are_known_on_the_host() -> None:
-    bounds = packed_bounds([0, 3, 4, 6])
-    ends = bounds["sequence_bounds"].ends
-    assert ends.tolist() == [0, 3, 4, 6] and isinstance(ends, np.ndarray)
-    assert bounds["cu_seq_lens_q"].tolist() == bounds["cu_seq_lens_k"].tolist() == [0, 3, 4, 6]
-    assert bounds["cu_seq_lens_q"].dtype == torch.int32
-    assert bounds["max_length_q"] == bounds["max_length_k"] == 3

@@ -17,8 +17,8 @@ from scipy.stats import binom
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.errors import GateFailed
+from cosmos_core.observe.plan_table import smallest_effects
 from cosmos_core.observe.record import Condition
-from cosmos_core.observe.smallest_effects import smallest_effects
 from cosmos_core.run.manifest import commit
 from cosmos_core.run.paired_items import (
     PairedDifferences,
@@ -27,6 +27,7 @@ from cosmos_core.run.paired_items import (
     num_required_items,
     smallest_effect,
 )
+from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
 from tasks.stages import gate
@@ -62,29 +63,47 @@ def test_equal_results_of_few_items_are_not_certain() -> None:
     assert PairedDifferences((0.0,) * 5000, is_binary=True).p_value(-0.02) < 0.05
 
 
-def write_evaluation(folder: Path, scores: list[float], **columns: Any) -> dict[str, Any]:
-    """Write the stage directory of an evaluation, and return its result as a gate receives it."""
+def write_evaluation(folder: Path, scores: list[float] | dict[str, list[float]], **columns: Any) -> dict[str, Any]:
+    """Write the stage directory of an evaluation of benchmark `a`, or of several, and return its result as a gate
+    receives it; `columns` are further columns of the items, and `metrics` replaces the means."""
     folder.mkdir(parents=True)
-    rows = {"task": ["a"] * len(scores), "doc_id": range(len(scores)), "doc_hash": map(str, range(len(scores)))}
-    pq.write_table(pa.table({k: list(v) for k, v in (rows | {"acc": scores} | columns).items()}),
-                   folder / "items.parquet")  # fmt: skip
-    metrics = {"evaluation/a/acc": sum(scores) / len(scores), "evaluation/a/acc_stderr": 0.05}
+    scores = scores if isinstance(scores, dict) else {"a": scores}
+    metrics = columns.pop("metrics", {f"evaluation/{task}/acc": sum(v) / len(v) for task, v in scores.items()})
+    metrics = {key: value for name, mean in metrics.items() for key, value in ((name, mean), (f"{name}_stderr", 0.05))}
+    items = [(task, i, value) for task, values in scores.items() for i, value in enumerate(values)]
+    names, numbers, values = map(list, zip(*items, strict=True))
+    rows = {"task": names, "doc_id": numbers, "doc_hash": list(map(str, numbers)), "acc": values, **columns}
+    pq.write_table(pa.table(rows), folder / "items.parquet")
     result = commit(folder, Outcome(("items.parquet",), metrics), kind="evaluate", fingerprint="f" * 64, inputs={})
     return {**result, "path": str(folder)}
+
+
+def evaluation(folder: Path, run: str, scores: list[float] | dict[str, list[float]], **columns: Any) -> dict[str, Any]:
+    return write_evaluation(folder / run / "stages" / "scores", scores, **columns)
+
+
+def confident_gate(folder: Path, require: str, published: dict[str, Any]) -> Stage:
+    """A gate with a confidence, after a new evaluation."""
+    stage = gate_stage(folder / "new", (require,), published["metrics"])
+    stage.config = stage.config.model_copy(update={"confidence": 0.95})
+    return stage
+
+
+def publish_items(folder: Path) -> Path:
+    """Record that the published model is that of the run `old`; return the record."""
+    record = folder / "new" / "published" / "v1" / "published.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"stage": str(folder / "old" / "stages" / "up")}))
+    return record
 
 
 def test_a_gate_compares_the_items_of_both_models(tmp_path: Path) -> None:
     old = [float(i % 2) for i in range(100)]
     new = [1.0 if i < 12 else score for i, score in enumerate(old)]  # six items more, and none less
-    published = write_evaluation(tmp_path / "old" / "stages" / "scores", old)
-    require = "evaluation/a/acc > published"
-    stage = gate_stage(tmp_path / "new", (require,), published["metrics"])
-    stage.config = stage.config.model_copy(update={"confidence": 0.95})
-    stage.inputs["after"] = write_evaluation(tmp_path / "new" / "stages" / "scores", new)
+    stage = confident_gate(tmp_path, "evaluation/a/acc > published", evaluation(tmp_path, "old", old))
+    stage.inputs["after"] = evaluation(tmp_path, "new", new)
     with pytest.raises(GateFailed, match="noise"):  # without the items of the published model
         gate.run(stage)
-    record = tmp_path / "new" / "published" / "v1" / "published.json"
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"stage": str(tmp_path / "old" / "stages" / "up")}))
+    publish_items(tmp_path)
     [entry] = gate.run(stage).info["conditions"]  # type: ignore[union-attr, misc]
     assert isinstance(entry, dict) and entry["passed"] and "noise" not in entry
     found: Any = entry["paired"]
@@ -93,16 +112,14 @@ def test_a_gate_compares_the_items_of_both_models(tmp_path: Path) -> None:
     interval = r"\+0.06 \(\+0.0\d+ \.\. \+0.\d+\)"
     assert re.fullmatch(rf"evaluation/a/acc > published: {interval} on 100 items, \d+ needed", title)
     stage.config = stage.config.model_copy(update={"require": ("evaluation/a/acc > published + 0.05",)})
-    with pytest.raises(
-        GateFailed, match=r"\+0.06 \(.* \.\. .*\) on 100 items, of which 6 are better and 0 worse, p = 0"
-    ):
+    message = r"\+0.06 \(.* \.\. .*\) on 100 items, of which 6 are better and 0 worse, p = 0"
+    with pytest.raises(GateFailed, match=message):
         gate.run(stage)
 
 
 def test_the_correction_of_holm() -> None:
-    assert correct_p_values([0.01, 0.04, 0.03, 0.005]) == pytest.approx(
-        [0.03, 0.06, 0.06, 0.02]
-    )  # his paper's procedure by hand
+    by_hand = [0.03, 0.06, 0.06, 0.02]  # by the procedure of his paper
+    assert correct_p_values([0.01, 0.04, 0.03, 0.005]) == pytest.approx(by_hand)
     assert (correct_p_values([]), correct_p_values([0.2]), correct_p_values([0.6, 0.7])) == ([], [0.2], [1.0, 1.0])
 
 
@@ -123,11 +140,8 @@ def test_the_smallest_effect_of_items_is_found_as_often_as_promised(tmp_path: Pa
     pairs = [PairedDifferences(tuple(row), is_binary=True) for row in new - old]
     assert 0.72 <= np.mean([each.p_value() <= 1 - CONFIDENCE for each in pairs]) <= 0.9
     assert smallest_effect("evaluation/a/acc", 0.9, tmp_path / "old", CONFIDENCE) is None  # not the mean of its items
-    assert (
-        num_required_items(NUM_ITEMS, effect, effect) == NUM_ITEMS
-        and num_required_items(NUM_ITEMS, effect, effect / 2) == 2400
-    )
-    assert num_required_items(NUM_ITEMS, effect, 0.0) is None
+    required = [num_required_items(NUM_ITEMS, effect, margin) for margin in (effect, effect / 2, 0.0)]
+    assert required == [NUM_ITEMS, 2400, None]
 
 
 def test_a_plan_says_what_a_gate_can_show(tmp_path: Path) -> None:
@@ -142,8 +156,7 @@ def test_a_plan_says_what_a_gate_can_show(tmp_path: Path) -> None:
         return list(smallest_effects(Pipeline(tmp_path, PipelineConfig(stages=(config,)), recipes, all_kinds())))
 
     assert lines(config) == []  # the run of the published model is not on this machine
-    record = tmp_path / "new" / "published" / "v1" / "published.json"
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"stage": str(folder.parent / "up")}))
+    record = publish_items(tmp_path)
     quantiles = 1.6448536 + 0.8416212  # of the normal distribution at 0.95 and 0.8
     effect = quantiles * math.sqrt(2 * 0.25 / 400)
     needed = math.ceil(400 * (effect / 0.05) ** 2)
@@ -152,8 +165,7 @@ def test_a_plan_says_what_a_gate_can_show(tmp_path: Path) -> None:
         f"0.05 needs {needed:,}"
     ]
     assert lines(stage.config) == []  # without confidence
-    away = lines(config.model_copy(update={"target": f"{tmp_path}/none"}))
-    assert away == []
+    assert lines(config.model_copy(update={"target": f"{tmp_path}/none"})) == []
     record.write_text("{")
     [damaged] = lines(config)
     assert damaged.startswith("gate: what is published is not known: ")
@@ -163,54 +175,29 @@ def test_a_gate_about_several_benchmarks_reports_the_correction_of_holm(tmp_path
     old = {name: [float(i % 2) for i in range(100)] for name in "ab"}
     new = {"a": [1.0 if i < 12 else value for i, value in enumerate(old["a"])],
            "b": [1.0 if i < 20 else value for i, value in enumerate(old["b"])]}  # fmt: skip
-
-    def evaluation(run: str, scores: dict[str, list[float]]) -> dict[str, Any]:
-        folder = tmp_path / run / "stages" / "scores"
-        folder.mkdir(parents=True)
-        rows = [
-            {"task": task, "doc_id": i, "doc_hash": str(i), "acc": score}
-            for task, values in scores.items()
-            for i, score in enumerate(values)
-        ]
-        pq.write_table(pa.Table.from_pylist(rows), folder / "items.parquet")
-        metrics = {f"evaluation/{task}/acc": sum(values) / len(values) for task, values in scores.items()}
-        result = commit(folder, Outcome(("items.parquet",), metrics), kind="evaluate", fingerprint="f" * 64, inputs={})
-        return {**result, "path": str(folder)}
-
-    published = evaluation("old", old)
-    stage = gate_stage(tmp_path / "new", ("evaluation/*/acc > published",), published["metrics"])
-    stage.config = stage.config.model_copy(update={"confidence": 0.95})
-    record = tmp_path / "new" / "published" / "v1" / "published.json"
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"stage": str(tmp_path / "old" / "stages" / "up")}))
-    stage.inputs["after"] = evaluation("new", new)
+    stage = confident_gate(tmp_path, "evaluation/*/acc > published", evaluation(tmp_path, "old", old))
+    publish_items(tmp_path)
+    stage.inputs["after"] = evaluation(tmp_path, "new", new)
     entries: Any = gate.run(stage).info["conditions"]  # type: ignore[union-attr]
-    assert [(entry["paired"]["p_value"], entry["paired"]["p_holm"]) for entry in entries] == [
-        (0.5**6, 0.5**6),
-        (0.5**10, 0.5**9),
-    ]
+    p_values = [(entry["paired"]["p_value"], entry["paired"]["p_holm"]) for entry in entries]
+    assert p_values == [(0.5**6, 0.5**6), (0.5**10, 0.5**9)]
     assert Condition.model_validate(entries[0]).title.endswith(" needed, p = 0.016 with Holm's correction")
 
 
 def test_a_metric_that_is_not_the_mean_of_its_items_is_not_compared_by_them(tmp_path: Path) -> None:
-    def evaluation(run: str, likelihood: float) -> dict[str, Any]:
+    def perplexity(run: str, likelihood: float) -> dict[str, Any]:
         """Return the result of a perplexity, whose items are log-likelihoods."""
-        folder, values = tmp_path / run / "stages" / "scores", [likelihood - 0.01 * (i % 3) for i in range(90)]
-        write_evaluation(folder, values, perplexity=values)
-        mean = sum(values) / len(values)
-        metrics = {"evaluation/a/perplexity": math.exp(-mean), "evaluation/a/perplexity_stderr": 0.01}
-        result = commit(folder, Outcome(("items.parquet",), metrics), kind="evaluate", fingerprint="f" * 64, inputs={})
-        return {**result, "path": str(folder)}
+        values = [likelihood - 0.01 * (i % 3) for i in range(90)]
+        metrics = {"evaluation/a/perplexity": math.exp(-sum(values) / len(values))}
+        return evaluation(tmp_path, run, values, perplexity=values, metrics=metrics)
 
-    published = evaluation("old", -2.0)
     require = "evaluation/a/perplexity not worse than published by 0.05"
-    stage = gate_stage(tmp_path / "new", (require,), published["metrics"])
-    stage.config = stage.config.model_copy(update={"confidence": 0.95})
-    record = tmp_path / "new" / "published" / "v1" / "published.json"
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"stage": str(tmp_path / "old" / "stages" / "up")}))
-    stage.inputs["after"] = evaluation("new", -1.5)
+    stage = confident_gate(tmp_path, require, perplexity("old", -2.0))
+    publish_items(tmp_path)
+    stage.inputs["after"] = perplexity("new", -1.5)
     [entry] = gate.run(stage).info["conditions"]  # type: ignore[union-attr, misc]
     assert isinstance(entry, dict) and entry["passed"] and "paired" not in entry
-    stage.inputs["after"] = evaluation("worse", -2.5)
+    stage.inputs["after"] = perplexity("worse", -2.5)
     with pytest.raises(GateFailed, match="noise"):
         gate.run(stage)
 

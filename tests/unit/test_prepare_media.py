@@ -85,15 +85,9 @@ def test_with_a_complete_cache_no_encoder_is_opened_and_the_files_are_the_same(t
     outcome, encoders = prepared(stage_path(runs, 2), source)
     assert (encoders.texts, encoders.media) == ([], 0)
     assert outcome == made, "or a training on the same rows would be made again"
-    digests = [
-        {
-            file.relative_to(stage_path(runs, i) / "data"): sha256(file)
-            for file in files_below(stage_path(runs, i) / "data")
-        }
-        for i in (1, 2)
-    ]
-    statistics = Path("statistics.json")
-    assert digests[0] == digests[1] and statistics in digests[0]
+    folders = [stage_path(runs, i) / "data" for i in (1, 2)]
+    digests = [{file.relative_to(folder): sha256(file) for file in files_below(folder)} for folder in folders]
+    assert digests[0] == digests[1] and Path("statistics.json") in digests[0]
 
 
 def test_another_caption_encodes_one_text_and_no_image(tmp_path, runs):
@@ -108,9 +102,8 @@ def test_another_caption_encodes_one_text_and_no_image(tmp_path, runs):
 def test_a_row_in_the_middle_changes_one_shard_or_two():
     keys = [Keyed(digest_of(i), i) for i in range(1000)]
     before = {tuple(each.key for each in shard) for shard in shards_of(keys)}
-    after = {
-        tuple(each.key for each in shard) for shard in shards_of([*keys[:500], Keyed(digest_of("x"), -1), *keys[500:]])
-    }
+    changed = [*keys[:500], Keyed(digest_of("x"), -1), *keys[500:]]
+    after = {tuple(each.key for each in shard) for shard in shards_of(changed)}
     assert 10 < len(before) < 100
     assert len(after - before) <= 2
     assert sum(map(len, shards_of([*keys, *keys]))) == 1000
@@ -131,8 +124,8 @@ def test_a_killed_stage_goes_on_from_the_shards_that_it_had_written(tmp_path, ru
     assert 0 < encoders.media < 200
     assert outcome.metrics["data/train_rows"] == 200
     prepared(stage_path(tmp_path / "elsewhere"), source)
-    for name in ("train.arrow",):
-        assert sha256(stage_path(runs) / "data" / name) == sha256(stage_path(tmp_path / "elsewhere") / "data" / name)
+    one, other = (stage_path(folder) / "data" / "train.arrow" for folder in (runs, tmp_path / "elsewhere"))
+    assert sha256(one) == sha256(other)
 
 
 def test_a_stop_request_ends_between_shards(tmp_path, runs):
@@ -177,11 +170,8 @@ def test_frames_that_the_vae_would_leave_out_are_refused(tmp_path, runs):
 def test_a_damaged_shard_is_told_of_and_encoded_again(tmp_path, runs, caplog):
     source = write_pairs(tmp_path / "pairs", 3)
     prepared(stage_path(runs, 1), source)
-    shard = next(
-        file
-        for file in (runs / SHARED_FOLDER / CACHE / "encoders").glob("*.safetensors")
-        if "mean" in str(load_file(file).keys())
-    )
+    shards = (runs / SHARED_FOLDER / CACHE / "encoders").glob("*.safetensors")
+    shard = next(file for file in shards if "mean" in str(load_file(file).keys()))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
@@ -196,9 +186,8 @@ def test_media_that_cannot_be_decoded_are_named_counted_and_skipped_up_to_a_shar
     source = write_pairs(tmp_path / "pairs", 4)
     (source / "0001.png").write_bytes(png()[:40])
     (source / "0002.png").unlink()
-    with pytest.raises(
-        DataError, match=r"2 of 4 rows of train cannot be used, more than dataset\.max_skipped_fraction"
-    ):
+    message = r"2 of 4 rows of train cannot be used, more than dataset\.max_skipped_fraction"
+    with pytest.raises(DataError, match=message):
         prepared(stage_path(runs), source)
     outcome, _ = prepared(stage_path(runs), source, dataset={"max_skipped_fraction": 0.5})
     assert outcome.metrics["data/train_skipped_rows"] == outcome.metrics["data/train_rows"] == 2
@@ -304,28 +293,6 @@ def test_code_of_a_users_family_is_a_part_of_what_encodes(tmp_path, runs):
     assert len(digests) == 2
 
 
-def test_aspect_ratio_buckets_give_latents_of_several_shapes(tmp_path, runs):
-    source = write_pairs(tmp_path / "pairs", 2)
-    (source / "0001.png").write_bytes(png(size=(40, 20)))
-    prepared(stage_path(runs), source, diffusers={"inference_size": [16, 16]}, dataset={"aspect_ratio_buckets": True})
-    assert open_media(stage_path(runs) / "data", "train").shapes == [(3, 4, 4), (3, 3, 6)]
-
-
-def test_clips_of_a_video_model_are_encoded_with_their_frames(tmp_path, runs):
-    (tmp_path / "clips").mkdir()
-    write_clip(tmp_path / "clips" / "1.mp4")
-    (tmp_path / "clips" / "1.json").write_text('{"prompt": "brighter"}')
-    prepared(
-        stage_path(runs),
-        tmp_path / "clips",
-        diffusers={"is_video": True, "train_frames": 5, "inference_size": [32, 32]},
-        dataset={"frame_sampling": "first"},
-    )
-    mean = open_media(stage_path(runs) / "data", "train")[0].mean
-    assert mean.shape == (3, 5, 32, 32)
-    assert mean[0, :, 0, 0].diff().min() > 0.05
-
-
 def test_prompts_alone_and_held_out_prompts(tmp_path, runs):
     (tmp_path / "prompts.txt").write_text("a dog\na cat\n")
     (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "a cow", "count": 2}) + "\n")
@@ -357,7 +324,8 @@ def test_rows_are_split_off_where_test_size_says(tmp_path, runs):
 def test_a_real_pipeline_is_encoded_as_its_family_does_and_not_loaded_again(tmp_path, runs, family, monkeypatch):
     model = tiny_pipelines.save(family, tmp_path / "model")
     (tmp_path / "clips").mkdir()
-    write_clip(tmp_path / "clips" / "1.mp4") if is_video(family) else (tmp_path / "clips" / "1.png").write_bytes(png())
+    file = tmp_path / "clips" / ("1.mp4" if is_video(family) else "1.png")
+    write_clip(file) if is_video(family) else file.write_bytes(png())
     (tmp_path / "clips" / "1.json").write_text('{"prompt": "red"}')
     diffusers = {"inference_size": [32, 32], "train_frames": 9, "max_prompt_length": 32}
     stage = make_stage(stage_path(runs), tmp_path / "clips", diffusers=diffusers)
@@ -368,10 +336,8 @@ def test_a_real_pipeline_is_encoded_as_its_family_does_and_not_loaded_again(tmp_
     text = encoders.text_embedding(["red"])
     assert row.text.keys() == text.keys()
     assert all(torch.equal(row.text[name], text[name][0]) for name in text)
-    pixels = pixels_of(
-        Content(is_video(family), tmp_path / "clips" / ("1.mp4" if is_video(family) else "1.png")),
-        FrameSettings((32, 32), num_frames=9 if is_video(family) else 0, sampling="first"), 0.0
-    )  # fmt: skip
+    frame_config = FrameSettings((32, 32), num_frames=9 if is_video(family) else 0, sampling="first")
+    pixels = pixels_of(Content(is_video(family), file), frame_config, 0.0)
     assert row.mean.shape == encoders.latent_shape(32, 32, 9)
     assert (row.logvar is not None) == (family == "sd3")
     if not is_video(family):

@@ -36,6 +36,12 @@ def write_csv(path: Path, header: list[str], count: int = 60) -> str:
     return str(path)
 
 
+def write_rows(folder: Path, *rows: dict[str, Any]) -> str:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
 def settings(asked: Options, here: Machine = CPU) -> dict[str, Any]:
     return {key: value for key, value, reason in propose(asked, here) if reason}
 
@@ -97,8 +103,7 @@ def asked_of(method: str, folder: Path, model: str) -> Options:
         return Options(method, model, write_csv(folder / "rows.csv", ["nr", "Frage", "Antwort"]))
     if method == "dpo":
         rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(12)]
-        (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return Options(method, model, str(folder / "pairs.jsonl"))
+        return Options(method, model, write_rows(folder, *rows))
     table = pa.table({"question": [f"{i}+1=" for i in range(40)], "answer": [str(i + 1) for i in range(40)]})
     pa.parquet.write_table(table, folder / "train-00000-of-00001.parquet")
     return Options(method, model, str(folder / "train-00000-of-00001.parquet"), reward="exact_match")
@@ -141,14 +146,14 @@ def write_images(folder: Path, names: dict[str, str]) -> str:
         ("sft", {"prompt": None, "response": "a"}, r"the columns are prompt \(null\), response; .*--prompt COLUMN"),
         ("dpo", {"q": "q", "good": "y", "bad": "w"}, "--prompt COLUMN and --chosen COLUMN and --rejected COLUMN"),
         ("dpo", {"prompt": "q", "chosen": 3, "rejected": 4}, "column 'chosen' holds '3'"),
+        ("dpo", {"prompt": "q", "chosen": "y", "rejected": "y"}, r"rows\.jsonl:1.* with equal chosen and rejected"),
     ],
 )
-def test_options_for_columns_are_named_only_where_a_column_is_missing(
+def test_the_first_row_that_is_wrong_is_told_with_options_for_columns_only_where_one_is_missing(
     tmp_path: Path, model: str, method: str, row: dict[str, Any], message: str
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=message) as caught:
-        settings(Options(method, model, str(tmp_path / "rows.jsonl")))
+        settings(Options(method, model, write_rows(tmp_path, row)))
     assert ("COLUMN" in str(caught.value)) == ("COLUMN" in message)
 
 
@@ -181,31 +186,34 @@ def test_the_only_column_of_turns_is_the_conversation_whatever_its_name(
 ) -> None:
     turns = [{"from": "human", "value": "Is it?"}, {"from": "gpt", "value": "Yes."}]
     for name, column, option in (("a", turns, ""), ("b", json.dumps(turns), ""), ("c", turns, "dialog")):
-        file = tmp_path / f"{name}.jsonl"
-        file.write_text(f"{json.dumps({'id': 'x', 'topic': 'y', 'dialog': column})}\n" * 2)
-        found = settings(Options(method, model, str(file), prompt=option, reward="exact_match" * (method == "grpo")))
+        data = write_rows(tmp_path, *[{"id": name, "topic": "y", "dialog": column}] * 2)
+        found = settings(Options(method, model, data, prompt=option, reward="exact_match" * (method == "grpo")))
         assert (found[f"train.train_policy.{key}_column_name"], found["policy.chat_template"]) == ("dialog", "chatml")
 
 
-def test_a_null_in_the_first_row_is_left_to_the_preparation(tmp_path: Path, model: str) -> None:
-    rows = [{"messages": None}, {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = settings(Options("sft", model, str(tmp_path / "rows.jsonl")))
-    assert found["policy.chat_template"] == "chatml"
-
-
-def test_two_known_columns_of_text_need_a_template(tmp_path: Path, model: str) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
-    assert settings(Options("sft", model, str(tmp_path / "rows.jsonl")))["policy.chat_template"] == "chatml"
+@pytest.mark.parametrize(
+    ("rows", "template"),
+    [
+        # A null, or half a character, is left to the preparation.
+        ([{"messages": None},
+          {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}], "chatml"),
+        ([{"prompt": prompt, "response": "yes"} for prompt in ("\ud83d?", "Is it?")], None),
+        ([{"question": "1 + 1?", "answer": "2"}], "chatml"),
+    ],
+)  # fmt: skip
+def test_turns_and_two_known_columns_of_text_need_a_template(
+    tmp_path: Path, model: str, rows: list[dict[str, Any]], template: str | None
+) -> None:
+    found = settings(Options("sft", model, write_rows(tmp_path, *rows)))
+    assert (found.get("policy.chat_template"), found["policy.model_max_length"]) == (template, 64)
 
 
 def test_images_tools_and_calls_count_towards_the_length(tmp_path: Path) -> None:
     vlm = save_vlm("qwen2.5-vl", tmp_path / "vlm")
     picture(1, 64, 64).save(vlm / "a.png")
     row: dict[str, Any] = {"question": "Same?", "answer": "Yes.", "images": ["a.png"] * 12}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     folder = {"dataset": {"media_path": str(vlm)}}
-    found = settings(Options("sft", str(vlm), str(tmp_path / "rows.jsonl"), custom=folder))
+    found = settings(Options("sft", str(vlm), write_rows(tmp_path, row), custom=folder))
     assert found["policy.model_max_length"] == 128 > len("Same?Yes.") + 12 * 4 > 56, "64 is less than 1.1 times that"
     tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path / "text"))
     tokenizer.chat_template = (
@@ -217,32 +225,17 @@ def test_images_tools_and_calls_count_towards_the_length(tmp_path: Path) -> None
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": "1" * 70}}}
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     tools = [{"type": "function", "function": {"name": "add", "description": "x" * 70}}]
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns, "tools": tools}) + "\n")
-    found = settings(Options("sft", str(tmp_path / "text"), str(tmp_path / "rows.jsonl")))
+    data = write_rows(tmp_path, {"messages": turns, "tools": tools})
+    found = settings(Options("sft", str(tmp_path / "text"), data))
     assert found["policy.model_max_length"] == 256
 
 
 def test_a_pass_of_pairs_has_twice_the_sequences(tmp_path: Path, model: str) -> None:
-    turns = [{"prompt": "?", "chosen": "y" * 200, "rejected": "n" * 200, "response": "y" * 200}] * 64
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in turns))
-    small = Machine(26_000_000, 0)
-    sft, dpo = (settings(Options(each, model, str(tmp_path / "rows.jsonl")), small) for each in ("sft", "dpo"))
+    row = {"prompt": "?", "chosen": "y" * 200, "rejected": "n" * 200, "response": "y" * 200}
+    data, small = write_rows(tmp_path, *[row] * 64), Machine(26_000_000, 0)
+    sft, dpo = (settings(Options(each, model, data), small) for each in ("sft", "dpo"))
     assert sft["policy.model_max_length"] == dpo["policy.model_max_length"] == 256
     assert sft["train.train_policy.mini_batch"] == 2 * dpo["train.train_policy.mini_batch"] > 2
-
-
-def test_half_a_character_in_a_row_is_left_to_the_preparation(tmp_path: Path, model: str) -> None:
-    rows = [{"prompt": prompt, "response": "yes"} for prompt in ("\ud83d?", "Is it?")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = settings(Options("sft", model, str(tmp_path / "rows.jsonl")))
-    assert found["policy.model_max_length"] == 64
-
-
-def test_rows_that_are_all_skipped_are_refused_with_the_reason_of_the_first(tmp_path: Path, model: str) -> None:
-    row = {"prompt": "Is it?", "chosen": "Yes.", "rejected": "Yes."}
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
-    with pytest.raises(DataError, match=r"rows\.jsonl:1.* with equal chosen and rejected"):
-        settings(Options("dpo", model, str(tmp_path / "rows.jsonl")))
 
 
 @pytest.mark.parametrize(
@@ -263,8 +256,8 @@ def test_a_reward_that_cannot_be_imported_is_refused_before_rows_are_read(
 
 
 def test_pairs_with_columns_of_any_name_are_named_by_options(tmp_path: Path, model: str) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"q": "q", "good": "y", "bad": "w"}) + "\n")
-    named = Options("dpo", model, str(tmp_path / "rows.jsonl"), prompt="q", chosen="good", rejected="bad")
+    data = write_rows(tmp_path, {"q": "q", "good": "y", "bad": "w"})
+    named = Options("dpo", model, data, prompt="q", chosen="good", rejected="bad")
     found = settings(named)
     keys = [found[f"train.train_policy.{name}_column_name"] for name in ("prompt", "chosen", "rejected")]
     assert keys == ["q", "good", "bad"]

@@ -72,13 +72,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["sft", "sft that measures", "sft that completes", "rl", "rows", "completions"],
 )
 def test_a_program_reads_only_what_its_fingerprint_counts(
-    task: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    policy: dict[str, Any],
-    validation: dict[str, Any],
-) -> None:
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    kind: str, policy: dict[str, Any], validation: dict[str, Any],
+) -> None:  # fmt: skip
     dataset = {"name": str(task / "data/train.jsonl")}
     held_out = {**validation, "dataset": {"name": str(task / "data/validation.jsonl")}} if validation else {}
     values = {

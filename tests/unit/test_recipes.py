@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from cosmos_core.config.load import Values
 from cosmos_core.config.mesh import check_mesh
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.unread import unread_keys
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
 
@@ -55,6 +57,7 @@ MISSION = {
 """Folder, how the model's name begins, and the trainings that have a recipe."""
 
 
+@cache
 def load(file: str) -> Pipeline:
     return load_pipeline(ROOT / file, [], all_kinds())
 
@@ -105,9 +108,10 @@ def is_accepted(pipeline: Pipeline, without_keys: Sequence[str], folder: Path) -
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_no_key_is_old_or_without_effect(file: str) -> None:
+def test_no_key_is_old_or_without_effect_and_some_stage_reads_each(file: str) -> None:
     pipeline = load(file)
     assert pipeline.notices == () and [notice for notice in unique_notices(pipeline) if "no effect" in notice] == []
+    assert [*unread_keys(pipeline)] == []
 
 
 @pytest.mark.parametrize("file", RECIPES)

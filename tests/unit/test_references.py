@@ -10,7 +10,6 @@ import inspect
 import io
 import re
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -29,49 +28,38 @@ def words(text: str) -> list[str]:
     return re.findall(r"\w+", text)
 
 
-def docstrings(tree: ast.AST) -> list[ast.Constant]:
-    values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
-    return [value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
-
-
-def names(tree: ast.AST) -> Iterator[str]:
-    """Yield identifiers, and the words of strings that are no docstrings."""
-    skipped = {id(each) for each in docstrings(tree)}
-    for node in ast.walk(tree):
-        for field in ("id", "attr", "arg", "name", "asname", "module"):
-            if isinstance(value := getattr(node, field, None), str):
-                yield from words(value)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
-            yield from words(node.value)
-
-
-def prose(source: str) -> list[str]:
-    """Return the docstrings and comments of a source file."""
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+def read(source: str) -> tuple[set[str], list[str]]:
+    """Return the identifiers of a file with the words of its strings, and its docstrings and comments."""
+    nodes = list(ast.walk(ast.parse(source)))
+    strings = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    documented = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    known = {token.string for token in tokens if token.type == tokenize.NAME}
+    known |= {word for each in strings if id(each) not in documented for word in words(str(each.value))}
     comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
-    return [*(str(each.value) for each in docstrings(ast.parse(source))), *comments]
+    return known, [*(str(each.value) for each in strings if id(each) in documented), *comments]
 
 
-def missing(source: str, known: set[str]) -> list[str]:
-    """Return the names in backticks in the prose of a file that have a word which is not known."""
-    spans = [span for text in prose(source) for span in re.findall(r"`([\w.]+)(?:\(\))?`", text)]
+def missing(prose: list[str], known: set[str]) -> list[str]:
+    """Return the names in backticks that have a word which is not known."""
+    spans = [span for text in prose for span in re.findall(r"`([\w.]+)(?:\(\))?`", text)]
     return [span for span in spans if any(word not in known and not EXAMPLE.search(word) for word in words(span))]
 
 
 def test_a_name_in_backticks_exists() -> None:
     files = [file for top in ("cosmos_core", "flows", "tasks") for file in (ROOT / top).rglob("*.py")]
-    sources = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
+    sources = {str(file.relative_to(ROOT)): read(file.read_text(encoding="utf-8")) for file in files}
     known = EXTERNAL | set(dir(builtins)) | {word for path in sources for word in words(path)}
-    known |= {word for source in sources.values() for word in names(ast.parse(source))}
+    known |= {word for names, _ in sources.values() for word in names}
     for page in [*(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").rglob("*.toml")]:
         known |= set(words(page.read_text(encoding="utf-8")))
-    found = {path: spans for path, source in sources.items() if (spans := missing(source, known))}
+    found = {path: spans for path, (_, prose) in sources.items() if (spans := missing(prose, known))}
     assert found == {}
 
 
 def test_a_name_that_was_renamed_is_found() -> None:
     source = 'def f():\n    """Call `run.step` and `gone`."""\n    return "`no`"  # see `old.step()`\n'
-    assert missing(source, {"run", "step"}) == ["gone", "old.step"]
+    assert missing(read(source)[1], {"run", "step"}) == ["gone", "old.step"]
 
 
 def unknown_arguments(page: str) -> list[str]:

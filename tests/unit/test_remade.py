@@ -80,9 +80,8 @@ def test_rows_that_changed_or_were_replaced_are_named(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "rows.jsonl", tmp_path / "same.jsonl")
     (tmp_path / "more.jsonl").write_text("{}\n{}\n")
     for name, said in (("same", []), ("more", ["train.train_policy.dataset.name rows.jsonl -> more.jsonl"])):
-        new = fingerprint_of(
-            load_recipe(tmp_path, f"train.train_policy.dataset.name={tmp_path}/{name}.jsonl"), "prepare"
-        )
+        changed = load_recipe(tmp_path, f"train.train_policy.dataset.name={tmp_path}/{name}.jsonl")
+        new = fingerprint_of(changed, "prepare")
         assert new.describe_difference(old) == said
     (tmp_path / "rows.jsonl").write_text("{}\n{}\n")
     assert fingerprint_of(load_recipe(tmp_path), "prepare").describe_difference(old) == ["rows.jsonl changed"]

@@ -18,7 +18,7 @@ from cosmos_core.run.directory import create_run, open_or_create_run
 from cosmos_core.run.files import sha256
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.remote import fetch, pinned_url
-from cosmos_core.upload.bundle import exchange_document, read_document, write_document
+from cosmos_core.upload.bundle import encode_document, read_document, write_document
 from cosmos_core.upload.transfer import Transfer
 from tasks.kinds import all_kinds
 from tasks.stage import run_stage
@@ -98,7 +98,7 @@ def test_what_arrives_altered_is_fetched_again(tmp_path: Path, proxy: Proxy, siz
 
 def test_a_document_that_arrived_altered_is_not_sent_over_that_of_another(proxy: Proxy) -> None:
     bucket, key, methods = Bucket("models"), "altered-document", []
-    etag = exchange_document(bucket, key, {"owner": "before"}, "")
+    etag = bucket.exchange(key, encode_document({"owner": "before"}), "")
 
     def choose(request: Request) -> str:
         methods.append(request.method)
@@ -107,7 +107,7 @@ def test_a_document_that_arrived_altered_is_not_sent_over_that_of_another(proxy:
         return "flip" if methods == ["PUT"] else ""
 
     proxy.reset(choose)
-    assert exchange_document(bucket, key, {"owner": "this"}, etag) == ""
+    assert bucket.exchange(key, encode_document({"owner": "this"}), etag) == ""
     proxy.reset()
     assert read_document(bucket, key)[0] == {"owner": "another"}
 

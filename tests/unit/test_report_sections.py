@@ -14,9 +14,8 @@ from transformers import AutoTokenizer
 from cosmos_core.observe import report
 from cosmos_core.observe.previous_run import compare_with_previous
 from cosmos_core.observe.record import read_run
-from cosmos_core.observe.sections import comparison, summary_cards
+from cosmos_core.observe.sections import comparison, resources, reward_bins, summary_cards
 from cosmos_core.observe.trained import sample_rows, training_properties
-from cosmos_core.observe.usage import resources, reward_bins
 from tests.unit.observed_runs import STARTED, Page, finished_run, write, write_lines
 from tests.unit.tiny_model import save_tiny_model
 
@@ -80,13 +79,6 @@ def test_the_page_says_what_each_stage_used(tmp_path: Path) -> None:
     assert "prepare" not in used, "it was reused"
     page = report.build(run)
     assert "node-3 (2 ranks, NVIDIA H100, 8 threads)" in page and ">0.03<" in page
-
-
-def test_the_page_has_a_layout_for_phones_and_nothing_from_elsewhere(tmp_path: Path) -> None:
-    page = report.build(finished_run(tmp_path))
-    assert 'name="viewport" content="width=device-width' in page
-    assert "@media (max-width: 640px)" in page
-    assert not re.search(r"(src|href)=.?(https?:)?//", page)
 
 
 def test_the_page_says_what_was_trained_from_what_and_how(tmp_path: Path) -> None:
@@ -162,10 +154,7 @@ def test_the_page_shows_which_tokens_of_a_row_are_learned(tmp_path: Path) -> Non
     assert sample_rows(read_run(run)) == [], "there are no rows yet"
     table = pa.table({**columns, "place": ["rows.csv:1"]})
     (run / "stages/prepare/data").mkdir()
-    with (
-        pa.OSFile(str(run / "stages/prepare/data/train.arrow"), "wb") as file,
-        pa.ipc.new_file(file, table.schema) as out,
-    ):
+    with pa.ipc.new_file(str(run / "stages/prepare/data/train.arrow"), table.schema) as out:
         out.write_table(table)
     [(stage, row)] = sample_rows(read_run(run))
     assert (stage.name, row) == ("sft", [("Two <b> and two?", False), (" Four.", True)])
@@ -193,8 +182,9 @@ def test_the_page_names_the_digests_of_data_and_model(tmp_path: Path) -> None:
     assert dict(facts)["digest of the model"] == "a" * 12 and dict(facts)["digest of the data"] == "b" * 12
 
 
-def test_samples_are_filtered_by_their_reward_without_a_script(tmp_path: Path) -> None:
+def test_samples_are_filtered_by_their_reward_without_a_script_and_phones_have_a_layout(tmp_path: Path) -> None:
     page = report.build(finished_run(tmp_path))
+    assert 'name="viewport" content="width=device-width' in page and "@media (max-width: 640px)" in page
     rows = re.findall(r'<tr class="((?:good|bad)[^"]*)"><td class="prompt">', page)
     assert rows.count("good changed") == 11, "nothing was right before; of the twelve shown, one has no valid reward"
     assert re.findall(r'name="samples" class="(\w+)"', page) == ["all", "good", "bad", "changed"]

@@ -52,7 +52,7 @@ def test_bfloat16_is_read_as_its_bytes_also_of_a_part_of_a_batch() -> None:
 def test_no_damage_to_a_saved_tensor_does_more_than_to_have_it_refused() -> None:
     body, random = saved(torch.zeros(1, 16, 2, 2, 2, dtype=torch.bfloat16)), np.random.default_rng(0)
     refused = 0
-    for i in range(2000):
+    for i in range(600):
         damaged = bytearray(body)
         for _ in range(1 + i % 6):
             start = 80 if random.random() < 0.5 else len(body) - 600
@@ -63,7 +63,7 @@ def test_no_damage_to_a_saved_tensor_does_more_than_to_have_it_refused() -> None
         except ProtocolError as error:
             refused += 1
             assert str(error).isprintable()
-    assert refused > 500
+    assert refused > 150
 
 
 class Dangerous:
@@ -165,10 +165,7 @@ def original(scores: dict[str, Any], **also: Any) -> Iterator[tuple[Service, lis
 
 
 def config(name: str, **settings: Any) -> RemoteRewardConfig:
-    function: dict[str, Any] = {
-        "name": name,
-        **{key: settings.pop(key) for key in ("score_key", "weight") if key in settings},
-    }
+    function = {"name": name, **{key: settings.pop(key) for key in ("score_key", "weight") if key in settings}}
     return RemoteRewardConfig.model_validate({"reward_fns": [function], "batch_size": 4, **settings})
 
 
@@ -258,7 +255,7 @@ def test_an_error_of_the_original_service_is_no_score(name: str, key: str, said:
     assert score.value is None and name in score.error
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_scores_make_the_reward_that_the_trainer_of_the_original_makes(seed: int) -> None:
     random = np.random.default_rng(seed)
     said = {key: random.normal(0, 4, 3).round(3).tolist() for key in ("a", "b", "a+b", "c")}

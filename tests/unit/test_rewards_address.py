@@ -5,7 +5,6 @@ from __future__ import annotations
 import ssl
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +21,8 @@ from cosmos_core.rewards.service.config import DecodeArgs, RewardArgs, ServiceCo
 from cosmos_core.rewards.service.request import parse_request
 from tests.unit.reward_server import reply, serving
 
-CONFIG = RemoteRewardConfig.model_validate(
-    {"reward_fns": [{"name": "mean", "clip_max": 255.0}], "reward_clip_max": 255.0}
-)
+FUNCTION = {"name": "mean", "clip_max": 255.0}
+CONFIG = RemoteRewardConfig.model_validate({"reward_fns": [FUNCTION], "reward_clip_max": 255.0})
 IMAGE = {"prompt": "p", "media": Image.new("RGB", (2, 2), (3, 3, 3))}
 
 
@@ -32,10 +30,11 @@ def named(enqueue: str, fetch: str) -> dict[str, str]:
     return {"REMOTE_REWARD_ENQUEUE_URL": enqueue, "REMOTE_REWARD_FETCH_URL": fetch}
 
 
-@pytest.mark.parametrize("end", ["/", "//", " ", "#here"])
-def test_a_url_may_end_in_slashes(end: str) -> None:
+def test_a_url_may_end_in_slashes() -> None:
     with serving() as server:
-        found = service_of(named(f"{server.url}/enqueue{end}", f"{server.url}/pull{end}"))
+        for end in ("", "/", "//", " ", "#here"):
+            found = service_of(named(f"{server.url}/enqueue{end}", f"{server.url}/pull{end}"))
+            assert found.replicas == server.service.replicas
         ping(found, ["mean"])
         [score] = RemoteRewards(CONFIG, found).score([IMAGE])
     assert score.value == 3.0
@@ -64,7 +63,7 @@ def test_a_ping_goes_to_the_host_of_the_url_alone() -> None:
     assert [sent.path for sent in server.sent] == ["/ping?zone=a/b"]
 
 
-@pytest.mark.parametrize("status", [301, 302, 307, 308])
+@pytest.mark.parametrize("status", [302, 308])
 def test_a_redirect_ends_the_stage_at_once_and_is_not_followed(status: int) -> None:
     moved = reply(status, {"Location": "http://elsewhere/"})
     for where in ("on_enqueue", "on_pull"):
@@ -76,12 +75,9 @@ def test_a_redirect_ends_the_stage_at_once_and_is_not_followed(status: int) -> N
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLContext]:
     folder = tmp_path_factory.mktemp("tls")
-    command = (
-        "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=x -addext subjectAltName=IP:127.0.0.1"
-    )
-    subprocess.run(
-        ["openssl", *command.split(), "-keyout", "key", "-out", "ca.pem"], cwd=folder, check=True, capture_output=True
-    )
+    kind = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=x -addext subjectAltName=IP:127.0.0.1"
+    command = ["openssl", "req", "-x509", *kind.split(), "-keyout", "key", "-out", "ca.pem"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "ca.pem", folder / "key")
     return folder / "ca.pem", context
@@ -106,21 +102,10 @@ def test_the_bundle_of_the_original_client_is_trusted(
         ping(server.service, ["mean"])
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "12345",
-        "a",
-        "----",
-        "0" * 32,
-        "00000000-0000-0000-0000-000000000000",
-        "{0123abcd-0000-4000-8000-000000000000}",
-        "1" * 36,
-    ],
-)
-def test_an_idempotency_key_that_two_clients_may_choose_is_none(key: str) -> None:
-    assert not _is_uuid(key)
-    assert _is_uuid("0123ABCD-0000-4000-8000-000000000000")
+def test_an_idempotency_key_that_two_clients_may_choose_is_none() -> None:
+    uuid = "0123ABCD-0000-4000-8000-000000000000"
+    keys = ("12345", "a", "----", "0" * 32, "1" * 36, "00000000-0000-0000-0000-000000000000", f"{{{uuid}}}", uuid)
+    assert [key for key in keys if _is_uuid(key)] == [uuid]
 
 
 def test_a_limit_is_named_by_its_own_number() -> None:
@@ -128,25 +113,17 @@ def test_a_limit_is_named_by_its_own_number() -> None:
     fields = {"prompts": [""] * 70000, "reward_fn": {"mean": 1.0}, "media_type": "image"}
     with pytest.raises(ProtocolError, match=r"^70000 items; at most 65536 are taken in one request"):
         parse_request("x", encode_request(fields, array), ["mean"])
-    channels_last = encode_request(
-        {**fields, "prompts": [""], "media_type": "video"}, np.zeros((1, 8, 4, 4, 3), np.uint8)
-    )
+    video = {**fields, "prompts": [""], "media_type": "video"}
+    channels_last = encode_request(video, np.zeros((1, 8, 4, 4, 3), np.uint8))
     with pytest.raises(ProtocolError, match="pixels of a video are batch, 3, frames, height, width"):
         parse_request("x", channels_last, ["mean"])
 
 
 def test_a_setting_without_effect_is_said_so() -> None:
-    decode: dict[str, Any] = {
-        "wan2pt2_model_path": "/w",
-        "load_mean_std": True,
-        "chunk_duration": 81,
-        "temporal_window": 4,
-    }
-    rewards = (
-        RewardArgs(reward_type="ocr", setup_script="a.sh"),
-        RewardArgs(reward_type="b", setup_script="b", enable=False),
-    )
-    assert ServiceConfig(reward_args=rewards, decode_args=DecodeArgs(**decode)).ineffective_settings == [
+    decode = DecodeArgs(wan2pt2_model_path="/w", load_mean_std=True, chunk_duration=81, temporal_window=4)
+    disabled = RewardArgs(reward_type="b", setup_script="b", enable=False)
+    rewards = (RewardArgs(reward_type="ocr", setup_script="a.sh"), disabled)
+    assert ServiceConfig(reward_args=rewards, decode_args=decode).ineffective_settings == [
         "decode_args.temporal_window", "decode_args.load_mean_std", "decode_args.wan2pt2_model_path",
         "reward_args.ocr.setup_script",
     ]  # fmt: skip

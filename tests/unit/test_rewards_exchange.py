@@ -52,9 +52,8 @@ def test_a_row_of_geneval_keeps_its_other_columns() -> None:
 
 
 def test_numbers_that_json_does_not_have_are_null_wherever_they_are() -> None:
-    columns, errors = replace_nonfinite(
-        {"a": [1.0, float("inf")], "b": [[float("nan"), 2.0], {"c": np.float64("nan")}]}, 2
-    )
+    said = {"a": [1.0, float("inf")], "b": [[float("nan"), 2.0], {"c": np.float64("nan")}]}
+    columns, errors = replace_nonfinite(said, 2)
     assert columns == {"a": [1.0, None], "b": [[None, 2.0], {"c": None}]}
     assert errors == ["", "a is inf"]
 
@@ -68,9 +67,7 @@ def raw(pulled: bytes, *, drips: bool = False) -> Iterator[Service]:
             self.rfile.read(int(self.headers["Content-Length"]))
             self.close_connection = True
             if self.path.endswith("enqueue"):
-                self.wfile.write(
-                    b'HTTP/1.1 200 OK\r\nContent-Length: 36\r\n\r\n{"uuid": "a", "replica_id": "\xc3\xbc\\n"} '
-                )
+                self.wfile.write(ok(b'{"uuid": "a", "replica_id": "\xc3\xbc\\n"} '))
                 return
             self.wfile.write(pulled)
             while drips:  # until the client has gone
@@ -140,7 +137,7 @@ def test_the_last_status_is_in_the_reason() -> None:
 
 def test_a_response_that_drips_ends_at_the_deadline() -> None:
     with raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n", drips=True) as found:
-        [score] = RemoteRewards(config(timeout_seconds=2.0), found).score(images(1))
+        [score] = RemoteRewards(config(timeout_seconds=1.0), found).score(images(1))
     assert re.search(r"/pull gives no whole response within [\d.]+ s$", score.error)
 
 

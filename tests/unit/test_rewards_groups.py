@@ -56,17 +56,10 @@ def test_the_mean_of_all_is_not_that_of_a_reward_of_this_name():
 def test_a_function_of_a_group_is_called_once_and_what_fails_costs_that_group_alone(tmp_path):
     file = tmp_path / "groups.py"
     file.write_text(GROUP_BEHAVIOURS)
-    texts = [
-        ("a", "right", "ccc"),
-        ("hang", "right"),
-        ("raise", "b"),
-        ("exit", "b"),
-        ("few", "b"),
-        ("unknown", "right"),
-    ]
-    with RewardRunner(
-        {f"{file}:best": 2.0, "exact_match": 1.0}, timeout_seconds=1.0, num_workers=1, retries=0, by_group=True
-    ) as runner:
+    texts = [("a", "right", "ccc"), ("hang", "right"), *((each, "b") for each in ("raise", "exit", "few"))]
+    texts.append(("unknown", "right"))
+    weights = {f"{file}:best": 2.0, "exact_match": 1.0}
+    with RewardRunner(weights, timeout_seconds=1.0, num_workers=1, retries=0, by_group=True) as runner:
         scored = runner.score_groups([group_of(*each) for each in texts])
         (alone,) = runner.score([{"to_be_evaluated": "right", "reference": "right"}])
     assert [[score.value for score in each.scores] for each in scored] == [

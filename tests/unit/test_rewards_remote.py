@@ -14,10 +14,11 @@ import pytest
 from PIL import Image
 
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
-from cosmos_core.errors import RewardError, StageFailed
-from cosmos_core.rewards.exchange import ping, service_of
+from cosmos_core.errors import ConfigError, RewardError, StageFailed
+from cosmos_core.rewards.exchange import ENQUEUE_URL, FETCH_URL, ping, service_of
 from cosmos_core.rewards.protocol import ProtocolError, decode_request, encode_request
 from cosmos_core.rewards.remote import RemoteRewards
+from cosmos_core.rewards.service.config import DecodeArgs, RewardArgs, ServiceConfig, read_config
 from cosmos_core.types import Completion, Group, Prompt, Segment
 from tests.unit.reward_server import Reply, RewardServer, Sent, reply, service, serving
 
@@ -35,12 +36,9 @@ GEN_EVAL = {
     "type": "gen_eval",
 }
 REASON = {
-    "scores": {"prediction": ["Good", "Bad"], "no_score": [0.99, 0.2], "yes_logit": [17.5, 3.0]},
-    "input_info": {"shape": [2, 16, 24, 54, 96], "dtype": "torch.bfloat16", "min": "0.000", "max": "1.000"},
-    "duration": "2.23",
-    "decoded_duration": "2.02",
+    **GEN_EVAL, "scores": {"prediction": ["Good", "Bad"], "no_score": [0.99, 0.2], "yes_logit": [17.5, 3.0]},
     "type": "cosmos_reason1",
-}
+}  # fmt: skip
 
 
 def config(*functions: dict[str, Any], **settings: Any) -> RemoteRewardConfig:
@@ -121,10 +119,8 @@ def test_a_recorded_response_of_the_original_service_is_read() -> None:
 
 
 def test_a_key_that_is_not_there_ends_the_stage_and_names_those_that_are() -> None:
-    with (
-        serving(**says(GEN_EVAL)) as server,
-        pytest.raises(RewardError, match=r"no 'overall'; .* gen_eval_reward, gen_"),
-    ):
+    refused = pytest.raises(RewardError, match=r"no 'overall'; .* gen_eval_reward, gen_")
+    with serving(**says(GEN_EVAL)) as server, refused:
         values(server, config({"name": "gen_eval", "score_key": "overall"}, batch_size=2), images(1, 2))
 
 
@@ -241,7 +237,9 @@ def test_a_refused_request_ends_the_stage_at_once(status: int) -> None:
     assert len(server.enqueued) <= 3, "none is asked again"
 
 
-def test_it_beats_while_it_waits_and_stops_when_that_raises() -> None:
+def test_it_beats_while_it_waits_and_stops_when_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cosmos_core.rewards.process._HEARTBEAT_SECONDS", 0.1)
+
     def beat() -> None:
         raise KeyboardInterrupt
 
@@ -261,10 +259,7 @@ def test_a_ping_is_a_form_with_json() -> None:
 def test_the_environment_names_the_service() -> None:
     with pytest.raises(RewardError, match="set REMOTE_REWARD_ENQUEUE_URL and REMOTE_REWARD_FETCH_URL"):
         service_of({})
-    found = service_of({
-        "REMOTE_REWARD_ENQUEUE_URL": "http://a/enqueue, http://b/enqueue",
-        "REMOTE_REWARD_FETCH_URL": "http://a/pull,http://b/pull",
-    })  # fmt: skip
+    found = service_of({ENQUEUE_URL: "http://a/enqueue, http://b/enqueue", FETCH_URL: "http://a/pull,http://b/pull"})
     assert found.replicas == (("http://a/enqueue", "http://a/pull"), ("http://b/enqueue", "http://b/pull"))
 
 
@@ -313,9 +308,6 @@ def test_what_is_no_request_is_refused_with_one_line(body: bytes) -> None:
 
 
 def test_a_file_that_is_not_there_or_no_toml_is_refused_in_one_line(tmp_path: Path) -> None:
-    from cosmos_core.errors import ConfigError
-    from cosmos_core.rewards.service.config import read_config
-
     file = tmp_path / "rewards.toml"
     with pytest.raises(ConfigError, match=r"^\S+rewards\.toml: no such file$"):
         read_config(file)
@@ -329,8 +321,6 @@ def test_a_file_that_is_not_there_or_no_toml_is_refused_in_one_line(tmp_path: Pa
 
 
 def test_a_file_of_the_original_service_is_read(tmp_path: Path) -> None:
-    from cosmos_core.rewards.service.config import DecodeArgs, RewardArgs, ServiceConfig, read_config
-
     (tmp_path / "rewards.toml").write_text("""
 host = "localhost"
 port = 8080

@@ -21,17 +21,11 @@ def score(name, answer, reference="unused", **fields):
 @pytest.mark.parametrize(
     ("answer", "value"),
     [
-        (THOUGHT + "\n\n<answer>4</answer>", 1),
-        (THOUGHT + "\n\n<answer>4\n5</answer>\n", 1),
-        (THOUGHT + "\n\n<answer></answer>", 1),
-        (THOUGHT + "\n<answer>4</answer>", 0),
-        (THOUGHT + "\n\n\n<answer>4</answer>", 0),
-        (THOUGHT + "\n\n<answer>4</answer>\n\n", 0),
-        (THOUGHT + "\n\n<answer>4</answer> so", 0),
-        (" " + THOUGHT + "\n\n<answer>4</answer>", 0),
+        *[(f"{THOUGHT}\n\n<answer>{end}", 1) for end in ("4</answer>", "4\n5</answer>\n", "</answer>")],
+        *[(f"{THOUGHT}\n\n<answer>4</answer>{end}", 0) for end in ("\n\n", " so")],
+        *[(f"{start}<answer>4</answer>", 0) for start in (f"{THOUGHT}\n", f"{THOUGHT}\n\n\n", f" {THOUGHT}\n\n", "")],
         ("<think>a<think>b</think>\n\n<answer>4</answer>", 0),
         ("<think>a</think>b</think>\n\n<answer>4</answer>", 0),
-        ("<answer>4</answer>", 0),
         ("", 0),
     ],
 )
@@ -45,9 +39,7 @@ def test_format_wants_thought_blank_line_answer_and_nothing_else(answer, value):
         ("<answer>B</answer>", "B", 1),
         ("<think>x</think> <answer> b\n</answer>", "<answer>B</answer>", 1),
         ("B", "b", 1),
-        ("<answer>A</answer><answer>B</answer>", "B", 0),
-        ("the answer is B", "B", 0),
-        ("", "B", 0),
+        *[(said, "B", 0) for said in ("<answer>A</answer><answer>B</answer>", "the answer is B", "")],
     ],
 )
 def test_single_choice_compares_the_first_answer_tags_without_blanks_and_case(answer, reference, value):
@@ -60,24 +52,15 @@ def test_single_choice_compares_the_first_answer_tags_without_blanks_and_case(an
         ("so\n#### 42", "work work\n#### 42", 1),
         ("#### 1,234", "#### 1234", 1),
         ("#### -3.5", "#### -3.5", 1),
-        ("#### 42 or #### 43", "#### 42", 0),
-        ("#### 43 or #### 42", "#### 42", 1),
         ("#### 42", "#### 41 is wrong\n#### 42", 1),
-        ("42", "#### 42", 0),
-        ("####42", "#### 42", 1),
-        ("#### 42.0", "#### 42", 1),
-        ("#### 42.", "#### 42", 1),
-        ("#### $42", "#### 42", 1),
         ("#### -$42", "#### -42", 1),
         ("#### **42**", "#### $42.00", 1),
-        ("#### 4.2", "#### 42", 0),
-        ("#### -42", "#### 42", 0),
+        *[(said, "#### 42", 1) for said in ("#### 43 or #### 42", "####42", "#### 42.0", "#### 42.", "#### $42")],
+        *[(said, "#### 42", 0) for said in ("#### 42 or #### 43", "42", "#### 4.2", "#### -42", "#### ,", "#### .")],
         *[(f"#### {number}", "#### 1", 0) for number in ("1/2", "1 1/2", "1e3", "1.5e3")],
         *[(f"#### {number}", "#### 1.5", 1) for number in ("3/2", "1 1/2", "15e-1", "1.5/hour")],
         ("#### -1 1/2", "#### -3 / 2", 1),
         (f"#### -{'1' * 40}", f"#### -{'1' * 39}2", 0),
-        ("#### ,", "#### 42", 0),
-        ("#### .", "#### 42", 0),
         *[(f"#### {number}", "#### 42", 1) for number in ("$\\boxed{42}$", "`42`", "__42__", "(42)", "€42")],
         *[(f"#### {number}", "#### -1234", 1) for number in ("\u22121,234", "-1\\,234", "-1{,}234")],
     ],
@@ -99,11 +82,8 @@ def test_the_test_answers_of_gsm8k_are_right_by_themselves_and_wrong_with_anothe
 @pytest.mark.parametrize(
     ("answer", "reference", "value"),
     [
-        ("Let me see.\nAnswer: 42", "42", 1),
-        ("answer: 41\nANSWER: 42", "42", 1),
-        ("Answer: 42\nwhich I checked", "42", 1),
-        ("Answer: x = 42", "42", 1),
-        ("Answer: $42$", "42", 1),
+        *[(said, "42", 1) for said in ("Let me see.\nAnswer: 42", "answer: 41\nANSWER: 42", "Answer: 42\nI think")],
+        *[(said, "42", 1) for said in ("Answer: x = 42", "Answer: $42$")],
         ("Answer: \\$42.50", "42.50", 1),
         ("Answer: 1,234", "1234", 1),
         ("Answer: 12 cm", "12", 1),
@@ -115,14 +95,10 @@ def test_the_test_answers_of_gsm8k_are_right_by_themselves_and_wrong_with_anothe
         ("Answer: \\boxed{7}", "7", 1),
         ("Answer: \\textbf{(A)}", "(A)", 1),
         ("Answer: a square", "", None),
-        ("Answer: 43", "42", -1),
-        ("Answer: 42.", "42", -1),
+        *[(said, "42", -1) for said in ("Answer: 43", "Answer: 42.", "42", "Answer:")],
         ("Answer: 1/2", "0.5", -1),
-        ("42", "42", -1),
-        ("Answer:", "42", -1),
-        ("Answer: banana ", "banana", 1),
+        *[(said, "banana", 1) for said in ("Answer: banana ", "Answer: a banana")],
         ("Answer: banana split", "banansplit", -1),
-        ("Answer: a banana", "banana", 1),
         ("Answer: an apple", "apple", 1),
         ("Answer: A C", "C", -1),
         ("Answer: A B C", "BC", -1),
@@ -134,8 +110,8 @@ def test_the_test_answers_of_gsm8k_are_right_by_themselves_and_wrong_with_anothe
         ("Answer: $y = a sin x$", "$sin x$", -1),
         ("Answer: a sin x", "sin x", -1),
         *[
-            (f"Answer: {math}", math.replace("a bc", "bc"), -1)
-            for math in ("\\(a bc\\)", "\\[a bc\\]", "2 + a bc", "-a bc", "(a bc)")
+            (f"Answer: {it}", it.replace("a ", ""), -1)
+            for it in (r"\(a bc\)", r"\[a bc\]", "2 + a bc", "-a bc", "(a bc)")
         ],
         ("Answer: a train costs $a bc$", "abc", 1),
         ("Answer: 3 ways", "3", 1),
@@ -160,21 +136,20 @@ def test_direct_math_compares_the_last_answer_line_after_normalisation(answer, r
         ("first 3, then \\boxed{4}", "$4$", 1),
         ("\\boxed{1,000}", "1000", 1),
         ("\\boxed{ -7 }.", "-7", 1),
-        ("$\\boxed{07}$", "7", 1),
+        *[(said, "7", 1) for said in ("$\\boxed{07}$", "\\boxed{7.0}")],
         ("\\boxed{70}", "7", 0),
-        ("\\boxed{7.0}", "7", 1),
-        ("\\boxed{5}", "4", 0),
         ("\\boxed{3} or \\boxed{4}", "4", 1),
-        ("\\boxed{4} or \\boxed{3}", "4", 0),
+        *[
+            (said, "4", 0)
+            for said in (r"\boxed{4} or \boxed{3}", r"\boxed{5}", "I do not know", r"\boxed{\frac{1}{", "")
+        ],
         ("\\boxed{3}, no: $\\boxed{\\frac{1}{2}}$.", "0.5", 1),
         ("\\boxed{4}", "first \\boxed{3}, then \\boxed{4}", 1),
         ("\\boxed{72}", "He sold 48+24 = <<48+24=72>>72 clips.\n#### 72", 1),
         ("\\boxed{71}", "He sold 48+24 = <<48+24=72>>72 clips.\n#### 72", 0),
         *[(f"\\boxed{{{said}}}", "7", 1) for said in ("7.", "7,", "7;", "7\\,", "7.0", " 7 . ")],
-        *[
-            (said, "42", 1)
-            for said in ("\\boxed {42}", "\\fbox{42}", "$\\fbox {42.}$.", "\\boxed 42", "\\framebox{42}")
-        ],
+        ("\\boxed {42}", "42", 1),
+        *[(said, "42", 1) for said in ("\\fbox{42}", "$\\fbox {42.}$.", "\\boxed 42", "\\framebox{42}")],
         *[(f"\\boxed{{{said}}}", "42", 1) for said in ("42\\\\", "42~", "42.~")],
         *[(f"\\boxed{{1{space}234}}", "1234", 1) for space in ("\\,", "\\ ", "{,}", "~", "\\!", "\u00a0", "\u202f")],
         ("\\boxed{1\\,234\\,567.5}", "1234567.5", 1),
@@ -197,27 +172,10 @@ def test_direct_math_compares_the_last_answer_line_after_normalisation(answer, r
         ("\\boxed{\\frac{1}{2}.}", "0.5,", 1),
         ("\\boxed{2.5}", "25", 0),
         ("\\boxed{1,2}", "12", 0),
-        ("I do not know", "4", 0),
-        ("\\boxed{\\frac{1}{", "4", 0),
-        ("", "4", 0),
     ],
 )
 def test_boxed_math_compares_mathematically(answer, reference, value):
     assert score("boxed_math", answer, reference) == value
-
-
-@pytest.mark.parametrize(
-    ("name", "answer", "reference"),
-    [
-        ("direct_math", "Answer: square", "ways"),
-        ("direct_math", "Answer: 3", "square"),
-        ("gsm8k", "#### ,", "#### ,"),
-        ("gsm8k", "#### 3", "#### ..."),
-    ],
-)
-def test_a_reference_of_which_nothing_is_left_is_invalid(name, answer, reference):
-    with pytest.raises(ValueError, match=r"reference"):
-        score(name, answer, reference)
 
 
 @pytest.mark.parametrize(
@@ -230,11 +188,9 @@ def test_exact_match_ignores_blanks_around_only(answer, reference, value):
 @pytest.mark.parametrize(
     ("name", "reference"),
     [
-        ("gsm8k", ""),
-        ("gsm8k", "no number here"),
-        ("single_choice", " "),
-        ("single_choice", "<answer> </answer>"),
-        ("direct_math", ""),
+        *[("gsm8k", each) for each in ("", "no number here", "#### ,", "#### ...")],
+        *[("single_choice", each) for each in (" ", "<answer> </answer>")],
+        *[("direct_math", each) for each in ("", "ways", "square")],
         ("boxed_math", ""),
         ("exact_match", "\n"),
     ],
@@ -267,10 +223,8 @@ def test_a_users_reward_gets_the_keywords_that_it_declares_and_may_return_metric
     file.write_text(
         "def brief(to_be_evaluated, reference, num_tokens, custom=None):\n"
         "    return -num_tokens / custom['limit'], {'tokens': num_tokens}\n"
-        "def everything(to_be_evaluated, reference, **others):\n"
-        "    return float(len(others))\n"
-        "def tokens(to_be_evaluated, reference, tokenizer):\n"
-        "    return 1.0\n"
+        "def everything(to_be_evaluated, reference, **others): return float(len(others))\n"
+        "def tokens(to_be_evaluated, reference, tokenizer): return 1.0\n"
         "number = 3\n"
     )
     fields = {"to_be_evaluated": "a", "reference": "b", "num_tokens": 5, "custom": {"limit": 10}, "prompt": "p"}
@@ -293,20 +247,9 @@ def test_a_users_file_that_cannot_be_imported_is_a_reward_error(tmp_path):
 
 @pytest.mark.parametrize(
     "returned",
-    [
-        "None",
-        "'1.0'",
-        "float('nan')",
-        "float('inf')",
-        "[1.0]",
-        "(1.0, {'x': float('nan')})",
-        "(1.0, 2.0)",
-        "(1.0, 'why')",
-        "(1.0, None)",
-        "(1.0,)",
-        "(1.0, {}, 2)",
-    ],
-)
+    ["None", "'1.0'", "float('nan')", "float('inf')", "[1.0]", "(1.0, {'x': float('nan')})", "(1.0, 2.0)",
+     "(1.0, 'why')", "(1.0, None)", "(1.0,)", "(1.0, {}, 2)"],
+)  # fmt: skip
 def test_what_is_no_finite_number_is_an_error(tmp_path, returned):
     file = tmp_path / "odd.py"
     file.write_text(f"def odd(to_be_evaluated, reference):\n    return {returned}\n")

@@ -29,6 +29,10 @@ from tests.unit.replicas import (
 )
 
 
+def take(start: int, count: int) -> list[Prompt]:
+    return PROMPTS[start : start + count]
+
+
 def look_again(source: Any) -> None:
     """Wait until the source has looked twice whether engines may get more."""
     looks, hand_out = list[None](), source._send_prompts
@@ -38,8 +42,7 @@ def look_again(source: Any) -> None:
 
 def test_an_engine_that_hangs_is_ended(tmp_path: Path) -> None:
     handle = Threaded()
-    with fleet_of(handle, patience=0.5) as fleet:
-        fleet.load_weights(0, weights(0))
+    with fleet_of(handle, patience=0.5, version=0) as fleet:
         source = source_of(fleet, tmp_path, resync=lambda step: fleet.load_weights(step, weights(step)))
         assert ids(source.next_groups(0)[0]) == [0, 1, 2, 3]
         fleet.load_weights(1, weights(1))
@@ -49,13 +52,11 @@ def test_an_engine_that_hangs_is_ended(tmp_path: Path) -> None:
         source.close()
 
 
-@pytest.mark.parametrize("scores", [score, score_slowly])
-@pytest.mark.parametrize("allowed", [0, 1, 3])
+@pytest.mark.parametrize(("allowed", "scores"), [(0, score), (1, score_slowly), (3, score)])
 def test_no_group_is_older_than_allowed_and_every_prompt_is_trained_once(
     allowed: int, scores: Any, tmp_path: Path
 ) -> None:
-    with fleet_of(Threaded(), Threaded()) as fleet:
-        fleet.load_weights(0, weights(0))
+    with fleet_of(Threaded(), Threaded(), version=0) as fleet:
         source = source_of(fleet, tmp_path, max_lag=allowed, score=scores)
         lags, trained, outdated = [], [], 0.0
         for step in range(10):
@@ -75,8 +76,7 @@ def test_no_group_is_older_than_allowed_and_every_prompt_is_trained_once(
 
 
 def test_what_was_fetched_too_far_ahead_is_generated_again(tmp_path: Path) -> None:
-    with fleet_of(Threaded(), most_groups=40) as fleet:
-        fleet.load_weights(0, weights(0))
+    with fleet_of(Threaded(), most_groups=40, version=0) as fleet:
         source = source_of(fleet, tmp_path, max_lag=1, num_extra_prompts=8)
         trained, outdated = [], 0.0
         for step in range(10):
@@ -113,8 +113,7 @@ def test_all_groups_of_a_step_that_are_too_old_are_asked_for_at_once(tmp_path: P
 
 def test_a_ceiling_bounds_what_is_fetched_ahead(tmp_path: Path) -> None:
     handle = Threaded()
-    with fleet_of(handle, most_groups=40) as fleet:
-        fleet.load_weights(0, weights(0))
+    with fleet_of(handle, most_groups=40, version=0) as fleet:
         source = source_of(fleet, tmp_path, max_lag=1, num_extra_prompts=30, max_steps_ahead=3)
         source.next_groups(0)
         wait_until(lambda: len(handle.engine.seen) >= 16 and not source._pending, 5, "all that they may have ahead")
@@ -127,9 +126,6 @@ def test_a_ceiling_bounds_what_is_fetched_ahead(tmp_path: Path) -> None:
 def test_dropped_groups_are_replaced_by_the_next_prompts_and_a_resumed_source_goes_on(
     tmp_path: Path,
 ) -> None:
-    def take(start: int, count: int) -> list[Prompt]:
-        return PROMPTS[start : start + count]
-
     def run(start: int, state: dict[str, Any] | None, steps: int) -> tuple[list[int], dict[str, Any]]:
         trained: list[int] = []
         with fleet_of(Threaded(), Threaded()) as fleet:
@@ -155,8 +151,7 @@ def test_dropped_groups_are_replaced_by_the_next_prompts_and_a_resumed_source_go
 @pytest.mark.parametrize("sleeps_in_training", [True, False])
 def test_engines_on_the_gpus_of_the_trainer_sleep_while_it_trains(sleeps_in_training: bool, tmp_path: Path) -> None:
     handle = Threaded()
-    with fleet_of(handle, sleeps_in_training=sleeps_in_training) as fleet:
-        fleet.load_weights(0, weights(0))
+    with fleet_of(handle, sleeps_in_training=sleeps_in_training, version=0) as fleet:
         source = source_of(fleet, tmp_path, max_lag=0)
         for step in range(2):
             source.next_groups(step)
@@ -174,8 +169,7 @@ def test_nothing_is_scored_after_the_end(tmp_path: Path) -> None:
         time.sleep(0.05)
         return score(groups)
 
-    with fleet_of(Threaded()) as fleet:
-        fleet.load_weights(0, weights(0))
+    with fleet_of(Threaded(), version=0) as fleet:
         source = source_of(fleet, tmp_path, score=slowly, max_lag=8)
         source.next_groups(0)
         source.close()
@@ -191,8 +185,7 @@ def test_prompts_beyond_the_allowed_steps_are_as_many_as_will_be_dropped(tmp_pat
 
     prompts = [replace(PROMPTS[i % 2], id=i) for i in range(400)]  # every second group is dropped
     handle, outdated = Threaded(), []
-    with fleet_of(handle, most_groups=40) as fleet:
-        fleet.load_weights(0, weights(0))
+    with fleet_of(handle, most_groups=40, version=0) as fleet:
         source = source_of(fleet, tmp_path, take=take, filter=Filter(), num_extra_prompts=128)
         for step in range(20):
             groups, metrics = source.next_groups(step)
@@ -207,8 +200,7 @@ def test_prompts_beyond_the_allowed_steps_are_as_many_as_will_be_dropped(tmp_pat
 
 def test_an_engine_that_dies_while_the_training_computes_is_in_the_metrics_of_the_next_step(tmp_path: Path) -> None:
     handle = Threaded()
-    with fleet_of(handle) as fleet:
-        fleet.load_weights(0, weights(0))
+    with fleet_of(handle, version=0) as fleet:
         source = source_of(fleet, tmp_path, resync=lambda step: fleet.load_weights(step, weights(step)))
         assert source.next_groups(0)[1]["rollout/restarts"] == 0
         handle.kill()
@@ -230,12 +222,8 @@ def test_an_engine_that_dies_while_the_training_computes_is_in_the_metrics_of_th
 def test_a_step_whose_groups_were_dropped_gets_others_however_few_prompts_engines_may_have(
     window: dict[str, Any], tmp_path: Path
 ) -> None:
-    def take(start: int, count: int) -> list[Prompt]:
-        return PROMPTS[start : start + count]
-
     handle = Threaded()
-    with fleet_of(handle, most_groups=40, sleeps_in_training="sleeps_in_training" in window) as fleet:
-        fleet.load_weights(0, weights(0))
+    with fleet_of(handle, most_groups=40, sleeps_in_training="sleeps_in_training" in window, version=0) as fleet:
         source = source_of(fleet, tmp_path, take=take, filter=Filter(max_retries=2), **window)
         trained = []
         for step in range(5):
@@ -257,10 +245,9 @@ def test_a_step_gets_the_groups_that_it_needs_after_one_that_kept_fewer(needed: 
         return [ScoredGroup(group, (Score(1.0), Score(0.0))) for group in groups]
 
     handle, waits = Threaded(), list[int]()
-    with fleet_of(handle, most_groups=40, sleeps_in_training=True) as fleet:
-        fleet.load_weights(0, weights(0))
+    with fleet_of(handle, most_groups=40, sleeps_in_training=True, version=0) as fleet:
         source = source_of(
-            fleet, tmp_path, take=lambda start, count: PROMPTS[start : start + count], steps=StepGroups(3, 2),
+            fleet, tmp_path, take=take, steps=StepGroups(3, 2),
             filter=Filter(), score=differ, max_lag=0, max_steps_ahead=1, sleeps_in_training=True,
             on_wait=lambda: waits.append(0) if len(waits) < 20 else pytest.fail("it waits for prompts"),
         )  # fmt: skip
@@ -274,8 +261,7 @@ def test_a_step_gets_the_groups_that_it_needs_after_one_that_kept_fewer(needed: 
 
 def test_engines_that_take_turns_get_new_weights_as_seldom_as_the_recipe_says(tmp_path: Path) -> None:
     handle = Threaded()
-    with fleet_of(handle, most_groups=40, sleeps_in_training=True) as fleet:
-        fleet.load_weights(0, weights(0))
+    with fleet_of(handle, most_groups=40, sleeps_in_training=True, version=0) as fleet:
         source = source_of(fleet, tmp_path, max_lag=1, max_steps_ahead=1, sleeps_in_training=True)
         for step in range(4):
             _, metrics = source.next_groups(step)
@@ -288,26 +274,22 @@ def test_engines_that_take_turns_get_new_weights_as_seldom_as_the_recipe_says(tm
         source.close()
 
 
-def test_a_metric_that_no_reward_reports_is_refused_before_all_prompts_are_used_up(tmp_path: Path) -> None:
-    with fleet_of(Threaded()) as fleet:
-        fleet.load_weights(0, weights(0))
-        source = source_of(fleet, tmp_path, filter=Filter(("acuracy",)), score=reported)
-        with pytest.raises(RewardError, match="filter_reward_metric: no reward reports 'acuracy'; take of 'accuracy'"):
-            source.next_groups(0)
-        source.close()
-
-
-def reported(groups: Sequence[Group]) -> list[ScoredGroup]:
-    return [ScoredGroup(group, (Score(1.0, {"accuracy": 1.0}), Score(0.0, {"accuracy": 0.0}))) for group in groups]
-
-
-def test_rewards_that_are_all_invalid_end_the_training_before_all_prompts_are_used_up(tmp_path: Path) -> None:
-    def raised(groups: Sequence[Group]) -> list[ScoredGroup]:
-        return [ScoredGroup(group, (Score(None, error="KeyError", is_raised=True),) * 2) for group in groups]
-
-    with fleet_of(Threaded()) as fleet:
-        fleet.load_weights(0, weights(0))
-        source = source_of(fleet, tmp_path, filter=Filter(), score=raised)
-        with pytest.raises(RewardError, match="step 1: all 8 rewards are invalid; the first: KeyError"):
+@pytest.mark.parametrize(
+    ("filter", "scores", "message"),
+    [
+        (Filter(("acuracy",)), (Score(1.0, {"accuracy": 1.0}), Score(0.0, {"accuracy": 0.0})),
+         "filter_reward_metric: no reward reports 'acuracy'; take of 'accuracy'"),
+        (Filter(), (Score(None, error="KeyError", is_raised=True),) * 2,
+         "step 1: all 8 rewards are invalid; the first: KeyError"),
+    ],
+    ids=["a metric that no reward reports", "no valid reward"],
+)  # fmt: skip
+def test_rewards_of_no_use_end_the_training_before_all_prompts_are_used_up(
+    filter: Filter, scores: tuple[Score, Score], message: str, tmp_path: Path
+) -> None:
+    with fleet_of(Threaded(), version=0) as fleet:
+        rewards = lambda groups: [ScoredGroup(group, scores) for group in groups]  # noqa: E731
+        source = source_of(fleet, tmp_path, filter=filter, score=rewards)
+        with pytest.raises(RewardError, match=message):
             source.next_groups(0)
         source.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,7 +14,7 @@ from cosmos_core.rollout import fleet as fleet_module
 from cosmos_core.rollout.base import Bucket, LoadReceipt
 from cosmos_core.rollout.replica import Replica
 from tests.conftest import wait_until
-from tests.unit.replicas import PROMPTS, SAMPLING, Drawing, Threaded, fleet_of, weights
+from tests.unit.replicas import PROMPTS, SAMPLING, Drawing, Stuck, Threaded, all_open, fleet_of, load_new, weights
 
 
 def test_an_engine_that_dies_between_two_questions_is_found_dead_by_the_next() -> None:
@@ -30,8 +30,7 @@ def test_an_engine_that_dies_between_two_questions_is_found_dead_by_the_next() -
             return super().call(method, *arguments, **keywords)
 
     handle = Unnoticed()
-    with fleet_of(handle) as fleet:
-        fleet.load_weights(1, weights(1))
+    with fleet_of(handle, version=1) as fleet:
         handle.dies = True
         while handle.dies or fleet.num_restarts == 0 or not fleet.needs_weights:
             time.sleep(0.01)
@@ -43,8 +42,7 @@ def test_an_engine_that_dies_between_two_questions_is_found_dead_by_the_next() -
 def test_an_engine_that_only_a_load_finds_dead_is_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
     """The reply to the thread that talks to it had left before it died."""
     handle = Threaded()
-    with fleet_of(handle) as fleet:
-        fleet.load_weights(1, weights(1))
+    with fleet_of(handle, version=1) as fleet:
         (member,) = fleet._pool.open_engines()
         fleet._pool.mark_dead(member, member.description, ConnectionError("the actor died"))
         while member.error or not fleet._pool.open_engines():
@@ -56,7 +54,7 @@ def test_an_engine_that_only_a_load_finds_dead_is_counted_and_told(caplog: pytes
 def test_a_death_during_a_load_is_one_death_though_another_process_is_there_before_the_next_bucket() -> None:
     handles = [Threaded(), Threaded()]
     with fleet_of(*handles) as fleet:
-        wait_until(lambda: len(fleet._pool.open_engines()) == 2, 5, "all are open")
+        all_open(fleet, 2)
         description = fleet._pool.engines[handles[1]].description
 
         def buckets() -> Iterator[Bucket]:
@@ -75,12 +73,6 @@ def test_a_death_during_a_load_is_one_death_though_another_process_is_there_befo
 def test_engines_that_hang_together_in_a_load_are_ended_together() -> None:
     """All ranks wait meanwhile, in a collective that has a deadline of its own."""
 
-    class Stuck(Drawing):
-        def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-            while self.hangs.is_set():
-                time.sleep(0.01)
-            return super().load_weights(version, buckets)
-
     class Together(Threaded):
         def kill(self) -> None:
             """Wait for the others: were they ended one after the other, none ever would be."""
@@ -92,7 +84,7 @@ def test_engines_that_hang_together_in_a_load_are_ended_together() -> None:
     ended: set[Threaded] = set()
     handles = [Together(Stuck) for _ in range(4)]
     with fleet_of(*handles, patience=3.0) as fleet:
-        wait_until(lambda: len(fleet._pool.open_engines()) == 4, 5, "all are open")
+        all_open(fleet, 4)
         for handle in handles:
             handle.engine.hangs.set()
         fleet.load_weights(1, weights(1) + [[(str(i), weights(1)[0][0][1])] for i in range(4)])
@@ -112,14 +104,11 @@ def test_prompts_whose_submission_an_engine_never_got_are_submitted_again() -> N
             return super().call(method, *arguments, **keywords)
 
     handle = Deaf()
-    with fleet_of(handle, patience=600.0) as fleet:
-        fleet.load_weights(1, weights(1))
+    with fleet_of(handle, patience=600.0, version=1) as fleet:
         handle.is_deaf = True
         asked = fleet.request(PROMPTS[0], SAMPLING, 1)
         wait_until(lambda: fleet.num_restarts, 5, "it is found dead")
-        with fleet.loading_new_engines():
-            wait_until(lambda: fleet.needs_weights, 5, "it is back")
-            fleet.load_weights(1, weights(1))
+        load_new(fleet, 1)
         assert asked.result().prompt == PROMPTS[0] and handle.deaths == 0
 
 
@@ -159,8 +148,7 @@ def test_an_engine_that_cannot_be_opened_again_fails_the_attempt_and_is_no_error
         return made[0]
 
     handle = Threaded(make)
-    with fleet_of(handle) as fleet:
-        fleet.load_weights(1, weights(1))
+    with fleet_of(handle, version=1) as fleet:
         handle.kill()
         with pytest.raises(StageFailed, match="an engine that died cannot be opened again: vLLM refuses 'model': Free"):
             fleet.request(PROMPTS[0], SAMPLING, 1).result(60)

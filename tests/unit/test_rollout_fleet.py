@@ -26,14 +26,14 @@ from tests.unit.replicas import (
     PROMPTS,
     SAMPLING,
     Drawing,
+    Stuck,
     Threaded,
+    all_open,
     fleet_of,
+    is_back,
+    load_new,
     weights,
 )
-
-
-def all_open(fleet: Fleet) -> None:
-    wait_until(lambda: len(fleet._pool.open_engines()) == len(fleet._pool.engines), 5, "all engines are open")
 
 
 def kill_four_times(fleet: Fleet, handle: Threaded) -> None:
@@ -60,33 +60,26 @@ def test_a_bucket_travels_as_one_array_with_every_dtype_and_shape() -> None:
 def test_several_engines_are_one_and_each_gets_the_weights() -> None:
     handles = [Threaded(), Threaded()]
     with fleet_of(*handles) as fleet:
-        all_open(fleet)
+        all_open(fleet, 2)
         assert fleet.load_weights(4, weights(4)) == LoadReceipt(4, 2) and fleet.has_new_engine
         groups = generate(fleet, PROMPTS[:9], SAMPLING, 5)
         assert [(group.prompt.id, group.step, group.version) for group in groups] == [(i, 5, 4) for i in range(9)]
         assert all(handle.engine.seen for handle in handles), "one engine has done it all"
         assert fleet.logprobs_per_engine([1, 2, 3]) == [[4.0, 4.0], [4.0, 4.0]]
-        assert (
-            fleet.load_weights(5, weights(5)) == LoadReceipt(5, 2)
-            and not fleet.has_new_engine
-            and not fleet.needs_weights
-        )
+        assert fleet.load_weights(5, weights(5)) == LoadReceipt(5, 2)
+        assert not fleet.has_new_engine and not fleet.needs_weights
 
 
 def test_an_engine_that_dies_is_replaced_and_its_prompts_go_to_others() -> None:
     handles = [Threaded(), Threaded()]
-    with fleet_of(*handles, most_groups=20) as fleet:
-        all_open(fleet)
-        fleet.load_weights(1, weights(1))
+    with fleet_of(*handles, most_groups=20, version=1) as fleet:
         handles[0].engine.hangs.set()
         fleet.submit(PROMPTS[:12], SAMPLING, 1)
         wait_until(lambda: fleet._pool.engines[handles[0]].in_flight, 5, "it has prompts")
         handles[0].kill()
         assert sorted(group.prompt.id for group in fleet.completed()) == list(range(12))
         assert fleet.num_restarts == 1
-        wait_until(lambda: fleet.needs_weights, 5, "it is back")
-        with fleet.loading_new_engines():
-            fleet.load_weights(1, weights(1))
+        load_new(fleet, 1)
         assert fleet.has_new_engine and not fleet.needs_weights and handles[0].engine.version == 1
 
 
@@ -94,7 +87,7 @@ def test_an_engine_that_dies_is_replaced_and_its_prompts_go_to_others() -> None:
 def test_an_engine_that_dies_while_it_gets_weights_is_left_out_and_gets_them_when_it_is_back(swap: Any) -> None:
     handles = [Threaded(), Threaded()]
     with fleet_of(*handles, swap=swap) as fleet:
-        all_open(fleet)
+        all_open(fleet, 2)
 
         def dying() -> Iterator[Bucket]:
             yield weights(3)[0]
@@ -104,28 +97,20 @@ def test_an_engine_that_dies_while_it_gets_weights_is_left_out_and_gets_them_whe
 
         assert fleet.load_weights(3, dying()) == LoadReceipt(3, 2)
         assert fleet.logprobs_per_engine([1, 2]) == [[3.0]]
-        wait_until(lambda: fleet.needs_weights, 5, "it is back")
-        with fleet.loading_new_engines():
-            fleet.load_weights(3, weights(3))
+        load_new(fleet, 3)
         assert fleet.logprobs_per_engine([1, 2]) == [[3.0], [3.0]]
 
 
 def test_an_engine_that_hangs_while_it_gets_weights_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stuck(Drawing):
-        def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-            while self.hangs.is_set():
-                time.sleep(0.01)
-            return super().load_weights(version, buckets)
-
     monkeypatch.setattr(replica, "_LOAD_SECONDS", 0.5)  # neither it nor what waits for it gives up before
     handle, other = Threaded(Stuck), Threaded()
     with fleet_of(handle, other, patience=3.0) as fleet:
-        all_open(fleet)
+        all_open(fleet, 2)
         handle.engine.hangs.set()
         many = [[(f"{i}", torch.zeros(2))] for i in range(4)]
         assert fleet.load_weights(1, weights(1) + many) == LoadReceipt(1, 6)
         assert (handle.deaths, other.deaths) == (1, 0)
-        wait_until(lambda: fleet.needs_weights, 5, "it is back")
+        is_back(fleet)
         fleet.load_weights(1, weights(1))
         assert fleet.logprobs_per_engine([1, 2]) == [[1.0], [1.0]]
 
@@ -162,8 +147,7 @@ def test_an_engine_that_works_for_longer_than_the_patience_is_left_alone(
             return self.passes > 9
 
     handle = Threaded(Slow)
-    with fleet_of(handle, patience=600.0, swap=swap) as fleet:
-        fleet.load_weights(1, weights(1))
+    with fleet_of(handle, patience=600.0, swap=swap, version=1) as fleet:
         fleet.submit(PROMPTS[:2], SAMPLING, 1)
         wait_until(lambda: handle._replica._in_flight, 5, "it has prompts")
         fleet.load_weights(2, weights(2) + [[(f"{i}", torch.zeros(2))] for i in range(8)])
@@ -182,8 +166,7 @@ def test_an_engine_that_waits_for_its_tools_is_left_alone(monkeypatch: pytest.Mo
             return super().completed()
 
     handle = Threaded(Waiting)
-    with fleet_of(handle, patience=0.5) as fleet:
-        fleet.load_weights(1, weights(1))
+    with fleet_of(handle, patience=0.5, version=1) as fleet:
         fleet.submit(PROMPTS[:1], SAMPLING, 1)
         assert [group.prompt.id for group in fleet.completed()] == [0] and handle.deaths == 0
 
@@ -191,9 +174,7 @@ def test_an_engine_that_waits_for_its_tools_is_left_alone(monkeypatch: pytest.Mo
 def test_an_engine_that_is_not_back_is_waited_for_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_pool, "_RETRY_SECONDS", 0.02)
     handles = [Threaded(), Threaded()]
-    with fleet_of(*handles) as fleet:
-        all_open(fleet)
-        fleet.load_weights(1, weights(1))
+    with fleet_of(*handles, version=1) as fleet:
         monkeypatch.setattr(engine_pool, "_OPEN_SECONDS", 0.0)
         handles[0].refusals = 10**6
         handles[0].kill()
@@ -220,8 +201,7 @@ def test_ranks_meet_again_and_again_while_completions_are_awaited(monkeypatch: p
 
     monkeypatch.setattr(fleet_module, "POLL_SECONDS", 0.05)
     handle = Threaded()
-    with fleet_of(handle) as fleet:
-        fleet.load_weights(1, weights(1))
+    with fleet_of(handle, version=1) as fleet:
         monkeypatch.setattr(fleet_module, "broadcast_object", broadcast)
         handle.engine.hangs.set()
         fleet.submit(PROMPTS[:2], SAMPLING, 1)
@@ -234,10 +214,8 @@ def test_an_engine_that_cannot_be_opened_or_refuses_a_prompt_says_why() -> None:
 
     with pytest.raises(ConfigError, match="head_dim = 7"):
         Fleet(lambda: [Threaded(refuse)], max_groups=1, timeout_seconds=9)
-    with fleet_of(Threaded()) as fleet:
-        fleet.load_weights(0, weights(0))
-        with pytest.raises(DataError, match="too long"):
-            fleet.request(Prompt(1, (1,), "refused", ""), SAMPLING, 0).result()
+    with fleet_of(Threaded(), version=0) as fleet, pytest.raises(DataError, match="too long"):
+        fleet.request(Prompt(1, (1,), "refused", ""), SAMPLING, 0).result()
 
 
 def test_an_engine_that_dies_again_and_again_ends_the_stage() -> None:
@@ -252,8 +230,7 @@ def test_an_engine_that_dies_again_and_again_ends_the_stage() -> None:
 def test_whoever_waits_for_a_group_hears_that_the_engines_are_given_up() -> None:
     """Also who has asked before, and who asks afterwards; a validation looks at nothing but its groups."""
     handle = Threaded()
-    with fleet_of(handle) as fleet:
-        fleet.load_weights(1, weights(1))
+    with fleet_of(handle, version=1) as fleet:
         handle.engine.hangs.set()
         asked = [fleet.request(prompt, SAMPLING, 0, version=version) for prompt in PROMPTS[:8] for version in (1, None)]
         kill_four_times(fleet, handle)
@@ -268,14 +245,10 @@ def test_an_engine_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPa
     """Ray refuses calls while it starts an actor again, which on a busy machine takes longer than a few questions."""
     monkeypatch.setattr(engine_pool, "_RETRY_SECONDS", 0.02)
     handle = Threaded()
-    with fleet_of(handle) as fleet:
-        all_open(fleet)
-        fleet.load_weights(1, weights(1))
+    with fleet_of(handle, version=1) as fleet:
         handle.refusals = 20
         handle.kill()
-        wait_until(lambda: fleet.needs_weights, 5, "it is back")
-        with fleet.loading_new_engines():
-            fleet.load_weights(1, weights(1))
+        load_new(fleet, 1)
         fleet.submit(PROMPTS[:2], SAMPLING, 1)
         assert sorted(group.prompt.id for group in fleet.completed()) == [0, 1]
         assert fleet.num_restarts == 1 and handle.refusals == 0
@@ -293,8 +266,7 @@ def test_weights_reach_completions_in_flight_only_as_the_recipe_says() -> None:
 
     for swap, versions in (("disabled", {1, 2}), ("inference", {1, 2}), ("generation", {1})):
         handle, is_loading = Threaded(Slow), threading.Event()
-        with fleet_of(handle, most_groups=20, swap=swap) as fleet:
-            fleet.load_weights(1, weights(1))
+        with fleet_of(handle, most_groups=20, swap=swap, version=1) as fleet:
             fleet.submit(PROMPTS[:8], SAMPLING, 1)
             wait_until(lambda: len(handle.engine.seen) == 4, 5, "half of them are there")  # noqa: B023
             fleet.load_weights(2, loaded())
@@ -304,24 +276,19 @@ def test_weights_reach_completions_in_flight_only_as_the_recipe_says() -> None:
 
 def test_requests_for_one_version_come_behind_all_others_and_are_made_by_engines_that_have_it() -> None:
     handles = [Threaded(), Threaded()]
-    with fleet_of(*handles, most_groups=1) as fleet:
-        all_open(fleet)
-        fleet.load_weights(3, weights(3))
+    with fleet_of(*handles, most_groups=1, version=3) as fleet:
         handles[1].engine.hangs.set()
         held_out = [fleet.request(prompt, SAMPLING, 0, version=3) for prompt in PROMPTS[:4]]
         others = [fleet.request(prompt, SAMPLING, 5) for prompt in PROMPTS[10:14]]
         handles[1].kill()  # what it had goes to the other, which alone has these weights
-        wait_until(lambda: fleet.needs_weights, 5, "it is back")
-        with fleet.loading_new_engines():
-            fleet.load_weights(4, weights(4))
+        load_new(fleet, 4)
         assert fleet.version == 3, "prompts are given to engines that are old enough for them"
         assert [group.result().version for group in held_out] == [3] * 4
         assert {group.result().version for group in others} <= {3, 4}
 
 
 def test_a_request_for_weights_that_no_engine_has_any_more_is_told_so() -> None:
-    with fleet_of(Threaded()) as fleet:
-        fleet.load_weights(1, weights(1))
+    with fleet_of(Threaded(), version=1) as fleet:
         fleet.load_weights(2, weights(2))
         with pytest.raises(WeightsUnavailable, match="the engines with the weights of step 1 have died"):
             fleet.request(PROMPTS[0], SAMPLING, 0, version=1).result()
@@ -339,8 +306,7 @@ def test_an_engine_that_dies_while_its_completions_are_awaited_gets_the_weights_
         with fleet.loading_new_engines():
             fleet.load_weights(7, weights(7))
 
-    with fleet_of(handle, beat=die) as fleet:
-        fleet.load_weights(7, weights(7))
+    with fleet_of(handle, beat=die, version=7) as fleet:
         fleet.resync = resync
         handle.engine.hangs.set()
         fleet.submit(PROMPTS[:4], SAMPLING, 0)
@@ -350,11 +316,9 @@ def test_an_engine_that_dies_while_its_completions_are_awaited_gets_the_weights_
 def test_an_engine_that_comes_back_is_probed_and_not_those_that_wait_for_the_next_weights() -> None:
     handles = [Threaded(), Threaded()]
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=50))
-    with fleet_of(*handles) as fleet:
-        all_open(fleet)
-        fleet.load_weights(3, weights(3))
+    with fleet_of(*handles, version=3) as fleet:
         handles[1].kill()
-        wait_until(lambda: fleet.needs_weights, 5, "it is back")
+        is_back(fleet)
         with fleet.loading_new_engines():  # two steps later, none of which sent its weights
             fleet.load_weights(5, weights(5))
         model: Any = SimpleNamespace(config=config)
@@ -390,8 +354,7 @@ def test_two_requests_that_differ_in_their_seeds_alone_are_each_given_their_own_
             return [Group(prompt, (Completion((segment,), "stop", ""),) * sampling.num_completions, step)]
 
     handle = Threaded(Backwards)
-    with fleet_of(handle, most_groups=8) as fleet:
-        fleet.load_weights(1, weights(1))
+    with fleet_of(handle, most_groups=8, version=1) as fleet:
         samplings = [replace(SAMPLING, seed=seed) for seed in (3, 4, 5)]
         with fleet._pool.lock:  # all of them wait before the first is handed out
             asked = [fleet.request(PROMPTS[i], sampling, 1) for i in (0, 1) for sampling in samplings]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,20 +94,23 @@ def test_groups_that_come_in_any_order_are_given_in_that_of_the_prompts() -> Non
     assert [group.prompt.id for group in again] == [1, 0, 1], "a prompt may come twice"
 
 
-def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path: Path) -> None:
-    engine: Any = Shuffling()
-    stops: list[int] = []
+def sync_of(engine: Any, folder: Path, second: Callable[[Group], float | None], size: int, **settings: Any) -> Any:
+    """A source of batches of `size` prompts, whose groups have a reward of 1 and a second one."""
 
     def score(groups: Sequence[Group]) -> list[ScoredGroup]:
         engine.events.append(f"score {len(groups)}")
-        return [ScoredGroup(group, (Score(1.0), Score(None, error="late"))) for group in groups]
+        return [ScoredGroup(group, (Score(1.0), Score(second(group)))) for group in groups]
 
-    def prompts(step: int) -> list[Prompt]:
-        return PROMPTS[step:]
-
-    source = SyncGroupSource(
-        prompts, engine, score, SAMPLING, Progress(tmp_path / "p.json"), 2, on_wait=lambda: stops.append(0)
+    settings.setdefault("prompts", lambda step: PROMPTS[step:])
+    return SyncGroupSource(
+        engine=engine, score=score, sampling=SAMPLING, progress=Progress(folder / "p.json"), batch_size=size, **settings
     )
+
+
+def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path: Path) -> None:
+    engine: Any = Shuffling()
+    stops: list[int] = []
+    source = sync_of(engine, tmp_path, lambda group: None, 2, on_wait=lambda: stops.append(0))
     groups, metrics = source.next_groups(0)
     assert engine.events == ["wake", "submit [0, 1]", "submit [2, 3]", "submit [4]", "sleep 2", "score 5"]
     assert [group.group.prompt.id for group in groups] == [0, 1, 2, 3, 4] and stops == [0, 0, 0]
@@ -128,10 +131,7 @@ def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path
 
 def test_an_engine_keeps_its_weights_where_it_generates_with_them_again(tmp_path: Path) -> None:
     engine: Any = Shuffling()
-    valid: Any = lambda groups: [ScoredGroup(group, (Score(1.0), Score(0.0))) for group in groups]  # noqa: E731
-    source = SyncGroupSource(
-        lambda step: PROMPTS[:1], engine, valid, SAMPLING, Progress(tmp_path / "p.json"), 1, publish_every=3
-    )
+    source = sync_of(engine, tmp_path, lambda group: 0.0, 1, prompts=lambda step: PROMPTS[:1], publish_every=3)
     for step in range(6):
         source.next_groups(step)
     assert [event for event in engine.events if "sleep" in event] == ["sleep 1", "sleep 1", "sleep 2"] * 2
@@ -140,18 +140,15 @@ def test_an_engine_keeps_its_weights_where_it_generates_with_them_again(tmp_path
 def test_who_stops_while_groups_are_drawn_draws_the_same_prompts_again(tmp_path: Path) -> None:
     engine: Any = Shuffling()
 
-    def score(groups: Sequence[Group]) -> list[ScoredGroup]:
-        return [ScoredGroup(group, (Score(1.0), Score(float(group.prompt.id % 2)))) for group in groups]
-
     def refuse() -> None:
-        if len(engine.events) > 2:
+        if len(engine.events) > 3:
             raise RuntimeError("stopped")
 
-    sync = SyncGroupSource(lambda step: [], engine, score, SAMPLING, Progress(tmp_path / "p.json"), 2, on_wait=refuse)
+    sync = sync_of(engine, tmp_path, lambda group: float(group.prompt.id % 2), 2, on_wait=refuse)
     source = FilteredGroupSource(sync, lambda start, count: PROMPTS[start : start + count], 2)
     with pytest.raises(RuntimeError, match="stopped"):
         source.next_groups(0)
-    assert engine.events == ["wake", "submit [0, 1]", "submit [2]"] and source.state_dict() == {"drawn": 0}
+    assert engine.events == ["wake", "submit [0, 1]", "score 2", "submit [2]"] and source.state_dict() == {"drawn": 0}
     sync.on_wait = lambda: None
     engine.waiting.clear()
     groups, _ = source.next_groups(0)
@@ -160,12 +157,7 @@ def test_who_stops_while_groups_are_drawn_draws_the_same_prompts_again(tmp_path:
 
 def test_a_prompt_that_a_step_draws_in_two_epochs_is_completed_in_two_ways(tmp_path: Path) -> None:
     engine: Any = Shuffling()
-
-    def score(groups: Sequence[Group]) -> list[ScoredGroup]:
-        is_late = len(engine.seeds) > 9
-        return [ScoredGroup(group, (Score(1.0), Score(0.0 if is_late else 1.0))) for group in groups]
-
-    sync = SyncGroupSource(lambda step: [], engine, score, SAMPLING, Progress(tmp_path / "p.json"), 9)
+    sync = sync_of(engine, tmp_path, lambda group: float(len(engine.seeds) <= 9), 9)
     source = FilteredGroupSource(sync, lambda start, count: [PROMPTS[i % 3] for i in range(start, start + count)], 4)
     groups, metrics = source.next_groups(7)
     assert [scored.group.prompt.id for scored in groups] == [2, 0, 1, 2] and metrics["rollout/sampled_groups"] == 12
@@ -178,12 +170,7 @@ def dynamic_feed(folder: Path, difference: float) -> RolloutFeed:
     config = recipe({
         **GRPO, "train.train_policy.variant": "dapo", "train.train_batch_per_replica": 4, "rollout.n_generation": 2,
     })  # fmt: skip
-    engine: Any = Shuffling()
-
-    def score(groups: Sequence[Group]) -> list[ScoredGroup]:
-        return [ScoredGroup(group, (Score(1.0), Score(1.0 - difference))) for group in groups]
-
-    sync = SyncGroupSource(lambda step: [], engine, score, SAMPLING, Progress(folder / "p.json"), 2)
+    sync = sync_of(Shuffling(), folder, lambda group: 1.0 - difference, 2)
     source = FilteredGroupSource(sync, lambda start, count: PROMPTS[start : start + count], 2)
     return RolloutFeed(PROMPTS, source, Grpo(GrpoConfig()), config)
 
@@ -220,13 +207,11 @@ def test_pass_rates_count_dropped_groups_and_go_on_from_a_checkpoint(tmp_path: P
 
 @pytest.mark.parametrize(("full", "rate"), [(1.0, 1.0), (None, None)])
 def test_without_a_full_reward_no_pass_rate_is_known(full: float | None, rate: float | None, tmp_path: Path) -> None:
-    for number, each in enumerate((full, lambda source: full)):
-        rates = PassRates(each)
-        rates.add([ScoredGroup(Group(PROMPTS[0], (), 0), (Score(1.0),))])
-        (tmp_path / str(number)).mkdir()
-        rates.write(tmp_path / str(number), PROMPTS[:1])
-        line = json.loads((tmp_path / str(number) / "pass_rates.jsonl").read_text())
-        assert (line["pass_rate"], line["mean_reward"], line["completions"]) == (rate, 1.0, 1)
+    rates = PassRates(lambda source: full)
+    rates.add([ScoredGroup(Group(PROMPTS[0], (), 0), (Score(1.0),))])
+    rates.write(tmp_path, PROMPTS[:1])
+    line = json.loads((tmp_path / "pass_rates.jsonl").read_text())
+    assert (line["pass_rate"], line["mean_reward"], line["completions"]) == (rate, 1.0, 1)
 
 
 def test_a_step_may_lack_the_data_set_whose_rewards_report_the_metric_of_a_filter() -> None:

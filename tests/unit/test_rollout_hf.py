@@ -115,7 +115,7 @@ def test_an_answer_ends_with_its_end_token_or_at_the_limit(engine: HfEngine, fol
     eos = load_tokenizer(str(folder)).eos_token_id
     answers = [
         answer
-        for step in range(20)
+        for step in range(8)
         for group in generate(engine, PROMPTS, dataclasses.replace(SAMPLED, temperature=3.0, max_tokens=30), step)
         for answer in group.completions
     ]

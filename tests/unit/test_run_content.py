@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -54,24 +55,19 @@ def test_a_byte_that_changed_in_place_counts_although_the_time_was_set_back(tmp_
     assert Digests(cache).digest_file(file) == sha256("two")
 
 
-def remember_wrongly(cache: Path, file: Path) -> None:
-    """Make the digest of a file stale, as after a change that the file system does not tell."""
-    settle(file)
-    digest = Digests(cache).digest_file(file)
-    cache.write_text(cache.read_text().replace(digest, "0" * 64))
-
-
 def test_what_is_remembered_is_believed_unless_everything_is_to_be_hashed(tmp_path: Path) -> None:
     file, cache = tmp_path / "weights", tmp_path / "digests.jsonl"
     file.write_text("one")
-    remember_wrongly(cache, file)
+    settle(file)
+    digest = Digests(cache).digest_file(file)
+    cache.write_text(cache.read_text().replace(digest, "0" * 64))  # as after a change that the file system hides
     assert Digests(cache).digest_file(file) == "0" * 64
     thorough = Digests(cache, ignores_cache=True)
     assert thorough.digest_file(file) == sha256("one")
     assert Digests(cache).digest_file(file) == sha256("one"), "what was found out is remembered"
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "model/tokenizer.json", "model/model.safetensors"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "model/model.safetensors"])
 def test_verify_hashes_the_inputs_of_a_stage_again(tmp_path: Path, name: str) -> None:
     make_inputs(tmp_path)
     run = create_run(load_recipe(tmp_path))
@@ -96,20 +92,16 @@ def test_verify_hashes_the_inputs_of_a_stage_again(tmp_path: Path, name: str) ->
     assert again.digests.digest_file(file) == sha256(content[:-1] + "?")
 
 
-@pytest.mark.parametrize("damage", ["", "[]\n", "{\n", '["FILE", 3]\n', '["FILE", [1], "x"', "\x00", '{"FILE": [1]}'])
-def test_a_damaged_cache_of_digests_costs_time_only(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_cache_of_digests_costs_time_only(tmp_path: Path) -> None:
     file, cache = tmp_path / "weights", tmp_path / "digests.jsonl"
     file.write_text("one")
     settle(file)
-    cache.write_text(damage.replace("FILE", str(file)))
-    assert Digests(cache).digest_file(file) == sha256("one")
-    Digests(cache).digest_file(file)
-    assert Digests(cache).digest_file(file) == sha256("one")
+    for damage in ("", "[]\n", "{\n", '["FILE", 3]\n', '["FILE", [1], "x"', "\x00", '{"FILE": [1]}'):
+        cache.write_text(damage.replace("FILE", str(file)))
+        assert [Digests(cache).digest_file(file) for _ in range(3)] == [sha256("one")] * 3, damage
 
 
 def test_stages_side_by_side_may_hash_at_once(tmp_path: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     files = [tmp_path / f"{number}" for number in range(40)]
     for file in files:
         file.write_text(file.name)
@@ -153,16 +145,6 @@ def test_links_to_files_and_folders_are_followed(tmp_path: Path) -> None:
     assert names(files_of(data, ("*.jsonl",)), data) == ["a.jsonl", "e.jsonl", "more/b.jsonl", "more/deep/c.jsonl"]
 
 
-def test_content_behind_a_link_to_a_folder_changes_the_fingerprint(tmp_path: Path) -> None:
-    make_inputs(tmp_path)
-    inner = write(tmp_path / "elsewhere", "b.jsonl")
-    (tmp_path / "held_out" / "more").symlink_to(inner)
-    pipeline = load_recipe(tmp_path)
-    before = fingerprint_of(pipeline, "prepare").value
-    (inner / "b.jsonl").write_text("other")
-    assert fingerprint_of(pipeline, "prepare").value != before
-
-
 def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
     data = write(tmp_path / "data", "deep/a.jsonl")
     (data / "deep" / "back").symlink_to(data)
@@ -198,11 +180,11 @@ def test_an_index_that_leaves_its_folder_is_refused_before_anything_runs(tmp_pat
     )
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}'])
-def test_a_damaged_index_is_left_to_the_worker(tmp_path: Path, content: str) -> None:
+def test_a_damaged_index_is_left_to_the_worker(tmp_path: Path) -> None:
     model = write(tmp_path / "model", "a.safetensors")
-    (model / INDEX).write_text(content)
-    assert names(files_of_model(model), model) == [INDEX]
+    for content in ("{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}'):
+        (model / INDEX).write_text(content)
+        assert names(files_of_model(model), model) == [INDEX], content
 
 
 def test_what_is_no_file_is_refused_instead_of_read_without_end(tmp_path: Path) -> None:
@@ -293,7 +275,7 @@ class Hub:
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,17 +20,36 @@ from tests.unit.run_folder import counting_run, fingerprint_of, load_recipe, mak
 STAGES = ("prepare", "sft", "validate", "export")
 
 
-def changed_stages(folder: Path, *overrides: str, kind: str = "sft") -> set[str]:
-    """The stages of the recipe whose own fingerprint the overrides change, whatever lies behind them."""
-    before, after = load_recipe(folder, kind=kind), load_recipe(folder, *overrides, kind=kind)
-    names = [stage.name for stage in before.stages]
-    return {name for name in names if fingerprint_of(before, name).value != fingerprint_of(after, name).value}
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Inputs that no test changes."""
+    folder = tmp_path_factory.mktemp("inputs")
+    make_inputs(folder)
+    return folder
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     make_inputs(tmp_path)
     return tmp_path
+
+
+def prints(folder: Path, *overrides: str, kind: str = "sft") -> dict[str, str]:
+    """The fingerprint of each stage of the recipe."""
+    pipeline = load_recipe(folder, *overrides, kind=kind)
+    return {stage.name: fingerprint_of(pipeline, stage.name).value for stage in pipeline.stages}
+
+
+shared_prints = cache(prints)
+
+
+def changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    return {name for name in before if before[name] != after[name]}
+
+
+def changed_stages(shared: Path, *overrides: str) -> set[str]:
+    """The stages of the recipe whose own fingerprint the overrides change, whatever lies behind them."""
+    return changed(shared_prints(shared), prints(shared, *overrides))
 
 
 # The setting, and the stages that must be made again for it.
@@ -67,14 +87,16 @@ HARMLESS = [
 
 @pytest.mark.parametrize(("setting", "stages"), AFFECTING, ids=[setting for setting, _ in AFFECTING])
 def test_a_value_that_can_change_results_changes_the_stages_that_read_it(
-    folder: Path, setting: str, stages: set[str]
+    shared: Path, setting: str, stages: set[str]
 ) -> None:
-    assert changed_stages(folder, setting) == stages
+    assert changed_stages(shared, setting) == stages
 
 
-@pytest.mark.parametrize("setting", HARMLESS)
-def test_a_value_that_changes_no_result_changes_no_fingerprint(folder: Path, setting: str) -> None:
-    assert changed_stages(folder, setting) == set()
+def test_a_value_that_changes_no_result_changes_no_fingerprint(shared: Path) -> None:
+    before, after = load_recipe(shared), load_recipe(shared, *HARMLESS)
+    for name in STAGES:
+        assert fingerprint_of(after, name).describe_difference(fingerprint_of(before, name)) == []
+    assert changed_stages(shared, *HARMLESS) == set()
 
 
 @pytest.mark.parametrize(
@@ -90,28 +112,23 @@ def test_a_value_that_changes_no_result_changes_no_fingerprint(folder: Path, set
         ("train.train_policy.trainer_type='{}/mine.py:score'", {"prepare", "sft", "validate"}),
     ],
 )
-def test_what_other_settings_leave_unread_changes_nothing(folder: Path, setting: str, stages: set[str]) -> None:
+def test_what_other_settings_leave_unread_changes_nothing(shared: Path, setting: str, stages: set[str]) -> None:
     """Neither rewards nor code of a user's own, and nothing is measured in training."""
     plain = ("validation.reward_function=[]", "sft.validation.enable=false")
-    before, after = load_recipe(folder, *plain), load_recipe(folder, *plain, setting.format(folder))
-    names = [stage.name for stage in before.stages]
-    changed = {name for name in names if fingerprint_of(before, name).value != fingerprint_of(after, name).value}
-    assert changed == stages
+    assert changed(shared_prints(shared, *plain), prints(shared, *plain, setting.format(shared))) == stages
 
 
-def test_custom_counts_where_code_of_a_users_own_is_read(folder: Path) -> None:
-    assert changed_stages(folder, "custom.x=1", "sft.validation.enable=false") >= {"validate"}
-    own = f"train.train_policy.trainer_type='{folder}/mine.py:score'"
-    before, after = load_recipe(folder, own), load_recipe(folder, own, "custom.x=1")
-    assert fingerprint_of(before, "sft").value != fingerprint_of(after, "sft").value
+def test_custom_counts_where_code_of_a_users_own_is_read(shared: Path) -> None:
+    assert changed_stages(shared, "custom.x=1", "sft.validation.enable=false") >= {"validate"}
+    own = f"train.train_policy.trainer_type='{shared}/mine.py:score'"
+    assert "sft" in changed(prints(shared, own), prints(shared, own, "custom.x=1"))
 
 
 def changed_by(folder: Path, file: str, content: str = "other", kind: str = "sft") -> set[str]:
     """The stages whose fingerprint a change of a file's content changes."""
-    pipeline = load_recipe(folder, kind=kind)
-    before = {stage.name: fingerprint_of(pipeline, stage.name).value for stage in pipeline.stages}
+    before = prints(folder, kind=kind)
     (folder / file).write_text(content)
-    return {name for name, value in before.items() if fingerprint_of(pipeline, name).value != value}
+    return changed(before, prints(folder, kind=kind))
 
 
 @pytest.mark.parametrize(
@@ -169,23 +186,19 @@ def test_the_same_content_at_another_place_is_the_same(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     make_inputs(here)
     shutil.copytree(here, there)
-    first, second = load_recipe(here), load_recipe(there)
-    for name in ("prepare", "sft", "export"):
-        assert fingerprint_of(first, name).value == fingerprint_of(second, name).value
+    assert prints(here) == prints(there)
 
 
 def test_the_checkpoint_that_a_training_begins_from_counts_wherever_it_lies(folder: Path) -> None:
-    prints = {}
+    found = []
     for run, content in (("first", "a"), ("second", "a"), ("third", "b")):
         policy = folder / run / "stages/sft/checkpoints/step_3/policy"
         policy.mkdir(parents=True)
         (policy / "manifest.json").write_text(content)
-        pipeline = load_recipe(folder, f"train.resume='{policy}'")
-        prints[run] = {name: fingerprint_of(pipeline, name).value for name in STAGES}
-    assert prints["first"] == prints["second"]
-    assert {name for name in STAGES if prints["third"][name] != prints["first"][name]} == {"sft"}
-    assert changed_stages(folder, f"train.resume='{policy}'") == {"sft"}
-    assert changed_stages(folder, "train.resume=true") == set()
+        found.append(prints(folder, f"train.resume='{policy}'"))
+    assert found[0] == found[1] and changed(found[0], found[2]) == {"sft"}
+    assert changed(prints(folder), found[2]) == {"sft"}
+    assert prints(folder, "train.resume=true") == prints(folder)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +232,7 @@ def test_what_a_stage_was_given_changes_it(folder: Path) -> None:
 
 
 def test_another_version_of_a_library_changes_what_workers_make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = load_recipe(folder)
-    before = {name: fingerprint_of(pipeline, name).value for name in STAGES}
+    pipeline, before = load_recipe(folder), prints(folder)
     machine_properties._measure_machine.cache_clear()
     site = folder / "site"  # a newer torch in front of the installed one
     (site / "torch-99.0.dist-info").mkdir(parents=True)
@@ -236,27 +248,16 @@ def test_another_version_of_a_library_changes_what_workers_make(folder: Path, mo
         assert after[name].ingredients["versions"]["torch"] == "99.0"
 
 
-@pytest.mark.parametrize(
-    ("library", "stages"),
-    [
-        ("torch", {"prepare", "sft", "validate", "export"}),
-        ("tokenizers", {"prepare", "sft", "validate", "export"}),
-        ("jinja2", {"prepare", "sft", "validate", "export"}),
-        ("datasets", {"prepare"}),
-        ("pyarrow", {"prepare", "sft", "validate"}),
-        ("pillow", {"prepare", "sft", "validate"}),
-        ("safetensors", {"sft", "validate", "export"}),
-        ("accelerate", {"sft", "validate", "export"}),
-        ("math-verify", {"sft", "validate"}),
-        ("prefect", set()),
-    ],
-)
-def test_a_stage_depends_on_the_libraries_that_its_kind_computes_with(
-    folder: Path, library: str, stages: set[str]
-) -> None:
-    pipeline = load_recipe(folder)
+def test_a_stage_depends_on_the_libraries_that_its_kind_computes_with(shared: Path) -> None:
+    expected = {
+        "torch": {*STAGES}, "tokenizers": {*STAGES}, "jinja2": {*STAGES}, "datasets": {"prepare"}, "prefect": set(),
+        "pyarrow": {"prepare", "sft", "validate"}, "pillow": {"prepare", "sft", "validate"},
+        "safetensors": {"sft", "validate", "export"}, "accelerate": {"sft", "validate", "export"},
+        "math-verify": {"sft", "validate"},
+    }  # fmt: skip
+    pipeline = load_recipe(shared)
     found = {name: fingerprint_of(pipeline, name).ingredients["versions"] for name in STAGES}
-    assert {name for name in STAGES if library in found[name]} == stages
+    assert {library: {name for name in STAGES if library in found[name]} for library in expected} == expected
 
 
 def test_a_custom_stage_depends_on_its_code_arguments_files_and_the_recipe_that_it_is_handed(tmp_path: Path) -> None:
@@ -357,25 +358,22 @@ def test_code_of_the_users_counts_by_what_is_in_it_and_not_by_where_it_lies(fold
     for name, text in (("a", "Mine = 1\n"), ("b", "Mine = 1\n"), ("a", "Mine = 2\n")):
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "mine.py").write_text(text)
-        pipeline = load_recipe(folder, f"{key}='{folder}/{name}/mine.py:Mine'")
-        found.append({stage: fingerprint_of(pipeline, stage).value for stage in STAGES})
-    assert found[0] == found[1]
-    assert {stage for stage in STAGES if found[0][stage] != found[2][stage]} == {"sft", "validate"}
+        found.append(prints(folder, f"{key}='{folder}/{name}/mine.py:Mine'"))
+    assert found[0] == found[1] and changed(found[0], found[2]) == {"sft", "validate"}
 
 
 def test_code_of_a_users_family_counts_where_it_encodes(folder: Path) -> None:
     found = []
     for text in ("Mine = 1\n", "Mine = 2\n"):
         (folder / "mine.py").write_text(text)
-        pipeline = load_recipe(folder, "policy.is_diffusers=true", f"policy.model_class='{folder}/mine.py:Mine'")
-        found.append({stage: fingerprint_of(pipeline, stage).value for stage in STAGES})
-    assert {stage for stage in STAGES if found[0][stage] != found[1][stage]} >= {"prepare", "sft"}
+        found.append(prints(folder, "policy.is_diffusers=true", f"policy.model_class='{folder}/mine.py:Mine'"))
+    assert changed(*found) >= {"prepare", "sft"}
 
 
-def test_images_beside_prompts_are_other_rows(folder: Path) -> None:
+def test_images_beside_prompts_are_other_rows(shared: Path) -> None:
     nft = ("policy.is_diffusers=true", "train.train_policy.trainer_type='diffusion_nft'")
     learns = (*nft, "train.train_policy.learns_data=true", "policy.diffusers.flow_rl.data_beta=0.1")
-    before, after = (load_recipe(folder, *settings, kind="grpo") for settings in (nft, learns))
+    before, after = (load_recipe(shared, *settings, kind="grpo") for settings in (nft, learns))
     assert fingerprint_of(before, "prepare").value != fingerprint_of(after, "prepare").value
 
 

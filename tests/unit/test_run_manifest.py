@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.config.compose import load_pipeline
+from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.errors import ConfigError, DataError, StageFailed
 from cosmos_core.run.directory import create_run
-from cosmos_core.run.manifest import adopt, commit, find_damage, read_result
+from cosmos_core.run.manifest import Result, adopt, commit, find_damage, read_result
 from cosmos_core.run.plan import decide_from_results, plan_stages
 from cosmos_core.types import Outcome
 from tests.unit.run_folder import counting_run, fingerprint_of, finish, load_recipe, make_inputs
@@ -31,16 +31,18 @@ def made(folder: Path) -> Path:
     return folder
 
 
-def problem_of(folder: Path, *, thorough: bool = False) -> str | None:
+def result_of(folder: Path) -> Result:
     result = read_result(folder)
     assert result is not None
-    return find_damage(folder, result, ignores_cache=thorough)
+    return result
+
+
+def problem_of(folder: Path, *, thorough: bool = False) -> str | None:
+    return find_damage(folder, result_of(folder), ignores_cache=thorough)
 
 
 def test_a_manifest_names_every_file_with_size_and_digest(tmp_path: Path) -> None:
-    result = read_result(made(tmp_path / "s"))
-    assert result is not None
-    assert [(r["path"], r["size"], r["sha256"]) for r in result["outputs"]] == [
+    assert [(r["path"], r["size"], r["sha256"]) for r in result_of(made(tmp_path / "s"))["outputs"]] == [
         ("out/a.txt", 3, hashlib.sha256(b"one").hexdigest()),
         ("c.txt", 3, hashlib.sha256(b"two").hexdigest()),
     ]
@@ -56,15 +58,8 @@ def digest(folder: Path, content: str, metrics: dict[str, float], info: dict[str
 
 def test_the_digest_is_over_what_a_stage_behind_may_read_but_not_over_how_long_it_took(tmp_path: Path) -> None:
     base = digest(tmp_path / "base", "x", {"loss": 1.0, "time/total": 3.0}, {"model": "a"})
-    assert (
-        digest(
-            tmp_path / "again",
-            "x",
-            {"loss": 1.0, "time/total": 9.0, "throughput/x": 1.0, "memory/host_gib": 2.0},
-            {"model": "a"},
-        )
-        == base
-    )
+    slower = {"loss": 1.0, "time/total": 9.0, "throughput/x": 1.0, "memory/host_gib": 2.0}
+    assert digest(tmp_path / "again", "x", slower, {"model": "a"}) == base
     others = [
         digest(tmp_path / "file", "y", {"loss": 1.0}, {"model": "a"}),
         digest(tmp_path / "figure", "x", {"loss": 2.0}, {"model": "a"}),
@@ -73,7 +68,7 @@ def test_the_digest_is_over_what_a_stage_behind_may_read_but_not_over_how_long_i
     assert len({base, *others}) == 4
 
 
-def test_figures_are_numbers_and_info_is_what_toml_can_say(tmp_path: Path) -> None:
+def test_figures_are_numbers_info_is_what_toml_can_say_and_outputs_were_written(tmp_path: Path) -> None:
     for metrics, info, said in (
         ({"loss": "low"}, {}, "stage 's' returned the metric loss = 'low'; a metric is a number"),
         ({"ok": True}, {}, "stage 's' returned the metric ok = True; a metric is a number"),
@@ -82,10 +77,6 @@ def test_figures_are_numbers_and_info_is_what_toml_can_say(tmp_path: Path) -> No
         with pytest.raises(ConfigError) as caught:
             commit(tmp_path / "s", Outcome(metrics=metrics, info=info), kind="sft", fingerprint="", inputs={})  # type: ignore[arg-type]
         assert str(caught.value).startswith(said)
-    assert read_result(tmp_path) is None
-
-
-def test_an_output_that_was_named_but_not_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StageFailed, match=r"^stage 's' named the output 'none' but did not write it$"):
         commit(tmp_path / "s", Outcome(outputs=("none",)), kind="sft", fingerprint="", inputs={})
     assert read_result(tmp_path) is None
@@ -114,21 +105,12 @@ def test_an_alteration_that_keeps_size_and_time_is_noticed_by_a_thorough_look(tm
     assert problem_of(tmp_path / "s", thorough=True) == "out/a.txt was altered"
 
 
-def test_a_touched_output_is_hashed_once_and_its_record_renewed(tmp_path: Path) -> None:
-    file = made(tmp_path / "s") / "c.txt"
-    os.utime(file, ns=(1, 1))
-    assert problem_of(tmp_path / "s") is None
-    result = read_result(tmp_path / "s")
-    assert result is not None
-    assert result["outputs"][1]["mtime_ns"] == 1
-
-
-def test_a_copied_stage_is_as_good_as_the_original(tmp_path: Path) -> None:
+def test_a_copied_or_touched_output_is_hashed_once_and_its_record_renewed(tmp_path: Path) -> None:
     copy = shutil.copytree(made(tmp_path / "s"), tmp_path / "copy")
+    os.utime(copy / "c.txt", ns=(1, 1))
     assert problem_of(copy) is None
-    result = read_result(copy)
-    assert result is not None
-    assert result["outputs"][0]["inode"] == (copy / "out" / "a.txt").stat().st_ino
+    first, second = result_of(copy)["outputs"]
+    assert first["inode"] == (copy / "out" / "a.txt").stat().st_ino and second["mtime_ns"] == 1
 
 
 def altered(result: dict, key: str, value: object) -> str:
@@ -162,27 +144,17 @@ def test_taking_over_a_result_copies_its_files_and_either_side_survives_the_othe
     target.mkdir()
     for folder, lines in ((source, "whole"), (target, "of an attempt that was killed")):
         (folder / "metrics.jsonl").write_text(lines)
-    result = read_result(source)
-    assert result is not None
-    adopted = adopt(source, target, result)
+    adopted = adopt(source, target, result_of(source))
     assert adopted["reused_from"] == str(source)
     assert (target / "metrics.jsonl").read_text() == "whole", "the report shows them"
     assert (target / "out" / "a.txt").read_text() == (source / "out" / "a.txt").read_text()
     assert problem_of(target, thorough=True) is None
+    with open(source / "c.txt", "r+") as file:  # in place
+        file.write("own")
+    os.utime(source / "c.txt")
+    assert (problem_of(source), problem_of(target, thorough=True)) == ("c.txt was altered", None)
     shutil.rmtree(source)
     assert problem_of(target, thorough=True) is None
-
-
-def test_an_alteration_in_place_is_noticed_and_does_not_reach_the_other_run(tmp_path: Path) -> None:
-    source, target = made(tmp_path / "s"), tmp_path / "t"
-    target.mkdir()
-    result = read_result(source)
-    assert result is not None
-    adopt(source, target, result)
-    with open(target / "c.txt", "r+") as file:
-        file.write("own")
-    os.utime(target / "c.txt")
-    assert (problem_of(source), problem_of(target)) == (None, "c.txt was altered")
 
 
 def test_outputs_follow_the_umask_and_keep_what_else_their_program_allowed(tmp_path: Path) -> None:
@@ -200,75 +172,55 @@ def test_outputs_follow_the_umask_and_keep_what_else_their_program_allowed(tmp_p
     assert problem_of(tmp_path) is None
 
 
-def actions(decisions: dict) -> dict[str, tuple[str, str]]:
+def planned(folder: Path, pipeline: Pipeline) -> dict[str, tuple[str, str]]:
+    decisions = plan_stages(pipeline, pipeline.kinds, folder / "outputs")
     return {name: (decision.action, decision.reason) for name, decision in decisions.items()}
 
 
 def test_a_plan_says_for_each_stage_what_would_happen_and_why(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
-    outputs = tmp_path / "outputs"
-    assert actions(plan_stages(run.pipeline, run.pipeline.kinds, outputs)) == {
-        "first": ("run", "never made before"),
-        "second": ("depends", "after first"),
-    }
+    outputs, reused = tmp_path / "outputs", ("adopt", f"same fingerprint as run {run.id}")
+    never = ("run", "never made before")
+    assert planned(tmp_path, run.pipeline) == {"first": never, "second": ("depends", "after first")}
     finish(run, "first")
-    assert actions(plan_stages(run.pipeline, run.pipeline.kinds, outputs)) == {
-        "first": ("adopt", f"same fingerprint as run {run.id}"),
-        "second": ("run", "never made before"),
-    }
+    assert planned(tmp_path, run.pipeline) == {"first": reused, "second": never}
     decision = decide_from_results(outputs, run.stage_path("first"), fingerprint_of(run.pipeline, "first"))
     assert (decision.action, decision.reason) == ("reuse", "done in this run")
     finish(run, "second")
-    assert actions(plan_stages(run.pipeline, run.pipeline.kinds, outputs)) == {
-        "first": ("adopt", f"same fingerprint as run {run.id}"),
-        "second": ("adopt", f"same fingerprint as run {run.id}"),
-    }
+    assert planned(tmp_path, run.pipeline) == {"first": reused, "second": reused}
     changed = counting_run(tmp_path, "second.arguments.steps=9").pipeline
-    assert actions(plan_stages(changed, run.pipeline.kinds, outputs))["second"] == (
-        "run", f"changed since run {run.id}: entry.arguments.steps 4 -> 9"
-    )  # fmt: skip
+    reason = f"changed since run {run.id}: entry.arguments.steps 4 -> 9"
+    assert planned(tmp_path, changed)["second"] == ("run", reason)
     several = counting_run(tmp_path, "second.arguments={a = 1, b = 2, steps = 3}").pipeline
-    assert actions(plan_stages(several, run.pipeline.kinds, outputs))["second"][1].endswith(
-        "entry.arguments.a nothing -> 1; entry.arguments.b nothing -> 2 and 1 more"
-    )
+    reason = "entry.arguments.a nothing -> 1; entry.arguments.b nothing -> 2 and 1 more"
+    assert planned(tmp_path, several)["second"][1].endswith(reason)
 
 
 def test_a_plan_compares_with_the_same_stage_of_the_newest_run_of_the_same_pipeline_alone(tmp_path: Path) -> None:
-    outputs = tmp_path / "outputs"
-    older = counting_run(tmp_path, "first.arguments.steps=7")
-    finish(older, "first")
+    finish(counting_run(tmp_path, "first.arguments.steps=7"), "first")
     newest = counting_run(tmp_path, "first.arguments.steps=8")
     finish(newest, "first")
-    stranger = counting_run(tmp_path, "first.arguments.steps=9", "pipeline.name=stranger")
-    finish(stranger, "first")
+    finish(counting_run(tmp_path, "first.arguments.steps=9", "pipeline.name=stranger"), "first")
     current = counting_run(tmp_path)
-    assert actions(plan_stages(current.pipeline, current.pipeline.kinds, outputs))["first"] == (
-        "run", f"changed since run {newest.id}: entry.arguments.steps 8 -> 3"
-    )  # fmt: skip
+    reason = f"changed since run {newest.id}: entry.arguments.steps 8 -> 3"
+    assert planned(tmp_path, current.pipeline)["first"] == ("run", reason)
     finish(current, "first")
-    assert actions(plan_stages(current.pipeline, current.pipeline.kinds, outputs))["second"] == (
-        "run",
-        "never made before",
-    ), "stages of the same kind there are, but none of its name"
+    found = planned(tmp_path, current.pipeline)["second"]
+    assert found == ("run", "never made before"), "stages of the same kind there are, but none of its name"
 
 
 def test_a_plan_compares_with_the_nearest_run_even_where_a_newer_one_differs_more(tmp_path: Path) -> None:
     near = counting_run(tmp_path, "first.arguments.steps=7")
     finish(near, "first")
-    far = counting_run(tmp_path, "first.arguments={a = 1, b = 2, steps = 8}")
-    finish(far, "first")
-    current = counting_run(tmp_path)
-    assert actions(plan_stages(current.pipeline, current.pipeline.kinds, tmp_path / "outputs"))["first"] == (
-        "run", f"changed since run {near.id}: entry.arguments.steps 7 -> 3"
-    )  # fmt: skip
+    finish(counting_run(tmp_path, "first.arguments={a = 1, b = 2, steps = 8}"), "first")
+    reason = f"changed since run {near.id}: entry.arguments.steps 7 -> 3"
+    assert planned(tmp_path, counting_run(tmp_path).pipeline)["first"] == ("run", reason)
 
 
 def test_a_plan_says_that_a_stage_was_begun(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
     (finish(run, "first") / "result.json").unlink()
-    assert actions(plan_stages(run.pipeline, run.pipeline.kinds, tmp_path / "outputs"))["first"] == (
-        "run", f"unfinished in run {run.id}"
-    )  # fmt: skip
+    assert planned(tmp_path, run.pipeline)["first"] == ("run", f"unfinished in run {run.id}")
 
 
 def test_another_learning_rate_makes_sft_again_and_what_is_behind_it_but_not_the_rows(tmp_path: Path) -> None:
@@ -278,10 +230,8 @@ def test_another_learning_rate_makes_sft_again_and_what_is_behind_it_but_not_the
         finish(run, name, name)
     (tmp_path / "README.md").write_text("changed")
     (tmp_path / "model" / "README.md").write_text("changed")
-    decisions = plan_stages(load_recipe(tmp_path), run.pipeline.kinds, run.output_dir)
-    assert {name: decision.action for name, decision in decisions.items()} == dict.fromkeys(decisions, "adopt")
-    decisions = plan_stages(load_recipe(tmp_path, "train.optm_lr=1e-3"), run.pipeline.kinds, run.output_dir)
-    assert actions(decisions) == {
+    assert {action for action, _ in planned(tmp_path, load_recipe(tmp_path)).values()} == {"adopt"}
+    assert planned(tmp_path, load_recipe(tmp_path, "train.optm_lr=1e-3")) == {
         "prepare": ("adopt", f"same fingerprint as run {run.id}"),
         "sft": ("run", f"changed since run {run.id}: train.optm_lr 1e-06 -> 0.001"),
         "validate": ("depends", "after sft"),
@@ -290,9 +240,7 @@ def test_another_learning_rate_makes_sft_again_and_what_is_behind_it_but_not_the
 
 
 def test_a_plan_notices_damage_and_takes_the_result_of_another_run_where_that_is_whole(tmp_path: Path) -> None:
-    first, second = (
-        counting_run(tmp_path, f"train.timestamp='{time}'") for time in ("20010101000002", "20010101000001")
-    )
+    first, second = (counting_run(tmp_path, f"train.timestamp='2001010100000{number}'") for number in (2, 1))
     outputs = tmp_path / "outputs"
     for run in (first, second):
         finish(run, "first")
@@ -303,9 +251,8 @@ def test_a_plan_notices_damage_and_takes_the_result_of_another_run_where_that_is
     (first.stage_path("first") / "out" / "a.txt").write_text("altered")
     decision = decide_from_results(outputs, second.stage_path("first"), expected)
     assert (decision.action, decision.reason) == ("run", "made before, but out/a.txt is gone")
-    assert actions(plan_stages(second.pipeline, second.pipeline.kinds, outputs))["first"] == (
-        "run", f"made before, but run {first.id}: out/a.txt has 7 bytes instead of 6"
-    )  # fmt: skip
+    reason = f"made before, but run {first.id}: out/a.txt has 7 bytes instead of 6"
+    assert planned(tmp_path, second.pipeline)["first"] == ("run", reason)
 
 
 def test_a_plan_survives_damaged_records_of_other_runs(tmp_path: Path) -> None:
@@ -314,10 +261,10 @@ def test_a_plan_survives_damaged_records_of_other_runs(tmp_path: Path) -> None:
     other = counting_run(tmp_path, "first.arguments.steps=9")
     for damage in ("{", "[]", "{}", '{"ingredients": {"kind": "custom"}}', '{"ingredients": 3}'):
         (path / "fingerprint.json").write_text(damage)
-        assert plan_stages(other.pipeline, other.pipeline.kinds, tmp_path / "outputs")["first"].action == "run"
+        assert planned(tmp_path, other.pipeline)["first"][0] == "run"
     for entry in (tmp_path / "outputs" / ".cosmos" / "fingerprints").rglob("*.json"):
         entry.write_text("[")
-    assert plan_stages(run.pipeline, run.pipeline.kinds, tmp_path / "outputs")["first"].action == "run"
+    assert planned(tmp_path, run.pipeline)["first"][0] == "run"
 
 
 def test_a_plan_starts_nothing_that_looks_at_the_outside_world_from_memory(tmp_path: Path) -> None:
@@ -325,13 +272,10 @@ def test_a_plan_starts_nothing_that_looks_at_the_outside_world_from_memory(tmp_p
     text = (tmp_path / "counting.toml").read_text()
     gate = '\n[[pipeline.stages]]\nname = "gate"\nkind = "gate"\nafter = "second"\nrequire = "count > 1"\n'
     (tmp_path / "counting.toml").write_text(text + gate)
-
     pipeline = load_pipeline(tmp_path / "counting.toml", (), run.pipeline.kinds)
     finish(run, "first")
     finish(run, "second")
-    assert actions(plan_stages(pipeline, run.pipeline.kinds, tmp_path / "outputs"))["gate"] == (
-        "run", "looks at the outside world, so it runs each time"
-    )  # fmt: skip
+    assert planned(tmp_path, pipeline)["gate"] == ("run", "looks at the outside world, so it runs each time")
 
 
 def test_a_plan_of_a_missing_input_is_one_line(tmp_path: Path) -> None:
@@ -339,7 +283,7 @@ def test_a_plan_of_a_missing_input_is_one_line(tmp_path: Path) -> None:
     pipeline = load_recipe(tmp_path)
     (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(DataError) as caught:
-        plan_stages(pipeline, pipeline.kinds, tmp_path / "outputs")
+        planned(tmp_path, pipeline)
     assert str(caught.value) == f"train.train_policy.dataset.name = '{tmp_path}/rows.jsonl': no such file or folder"
 
 
@@ -358,8 +302,7 @@ def test_what_is_taken_over_is_on_the_disk_before_its_manifest(tmp_path: Path, m
     synced: list[str] = []
     sync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), sync(file)))
-    result = read_result(made(tmp_path / "s"))
-    assert result is not None
+    result = result_of(made(tmp_path / "s"))
     synced.clear()
     adopt(tmp_path / "s", tmp_path / "t", result)
     assert [Path(name).name.split(".")[1] for name in synced[:3]] == ["a", "c", "result"]

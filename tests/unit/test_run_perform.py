@@ -14,12 +14,9 @@ import pytest
 import tomli_w
 
 from cosmos_core.config.load import read_toml
-from cosmos_core.errors import (
-    GateFailed,
-    StageFailed,
-)
+from cosmos_core.errors import GateFailed, StageFailed
 from cosmos_core.observe.record import read_run
-from cosmos_core.run.directory import open_run
+from cosmos_core.run.directory import Run, open_run
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.process import identify_process
 from cosmos_core.run.state import read_state, update_state
@@ -48,7 +45,7 @@ def performing(run_path: Path) -> subprocess.Popen[str]:
 
 
 def test_two_runs_that_want_the_same_result_at_once_make_it_once(tmp_path: Path) -> None:
-    runs = [counting_run(tmp_path, "first.arguments={steps = 20, seconds = 0.1}") for _ in range(2)]
+    runs = [counting_run(tmp_path, "first.arguments={steps = 10, seconds = 0.1}") for _ in range(2)]
     processes = [performing(run.path) for run in runs]
     answers = [process.communicate(timeout=120)[0].split() for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
@@ -61,7 +58,7 @@ def test_two_runs_that_want_the_same_result_at_once_make_it_once(tmp_path: Path)
 
 
 def test_two_launchers_of_the_same_run_make_each_stage_once(tmp_path: Path) -> None:
-    run = counting_run(tmp_path, "first.arguments={steps = 20, seconds = 0.1}")
+    run = counting_run(tmp_path, "first.arguments={steps = 10, seconds = 0.1}")
     processes = [performing(run.path) for _ in range(2)]
     answers = [process.communicate(timeout=120)[0].split() for process in processes]
     assert [sorted(pair) for pair in zip(*answers, strict=True)] == [["False", "True"]] * 2
@@ -95,31 +92,32 @@ def test_a_stage_works_on_the_run_that_its_flow_opened(tmp_path: Path) -> None:
     assert not should_retry(run, "first", GateFailed("no"))
 
 
-def test_the_time_of_a_gate_ends_with_its_refusal(tmp_path: Path) -> None:
-    run = counting_run(tmp_path)
-    finish(run, "first", count=1.0)
-    finish(run, "second", count=1.0)
-    gate = '\n[[pipeline.stages]]\nname = "gate"\nkind = "gate"\nafter = "second"\nrequire = "count > 1"\n'
+def gated(folder: Path, least: int) -> Run:
+    """A run whose counting stages are done, with a gate behind them."""
+    run = counting_run(folder)
+    for name in ("first", "second"):
+        finish(run, name, count=1.0)
+    gate = f'\n[[pipeline.stages]]\nname = "gate"\nkind = "gate"\nafter = "second"\nrequire = "count > {least}"\n'
     with open(run.path / "pipeline.toml", "a") as file:
         file.write(gate)
+    return open_run(run.path, all_kinds())
+
+
+def test_the_time_of_a_gate_ends_with_its_refusal(tmp_path: Path) -> None:
+    run = gated(tmp_path, 1)
     with pytest.raises(GateFailed):
-        run_stage(open_run(run.path, all_kinds()), "gate")
+        run_stage(run, "gate")
     assert read_state(run.stage_path("gate")).seconds(time.time() + 3600) < 60
 
 
 def test_a_stage_that_was_killed_in_the_process_of_its_flow_takes_no_more_time(tmp_path: Path) -> None:
-    run = counting_run(tmp_path)
-    gate = '\n[[pipeline.stages]]\nname = "gate"\nkind = "gate"\nafter = "second"\nrequire = "count > 0"\n'
-    with open(run.path / "pipeline.toml", "a") as file:
-        file.write(gate)
-    for name in ("first", "second"):
-        finish(run, name, count=1.0)
+    run = gated(tmp_path, 0)
     hour_ago = time.time() - 3600
     dead = identify_process() | {"launcher_started": 0.5}
     update_state(run.stage_path("gate"), state="running", attempt=1, spans=[(hour_ago, None)], **dead)
     [gate_record] = [stage for stage in read_run(run.path).stages if stage.name == "gate"]
     assert (gate_record.status, gate_record.seconds) == ("died", 0.0)
-    run_stage(open_run(run.path, all_kinds()), "gate")
+    run_stage(run, "gate")
     assert read_state(run.stage_path("gate")).seconds(time.time()) < 60, "the pause before the resume does not count"
 
 
@@ -138,7 +136,7 @@ def test_what_is_verified_may_have_kept_size_time_and_inode(tmp_path: Path) -> N
 
 def test_another_setting_moves_the_old_content_aside_instead_of_going_on_in_it(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
-    run_stage(run, "first")
+    finish(run, "first", count=3.0)
     saved = copy.deepcopy(read_toml(run.path / "pipeline.toml"))
     saved["pipeline"]["stages"][0]["arguments"]["steps"] = 5
     (run.path / "pipeline.toml").write_text(tomli_w.dumps(saved))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from cosmos_core.sample.records import FILE, SampledPrompt, ScoredCompletion, ap
 from cosmos_core.sample.selection import metrics_of, pass_rate, select_completions, select_pair
 from cosmos_core.tools.base import ToolCall, parse_calls
 from cosmos_core.train.rollout_feed import training_sampling
-from cosmos_core.types import Prompt
+from cosmos_core.types import Outcome, Prompt
 from cosmos_core.worker.program import _run_with_metrics
 from tasks.kinds import all_kinds
 from tests.unit.chat_server import chat_server
@@ -58,12 +59,8 @@ GROUP = SampledPrompt(
     ("keep", "texts"),
     [
         ({}, "bae"),
-        ({"unique": False}, "bbae"),
-        ({"finished": False}, "bdae"),
-        ({"best": 1}, "b"),
+        ({"unique": False, "finished": False}, "bbdae"),
         ({"best": 2}, "ba"),
-        ({"min_reward": 0.5}, "ba"),
-        ({"min_reward": 2.0}, ""),
         ({"max_pass_rate": 0.49}, ""),
         ({"min_pass_rate": 0.5}, "bae"),
         ({"min_pass_rate": 0.51}, ""),
@@ -80,19 +77,15 @@ def test_a_limit_chooses_at_random_by_the_seed_and_the_prompt() -> None:
     keep = KeepConfig(max_per_prompt=3)
     choices = {tuple(each.text for each in select_completions(many, keep, None, seed)) for seed in range(8)}
     assert len(choices) > 4 and all(len(set(choice)) == 3 for choice in choices)
-    assert (
-        select_completions(many, keep, None, 1)
-        == select_completions(many, keep, None, 1)
-        != select_completions(replace(many, id=2), keep, None, 1)
-    )
+    chosen = select_completions(many, keep, None, 1)
+    assert chosen == select_completions(many, keep, None, 1) != select_completions(replace(many, id=2), keep, None, 1)
 
 
 def test_a_pair_is_the_best_that_passed_and_the_worst_of_all() -> None:
-    best, worst = select_pair(GROUP, select_completions(GROUP, KeepConfig(), None, 0), 0.5) or ()
+    passed = select_completions(GROUP, KeepConfig(), None, 0)
+    best, worst = select_pair(GROUP, passed, 0.5) or ()
     assert (best.text, worst.text) == ("b", "e")
-    assert select_pair(GROUP, select_completions(GROUP, KeepConfig(), None, 0), 1.0) is None, (
-        "the margin is exceeded, not reached"
-    )
+    assert select_pair(GROUP, passed, 1.0) is None, "the margin is exceeded, not reached"
     same = SampledPrompt(0, [candidate("a", 1.0), candidate("b", 1.0)])
     assert select_pair(same, select_completions(same, KeepConfig(), None, 0), 0.0) is None
     assert select_pair(GROUP, [], 0.0) is None
@@ -113,9 +106,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Model, prepared prompts and a reward that differs between completions."""
     folder = tmp_path_factory.mktemp("sample")
     (folder / "reward.py").write_text(REWARD)
-    arithmetic.make(
-        make_stage(folder / "task", "custom", recipe(folder)), train_rows=10, heldout_rows=2, hidden_size=32
-    )
+    stage = make_stage(folder / "task", "custom", recipe(folder))
+    arithmetic.make(stage, train_rows=10, heldout_rows=2, hidden_size=32, layers=1)
     prepare.run(make_stage(folder / "prompts", "prepare", recipe(folder), folder / "task/model", folder / "task/data"))
     return folder
 
@@ -133,13 +125,26 @@ def stage_of(task: Path, path: Path, **sample: Any) -> Stage:
     return make_stage(path, "sample", made, task / "task/model", task / "prompts/data")
 
 
+@pytest.fixture(scope="module")
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Stage, Outcome]:
+    """A stage that has sampled the prompts of the task, with its outcome."""
+    stage = stage_of(task, tmp_path_factory.mktemp("whole") / "sample")
+    return stage, program.run(stage)
+
+
+def selecting(whole: tuple[Stage, Outcome], task: Path, path: Path, **sample: Any) -> Stage:
+    """A stage that has the completions already, and selects others of them."""
+    stage = stage_of(task, path, **sample)
+    shutil.copy(whole[0].path / FILE, path / FILE)
+    return stage
+
+
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "rows/train.jsonl").read_text().splitlines()]
 
 
-def test_the_rows_are_conversations_that_sft_learns(task: Path, tmp_path: Path) -> None:
-    stage = stage_of(task, tmp_path / "sample")
-    outcome = program.run(stage)
+def test_the_rows_are_conversations_that_sft_learns(whole: tuple[Stage, Outcome], task: Path, tmp_path: Path) -> None:
+    stage, outcome = whole
     found = rows(stage.path)
     assert outcome.metrics["sample/rows"] == len(found) == 10 and outcome.info == {"data": "rows"}
     assert outcome.metrics["sample/reward_kept"] > outcome.metrics["sample/reward_random"]
@@ -151,9 +156,8 @@ def test_the_rows_are_conversations_that_sft_learns(task: Path, tmp_path: Path) 
         assert (user["role"], assistant["role"], row["prompt_id"]) == ("user", "assistant", record["id"])
         assert row["seed"] in {each["seed"] for each in record["candidates"] if each["reward"] == best}
         assert row["pass_rate"] == sum(each["reward"] == 1 for each in record["candidates"]) / 6
-    prepare.run(
-        make_stage(tmp_path / "sft", "prepare", recipe(task, {"type": "sft"}), task / "task/model", stage.path / "rows")
-    )
+    sft = recipe(task, {"type": "sft"})
+    prepare.run(make_stage(tmp_path / "sft", "prepare", sft, task / "task/model", stage.path / "rows"))
     assert len(open_sequences(tmp_path / "sft/data", "train")) == 10
 
 
@@ -222,8 +226,8 @@ def test_rows_have_the_tools_of_the_recipe_and_continue_the_open_turn(task: Path
     assert plain[key] == [*turns[len(prompt) : 1], {"role": "assistant", "content": "2"}]
 
 
-def test_pairs_are_rows_that_dpo_compares(task: Path, tmp_path: Path) -> None:
-    stage = stage_of(task, tmp_path / "sample", pairs="best-worst", min_margin=0.25)
+def test_pairs_are_rows_that_dpo_compares(whole: tuple[Stage, Outcome], task: Path, tmp_path: Path) -> None:
+    stage = selecting(whole, task, tmp_path / "sample", pairs="best-worst", min_margin=0.25)
     program.run(stage)
     found = rows(stage.path)
     assert found and all(row["reward"] - row["rejected_reward"] > 0.25 for row in found)
@@ -233,16 +237,12 @@ def test_pairs_are_rows_that_dpo_compares(task: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "message"),
+    ("tables", "message"),
     [
-        (
-            {"train": {"train_policy": {"type": "sft"}}},
-            "train.train_policy.type = 'sft': kind sample completes prompts",
-        ),
-        ({"train": {"train_policy": {"type": "grpo"}}, "policy": {"is_diffusers": True}}, "take a language model"),
+        ({"train": {"train_policy": {"type": "sft"}}}, "train_policy.type = 'sft': kind sample completes prompts"),
+        ({"policy": {"is_diffusers": True}}, "take a language model"),
         (
             {
-                "train": {"train_policy": {"type": "grpo"}},
                 "sample": {"endpoint": "http://host/v1", "endpoint_model": "m"},
                 "rollout": {"multi_turn_config": {"enable": True}},
             },
@@ -250,8 +250,8 @@ def test_pairs_are_rows_that_dpo_compares(task: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_recipes_that_sample_nothing_are_refused(policy: dict[str, Any], message: str) -> None:
-    made = Recipe.model_validate(policy)
+def test_recipes_that_sample_nothing_are_refused(tables: dict[str, Any], message: str) -> None:
+    made = Recipe.model_validate({"train": {"train_policy": {"type": "grpo"}}, **tables})
     refusals = "".join(made.sample.refusals(StageContext(made, all_kinds()["sample"])))
     assert message in refusals
     assert not [*made.sample.refusals(StageContext(made, all_kinds()["sft"]))]
@@ -272,26 +272,27 @@ def contents(path: Path) -> list[bytes]:
     return [(path / name).read_bytes() for name in (FILE, "rows/train.jsonl", "pass_rates.jsonl")]
 
 
-def test_a_stopped_stage_goes_on_and_ends_with_the_same_bytes(task: Path, tmp_path: Path) -> None:
-    program.run(stage_of(task, tmp_path / "whole"))
+def test_a_stopped_stage_goes_on_and_ends_with_the_same_bytes(
+    whole: tuple[Stage, Outcome], task: Path, tmp_path: Path
+) -> None:
     stage = stage_of(task, tmp_path / "stopped")
     stage.stop_requested = True
     with pytest.raises(Preempted, match="the completions of 4 prompts are kept"):
         program.run(stage)
     stage.stop_requested = False
     with (stage.path / FILE).open("a") as file:  # killed while it wrote the next batch
-        file.write((tmp_path / "whole" / FILE).read_text().splitlines()[4] + '\n{"id": 5, "candi')
+        file.write((whole[0].path / FILE).read_text().splitlines()[4] + '\n{"id": 5, "candi')
     program.run(stage)
-    assert contents(stage.path) == contents(tmp_path / "whole")
+    assert contents(stage.path) == contents(whole[0].path)
     (task / "reward.py").rename(task / "moved.py")
     program.run(stage)  # which needs no reward
     (task / "moved.py").rename(task / "reward.py")
-    assert contents(stage.path) == contents(tmp_path / "whole"), "nothing is sampled twice"
+    assert contents(stage.path) == contents(whole[0].path), "nothing is sampled twice"
 
 
-def test_a_selection_without_rows_is_one_line(task: Path, tmp_path: Path) -> None:
+def test_a_selection_without_rows_is_one_line(whole: tuple[Stage, Outcome], task: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"leaves no row of 60 completions: the highest reward is .*lower sample.keep"):
-        program.run(stage_of(task, tmp_path / "sample", keep={"min_reward": 2.0}))
+        program.run(selecting(whole, task, tmp_path / "sample", keep={"min_reward": 2.0}))
 
 
 def test_invalid_rewards_are_one_line_and_are_not_taken_again(task: Path, tmp_path: Path) -> None:
@@ -302,9 +303,7 @@ def test_invalid_rewards_are_one_line_and_are_not_taken_again(task: Path, tmp_pa
     with pytest.raises(RewardError, match=r"all 24 rewards of the first batch are invalid; the first: .*no such key"):
         program.run(stage)
     assert not (stage.path / FILE).exists()
-    (tmp_path / "broken.py").write_text(
-        "def broken(**_):\n    raise ConnectionError('it is away')\n"
-    )  # of another size
+    (tmp_path / "broken.py").write_text("def broken(**_):\n    raise ConnectionError('it is away')\n")
     with pytest.raises(RewardError, match="all 60 rewards are invalid; the first: "):
         program.run(stage)
     assert not (stage.path / FILE).exists()
@@ -317,12 +316,10 @@ def test_some_invalid_rewards_are_a_warning_of_the_stage(task: Path, tmp_path: P
     policy = {"type": "grpo", "reward_function": f"{tmp_path}/half.py:half", "group_reward_calculation": True}
     made = recipe(task, policy, keep={"finished": False})
     stage = make_stage(tmp_path / "sample", "sample", made, task / "task/model", task / "prompts/data")
-    metrics = _run_with_metrics(stage, program.run).metrics
-    expected = (
-        f"{metrics['sample/invalid']:.0f} of 60 rewards are invalid, and these completions are left out; the first: "
-    )
+    num_invalid = _run_with_metrics(stage, program.run).metrics["sample/invalid"]
+    expected = f"{num_invalid:.0f} of 60 rewards are invalid, and these completions are left out; the first: "
     progress = read_progress(stage.path)
-    assert progress is not None and metrics["sample/invalid"] > 0
+    assert progress is not None and num_invalid > 0
     assert [text for text in progress.warnings if text.startswith(expected) and "no digit" in text]
 
 
@@ -340,41 +337,34 @@ def test_an_endpoint_completes_the_prompts(task: Path, tmp_path: Path, monkeypat
     assert first["conversations"][-1]["content"] == str(first["seed"] % (1 << 31) % 10)
 
 
-def test_an_endpoint_gets_settings_beyond_the_api_only_if_they_are_set(task: Path, tmp_path: Path) -> None:
-    with chat_server() as (url, requests):
-        for sampling in ({}, {"top_k": 5, "repetition_penalty": 1.5}):
-            stage = stage_of(task, tmp_path / f"sample-{len(sampling)}", endpoint=url, endpoint_model="m")
-            rollout = stage.recipe.rollout.derive(
-                sampling_config=stage.recipe.rollout.sampling_config.derive(**sampling)
-            )
-            stage.recipe = stage.recipe.derive(rollout=rollout)
-            program.run(stage)
-    plain, extended = requests[0], requests[-1]
-    assert not {"top_k", "repetition_penalty"} & plain.keys()
-    assert (extended["top_k"], extended["repetition_penalty"]) == (5, 1.5)
+ASKED = [{"role": "user", "content": "?"}]
 
 
-def test_half_a_surrogate_pair_in_a_reply_is_replaced(task: Path, tmp_path: Path) -> None:
-    with chat_server(complete=lambda request: "5\ud83d") as (url, _):
-        stage = stage_of(task, tmp_path / "sample", endpoint=url, endpoint_model="m")
-        program.run(stage)
-    assert {row["conversations"][-1]["content"] for row in rows(stage.path)} == {"5?"}
-
-
-def complete_one(task: Path, path: Path, url: str, turns: list[dict[str, Any]], **metadata: Any) -> Any:
+def complete_one(task: Path, path: Path, url: str, turns: list[dict[str, Any]] = ASKED, **metadata: Any) -> Any:
     stage = stage_of(task, path, endpoint=url, endpoint_model="m")
-    endpoint = Endpoint(stage, replace(training_sampling(stage.recipe), num_completions=1))
+    sampling = replace(training_sampling(stage.recipe), num_completions=1, **metadata.pop("sampling", {}))
+    endpoint = Endpoint(stage, sampling)
     try:
         return endpoint.complete([(Prompt(0, (1,), "", "", metadata=metadata), turns)])[0].completions[0]
     finally:
         endpoint.close()
 
 
+def test_an_endpoint_gets_settings_beyond_the_api_only_if_they_are_set(task: Path, tmp_path: Path) -> None:
+    with chat_server(complete=lambda request: "5\ud83d") as (url, requests):
+        completion = complete_one(task, tmp_path / "plain", url)
+        complete_one(task, tmp_path / "extended", url, sampling={"top_k": 5, "repetition_penalty": 1.5})
+    plain, extended = requests
+    assert not {"top_k", "repetition_penalty"} & plain.keys()
+    assert (extended["top_k"], extended["repetition_penalty"]) == (5, 1.5)
+    assert completion.text == "5?", "half a surrogate pair is replaced"
+
+
 def test_an_endpoint_gets_the_tools_of_a_row_and_its_calls_are_text(task: Path, tmp_path: Path) -> None:
     add = {"name": "add", "parameters": {}}
     called = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     earlier = [{"type": "function", "function": {"name": "add", "arguments": {"b": 2}}}]
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": earlier}]
+    turns = [*ASKED, {"role": "assistant", "content": "", "tool_calls": earlier}]
     with chat_server(complete=lambda request: {"content": None, "tool_calls": [called]}) as (url, requests):
         completion = complete_one(task, tmp_path / "tools", url, turns, tools=[add])
         complete_one(task, tmp_path / "none", url, turns)
@@ -383,18 +373,15 @@ def test_an_endpoint_gets_the_tools_of_a_row_and_its_calls_are_text(task: Path, 
     assert parse_calls(completion.text) == [ToolCall("add", {"a": 1})] and completion.finish_reason == "stop"
 
 
-def test_a_reply_that_is_no_json_is_one_line(task: Path, tmp_path: Path) -> None:
-    with (
-        chat_server(complete=lambda request: b"<html>") as (url, _),
-        pytest.raises(StageFailed, match=r"sample.endpoint = .*: the reply is no JSON: "),
-    ):
-        complete_one(task, tmp_path / "stage", url, [{"role": "user", "content": "?"}])
-
-
-def test_an_endpoint_that_refuses_is_one_line(task: Path, tmp_path: Path) -> None:
-    with (
-        chat_server(status=404) as (url, requests),
-        pytest.raises(ConfigError, match=r"sample.endpoint = .*no such model"),
-    ):
-        program.run(stage_of(task, tmp_path / "sample", endpoint=url, endpoint_model="m"))
-    assert len(requests) <= 32
+@pytest.mark.parametrize(
+    ("server", "error", "message"),
+    [
+        ({"complete": lambda request: b"<html>"}, StageFailed, "the reply is no JSON: "),
+        ({"status": 404}, ConfigError, ".*no such model"),
+    ],
+)
+def test_a_server_that_fails_or_refuses_is_one_line(
+    server: dict[str, Any], error: type[Exception], message: str, task: Path, tmp_path: Path
+) -> None:
+    with chat_server(**server) as (url, _), pytest.raises(error, match=rf"sample.endpoint = .*: {message}"):
+        complete_one(task, tmp_path / "stage", url)

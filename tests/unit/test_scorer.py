@@ -8,21 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from cosmos_core.models import scorer as scorers
 from cosmos_core.models.recompute import recompute_activations
@@ -34,11 +22,11 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "attn_implementation": "eager",
 }  # fmt: skip
 FAMILIES = {
-    "tied": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),
-    "untied": (LlamaForCausalLM, LlamaConfig(**SIZES)),
-    "soft caps": (Gemma2ForCausalLM, Gemma2Config(**SIZES, head_dim=8)),
-    "divided logits": (GraniteForCausalLM, GraniteConfig(**SIZES, logits_scaling=3.0)),
-    "multiplied logits": (CohereForCausalLM, CohereConfig(**SIZES, logit_scale=0.5)),
+    "tied": (hf.Qwen3ForCausalLM, hf.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),
+    "untied": (hf.LlamaForCausalLM, hf.LlamaConfig(**SIZES)),
+    "soft caps": (hf.Gemma2ForCausalLM, hf.Gemma2Config(**SIZES, head_dim=8)),
+    "divided logits": (hf.GraniteForCausalLM, hf.GraniteConfig(**SIZES, logits_scaling=3.0)),
+    "multiplied logits": (hf.CohereForCausalLM, hf.CohereConfig(**SIZES, logit_scale=0.5)),
 }
 CHOSEN = torch.tensor([0, 3, 5, 18, 19, 40, 41, 56])
 
@@ -49,10 +37,10 @@ EVERYTHING = RequestedOutputs(0.7, entropy="gradient", top_k=4)
 
 
 @pytest.fixture(params=list(FAMILIES))
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+def model(request: pytest.FixtureRequest) -> hf.PreTrainedModel:
     torch.manual_seed(0)
     cls, config = FAMILIES[request.param]
-    made: PreTrainedModel = cls(config).double()
+    made: hf.PreTrainedModel = cls(config).double()
     return made
 
 
@@ -63,13 +51,13 @@ def inputs() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+def gradients(model: hf.PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def whole(model: PreTrainedModel, wants: RequestedOutputs, top_ids: Tensor | None = None) -> dict[str, Tensor]:
+def whole(model: hf.PreTrainedModel, wants: RequestedOutputs, top_ids: Tensor | None = None) -> dict[str, Tensor]:
     """The oracle: all logits at once, and autograd."""
     batch = inputs()
     logits = model(**batch).logits[:, :-1].reshape(-1, 500)[CHOSEN].double()
@@ -84,7 +72,7 @@ def whole(model: PreTrainedModel, wants: RequestedOutputs, top_ids: Tensor | Non
     }
 
 
-def scorer_of(model: PreTrainedModel) -> Scorer:
+def scorer_of(model: hf.PreTrainedModel) -> Scorer:
     return Scorer(model, CHUNK_BYTES)
 
 
@@ -105,24 +93,22 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], atol: float
     ids=repr,
 )
 def test_all_outputs_and_their_gradients_are_those_of_the_whole_logits(
-    model: PreTrainedModel, wants: RequestedOutputs
+    model: hf.PreTrainedModel, wants: RequestedOutputs
 ) -> None:
     scorer = scorer_of(model)
     found = scorer(inputs(), CHOSEN, request=wants, dtype=torch.float64)
     assert scorer._has_plain_head is True, "the head of this family is known"
     theirs = whole(model, wants)
     assert found.keys() == {
-        "logprobs",
-        *["entropy"] * bool(wants.entropy),
-        *["top_logprobs", "top_ids"] * (wants.top_k > 0),
-    }
+        "logprobs", *["entropy"] * bool(wants.entropy), *["top_logprobs", "top_ids"] * (wants.top_k > 0),
+    }  # fmt: skip
     assert_close(found, {name: theirs[name] for name in found})
     weights = {name: weight for name, weight in random_like(theirs).items() if name in found and name != "top_ids"}
     ours = gradients(model, sum((found[name] * weight).sum() for name, weight in weights.items()))
     assert_close(ours, gradients(model, sum((theirs[name] * weight).sum() for name, weight in weights.items())))
 
 
-def test_ids_of_the_caller_are_scored_in_place_of_the_likeliest(model: PreTrainedModel) -> None:
+def test_ids_of_the_caller_are_scored_in_place_of_the_likeliest(model: hf.PreTrainedModel) -> None:
     ids = torch.randint(500, (len(CHOSEN), 5), generator=torch.Generator().manual_seed(3))
     ids[:, 1] = ids[:, 0]  # the same twice
     found = scorer_of(model)(inputs(), CHOSEN, dtype=torch.float64, top_ids_NK=ids)
@@ -134,17 +120,10 @@ def test_ids_of_the_caller_are_scored_in_place_of_the_likeliest(model: PreTraine
     assert_close(ours, gradients(model, (theirs["top_logprobs"] * weight).sum()))
 
 
-def test_entropy_for_a_metric_has_no_gradient(model: PreTrainedModel) -> None:
-    found = scorer_of(model)(inputs(), CHOSEN, request=RequestedOutputs(0.7, entropy="value"), dtype=torch.float64)
-    torch.testing.assert_close(found["entropy"], whole(model, EVERYTHING)["entropy"], rtol=0, atol=1e-12)
-    assert found["logprobs"].requires_grad and not found["entropy"].requires_grad
-
-
-def test_a_head_that_says_nothing_is_uniform(model: PreTrainedModel) -> None:
+def test_a_head_that_says_nothing_is_uniform(model: hf.PreTrainedModel) -> None:
     torch.nn.init.zeros_(model.get_output_embeddings().weight)
-    found = scorer_of(model)(
-        inputs(), CHOSEN, request=RequestedOutputs(entropy="value", is_top=True), dtype=torch.float64
-    )
+    wants = RequestedOutputs(entropy="value", is_top=True)
+    found = scorer_of(model)(inputs(), CHOSEN, request=wants, dtype=torch.float64)
     for name, value in (("logprobs", -math.log(500)), ("entropy", math.log(500)), ("is_top", 1.0)):
         assert found[name].tolist() == pytest.approx([value] * len(CHOSEN), rel=1e-12)
 
@@ -159,14 +138,10 @@ def guessed(guess: str) -> Tensor | None:
 
 
 @pytest.mark.parametrize("guess", GUESSES)
-def test_a_guess_of_the_derivative_changes_no_gradient(model: PreTrainedModel, guess: str) -> None:
-    found = scorer_of(model)(
-        inputs(),
-        CHOSEN,
-        request=RequestedOutputs(0.7, entropy="value"),
-        dtype=torch.float64,
-        derivative_N=guessed(guess),
-    )
+def test_a_guess_of_the_derivative_changes_no_gradient(model: hf.PreTrainedModel, guess: str) -> None:
+    wants = RequestedOutputs(0.7, entropy="value")
+    found = scorer_of(model)(inputs(), CHOSEN, request=wants, dtype=torch.float64, derivative_N=guessed(guess))
+    assert found["logprobs"].requires_grad and not found["entropy"].requires_grad, "it is for a metric"
     theirs = whole(model, EVERYTHING)
     assert_close(found, {name: theirs[name] for name in ("logprobs", "entropy")})
     ours = gradients(model, (DERIVATIVE * found["logprobs"]).sum())
@@ -174,22 +149,20 @@ def test_a_guess_of_the_derivative_changes_no_gradient(model: PreTrainedModel, g
 
 
 @pytest.mark.parametrize("guess", GUESSES)
-def test_a_right_guess_saves_the_second_run_of_the_head(model: PreTrainedModel, guess: str) -> None:
+def test_a_right_guess_saves_the_second_run_of_the_head(model: hf.PreTrainedModel, guess: str) -> None:
     runs: list[int] = []
     scorer = scorer_of(model)
     scorer(inputs(), CHOSEN)
     model.get_output_embeddings().register_forward_hook(lambda *_: runs.append(1))
     settings: dict[str, Any] = {"dtype": torch.float64, "derivative_N": guessed(guess)}
-    for wants, count in (
-        (RequestedOutputs(), 3 if guess == "right" else 6),
-        (RequestedOutputs(top_k=2), 6),
-    ):  # eight tokens are three chunks
+    # Eight tokens are three chunks.
+    for wants, count in ((RequestedOutputs(), 3 if guess == "right" else 6), (RequestedOutputs(top_k=2), 6)):
         runs.clear()
         (DERIVATIVE * scorer(inputs(), CHOSEN, request=wants, **settings)["logprobs"]).sum().backward()
         assert len(runs) == count
 
 
-def test_a_label_is_at_the_top_where_the_whole_logits_have_their_largest_value_at_it(model: PreTrainedModel) -> None:
+def test_a_label_is_at_the_top_where_the_whole_logits_have_their_largest_value_at_it(model: hf.PreTrainedModel) -> None:
     batch = inputs()
     with torch.no_grad():
         likeliest = model(**batch).logits[:, :-1].argmax(-1).reshape(-1)[CHOSEN]
@@ -204,13 +177,13 @@ def test_a_label_is_at_the_top_where_the_whole_logits_have_their_largest_value_a
     assert 0 < found.mean() < 1
 
 
-def test_without_gradient_nothing_is_kept(model: PreTrainedModel) -> None:
+def test_without_gradient_nothing_is_kept(model: hf.PreTrainedModel) -> None:
     with torch.no_grad():
         found = scorer_of(model)(inputs(), CHOSEN, derivative_N=DERIVATIVE)
     assert list(found) == ["logprobs"] and not found["logprobs"].requires_grad
 
 
-def test_no_chosen_token_is_no_gradient(model: PreTrainedModel) -> None:
+def test_no_chosen_token_is_no_gradient(model: hf.PreTrainedModel) -> None:
     wants = RequestedOutputs(entropy="gradient", top_k=3, is_top=True)
     found = scorer_of(model)(inputs(), CHOSEN[:0], request=wants, dtype=torch.float64, derivative_N=DERIVATIVE[:0])
     assert {name: (tuple(value.shape), value.dtype) for name, value in found.items()} == {
@@ -221,7 +194,7 @@ def test_no_chosen_token_is_no_gradient(model: PreTrainedModel) -> None:
     assert all(value.abs().max() == 0 for value in none.values())
 
 
-def test_a_family_that_does_more_after_its_head_keeps_its_own_logits(model: PreTrainedModel) -> None:
+def test_a_family_that_does_more_after_its_head_keeps_its_own_logits(model: hf.PreTrainedModel) -> None:
     class Shifted(type(model)):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward(*args, **kwargs)
@@ -242,7 +215,7 @@ def test_a_family_that_does_more_after_its_head_keeps_its_own_logits(model: PreT
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sequences_have_the_log_probabilities_of_transformers_whatever_the_padding_side(
-    model: PreTrainedModel, temperature: float
+    model: hf.PreTrainedModel, temperature: float
 ) -> None:
     model.float().eval()  # eager masks of float64 overflow where a row is all padding
     sequences = [[5, 9, 200, 31, 7], [44, 3, 120]]
@@ -261,7 +234,7 @@ def test_sequences_have_the_log_probabilities_of_transformers_whatever_the_paddi
     torch.testing.assert_close(on_left[1], torch.cat([torch.zeros(2), expected[1]]), atol=1e-5, rtol=0)
 
 
-def test_half_precision_compute_is_that_of_autocast(model: PreTrainedModel) -> None:
+def test_half_precision_compute_is_that_of_autocast(model: hf.PreTrainedModel) -> None:
     model.float()
     scorer = scorer_of(model)
     scorer(inputs(), CHOSEN)
@@ -273,9 +246,8 @@ def test_half_precision_compute_is_that_of_autocast(model: PreTrainedModel) -> N
         found[is_known] = gradients(model, -0.25 * logprobs.sum())
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(**inputs()).logits[:, :-1].reshape(-1, 500)[CHOSEN].float()
-    expected_logprobs = (
-        logits.log_softmax(-1).gather(-1, inputs()["input_ids"][:, 1:].reshape(-1, 1)[CHOSEN]).squeeze(-1)
-    )
+    labels = inputs()["input_ids"][:, 1:].reshape(-1, 1)[CHOSEN]
+    expected_logprobs = logits.log_softmax(-1).gather(-1, labels).squeeze(-1)
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-6)
     theirs = gradients(model, -0.25 * expected_logprobs.sum())
     for name, value in theirs.items():
@@ -288,7 +260,7 @@ def test_half_precision_compute_is_that_of_autocast(model: PreTrainedModel) -> N
 def test_the_head_is_cast_once_whatever_the_number_of_chunks() -> None:
     """Counted by the copies of its size that a pass makes."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES))
 
     class Casts(TorchDispatchMode):
         count = 0
@@ -311,7 +283,7 @@ def test_the_head_is_cast_once_whatever_the_number_of_chunks() -> None:
 def test_the_first_pass_of_a_scorer_can_be_recomputed_in_half_precision() -> None:
     """The probe before it must leave no casts in autocast's cache, which selective recomputation would miss."""
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM._from_config(Qwen3Config(**SIZES, head_dim=8), attn_implementation="sdpa").train()
+    model = hf.Qwen3ForCausalLM._from_config(hf.Qwen3Config(**SIZES, head_dim=8), attn_implementation="sdpa").train()
     found = []
     for how in (False, "selective"):
         recompute_activations(model, how)
@@ -323,7 +295,7 @@ def test_the_first_pass_of_a_scorer_can_be_recomputed_in_half_precision() -> Non
 
 def test_a_trained_head_in_half_precision_sums_its_chunks_in_float32() -> None:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16()
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)).bfloat16()
     chosen = torch.arange(57)
     found = []
     for size in (4 * 500, 1 << 30):  # one token a chunk, and all
@@ -340,14 +312,14 @@ def test_the_size_of_a_chunk_follows_the_memory_of_the_machine(monkeypatch: pyte
 
 def test_the_first_pass_runs_where_its_tokens_are() -> None:
     """With `fsdp_offload` the first weight of a pipeline stage is in host memory until its block runs."""
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)).eval()
+    model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, head_dim=8)).eval()
     expected = Scorer(model)(inputs(), CHOSEN)["logprobs"]
     model.register_parameter("elsewhere", torch.nn.Parameter(torch.empty(1, device="meta")))
     assert model.device.type == "meta"
     assert torch.equal(Scorer(model)(inputs(), CHOSEN)["logprobs"], expected)
 
 
-def test_the_most_likely_ids_are_at_most_the_rows_of_the_head(model: PreTrainedModel) -> None:
+def test_the_most_likely_ids_are_at_most_the_rows_of_the_head(model: hf.PreTrainedModel) -> None:
     scorer = scorer_of(model)
     scorer.num_ids = 600  # the tokenizer has ids that the model lacks
     found = scorer(inputs(), CHOSEN, request=RequestedOutputs(top_k=550), dtype=torch.float64)

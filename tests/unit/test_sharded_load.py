@@ -24,7 +24,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=["float32", "bfloat16"]
+)
 def test_every_family_is_the_one_that_is_loaded_whole(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save_family(family, tmp_path / family)
     GenerationConfig(temperature=0.25, do_sample=True).save_pretrained(folder)

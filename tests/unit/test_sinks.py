@@ -92,12 +92,8 @@ def test_a_stage_is_a_run_named_after_recipe_run_and_stage(tmp_path: Path, wandb
     train(make_stage(tmp_path / "r1", "console", "wandb", **named), 1, 3)
     train(make_stage(tmp_path / "r1", "wandb", name="rl"), 1, 1)
     first, second = wandb.inits
-    assert [first[key] for key in ("project", "group", "name", "job_type")] == [
-        "algebra",
-        "sweep",
-        "small-r1-sft",
-        "sft",
-    ]
+    assert [first[key] for key in ("project", "group", "name")] == ["algebra", "sweep", "small-r1-sft"]
+    assert first["job_type"] == "sft"
     assert [second[key] for key in ("project", "group", "name")] == ["cosmos_rl", "math-r1", "math-r1-rl"]
     assert first["config"]["train"]["epoch"] == 3 and first["id"] != second["id"] and first["resume"] == "allow"
     quiet = {"silent": True, "console": "off", "disable_git": True, "disable_code": True, "x_disable_stats": True}
@@ -106,16 +102,13 @@ def test_a_stage_is_a_run_named_after_recipe_run_and_stage(tmp_path: Path, wandb
     assert wandb.finished == [0, 0]
 
 
-def test_only_the_sinks_that_are_named_are_told(tmp_path: Path, wandb: FakeWandB) -> None:
-    stage = make_stage(tmp_path / "r1", "console")
-    train(stage, 1, 3)
-    assert wandb.inits == [] and not (stage.path / "tensorboard").exists() and steps_on_disk(stage) == [1, 2, 3]
-
-
-def test_a_stage_without_metrics_opens_nothing(tmp_path: Path, wandb: FakeWandB) -> None:
-    stage = make_stage(tmp_path / "r1", "wandb", "tensorboard")
-    train(stage, 1, 0)
-    assert wandb.inits == [] and not (stage.path / "tensorboard").exists()
+@pytest.mark.parametrize(("loggers", "steps"), [(["console"], [1, 2, 3]), (["wandb", "tensorboard"], [])])
+def test_only_the_sinks_that_are_named_are_told_and_none_without_metrics(
+    tmp_path: Path, wandb: FakeWandB, loggers: list[str], steps: list[int]
+) -> None:
+    stage = make_stage(tmp_path / "r1", *loggers)
+    train(stage, 1, len(steps))
+    assert wandb.inits == [] and not (stage.path / "tensorboard").exists() and steps_on_disk(stage) == steps
 
 
 def test_a_resumed_stage_goes_on_in_its_run_and_repeats_no_step(tmp_path: Path, wandb: FakeWandB) -> None:
@@ -166,20 +159,14 @@ def test_a_validation_that_is_tried_again_is_sent_once(tmp_path: Path, wandb: Fa
     assert list(wandb.history.values()) == [{0: {"validation/loss": 1.5}}] and wandb.finished == [0]
 
 
-def test_a_stage_made_anew_is_another_run(tmp_path: Path, wandb: FakeWandB) -> None:
-    stage = make_stage(tmp_path / "r1", "wandb")
-    train(stage, 1, 3)
-    stage.path.rename(tmp_path / "aside")
-    train(make_stage(tmp_path / "r1", "wandb"), 1, 3)
-    assert [list(history) for history in wandb.history.values()] == [[1, 2, 3], [1, 2, 3]]
-
-
-def test_a_failed_stage_is_a_failed_run(tmp_path: Path, wandb: FakeWandB) -> None:
+def test_a_stage_made_anew_is_another_run_and_a_failed_stage_a_failed_run(tmp_path: Path, wandb: FakeWandB) -> None:
     stage = make_stage(tmp_path / "r1", "wandb")
     with pytest.raises(ZeroDivisionError), send_to_sinks(stage):
         stage.metrics.log(1, {"loss": 1.0})
         raise ZeroDivisionError
-    assert wandb.finished == [1]
+    stage.path.rename(tmp_path / "aside")
+    train(make_stage(tmp_path / "r1", "wandb"), 1, 3)
+    assert [list(history) for history in wandb.history.values()] == [[1], [1, 2, 3]] and wandb.finished == [1, 0]
 
 
 class _Broken:
@@ -216,11 +203,7 @@ def test_a_sink_that_raises_costs_one_warning(tmp_path: Path, caplog: pytest.Log
 
 @pytest.mark.parametrize(("is_stopping", "limit"), [(False, "CLOSE_SECONDS"), (True, "STOP_SECONDS")])
 def test_a_sink_that_hangs_is_waited_for_so_long_and_no_longer(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    is_stopping: bool,
-    limit: str,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_stopping: bool, limit: str
 ) -> None:
     for each in ("CLOSE_SECONDS", "STOP_SECONDS"):  # the other is longer than a test may take, as the sinks are
         monkeypatch.setattr(sinks, each, 0.1 if each == limit else 7200.0)
@@ -342,55 +325,41 @@ def test_offline_each_attempt_leaves_a_folder_with_all_steps_so_far(
     assert np.array_equal(np.random.get_state()[1], state)
 
 
-def without(package: str, folder: Path) -> str:
-    """An interpreter that lists every package but this one."""
-    python = folder / "python"
-    program = (
-        "import importlib.metadata as m, sys\n"
+def without(folder: Path, *packages: str) -> str:
+    """An interpreter that lists every package but these."""
+    (folder / "program.py").write_text(
+        "import importlib.metadata as m, runpy, sys\n"
         "real = m.version\n"
         "def version(name):\n"
-        f"    if name == {package!r}:\n"
+        f"    if name in {packages!r}:\n"
         "        raise m.PackageNotFoundError(name)\n"
         "    return real(name)\n"
         "m.version = version\n"
-        "import runpy\n"
         "sys.argv = sys.argv[2:]\n"
         "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
     )
-    (folder / "program.py").write_text(program)
+    python = folder / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {folder}/program.py "$@"\n')
     python.chmod(0o755)
     return str(python)
 
 
-@pytest.mark.parametrize(("package", "sink"), [("wandb", "wandb"), ("mlflow-skinny", "mlflow")])
-def test_a_sink_without_its_package_is_refused_before_anything_runs(tmp_path: Path, package: str, sink: str) -> None:
+def test_what_needs_a_package_that_the_workers_lack_is_refused_before_anything_runs(tmp_path: Path) -> None:
     make_inputs(tmp_path)
-    python = f"pipeline.python={without(package, tmp_path)}"
-    check_inputs(load_recipe(tmp_path, python, "logging.logger=['console']"))
+    python = f"pipeline.python={without(tmp_path, 'wandb', 'mlflow-skinny', 'torchao')}"
+    check_inputs(load_recipe(tmp_path, python, "logging.logger=['console']", "train.optm_name=AdamW"))
     check_inputs(load_recipe(tmp_path, "logging.logger=['wandb', 'tensorboard']"))
-    with pytest.raises(ConfigError) as caught:
-        check_inputs(load_recipe(tmp_path, python, f"logging.logger=['console', '{sink}', 'tensorboard']"))
-    assert str(caught.value).endswith(
-        f"logging.logger '{sink}': the package {package} is not installed; "
-        f"pip install 'cosmos-posttrain[{sink}]' or leave it out"
-    )
-    assert caught.value.exit_code == 64 and "\n" not in str(caught.value)
-
-
-def test_packages_are_asked_for_in_the_interpreter_of_the_workers(tmp_path: Path) -> None:
-    make_inputs(tmp_path)
+    for setting, need, package, extra in (
+        ("logging.logger=['console', 'wandb', 'tensorboard']", "logging.logger 'wandb'", "wandb", "wandb"),
+        ("logging.logger=['console', 'mlflow']", "logging.logger 'mlflow'", "mlflow-skinny", "mlflow"),
+        ("train.optm_name=AdamW8bit", "stage 'sft': train.optm_name = 'AdamW8bit'", "torchao", "torchao"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_inputs(load_recipe(tmp_path, python, setting))
+        said = (
+            f"{need}: the package {package} is not installed; pip install 'cosmos-posttrain[{extra}]' or leave it out"
+        )
+        assert str(caught.value).endswith(said) and "\n" not in str(caught.value)
+        assert caught.value.exit_code == 64
     with pytest.raises(ConfigError, match=r"pipeline\.python = '/no/python' does not run"):
         check_inputs(load_recipe(tmp_path, "pipeline.python=/no/python", "logging.logger=['wandb']"))
-
-
-def test_an_optimizer_without_its_package_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    make_inputs(tmp_path)
-    python = f"pipeline.python={without('torchao', tmp_path)}"
-    check_inputs(load_recipe(tmp_path, python, "train.optm_name=AdamW"))
-    with pytest.raises(ConfigError) as caught:
-        check_inputs(load_recipe(tmp_path, python, "train.optm_name=AdamW8bit"))
-    assert str(caught.value).endswith(
-        "stage 'sft': train.optm_name = 'AdamW8bit': the package torchao is not installed; "
-        "pip install 'cosmos-posttrain[torchao]' or leave it out"
-    )

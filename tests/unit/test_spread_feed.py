@@ -31,7 +31,7 @@ from tests.unit.replicas import Drawing, Threaded, fleet_of, source_of, weights
 
 PROMPTS = [Prompt(i, (i, 7), "", "") for i in range(5)]
 SEED = {**GRPO, "train.seed": 3, "rollout.backend": "hf"}
-SHAPES = [(2, 16), (8, 16), (24, 16), (3, 4), (7, 4), (20, 16), (11, 3)]
+SHAPES = [(2, 6), (6, 4), (3, 4), (7, 4), (11, 3)]
 
 
 class Numbering(Drawing):
@@ -69,13 +69,8 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
 
 def steps_of(batch: int, size: int, folder: Path, *, is_separate: bool, cut: bool, **settings: Any) -> list[Step]:
     """All steps; with `cut` each by a process of its own, which knows what the checkpoint of the one before says."""
-    tables = {
-        **SEED,
-        "train.train_batch_per_replica": batch,
-        "rollout.n_generation": size,
-        "train.epoch": 2,
-        **settings,
-    }
+    tables = {**SEED, "train.train_batch_per_replica": batch, "rollout.n_generation": size, "train.epoch": 2}
+    tables |= settings
     config, found = recipe(tables), list[Step]()
     state: dict[str, Any] | None = None
     with ExitStack() as stack:
@@ -167,7 +162,7 @@ def test_steps_of_dynamic_sampling_are_full_of_groups_of_use(tmp_path: Path) -> 
 
 
 def test_the_last_step_that_is_asked_for_leaves_the_rest(tmp_path: Path) -> None:
-    found = steps_of(24, 16, tmp_path, is_separate=True, cut=False, **{"train.max_num_steps": 2})
+    found = steps_of(6, 4, tmp_path, is_separate=True, cut=False, **{"train.max_num_steps": 2})
     assert len(found) == 2 and len({row[0] for step in found for row in step.completions}) == 3
 
 
@@ -175,20 +170,11 @@ def test_the_last_step_that_is_asked_for_leaves_the_rest(tmp_path: Path) -> None
 def test_a_truncated_completion_that_is_not_trained_keeps_its_position(excludes: bool) -> None:
     """Two groups of three, of which the middle completion of the first is truncated and one reward is invalid."""
     reasons, values = (("stop", "length", "stop"), ("stop", "stop", "stop")), ((0.0, 1.0, 2.0), (None, 1.0, 3.0))
-    groups = [
-        ScoredGroup(
-            Group(
-                PROMPTS[g],
-                tuple(
-                    Completion((Segment((10 * g + k, 1), True, (-1.0, -1.0), 0),), reason, "")
-                    for k, reason in enumerate(reasons[g])
-                ),
-                0,
-            ),
-            tuple(map(Score, values[g])),
-        )
-        for g in range(2)
-    ]
+    groups = []
+    for g in range(2):
+        segments = [Segment((10 * g + k, 1), True, (-1.0, -1.0), 0) for k in range(3)]
+        made = tuple(Completion((segment,), why, "") for segment, why in zip(segments, reasons[g], strict=True))
+        groups.append(ScoredGroup(Group(PROMPTS[g], made, 0), tuple(map(Score, values[g]))))
     carried = CarriedSamples()
     carried.add(groups, *Grpo(GrpoConfig(mask_truncated_completions=excludes)).credit(groups))
     steps = [[int(each.input_ids[2]) for each in carried.take_samples(2, 0)[0]] for _ in range(3)]

@@ -168,17 +168,13 @@ def test_it(tmp_path):
 """
 
 
-def test_a_failure_shows_what_the_stages_in_its_folder_said(tmp_path: Path) -> None:
-    done = subprocess.run(inner(tmp_path, FAILS), cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "outputs/1/stages/sft/logs/attempt_1.log" in done.stdout and "the loss was nan" in done.stdout
-    assert '{"state": "failed"}' in done.stdout
-
-
-def test_a_failure_is_printed_before_the_run_ends(tmp_path: Path) -> None:
+def test_a_failure_is_printed_before_the_run_ends_and_shows_what_the_stages_in_its_folder_said(tmp_path: Path) -> None:
     done = subprocess.run(inner(tmp_path, FAILS, "-n", "1"), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
     before, _, _ = done.stdout.partition("= FAILURES =")
     assert "::test_it: assert False" in before
+    assert "outputs/1/stages/sft/logs/attempt_1.log" in done.stdout and "the loss was nan" in done.stdout
+    assert '{"state": "failed"}' in done.stdout
 
 
 def test_durations_name_files_and_tests_that_there_are() -> None:

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
-from cosmos_core.observe.console import print_summary
-from tests.unit.test_observe_run import STARTED, finished_run, write
+from tests.unit.test_observe_run import STARTED, finished_run, summary, write
 
 
 def test_a_failed_run_does_not_end_with_the_model_that_it_began_from(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     for name in ("grpo", "export"):
         (run / "stages" / name / "result.json").unlink()
-    write(
-        run / "stages" / "grpo" / "state.json", {"state": "failed", "error": "boom", "spans": [[STARTED, STARTED + 1]]}
-    )
-    out = io.StringIO()
-    print_summary(run, stream=out)
-    assert "failed after" in out.getvalue() and "load it with" not in out.getvalue()
-    assert not any(line.startswith("model") for line in out.getvalue().splitlines())
+    failed = {"state": "failed", "error": "boom", "spans": [[STARTED, STARTED + 1]]}
+    write(run / "stages" / "grpo" / "state.json", failed)
+    text = summary(run)
+    assert "failed after" in text and "load it with" not in text and "\nmodel" not in text
     made = run / "stages/sft/safetensors/step_40"
     made.mkdir(parents=True)
-    out = io.StringIO()
-    print_summary(run, stream=out)
-    assert any(line.startswith("model of stage 'sft'") and str(made) in line for line in out.getvalue().splitlines())
+    assert any(line.startswith("model of stage 'sft'") and str(made) in line for line in summary(run).splitlines())
 
 
 def test_a_model_that_a_gate_refused_is_not_offered_and_one_that_it_did_not_judge_is(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     pipeline = run / "pipeline.toml"
-    pipeline.write_text(
-        pipeline.read_text() + '[[pipeline.stages]]\nname = "other"\nkind = "sft"\nafter = ["prepare"]\n'
-    )
+    other = '[[pipeline.stages]]\nname = "other"\nkind = "sft"\nafter = ["prepare"]\n'
+    pipeline.write_text(pipeline.read_text() + other)
     refused = {"state": "failed", "exit_code": 65, "error": "too low", "spans": [[STARTED, STARTED + 1]]}
     write(run / "stages" / "gate" / "state.json", refused)
     for name in ("gate", "export"):
@@ -42,7 +34,6 @@ def test_a_model_that_a_gate_refused_is_not_offered_and_one_that_it_did_not_judg
     write(run / "stages" / "other" / "result.json", {**sft, "name": "other"})
     for name, step in (("sft", 40), ("grpo", 80), ("other", 40)):
         (run / "stages" / name / "safetensors" / f"step_{step}").mkdir(parents=True)
-    out = io.StringIO()
-    print_summary(run, stream=out)
-    assert [line.split()[3] for line in out.getvalue().splitlines() if "safetensors" in line] == ["'other'"]
-    assert "refused after" in out.getvalue() and "✗ refused" in out.getvalue() and "failed" not in out.getvalue()
+    text = summary(run)
+    assert [line.split()[3] for line in text.splitlines() if "safetensors" in line] == ["'other'"]
+    assert "refused after" in text and "✗ refused" in text and "failed" not in text

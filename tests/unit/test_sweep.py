@@ -19,7 +19,7 @@ from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.launch.slots import branch_slots, hold_slot
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.report import build
-from cosmos_core.observe.sweeps import sweep_tables
+from cosmos_core.observe.sections import sweep_tables
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.stage import Stage
@@ -104,12 +104,10 @@ def test_a_part_of_a_key_with_a_dot_is_quoted_as_in_an_override(tmp_path: Path) 
 
 
 def test_a_larger_grid_leaves_the_branches_that_were_there_what_they_are(tmp_path: Path) -> None:
-    small = swept(tmp_path, f'grid = {{ {RATES}, "train.seed" = [1] }}, {MEASURED}')
-    large = swept(tmp_path, f'grid = {{ {RATES}, "train.seed" = [1, 2] }}, {MEASURED}')
+    small, large = (swept(tmp_path, f'grid = {{ {RATES}, "train.seed" = {s} }}, {MEASURED}') for s in ([1], [1, 2]))
     branches = [name for name in graph(small) if name.startswith(("sft-", "measure-"))]
-    assert {name: fingerprint_of(small, name).value for name in branches} == {
-        name: fingerprint_of(large, name).value for name in branches
-    }
+    for name in branches:
+        assert fingerprint_of(small, name).value == fingerprint_of(large, name).value
     assert len({fingerprint_of(large, name).value for name in graph(large) if name.startswith("sft-optm")}) == 4
 
 
@@ -141,10 +139,8 @@ def test_a_plain_recipe_is_swept_from_the_command_line_and_publishes_the_best_al
         f'[train.train_policy]\ntype = "sft"\ndataset.name = "{tmp_path}/rows.jsonl"\n'
         '[train.ckpt]\nupload_s3 = "final"\ns3_bucket = "models"\n'
     )
-    sweep = (
-        'sft.sweep={grid = {"policy.model_max_length" = [8, 9]}, metric = "validation/loss", mode = "min", '
-        'through = "validate"}'
-    )
+    grid = '{"policy.model_max_length" = [8, 9]}'
+    sweep = f'sft.sweep={{grid = {grid}, metric = "validation/loss", mode = "min", through = "validate"}}'
     pipeline = load_pipeline(tmp_path / "recipe.toml", [sweep, "validation.enable=true"], all_kinds())
     ends = [f"-model_max_length-{i}" for i in (8, 9)]
     assert {stage.name for stage in pipeline.stages} == {
@@ -255,13 +251,7 @@ def test_a_larger_grid_runs_its_new_branches_and_nothing_behind_the_choice_while
 
     assert made("3, 4") == dict.fromkeys(["count-steps-3", "count-steps-4", "count", "behind"], True)
     again = made("3, 4, 5")
-    assert again == {
-        "count-steps-3": False,
-        "count-steps-4": False,
-        "count-steps-5": True,
-        "count": True,
-        "behind": False,
-    }
+    assert [name for name, is_new in again.items() if is_new] == ["count-steps-5", "count"] and len(again) == 5
     better = made("1, 3, 4")
     assert [name for name, is_new in better.items() if is_new] == ["count-steps-1", "count", "behind"]
     newest = sorted((tmp_path / "outputs").glob("2*"), key=lambda path: path.stat().st_ctime)[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from configs.demo import arithmetic
+from cosmos_core.algorithms.base import Loss
 from cosmos_core.algorithms.grpo import Grpo
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.pipeline import StageConfig
@@ -21,14 +21,26 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.sample import Sample
-from cosmos_core.errors import Preempted, StageFailed
+from cosmos_core.errors import StageFailed
+from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import Progress, read_metrics
 from cosmos_core.run.stage import Stage
+from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import train
+from cosmos_core.train.trainer import Trainer, _quantiles
 from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment
 from tasks.kinds import all_kinds
-from tests.unit.trainers import NoView, logprobs, score_in, sft, trainer_of
+from tests.unit.trainers import (
+    NoView,
+    assert_same_weights,
+    curve,
+    logprobs,
+    score_in,
+    sft,
+    train_until,
+    trainer_of,
+)
 
 BASE: dict[str, Any] = {
     "policy": {"model_max_length": 32, "model_gradient_checkpointing": False},
@@ -39,12 +51,9 @@ GRPO = {"type": "grpo", "mini_batch": 8, "reward_function": "exact_match", "kl_b
 
 
 def recipe(policy: dict[str, Any], *, distillation: dict[str, Any] | None = None, **train: Any) -> Recipe:
-    values = {
-        **BASE, "train": {**BASE["train"], **train, "train_policy": policy}, "distillation": distillation or {},
-    }  # fmt: skip
-    return Recipe.model_validate(
-        {**values, "rollout": {"backend": "hf", "n_generation": 4, "batch_size": 4, "max_response_length": 4}}
-    )
+    rollout = {"backend": "hf", "n_generation": 4, "batch_size": 4, "max_response_length": 4}
+    values = {**BASE, "train": {**BASE["train"], **train, "train_policy": policy}, "rollout": rollout}
+    return Recipe.model_validate({**values, "distillation": distillation or {}})
 
 
 def make_stage(path: Path, kind: str, recipe_: Recipe, model: Path | str = "", data: Path | None = None) -> Stage:
@@ -74,12 +83,15 @@ def samples(task: Path, count: int) -> list[Sample]:
     return [Sample(*rows[i]) for i in range(count)]
 
 
+def rank_of(task: Path, tmp_path: Path, config: Recipe, dtype: torch.dtype = torch.float64) -> Trainer:
+    rank = trainer_of(load_model(str(task / "task/model"), dtype=dtype), config.train, 0, Progress(tmp_path / "p.json"))
+    score_in(rank, dtype)
+    return rank
+
+
 def test_an_update_is_a_step_of_a_plain_loop_with_the_loss_of_transformers(task: Path, tmp_path: Path) -> None:
     config = recipe(SFT, optm_grad_norm_clip=0.5, optm_weight_decay=0.0)
-    batch = samples(task, 10)
-    rank = trainer_of(
-        load_model(str(task / "task/model"), dtype=torch.float32), config.train, 0, Progress(tmp_path / "p.json")
-    )
+    batch, rank = samples(task, 10), rank_of(task, tmp_path, config, torch.float32)
     rank.set_learning_rate(5, 10)
     (update,) = sft().updates(batch, NoView())
     metrics = rank.update(update)
@@ -101,57 +113,41 @@ def test_an_update_is_a_step_of_a_plain_loop_with_the_loss_of_transformers(task:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6, msg=name)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("mini_batch", [1, 2, 5, 10])
-def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(
-    task: Path, tmp_path: Path, mini_batch: int, packed: bool
-) -> None:
-    def gradients(size: int, packed: bool) -> dict[str, torch.Tensor]:
-        config = recipe(
-            {**SFT, "mini_batch": size},
-            train_batch_per_replica=10,
-            optm_grad_norm_clip=0.0,
-            master_dtype="float32",
-            sequence_packing=packed,
-        )
-        model = load_model(str(task / "task/model"), dtype=torch.float64)
-        rank = trainer_of(model, config.train, 0, Progress(tmp_path / "p.json"))
-        score_in(rank, torch.float64)
-        (update,) = sft().updates(samples(task, 10), NoView())
-        rank.update(update)
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+def passes_and_gradients(
+    task: Path, tmp_path: Path, batch: list[Sample], size: int, packed: bool = False
+) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """The rows of each forward pass of an update in float64, and its gradients."""
+    settings = {"train_batch_per_replica": 10, "optm_grad_norm_clip": 0.0, "sequence_packing": packed}
+    rank = rank_of(task, tmp_path, recipe({**SFT, "mini_batch": size}, **settings))
+    model = rank.adapter.model
+    logprobs(rank, batch[:1], 1.0)  # the first call looks at the head too
+    passes: list[int] = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, inputs: passes.append(len(inputs["input_ids"])), with_kwargs=True
+    )
+    (update,) = sft().updates(batch, NoView())
+    rank.update(update)
+    return passes, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
-    whole, split = gradients(10, False), gradients(mini_batch, packed)
-    assert whole.keys() == split.keys()
-    for name, gradient in whole.items():
-        assert (gradient - split[name]).abs().max() <= 1e-9 * gradient.abs().max(), name
+
+def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(task: Path, tmp_path: Path) -> None:
+    batch = samples(task, 10)
+    _, whole = passes_and_gradients(task, tmp_path, batch, 10)
+    for size, packed in ((1, False), (2, False), (5, False), (1, True), (2, True), (5, True), (10, True)):
+        _, split = passes_and_gradients(task, tmp_path, batch, size, packed)
+        assert whole.keys() == split.keys()
+        for name, gradient in whole.items():
+            assert (gradient - split[name]).abs().max() <= 1e-9 * gradient.abs().max(), (size, packed, name)
 
 
 def test_what_the_feed_put_together_goes_through_the_model_together(task: Path, tmp_path: Path) -> None:
-    settings = {"train_batch_per_replica": 10, "optm_grad_norm_clip": 0.0, "sequence_packing": False}
-    config = recipe({**SFT, "mini_batch": 1}, **settings)
-
-    def run(batch: list[Sample]) -> tuple[list[int], dict[str, torch.Tensor]]:
-        model = load_model(str(task / "task/model"), dtype=torch.float64)
-        rank = trainer_of(model, config.train, 0, Progress(tmp_path / "p.json"))
-        score_in(rank, torch.float64)
-        logprobs(rank, batch[:1], 1.0)  # the first call looks at the head too
-        passes: list[int] = []
-        model.base_model.register_forward_pre_hook(
-            lambda module, args, inputs: passes.append(len(inputs["input_ids"])), with_kwargs=True
-        )
-        (update,) = sft().updates(batch, NoView())
-        rank.update(update)
-        return passes, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    batch = samples(task, 6)
-    alone, gradients = run(batch)
-    numbers = [0, 1, 0, 2, 1, 0]
-    together, planned = run([replace(sample, micro_batch=n) for sample, n in zip(batch, numbers, strict=True)])
-    assert alone == [1] * 6
-    assert sorted(together) == [1, 2, 3]
+    batch, numbers = samples(task, 6), [0, 1, 0, 2, 1, 0]
+    alone, gradients = passes_and_gradients(task, tmp_path, batch, 1)
+    planned = [replace(sample, micro_batch=n) for sample, n in zip(batch, numbers, strict=True)]
+    together, other = passes_and_gradients(task, tmp_path, planned, 1)
+    assert alone == [1] * 6 and sorted(together) == [1, 2, 3]
     for name, gradient in gradients.items():
-        assert (gradient - planned[name]).abs().max() <= 1e-9 * gradient.abs().max(), name
+        assert (gradient - other[name]).abs().max() <= 1e-9 * gradient.abs().max(), name
 
 
 def test_a_balanced_training_sees_every_row_once_an_epoch_and_stays_in_its_budget(task: Path, tmp_path: Path) -> None:
@@ -167,8 +163,8 @@ def test_a_balanced_training_sees_every_row_once_an_epoch_and_stays_in_its_budge
 
 
 def test_a_loss_that_is_not_finite_touches_no_weight(task: Path, tmp_path: Path) -> None:
-    model = load_model(str(task / "task/model"), dtype=torch.float32)
-    rank = trainer_of(model, recipe(SFT).train, 0, Progress(tmp_path / "p.json"))
+    rank = rank_of(task, tmp_path, recipe(SFT))
+    model = rank.adapter.model
     with torch.no_grad():
         model.lm_head.weight[0, 0] = float("inf")
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -178,28 +174,22 @@ def test_a_loss_that_is_not_finite_touches_no_weight(task: Path, tmp_path: Path)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-class StopsAt(Stage):
-    """A stage that is asked to stop once its metrics have a step."""
-
-    stop_at = 0
-
-    @property  # type: ignore[override]
-    def stop_requested(self) -> bool:
-        lines = read_metrics(self.path / "metrics.jsonl")
-        return bool(lines) and lines[-1]["step"] >= self.stop_at
-
-    @stop_requested.setter
-    def stop_requested(self, value: bool) -> None:
-        pass
+def test_another_model_is_asked_by_its_name_and_not_trained(task: Path, tmp_path: Path) -> None:
+    rank, teacher = rank_of(task, tmp_path, recipe(SFT)), load_model(str(task / "teacher"), dtype=torch.float64)
+    expected = logprobs(rank, samples(task, 2))
+    rank.add_model("teacher", CausalLM(teacher, recipe(SFT).train, InputProcessing(0)))
+    rows = rank.evaluate(samples(task, 2), weights="teacher")
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    assert all(torch.equal(row, own) for row, own in zip(logprobs(rank, samples(task, 2)), expected, strict=True))
+    assert all((row["logprobs"] - own).abs().max() > 1e-3 for row, own in zip(rows, expected, strict=True))
 
 
-def curve(stage: Stage) -> list[dict[str, float]]:
-    """The metrics, without times."""
-    lines = read_metrics(stage.path / "metrics.jsonl")
-    return [
-        {k: v for k, v in line.items() if k != "time" and not k.startswith(("time/", "throughput/", "memory/"))}
-        for line in lines
-    ]
+def test_quantiles_are_those_of_all_micro_batches_together(task: Path, tmp_path: Path) -> None:
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(0)) + 1.0
+    losses = [Loss(torch.tensor(0.0), {}, {"difference": rows}) for rows in (order[:7], order[7:90], order[90:])]
+    _, _, values = rank_of(task, tmp_path, recipe(SFT))._reduce_losses(losses)
+    assert _quantiles(values) == {"difference_p50": 51.0, "difference_p95": 96.0, "difference_max": 100.0}
+    assert _quantiles({"difference": [torch.zeros(0)]}) == {}
 
 
 SAVED = {"enable_checkpoint": True, "save_freq": 2}
@@ -249,27 +239,17 @@ def test_stopped_twice_and_resumed_ends_with_the_same_bits_and_the_same_curve(
     whole = make_stage(tmp_path / "whole", kind, config, task / "task/model", data)
     expected = train(whole)
 
-    path = tmp_path / "cut"
-    for stop_at in (1, 3):
-        base = make_stage(path, kind, config, task / "task/model", data)
-        stage = StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint, base.kind)
-        stage.stop_at = stop_at
-        with pytest.raises(Preempted, match="checkpoint saved"):
-            train(stage)
-        torch.manual_seed(999)  # another process would have other random states
+    for step in (1, 3):
+        train_until(make_stage(tmp_path / "cut", kind, config, task / "task/model", data), step)
         np.random.seed(999)
-    resumed = make_stage(path, kind, config, task / "task/model", data)
+    resumed = make_stage(tmp_path / "cut", kind, config, task / "task/model", data)
     found = train(resumed)
     assert found.metrics.keys() == expected.metrics.keys()
-    weights = found.adapter.model.state_dict()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.adapter.model.state_dict().items())
+    assert_same_weights(found.adapter.model, expected.adapter.model)
     assert curve(resumed) == curve(whole)
 
 
 def test_every_row_is_seen_once_an_epoch_in_an_order_of_its_own(task: Path) -> None:
-    from cosmos_core.data.kinds.sequences import open_sequences
-    from cosmos_core.train.feeds import RowFeed
-
     rows = open_sequences(task / "sft-data/data", "train")
     feed = RowFeed(rows, recipe(SFT, train_batch_per_replica=8, epoch=2))
     assert feed.total_steps == 16
@@ -281,15 +261,17 @@ def test_every_row_is_seen_once_an_epoch_in_an_order_of_its_own(task: Path) -> N
     assert epochs[0] != epochs[1]
 
 
-def test_a_completion_with_an_invalid_reward_is_left_out_and_its_group_compared_without_it() -> None:
-    prompt = Prompt(0, (5, 6), "2+2=", "4")
-    answers = tuple(Completion((Segment((i, 9), True, (-0.1, -0.2), 0),), "stop", "x") for i in range(3))
-    scores = (Score(1.0), Score(None, error="timed out"), Score(0.0))
-    config = GrpoConfig(unbiased_advantage=True)
-    found, _ = Grpo(config).credit([ScoredGroup(Group(prompt, answers, 0), scores)])
-    assert [sample.advantage for sample in found] == [0.5, -0.5]
-    assert [list(sample.input_ids) for sample in found] == [[5, 6, 0, 9], [5, 6, 2, 9]]
-    assert [list(sample.loss_mask) for sample in found] == [[0, 0, 1, 1]] * 2
+def scored(*rewards: float | None) -> ScoredGroup:
+    """A group of one prompt, whose completion i has the tokens i and 9."""
+    drawn = (Completion((Segment((i, 9), True, (-0.1, -0.2), 0),), "stop", "x") for i in range(len(rewards)))
+    return ScoredGroup(Group(Prompt(0, (5, 6), "2+2=", "4"), tuple(drawn), 0), tuple(map(Score, rewards)))
+
+
+def test_completions_are_compared_inside_of_their_group_without_those_of_an_invalid_reward() -> None:
+    found, _ = Grpo(GrpoConfig(unbiased_advantage=True)).credit([scored(1.0, None, 0.0), scored(10.0, 4.0, 1.0)])
+    assert [sample.advantage for sample in found] == [0.5, -0.5, 5.0, -1.0, -4.0]
+    assert [list(sample.input_ids) for sample in found[:2]] == [[5, 6, 0, 9], [5, 6, 2, 9]]
+    assert [list(sample.loss_mask) for sample in found[:2]] == [[0, 0, 1, 1]] * 2
 
 
 def test_tokens_without_a_finite_log_probability_of_the_engine_are_left_out_and_counted() -> None:
@@ -303,30 +285,12 @@ def test_tokens_without_a_finite_log_probability_of_the_engine_are_left_out_and_
     assert metrics["rollout/tokens_not_finite"] == 2.0 and metrics["completion/shared_prefix"] == 0.0
 
 
-def test_groups_of_one_prompt_are_compared_each_in_itself_and_unequal_ones_too() -> None:
-    prompt = Prompt(0, (5, 6), "2+2=", "4")
-
-    def group(*rewards: float) -> ScoredGroup:
-        drawn = (Completion((Segment((i, 9), True, (-0.1, -0.2), 0),), "stop", "x") for i in range(len(rewards)))
-        return ScoredGroup(Group(prompt, tuple(drawn), 0), tuple(map(Score, rewards)))
-
-    found, _ = Grpo(GrpoConfig(unbiased_advantage=True)).credit([group(1.0, 0.0), group(10.0, 4.0, 1.0)])
-    assert [sample.advantage for sample in found] == [0.5, -0.5, 5.0, -1.0, -4.0]
-
-
-def test_trainer_and_hf_engine_give_the_same_log_probabilities(task: Path, tmp_path: Path) -> None:
-    config = recipe(GRPO, train_batch_per_replica=16, max_num_steps=2)
-    stage = make_stage(tmp_path / "rl", "rl", config, task / "task/model", task / "rl-data/data")
-    train(stage)
-    for line in read_metrics(stage.path / "metrics.jsonl"):
-        assert 0 < line["rollout/logprob_difference_max"] < 1e-4
-        assert line["ratio"] == 1.0
-        assert json.dumps(line)
-
-
-def test_an_engine_with_the_weights_of_the_trainer_has_the_newest_version(task: Path, tmp_path: Path) -> None:
+def test_an_hf_engine_has_the_newest_weights_and_the_log_probabilities_of_the_trainer(
+    task: Path, tmp_path: Path
+) -> None:
     config = recipe(GRPO, train_batch_per_replica=8, max_num_steps=2, sync_weight_interval=2)
     stage = make_stage(tmp_path / "rl", "rl", config, task / "task/model", task / "rl-data/data")
     train(stage)
     lines = read_metrics(stage.path / "metrics.jsonl")
     assert [(line["rollout/version_lag"], line["sync/version"]) for line in lines] == [(0.0, 1.0), (0.0, 2.0)]
+    assert all(0 < line["rollout/logprob_difference_max"] < 1e-4 and line["ratio"] == 1.0 for line in lines)

@@ -13,9 +13,9 @@ import torch
 from cosmos_core.rollout import transfer
 from cosmos_core.rollout.base import Bucket, LoadReceipt
 from cosmos_core.rollout.fleet import Fleet
-from cosmos_core.rollout.transfer import Connection, NativeTransfer
+from cosmos_core.rollout.transfer import NativeTransfer
 from tests.conftest import wait_until
-from tests.unit.replicas import Drawing, Threaded, fleet_of, weights
+from tests.unit.replicas import Drawing, Threaded, all_open, fleet_of, is_back, weights
 from tests.unit.wire import Linked, QueueTransport, Wire
 
 NAMES = [["a"], ["b"], ["c"]]
@@ -25,16 +25,13 @@ def three(version: int) -> list[Bucket]:
     return [*weights(version), [("c", torch.full((2, 2), version / 4, dtype=torch.bfloat16))]]
 
 
-def all_open(fleet: Fleet, number: int) -> None:
-    wait_until(lambda: len(fleet._pool.open_engines()) == number, 60, "all engines are open")
-
-
-def assert_same(handle: Threaded, version: int) -> None:
-    """The engine has exactly the weights that were sent."""
+def assert_same(version: int, *handles: Threaded) -> None:
+    """The engines have exactly the weights that were sent."""
     sent = {name: tensor for bucket in three(version) for name, tensor in bucket}
-    found = handle.engine.weights
-    assert found.keys() == sent.keys() and handle.engine.version == version
-    assert all(found[name].dtype == t.dtype and torch.equal(found[name], t) for name, t in sent.items())
+    for handle in handles:
+        found = handle.engine.weights
+        assert found.keys() == sent.keys() and handle.engine.version == version
+        assert all(found[name].dtype == t.dtype and torch.equal(found[name], t) for name, t in sent.items())
 
 
 def linked(number: int) -> tuple[Wire, list[Threaded]]:
@@ -46,26 +43,13 @@ def fleet_on(wire: Wire, *handles: Threaded, ranks: int = 1, **keywords: Any) ->
     return fleet_of(*handles, patience=600.0, native=NativeTransfer(QueueTransport(wire), ranks), **keywords)
 
 
-def test_a_connection_is_for_processes_and_gives_up_after_two_failures_until_one_is_replaced() -> None:
-    first, second = [1], [1]  # equal, and not the same
-    connection = Connection()
-    assert not connection.may_open([]) and connection.may_open([first])
-    connection.is_open = True
-    assert connection.is_for([first]) and not connection.is_for([second]) and not connection.is_for([first, second])
-    connection.is_open, connection.num_failures = False, 1
-    assert connection.may_open([first])
-    connection.num_failures = 2
-    assert not connection.may_open([first]) and connection.may_open([first, second]) and connection.num_failures == 0
-
-
 def test_weights_take_the_native_way_and_the_communicator_is_kept() -> None:
     wire, handles = linked(2)
     with fleet_on(wire, *handles, ranks=2) as fleet:
         all_open(fleet, 2)
         for version in (1, 2):
             assert fleet.load_weights(version, three(version)) == LoadReceipt(version, 3)
-            for handle in handles:
-                assert_same(handle, version)
+            assert_same(version, *handles)
         assert [(size, sorted(ranks)) for size, ranks in wire.worlds] == [(5, [0, 1, 3])]
         assert [handle.engine.link.received for handle in handles] == [NAMES * 2] * 2
         assert wire.num_bytes == 2 * sum(tensor.nbytes for [(_, tensor)] in three(1))
@@ -81,8 +65,7 @@ def test_an_engine_more_or_less_makes_a_new_communicator() -> None:
             wait_until(lambda: len(fleet._pool.engines) == number, 60, "they are seen")  # noqa: B023 - called in the loop
             all_open(fleet, number)
             fleet.load_weights(version, three(version))
-            for handle in present:
-                assert_same(handle, version)
+            assert_same(version, *present)
     assert [(size, sorted(ranks)) for size, ranks in wire.worlds] == [(2, [0, 1]), (4, [0, 1, 2, 3]), (3, [0, 1, 2])]
 
 
@@ -103,14 +86,12 @@ def test_a_transfer_that_is_cut_off_continues_through_host_memory_and_the_next_i
 
         with caplog.at_level(logging.WARNING):
             assert fleet.load_weights(1, cut()) == LoadReceipt(1, 3)
-        for handle in handles:
-            assert_same(handle, 1)
+        assert_same(1, *handles)
         [record] = caplog.records
         assert record.message.startswith("native weight transfer: ")
         assert record.message.endswith("these weights travel through host memory")
         fleet.load_weights(2, three(2))
-        for handle in handles:
-            assert_same(handle, 2)
+        assert_same(2, *handles)
         assert [handle.engine.link.received for handle in handles] == [[["a"], *NAMES]] * 2
         assert len(wire.worlds) == 2 and fleet.num_restarts == 0
 
@@ -123,14 +104,13 @@ def test_an_engine_that_dies_between_header_and_data_is_left_out_and_the_next_ve
         handles[1].engine.link.on_header = handles[1].kill
         survivor = handles[0].engine
         assert fleet.load_weights(2, three(2)) == LoadReceipt(2, 3)  # within the limit of a minute for a bucket
-        assert_same(handles[0], 2)
-        wait_until(lambda: fleet.needs_weights, 60, "it is back")
+        assert_same(2, handles[0])
+        is_back(fleet)
         with fleet.loading_new_engines():
             fleet.load_weights(2, three(2))  # by host memory, which needs no other engine
         assert handles[1].engine.link.received == [] and len(wire.worlds) == 1
         fleet.load_weights(3, three(3))
-        for handle in handles:
-            assert_same(handle, 3)
+        assert_same(3, *handles)
         assert handles[1].engine.link.received == NAMES and survivor.link.received[-3:] == NAMES
         assert [(size, sorted(ranks)) for size, ranks in wire.worlds] == [(3, [0, 1, 2])] * 2
 
@@ -160,8 +140,7 @@ def test_an_engine_that_has_a_bucket_does_not_get_it_again(monkeypatch: pytest.M
 
         handles[1].engine.link.on_header = refuse
         fleet.load_weights(1, three(1))
-        for handle in handles:
-            assert_same(handle, 1)
+        assert_same(1, *handles)
         assert sorted(loaded) == sorted(NAMES * 2)
 
 
@@ -174,8 +153,7 @@ def test_engines_without_a_link_get_weights_through_host_memory_and_one_line_say
         all_open(fleet, 2)
         for version in (1, 2, 3):
             fleet.load_weights(version, three(version))
-            for handle in handles:
-                assert_same(handle, version)
+            assert_same(version, *handles)
     [record] = caplog.records
     assert record.message == (
         "native weight transfer: an engine has no native link; these weights travel through host memory, as all later "
@@ -184,7 +162,9 @@ def test_engines_without_a_link_get_weights_through_host_memory_and_one_line_say
     assert wire.worlds == []
 
 
-def test_without_nccl_weights_travel_through_host_memory_after_two_attempts(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_nccl_weights_travel_through_host_memory_after_two_attempts_until_an_engine_is_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Missing(QueueTransport):
         num_attempts = 0
 
@@ -198,8 +178,13 @@ def test_without_nccl_weights_travel_through_host_memory_after_two_attempts(capl
         all_open(fleet, 1)
         for version in (1, 2, 3):
             fleet.load_weights(version, three(version))
-            assert_same(handle, version)
-    assert transport.num_attempts == 2 and len(caplog.records) == 2
+            assert_same(version, handle)
+        assert transport.num_attempts == 2 and len(caplog.records) == 2
+        handle.kill()  # the next process has the same number, and so an equal description
+        is_back(fleet)
+        fleet.load_weights(4, three(4))
+        assert_same(4, handle)
+    assert transport.num_attempts == 3
 
 
 def test_a_bucket_that_has_no_room_on_the_gpu_goes_through_host_memory() -> None:
@@ -213,5 +198,5 @@ def test_a_bucket_that_has_no_room_on_the_gpu_goes_through_host_memory() -> None
     with fleet_of(handle, native=NativeTransfer(Full(wire), 1)) as fleet:
         all_open(fleet, 1)
         fleet.load_weights(1, three(1))
-        assert_same(handle, 1)
+        assert_same(1, handle)
         assert handle.engine.link.received == [["a"]]

@@ -8,12 +8,7 @@ import torch
 from cosmos_core.rollout import transport
 from cosmos_core.rollout.base import Bucket
 from cosmos_core.rollout.link import BucketHeader, TransferFailed
-from cosmos_core.rollout.transport import rank_offsets
 from tests.unit.wire import MemoryTransport
-
-
-def test_each_engine_gets_the_ranks_after_those_of_the_engines_before_it() -> None:
-    assert rank_offsets(3, 1) == [1, 2, 3] and rank_offsets(2, 4) == [1, 5]
 
 
 def test_a_buffer_is_exported_again_only_if_a_bucket_is_larger_and_is_freed_after_the_load() -> None:

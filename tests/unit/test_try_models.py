@@ -25,6 +25,14 @@ def test_a_pipeline_that_lacks_a_file_is_refused_in_one_line(tmp_path: Path) -> 
     assert "\n" not in str(caught.value)
 
 
+def shown(monkeypatch: pytest.MonkeyPatch, prompt: str, *models: str) -> int:
+    """Run the program for models that are named as they are."""
+    options = {"prompt": prompt, "max_tokens": 1, "temperature": 0.0, "names": models}
+    monkeypatch.setattr(sys, "argv", ["try_models", json.dumps(options), *models])
+    monkeypatch.setattr(try_models.logging, "disable", lambda level: None)
+    return try_models.main()
+
+
 def test_an_interrupt_ends_a_chat_without_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -38,12 +46,8 @@ def test_an_interrupt_ends_a_chat_without_a_traceback(
         def __next__(self) -> str:
             raise KeyboardInterrupt
 
-    model = str(save_tiny_model(tmp_path / "tiny"))
-    options = {"prompt": "", "max_tokens": 1, "temperature": 0.0, "names": [model]}
-    monkeypatch.setattr(sys, "argv", ["try_models", json.dumps(options), model])
     monkeypatch.setattr(sys, "stdin", Keyboard())
-    monkeypatch.setattr(try_models.logging, "disable", lambda level: None)
-    assert try_models.main() == EXIT_PREEMPTED
+    assert shown(monkeypatch, "", str(save_tiny_model(tmp_path / "tiny"))) == EXIT_PREEMPTED
     assert capsys.readouterr().err.splitlines()[-1] == "cosmos: interrupted"
 
 
@@ -52,11 +56,8 @@ def test_prompts_and_completions_are_printed_as_they_are(
 ) -> None:
     completion = "[/INST] :smile: [b]" + " word" * 40
     monkeypatch.setattr(try_models, "open_chat", lambda *_: lambda prompt, index: completion)
-    monkeypatch.setattr(try_models.logging, "disable", lambda level: None)
     for models in (["a"], ["a", "b"]):
-        options = {"prompt": "[/user] hi", "max_tokens": 1, "temperature": 0.0, "names": models}
-        monkeypatch.setattr(sys, "argv", ["try_models", json.dumps(options), *models])
-        assert try_models.main() == 0
+        assert shown(monkeypatch, "[/user] hi", *models) == 0
     alone, _, side_by_side = capsys.readouterr().out.partition("\n")
     assert alone == completion
     assert side_by_side.startswith("[/user] hi") and side_by_side.count("[/INST] :smile:") == 2
@@ -86,11 +87,7 @@ def test_a_pipeline_of_the_hub_draws_and_a_language_model_of_the_hub_completes(
     monkeypatch.setattr(try_models, "cached_file", lambda source, *_, **__: "file" if source == "org/pipe" else None)
     monkeypatch.setattr(try_models, "open_chat", lambda *_: lambda prompt, index: "a completion")
     monkeypatch.setattr(try_models, "open_image_generator", lambda *_: lambda prompt, index: "an image")
-    monkeypatch.setattr(try_models.logging, "disable", lambda level: None)
-    models = ["org/pipe", "org/text"]
-    options = {"prompt": "hi", "max_tokens": 1, "temperature": 0.0, "names": models}
-    monkeypatch.setattr(sys, "argv", ["try_models", json.dumps(options), *models])
-    assert try_models.main() == 0
+    assert shown(monkeypatch, "hi", "org/pipe", "org/text") == 0
     assert re.search("an image.*a completion", capsys.readouterr().out)
 
 

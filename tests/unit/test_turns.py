@@ -175,23 +175,14 @@ def test_what_was_drawn_is_kept_and_what_tools_say_is_not_learned(talk: Any, tok
     assert sample.rollout_logprobs is not None
     lengths = [len(segment.logprobs) for segment in made.segments]
     assert sample.rollout_logprobs.tolist() == [-1.0] * lengths[0] + [-2.0] * lengths[2]
-    assert turn_metrics([made]) == {
-        "completion/turns": 2.0,
-        "completion/tool_calls": 1.0,
-        "completion/tool_errors": 0.0,
-    }
+    counts = {"turns": 2.0, "tool_calls": 1.0, "tool_errors": 0.0}
+    assert turn_metrics([made]) == {f"completion/{name}": count for name, count in counts.items()}
 
 
 def test_each_completion_of_a_group_is_a_conversation_of_its_own(talk: Any) -> None:
-    made, inner = talk(
-        ["No need.<|im_end|>"],
-        [
-            call("add", a=1, b=1) + "<|im_end|>",
-            call("add", a=2, b=2) + call("add", a=3, b=3) + "<|im_end|>",
-            "8<|im_end|>",
-        ],
-        [call("add", a=4, b=4) + "<|im_end|>", "no<|im_end|>"],
-    )  # fmt: skip
+    one, both, four = call("add", a=1, b=1), call("add", a=2, b=2) + call("add", a=3, b=3), call("add", a=4, b=4)
+    scripts = (["No need."], [one, both, "8"], [four, "no"])
+    made, inner = talk(*([f"{said}<|im_end|>" for said in script] for script in scripts))
     assert [each.text for each in made] == ["No need.", "8", "no"]
     assert [[turn.text for turn in each.turns if turn.role == "tool"] for each in made] == [[], ["2", "4", "6"], ["8"]]
     sizes = [(len(prompts), sampling.num_completions) for prompts, sampling, _ in inner.asked]
@@ -271,11 +262,6 @@ def test_a_turn_without_a_token_is_a_completion_without_any(folder: Path, model:
     turns.close()
     assert group.version == 4 and [made.token_ids for made in group.completions] == [(), ()]
     assert make_sample(prompt, group.completions[0], 1.0, 1.0).num_learned == 0
-
-
-def test_without_tools_the_first_turn_is_the_last(talk: Any) -> None:
-    [made], _ = talk([call("add", a=1, b=1) + "<|im_end|>"], enable_tools=False)
-    assert (len(made.turns), made.finish_reason) == (1, "stop")
 
 
 def test_trainer_and_engine_agree_on_every_drawn_token_of_a_conversation(

@@ -12,10 +12,10 @@ import torch
 from configs.demo import arithmetic
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
-from cosmos_core.errors import Preempted
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.train.setup import train
-from tests.unit.test_train import StopsAt, curve, make_stage
+from tests.unit.test_train import make_stage
+from tests.unit.trainers import curve, train_until
 
 TOOLS = '''
 from cosmos_core.tools.base import tool
@@ -83,12 +83,7 @@ def test_stopped_and_resumed_ends_with_the_same_bits_and_the_same_curve(task: Pa
     data = task / "data" / "data"
     whole = make_stage(task / "whole", "rl", recipe(), task / "model", data)
     expected = train(whole)
-    base = make_stage(task / "cut", "rl", recipe(), task / "model", data)
-    stage = StopsAt(base.path, base.config, base.recipe, base.model, base.data, {}, base.fingerprint, base.kind)
-    stage.stop_at = 2
-    with pytest.raises(Preempted, match="checkpoint saved"):
-        train(stage)
-    torch.manual_seed(999)  # another process would have other random states
+    train_until(make_stage(task / "cut", "rl", recipe(), task / "model", data), 2)
     resumed = make_stage(task / "cut", "rl", recipe(), task / "model", data)
     found = train(resumed).adapter.model.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.adapter.model.state_dict().items())

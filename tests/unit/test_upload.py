@@ -40,10 +40,17 @@ def model(folder: Path, text: str = "weights") -> Path:
 
 def record_of(folder: Path, **metrics: float) -> dict:
     files = [file for file in folder.rglob("*") if file.is_file()]
-    return {
-        "metrics": metrics,
-        "files": {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files},
-    }
+    digests = {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+    return {"metrics": metrics, "files": digests}
+
+
+def published(folder: Path, *versions: str) -> FileTarget:
+    """A target with versions whose weights are their names."""
+    target = FileTarget(folder / "published")
+    for version in versions:
+        source = model(folder / version, version)
+        target.publish(source, version, record_of(source, accuracy=0.5))
+    return target
 
 
 def tree(folder: Path) -> dict[str, str]:
@@ -76,6 +83,9 @@ def test_publishing_again_sends_nothing_twice_and_mends_what_was_damaged(tmp_pat
     (file.parent / "published.json").unlink()
     target.publish(source, "v1", record)
     assert target.published() == record
+    (file.parent / "published.json").write_text("{}")
+    target.publish(source, "v1", record)
+    assert target.published() == record
 
 
 @pytest.mark.parametrize("damage", [None, "", "[]", "{}", '{"metrics": 3}', '{"metrics": {}}'])
@@ -92,10 +102,8 @@ def test_a_damaged_record_of_what_is_published_is_not_taken_for_nothing(tmp_path
 
 
 def test_the_pointer_goes_back_to_an_older_version_that_is_published_again(tmp_path: Path) -> None:
-    target = FileTarget(tmp_path / "published")
     for version in ("v1", "v2", "v1"):
-        source = model(tmp_path / version, version)
-        target.publish(source, version, record_of(source))
+        published(tmp_path, version)
         assert (tmp_path / "published" / "latest" / "model.safetensors").read_text() == version
 
 
@@ -108,11 +116,8 @@ def test_publications_at_once_are_all_in_the_history(tmp_path: Path) -> None:
 
 
 def test_the_pointer_can_be_moved_to_any_whole_version(tmp_path: Path) -> None:
-    target = FileTarget(tmp_path / "published")
-    assert target.history() == []
-    for version in ("v1", "v2"):
-        source = model(tmp_path / version, version)
-        target.publish(source, version, record_of(source, accuracy=0.5))
+    assert FileTarget(tmp_path / "published").history() == []
+    target = published(tmp_path, "v1", "v2")
     shutil.copytree(tmp_path / "published" / "v2", tmp_path / "published" / ".v2.123.tmp")
     assert target.history() == target.versions() == ["v1", "v2"], "an unfinished copy is no version"
     with pytest.raises(UploadError, match="'v2' was published meanwhile"):
@@ -134,10 +139,7 @@ def test_the_pointer_can_be_moved_to_any_whole_version(tmp_path: Path) -> None:
 def test_a_version_that_a_rollback_left_behind_is_listed_and_one_that_is_not_there_is_not_called_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target, folder = FileTarget(tmp_path / "published"), str(tmp_path / "published")
-    for version in ("v1", "v2"):
-        source = model(tmp_path / version, version)
-        target.publish(source, version, record_of(source, accuracy=0.5))
+    target, folder = published(tmp_path, "v1", "v2"), str(tmp_path / "published")
     rollback(folder)
     capsys.readouterr()
     promote(folder)
@@ -148,36 +150,17 @@ def test_a_version_that_a_rollback_left_behind_is_listed_and_one_that_is_not_the
     assert target.history() == ["v1", "v2"]
 
 
-def test_what_was_published_is_listed_whatever_its_metrics_are(
+def test_what_was_published_is_listed_whatever_its_metrics_are_and_what_was_removed_as_gone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = model(tmp_path / "model")
-    record = {**record_of(source), "metrics": {"accuracy": 0.5, "note": "by hand"}}
-    FileTarget(tmp_path / "published").publish(source, "v1", record)
-    promote(str(tmp_path / "published"), "")
-    assert capsys.readouterr().out == "v1  accuracy = 0.5  (published)\n"
-
-
-def test_a_target_to_which_nothing_was_published_has_no_list(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"/typo: nothing was published; give the target of an upload stage$"):
         promote(f"{tmp_path}/typo", "")
-
-
-def test_a_version_that_was_removed_is_listed_as_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for version in ("v1", "v2"):
-        source = model(tmp_path / version, version)
-        FileTarget(tmp_path / "published").publish(source, version, record_of(source, accuracy=0.5))
+    source = model(tmp_path / "model")
+    record = {**record_of(source), "metrics": {"accuracy": 0.5, "note": "by hand"}}
+    published(tmp_path, "v1").publish(source, "v2", record)
     shutil.rmtree(tmp_path / "published" / "v1")
     promote(str(tmp_path / "published"), "")
     assert capsys.readouterr().out == "v1  gone\nv2  accuracy = 0.5  (published)\n"
-
-
-def test_a_record_that_is_no_record_is_mended_by_publishing_the_same_version(tmp_path: Path) -> None:
-    source, target = model(tmp_path / "model"), FileTarget(tmp_path / "published")
-    file = Path(target.publish(source, "v1", record_of(source))) / "published.json"
-    file.write_text("{}")
-    target.publish(source, "v1", record_of(source))
-    assert target.published() == record_of(source)
 
 
 def test_a_copy_that_differs_from_its_record_leaves_the_pointer(tmp_path: Path) -> None:
@@ -294,8 +277,6 @@ def test_a_target_is_kept_so_that_a_run_can_be_resumed_from_any_folder(
 
 PUBLISH = """
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from cosmos_core.upload.file import FileTarget
 from tests.unit.test_upload import record_of
@@ -319,9 +300,8 @@ def test_a_kill_in_the_middle_leaves_the_old_version_and_the_next_try_completes(
     FileTarget(target).publish(new, "v2", record_of(new))
     assert os.readlink(target / "latest") == "v2"
     assert len(tree(target / "v2")) == 1503
-    assert sorted(path.name for path in target.iterdir()) == ["history.json", "latest", "v1", "v2"], (
-        "nothing half-written stays"
-    )
+    left = sorted(path.name for path in target.iterdir())
+    assert left == ["history.json", "latest", "v1", "v2"], "nothing half-written stays"
 
 
 def upload_stage(folder: Path, *, reference: str = "stage:export") -> Stage:
@@ -333,9 +313,8 @@ def upload_stage(folder: Path, *, reference: str = "stage:export") -> Stage:
     result = read_result(source)
     assert result is not None
     (source.parent / "publish").mkdir(exist_ok=True)
-    config = StageConfig(
-        name="publish", kind="upload", after=("export",), model=reference, target=str(folder / "published")
-    )
+    target = str(folder / "published")
+    config = StageConfig(name="publish", kind="upload", after=("export",), model=reference, target=target)
     return Stage(
         path=source.parent / "publish", config=config, recipe=Recipe(), model=str(source / "model"), data=None,
         inputs={"export": {**result, "path": str(source)}}, fingerprint="abcdef0123456789",

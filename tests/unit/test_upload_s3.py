@@ -11,13 +11,13 @@ import sys
 import threading
 from collections import Counter
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cosmos_core.errors import Cancelled, ConfigError, DamagedRecord, UploadError
-from cosmos_core.upload import transfer
 from cosmos_core.upload.base import open_target
 from cosmos_core.upload.s3 import S3Target
 from cosmos_core.upload.transfer import Transfer
@@ -25,16 +25,12 @@ from tests import store
 from tests.conftest import wait_until
 from tests.store import Proxy, Request
 
-PART = 5 << 20  # the least that S3 takes
-
-
-@pytest.fixture(autouse=True)
-def small_parts(here: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "PART_BYTES", PART)
+PART = 64 << 10
 
 
 @pytest.fixture
-def target(request: pytest.FixtureRequest) -> S3Target:
+def target(here: Proxy, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S3Target:
+    monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", PART)  # 5 MiB in S3
     found = S3Target(f"models/{request.node.name[:60]}", read_seconds=1)
     found.transfer.part_bytes = PART
     return found
@@ -152,13 +148,10 @@ def test_damage_is_what_is_gone_or_other_than_it_was_sent(tmp_path: Path, target
     assert target.damage(folder, "v1", record) == "model.safetensors is missing or altered"
 
 
-@pytest.mark.parametrize("text", [b"{bad", b"[]", b'{"history": []}'])
-def test_a_damaged_pointer_or_record_is_replaced_by_publishing_again(
-    tmp_path: Path, target: S3Target, text: bytes
-) -> None:
+def test_a_damaged_pointer_or_record_is_replaced_by_publishing_again(tmp_path: Path, target: S3Target) -> None:
     folder, record = model(tmp_path / "m")
     target.publish(folder, "v1", record)
-    for name in ("latest.json", "v1/published.json"):
+    for text, name in product((b"{bad", b"[]", b'{"history": []}'), ("latest.json", "v1/published.json")):
         target.bucket.write(f"{target.prefix}/{name}", text)
         with pytest.raises(DamagedRecord, match=r"publish again"):
             target.published()
@@ -202,8 +195,8 @@ def is_read(request: Request) -> bool:
 def test_what_a_bad_network_does_is_mended(
     fault: str, wanted: Any, times: int, tmp_path: Path, target: S3Target, proxy: Proxy
 ) -> None:
-    is_small = wanted is is_weights and fault == "flip"
-    folder, record = model(tmp_path / "m", size=1000 if is_small else 2 * PART + 5)
+    is_whole = wanted is is_weights and fault == "flip"
+    folder, record = model(tmp_path / "m", size=1000 if is_whole else 2 * PART + 5)
     proxy.once(fault, wanted, times)
     target.publish(folder, "v1", record)
     assert sum(request.fault == fault for request in proxy.requests) == (times if fault != "reset" else 0)
@@ -278,7 +271,7 @@ from pathlib import Path
 from cosmos_core.upload.s3 import S3Target
 folder, location, notes = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 target = S3Target(location)
-target.transfer.part_bytes = 5 << 20
+target.transfer.part_bytes = 64 << 10
 target.prepare_upload(notes, lambda: None)
 target.publish(folder, "v2", json.loads(sys.argv[4]))
 """
@@ -289,8 +282,12 @@ def test_after_a_kill_no_part_that_arrived_is_sent_again(tmp_path: Path, target:
     arguments = [str(folder), f"models/{target.prefix}", str(tmp_path), json.dumps(record)]
     proxy.reset(lambda request: "slow" if request.part else "")
     own = set(proxy.connections)
+
+    def num_parts() -> int:
+        return sum(request.part > 0 for request in list(proxy.requests))
+
     process = subprocess.Popen([sys.executable, "-c", PUBLISH, *arguments], cwd=Path(__file__).parents[2])
-    wait_until(lambda: process.poll() is not None or proxied(proxy) >= 3, 60, "some parts are sent")
+    wait_until(lambda: process.poll() is not None or num_parts() >= 3, 60, "some parts are sent")
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "it was killed in the middle"
     wait_until(lambda: proxy.connections <= own, 5, "all that it sent has arrived")
@@ -329,10 +326,7 @@ def test_two_machines_that_send_the_same_content_do_not_end_what_the_other_has_b
     assert is_first.locked() and target.bucket.sha256(key) == sha256 and uploads() == 0
 
 
-def proxied(proxy: Proxy) -> int:
-    return sum(request.part > 0 for request in list(proxy.requests))
-
-
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "PROD_S3_CHECKPOINT_ENDPOINT_URL"])
 def test_an_endpoint_without_a_scheme_is_one_line_that_names_the_variable(
     name: str, monkeypatch: pytest.MonkeyPatch

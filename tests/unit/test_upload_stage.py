@@ -44,9 +44,8 @@ def test_a_model_that_was_altered_since_it_was_made_is_not_published_even_with_i
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     with pytest.raises(UploadError) as caught:
         upload.run(stage)
-    assert str(caught.value) == (
-        "stage 'publish' publishes nothing: stage 'export': model/model.safetensors was altered"
-    )
+    said = "stage 'publish' publishes nothing: stage 'export': model/model.safetensors was altered"
+    assert str(caught.value) == said
     assert not (tmp_path / "published").exists()
     (file.parents[1] / "result.json").unlink()
     with pytest.raises(UploadError, match=r"stage 'export': its result is gone$"):
@@ -58,9 +57,8 @@ def test_there_must_be_a_model_to_publish(tmp_path: Path) -> None:
     shutil.rmtree(stage.model)
     with pytest.raises(ConfigError) as caught:
         upload.run(stage)
-    assert str(caught.value) == (
-        "stage 'publish': model = './nowhere' is no folder to publish; write model = \"stage:NAME\""
-    )
+    said = "stage 'publish': model = './nowhere' is no folder to publish; write model = \"stage:NAME\""
+    assert str(caught.value) == said
 
 
 def test_the_same_weights_are_not_published_a_second_time(tmp_path: Path) -> None:
@@ -131,10 +129,8 @@ def test_a_stage_that_has_published_publishes_again_where_there_is_a_reason(tmp_
         (stage.path / "publication.json").unlink()
     else:
         model(stage.path.parent / "export" / "model", "others")
-        result = commit(
-            stage.path.parent / "export", Outcome(outputs=("model",)), kind="export", fingerprint="e" * 64, inputs={}
-        )
-        stage.inputs["export"] |= result
+        export, outcome = stage.path.parent / "export", Outcome(outputs=("model",))
+        stage.inputs["export"] |= commit(export, outcome, kind="export", fingerprint="e" * 64, inputs={})
     assert upload.run(stage).info["published"] == str(first)
     assert target.history() == [first.name, "v2", first.name]
     assert (first / "model.safetensors").read_text() == ("others" if why == "another model" else "weights")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.effects.change import GRPO, SFT, recipe, stage_of
 from tests.unit.data_tokenizers import CHATML, byte_tokenizer
 
 NAME, PACKER = "train.train_policy.dataset.name", "train.train_policy.data_packer"
+TEXTS = {**SFT, NAME: "texts.jsonl"}
 SHORT = {**GRPO, "policy.model_max_length": 64, "rollout.max_response_length": 8}
 
 FILE = '''
@@ -130,7 +132,7 @@ def test_a_class_without_a_reference_for_a_prompt_gives_none_of_it(folder: Path)
 
 
 def test_a_packer_that_cannot_be_set_up_is_named_with_its_line(folder: Path) -> None:
-    settings = {**SFT, NAME: "texts.jsonl", PACKER: "mine.py:Misread"}
+    settings = {**TEXTS, PACKER: "mine.py:Misread"}
     with pytest.raises(DataError, match=r"data_packer = 'mine.py:Misread': KeyError: 'nothing here' \(.*mine.py:\d+\)"):
         prepared(folder, settings)
 
@@ -140,12 +142,8 @@ def test_a_packer_that_cannot_be_set_up_is_named_with_its_line(folder: Path) -> 
     ids=["class", "function", "class that takes the recipe", "object"],
 )  # fmt: skip
 def test_conversations_of_a_class_are_those_of_a_file(folder: Path, name: str) -> None:
-    (folder / "talks.jsonl").write_text(
-        "".join(
-            f'{{"messages": [{{"role": "user", "content": "q{i}"}}, {{"role": "assistant", "content": "a{i}"}}]}}\n'
-            for i in range(2)
-        )
-    )
+    turns = [[{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}] for i in range(2)]
+    (folder / "talks.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
     ours = open_sequences(prepared(folder, {**SFT, NAME: name}), "train")
     theirs = open_sequences(prepared(folder, {**SFT, NAME: "talks.jsonl"}, "other"), "train")
     for i in range(2):
@@ -160,7 +158,7 @@ def test_a_packer_makes_the_prompt_of_a_row_and_keeps_its_reference(folder: Path
 
 
 def test_a_packer_gives_tokens_and_what_is_learned_of_them(folder: Path) -> None:
-    sequences = open_sequences(prepared(folder, {**SFT, NAME: "texts.jsonl", PACKER: "mine.py:Bytes"}), "train")
+    sequences = open_sequences(prepared(folder, {**TEXTS, PACKER: "mine.py:Bytes"}), "train")
     ids, mask, *_ = sequences[0]
     assert load_tokenizer(str(folder / "model")).decode([*ids]) == "abc"
     assert [*mask] == [0, 1, 1]
@@ -171,17 +169,9 @@ def test_a_packer_gives_tokens_and_what_is_learned_of_them(folder: Path) -> None
     [
         ({**SFT, NAME: "mine.py:Broken"}, DataError, r"^mine.py:Broken item 0: KeyError: 0 \(.*mine.py:49\)$"),
         ({**SFT, NAME: "mine.py:Nothing"}, ConfigError, "has no 'Nothing'"),
-        (
-            {**SFT, NAME: "texts.jsonl", PACKER: "mine.py:Batching"},
-            ConfigError,
-            "has sft_collate_fn, which nothing calls",
-        ),
-        (
-            {**SFT, NAME: "texts.jsonl", PACKER: "mine.py:Shouting"},
-            ConfigError,
-            "calls sft_process_sample, which it does",
-        ),
-        ({**SFT, NAME: "texts.jsonl", PACKER: "mine.py:Shifted"}, DataError, "the token itself, or -100"),
+        ({**TEXTS, PACKER: "mine.py:Batching"}, ConfigError, "has sft_collate_fn, which nothing calls"),
+        ({**TEXTS, PACKER: "mine.py:Shouting"}, ConfigError, "calls sft_process_sample, which it does"),
+        ({**TEXTS, PACKER: "mine.py:Shifted"}, DataError, "the token itself, or -100"),
     ],
 )
 def test_a_mistake_in_it_is_one_line(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +72,15 @@ PICTURES = {"wide.png": picture(1, 64, 30), "tall.png": picture(2, 30, 64)}
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Stage]:
+    """Stages by family, whose `data` holds `TALKS` for the family's model."""
 
-    def folder(name: str) -> Path:
-        if name not in made:
-            made[name] = save_vlm(name, tmp_path_factory.mktemp(name))
-        return made[name]
+    @cache
+    def stage(name: str) -> Stage:
+        folder = tmp_path_factory.mktemp(name)
+        return prepared(save_vlm(name, folder / "model"), folder)
 
-    return folder
+    return stage
 
 
 FEW = pytest.mark.parametrize(
@@ -94,19 +96,14 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def write_talks(folder: Path, talks: list[Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, shown in PICTURES.items():
-        shown.save(folder / name)
-    (folder / "train.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    return folder
-
-
-def prepared(model: Path, folder: Path, **policy: Any) -> Stage:
+def prepared(model: Path, folder: Path) -> Stage:
     """A stage whose `data` holds `TALKS`, tokenised."""
-    rows = write_talks(folder / "rows", TALKS)
-    sft = {"type": "sft", "dataset": {"name": str(rows)}}
-    recipe = Recipe.model_validate({"train": {"train_policy": sft}, "policy": policy})
+    rows = folder / "rows"
+    rows.mkdir(parents=True)
+    for name, shown in PICTURES.items():
+        shown.save(rows / name)
+    (rows / "train.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
+    recipe = Recipe.model_validate({"train": {"train_policy": {"type": "sft", "dataset": {"name": str(rows)}}}})
     (folder / "stage").mkdir()
     stage = Stage(
         path=folder / "stage", config=StageConfig(name="data", kind="prepare"), recipe=recipe, model=str(model),
@@ -118,16 +115,11 @@ def prepared(model: Path, folder: Path, **policy: Any) -> Stage:
 
 def opened(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The turns with their images."""
-    return [
-        {
-            "role": turn["role"],
-            "content": [
-                {"type": "image", "image": PICTURES[part["image"]]} if part["type"] == "image" else part
-                for part in turn["content"]
-            ],
-        }
-        for turn in talk
-    ]
+
+    def shown(part: dict[str, str]) -> dict[str, Any]:
+        return part | {"image": PICTURES[part["image"]]} if part["type"] == "image" else part
+
+    return [turn | {"content": [shown(part) for part in turn["content"]]} for turn in talk]
 
 
 def own_inputs(processor: ProcessorMixin, talk: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -153,7 +145,7 @@ def samples(data: Path) -> list[Sample]:
 
 
 def make_rank(
-    model: PreTrainedModel, processor: ProcessorMixin, data: Path, folder: Path, mesh: Mesh | None = None, **train: Any
+    model: PreTrainedModel, processor: ProcessorMixin, folder: Path, mesh: Mesh | None = None, **train: Any
 ) -> Trainer:
     settings = {
         "param_dtype": "float32", "compile": False, "optm_grad_norm_clip": 0.0, "optm_lr": 1e-2,
@@ -169,10 +161,10 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def loaded(folder: Path) -> tuple[PreTrainedModel, ProcessorMixin]:
-    processor = load_processor(str(folder))
+def loaded(model: str, **options: Any) -> tuple[PreTrainedModel, ProcessorMixin]:
+    processor = load_processor(model)
     assert processor is not None
-    return load_model(str(folder), dtype=torch.float32), processor
+    return load_model(model, dtype=torch.float32, **options), processor
 
 
 @pytest.mark.parametrize(
@@ -185,27 +177,28 @@ def loaded(folder: Path) -> tuple[PreTrainedModel, ProcessorMixin]:
     ids=["cp", "balancing", "teacher"],
 )
 def test_what_rows_with_images_exclude_is_one_line(
-    folders: Callable[[str], Path], tmp_path: Path, settings: dict[str, Any], train: dict[str, Any], said: str
+    stages: Callable[[str], Stage], settings: dict[str, Any], train: dict[str, Any], said: str
 ) -> None:
-    stage = prepared(folders("llava"), tmp_path)
+    stage = stages("llava")
     asked = Recipe.model_validate({**settings, "train": {"max_num_steps": 1, "train_policy": {"type": "sft", **train}}})
     kind = all_kinds()["rl" if train.get("type") == "grpo" else stage.kind.name]
     with pytest.raises(ConfigError, match=said):
         open_image_reader(replace(stage, data=stage.path / "data", recipe=asked, kind=kind))
 
 
-def test_a_check_says_that_rows_have_images(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    assert check.run(prepared(folders("llava"), tmp_path)).info["has_images"] is True
+def test_a_check_says_that_rows_have_images(tmp_path: Path) -> None:
+    assert check.run(prepared(save_vlm("llava", tmp_path / "model"), tmp_path)).info["has_images"] is True
 
 
 @pytest.mark.parametrize("template", [MIXED, PARTS], ids=["mixed", "parts"])
-def test_tokens_and_masks_are_those_of_the_processor(family: str, template: str, tmp_path: Path) -> None:
+def test_tokens_and_masks_are_those_of_the_processor(
+    family: str, template: str, stages: Callable[[str], Stage], tmp_path: Path
+) -> None:
     if family == "mllama" and template == PARTS:
         pytest.skip("Mllama's processor wants a template that writes the first token")
-    model = save_vlm(family, tmp_path / "model", template)
-    processor = load_processor(str(model))
+    stage = stages(family) if template == MIXED else prepared(save_vlm(family, tmp_path / "model", PARTS), tmp_path)
+    processor = load_processor(stage.model)
     assert processor is not None
-    stage = prepared(model, tmp_path)
     rows = open_sequences(stage.path / "data", "train")
     num_image_tokens = 0
     for i, talk in enumerate(TALKS):
@@ -214,34 +207,26 @@ def test_tokens_and_masks_are_those_of_the_processor(family: str, template: str,
         assert ids.tolist() == own
         assert mask.tolist() == labels(processor, talk, own)
         shown = [part["image"] for turn in talk for part in turn["content"] if part["type"] == "image"]
-        assert [ref.path for ref in rows.images(i)] == [str(tmp_path / "rows" / name) for name in shown]
+        assert [ref.path for ref in rows.images(i)] == [str(stage.path.parent / "rows" / name) for name in shown]
         assert all(ref.content is None for ref in rows.images(i))
-        num_image_tokens += len(own) - len(processor.tokenizer(bare(talk, template, processor))["input_ids"])
+        bare = processor.apply_chat_template(talk, tokenize=False).replace(processor.image_token, "")
+        num_image_tokens += len(own) - len(processor.tokenizer(bare)["input_ids"])
     said = read_json(stage.path / "data" / "statistics.json")["train"]
     assert said["images"] == 4 and said["image_tokens"] == num_image_tokens
 
 
-def bare(talk: list[dict[str, Any]], template: str, processor: ProcessorMixin) -> str:
-    """The rendered text without its images."""
-    written = processor.apply_chat_template(talk, tokenize=False)
-    return written.replace(processor.image_token, "")
-
-
 def test_loss_and_gradients_are_those_of_the_models_own_forward(
-    family: str, folders: Callable[[str], Path], tmp_path: Path
+    family: str, stages: Callable[[str], Stage], tmp_path: Path
 ) -> None:
     """All rows in batches of two, with and without images, against one row at a time with labels masked by hand."""
-    folder = folders(family)
-    stage = prepared(folder, tmp_path)
-    model, processor = loaded(folder)
-    rank = make_rank(model.double(), processor, stage.path / "data", tmp_path)
+    stage = stages(family)
+    trained, processor = loaded(stage.model)
+    model = copy.deepcopy(trained.double()).train()
+    rank = make_rank(trained, processor, tmp_path)
     score_in(rank, torch.float64)
     (update,) = sft().updates(samples(stage.path / "data"), NoView())
     figures = rank.update(update)
-    ours = gradients(model)
-
-    model, _ = loaded(folder)
-    model.double().train()
+    ours = gradients(trained)
     total, num_labels = torch.zeros(()), 0
     for talk in TALKS:
         inputs = own_inputs(processor, talk)
@@ -263,16 +248,12 @@ def test_loss_and_gradients_are_those_of_the_models_own_forward(
 
 @FEW
 def test_recomputation_keeps_the_gradient_and_half_precision_comes_near(
-    family: str, folders: Callable[[str], Path], tmp_path: Path
+    family: str, stages: Callable[[str], Stage], tmp_path: Path
 ) -> None:
-    folder = folders(family)
-    stage = prepared(folder, tmp_path)
-    found = []
+    stage, found = stages(family), []
     for dtype, recomputes in (("float32", False), ("float32", True), ("bfloat16", False)):
-        processor = load_processor(str(folder))
-        assert processor is not None
-        model = load_model(str(folder), dtype=torch.float32, gradient_checkpointing=recomputes)
-        rank = make_rank(model, processor, stage.path / "data", tmp_path, param_dtype=dtype)
+        model, processor = loaded(stage.model, gradient_checkpointing=recomputes)
+        rank = make_rank(model, processor, tmp_path, param_dtype=dtype)
         (update,) = sft().updates(samples(stage.path / "data"), NoView())
         found.append(rank.update(update))
     plain, again, half = found
@@ -281,32 +262,18 @@ def test_recomputation_keeps_the_gradient_and_half_precision_comes_near(
 
 
 @FEW
-def test_another_image_is_another_loss(family: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = folders(family)
-    stage = prepared(folder, tmp_path)
-    model, processor = loaded(folder)
-    rank = make_rank(model, processor, stage.path / "data", tmp_path)
-    rows = samples(stage.path / "data")
-    before, _ = likelihood(rank, [rows[0]], size=1)
+def test_another_image_is_another_loss_and_sft_lowers_it(
+    family: str, stages: Callable[[str], Stage], tmp_path: Path
+) -> None:
+    stage = stages(family)
+    rank = make_rank(*loaded(stage.model), tmp_path)
+    rows, losses = samples(stage.path / "data"), []
     changed = PICTURES["wide.png"].transpose(Image.Transpose.FLIP_TOP_BOTTOM).rotate(90)
-    vision = rank.adapter._input_processing.vision
-    assert vision is not None
-    ref = rows[0].images[0]
-    changed.resize(PICTURES["wide.png"].size).save(tmp_path / "rows" / "other.png")
-    content = (tmp_path / "rows" / "other.png").read_bytes()
-    other = replace(ref, path=None, content=content)
-    after, _ = likelihood(rank, [Sample(rows[0].input_ids, rows[0].loss_mask, images=(other,))], size=1)
+    changed.resize(PICTURES["wide.png"].size).save(tmp_path / "other.png")
+    other = replace(rows[0].images[0], path=None, content=(tmp_path / "other.png").read_bytes())
+    shown = [rows[0], Sample(rows[0].input_ids, rows[0].loss_mask, images=(other,))]
+    before, after = (likelihood(rank, [row], size=1)[0] for row in shown)
     assert abs(after - before) > 1e-3
-
-
-@FEW
-def test_sft_lowers_the_loss(family: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = folders(family)
-    stage = prepared(folder, tmp_path)
-    model, processor = loaded(folder)
-    rank = make_rank(model, processor, stage.path / "data", tmp_path)
-    rows = samples(stage.path / "data")
-    losses = []
     for step in range(5):
         rank.set_learning_rate(step, 5)
         (update,) = sft().updates(rows, NoView())
@@ -315,20 +282,23 @@ def test_sft_lowers_the_loss(family: str, folders: Callable[[str], Path], tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "frozen"), [("llava", "vision_tower"), ("qwen2.5-vl", "visual"), ("mllama", "vision_model")]
+    ("name", "frozen", "key"),
+    [
+        ("llava", "vision_tower", "trainable_map"),
+        ("qwen2.5-vl", "visual", "freeze_pattern"),
+        ("mllama", "vision_model", "freeze_pattern"),
+    ],
 )
-@pytest.mark.parametrize("key", ["freeze_pattern", "trainable_map"])
 def test_a_frozen_tower_stays_as_it_is_and_the_rest_learns(
-    name: str, frozen: str, key: str, folders: Callable[[str], Path], tmp_path: Path
+    name: str, frozen: str, key: str, stages: Callable[[str], Stage], tmp_path: Path
 ) -> None:
-    folder = folders(name)
-    stage = prepared(folder, tmp_path)
-    model, processor = loaded(folder)
+    stage = stages(name)
+    model, processor = loaded(stage.model)
     tower = next(module for module, _ in model.named_modules() if module.endswith(frozen))
     settings: dict[str, Any] = {"freeze_pattern": [frozen]} if key == "freeze_pattern" else {key: {tower: False}}
     mark_trained_weights(model, PolicyConfig.model_validate(settings))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    rank = make_rank(model, processor, stage.path / "data", tmp_path)
+    rank = make_rank(model, processor, tmp_path)
     rank.set_learning_rate(0, 1)
     (update,) = sft().updates(samples(stage.path / "data"), NoView())
     rank.update(update)
@@ -338,26 +308,22 @@ def test_a_frozen_tower_stays_as_it_is_and_the_rest_learns(
 
 
 def test_packing_pads_rows_with_images_and_says_so(
-    folders: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    stages: Callable[[str], Stage], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = folders("qwen2.5-vl")
-    stage = prepared(folder, tmp_path)
-    found = []
+    stage, found = stages("qwen2.5-vl"), []
     for packing in (False, True):
-        model, processor = loaded(folder)
-        rank = make_rank(model, processor, stage.path / "data", tmp_path, sequence_packing=packing)
+        rank = make_rank(*loaded(stage.model), tmp_path, sequence_packing=packing)
         found.append(likelihood(rank, samples(stage.path / "data"), size=2))
     assert found[0] == found[1]
     assert "train.sequence_packing: rows are padded, because some show images" in caplog.text
 
 
-def test_rows_of_a_group_fill_the_batches(folders: Callable[[str], Path]) -> None:
+def test_rows_of_a_group_fill_the_batches(tmp_path: Path) -> None:
     counts = [2, 0, 1, 0, 2, 1]
-    rows = [
-        Sample(np.zeros(i + 1, np.int64), np.zeros(i + 1, np.uint8), images=(None,) * n) for i, n in enumerate(counts)
-    ]  # type: ignore[arg-type]
+    rows = [Sample(np.zeros(3, np.int64), np.zeros(3, np.uint8), images=(None,) * n) for n in counts]  # type: ignore[arg-type]
     for name, expected in (("llava", [[0, 0], [2, 1, 2, 1]]), ("mllama", [[0, 0], [1, 1], [2, 2]])):
-        _, processor = loaded(folders(name))
+        processor = load_processor(str(save_vlm(name, tmp_path / name)))
+        assert processor is not None
         groups: dict[int, list[int]] = {}
         for row in rows:
             groups.setdefault(ImageReader(processor).batching_key(row), []).append(len(row.images))

@@ -166,6 +166,10 @@ def source(module: str) -> str:
     return (Path(SOURCE.origin).parent / module).read_text(encoding="utf-8")
 
 
+TRANSFER = "distributed/weight_transfer"
+PYNCCL = "distributed/device_communicators/pynccl.py"
+
+
 @pytest.mark.parametrize(
     ("module", "function", "used"),
     [
@@ -181,10 +185,28 @@ def source(module: str) -> str:
         ("model_executor/model_loader/reload/layerwise.py", "initialize_layerwise_reload", {"model"}),
         ("model_executor/model_loader/reload/layerwise.py", "finalize_layerwise_reload", {"args"}),
         ("model_executor/model_loader/reload/layerwise.py", "finalize_layerwise_processing", {"model", "model_config"}),
+        # The engine's end of a native weight transfer; `test_rollout_vllm.py` runs it.
+        (f"{TRANSFER}/factory.py", "WeightTransferEngineFactory.create_engine", {"config", "vllm_config", "device"}),
+        (f"{TRANSFER}/base.py", "WeightTransferEngine.set_weight_update_target", {"model", "model_config"}),
+        (f"{TRANSFER}/base.py", "WeightTransferEngine.parse_init_info", {"init_dict"}),
+        (f"{TRANSFER}/base.py", "WeightTransferEngine.update_weights", {"update_info"}),
+        (f"{TRANSFER}/base.py", "WeightTransferEngine.shutdown", {"self"}),
+        (f"{TRANSFER}/nccl_common.py", "worker_init_process_group", {"init_info", "parallel_config"}),
+        (PYNCCL, "PyNcclCommunicator.broadcast", {"tensor", "src", "stream"}),
+        (PYNCCL, "PyNcclCommunicator.destroy", {"self"}),
+        ("distributed/device_communicators/pynccl_wrapper.py", "NCCLLibrary.ncclGetUniqueId", {"self"}),
     ],
 )
 def test_vllm_has_what_we_call(module: str, function: str, used: set[str]) -> None:
     assert used <= set(parameters(module, function))
+
+
+def test_vllm_keeps_what_the_link_reads_and_makes_a_communicator_of_these_in_this_order() -> None:
+    expected = ["cls", "unique_id_bytes", "rank", "world_size", "device"]
+    assert parameters(PYNCCL, "PyNcclCommunicator.from_unique_id_bytes")[:5] == expected
+    assert "self.model_update_group" in source(f"{TRANSFER}/nccl_engine.py")
+    assert "self._packed_importer = PackedBufferImporter()" in source(f"{TRANSFER}/ipc_engine.py")
+    assert "self.disabled = " in source(PYNCCL)
 
 
 def test_vllm_knows_the_arguments_and_variables_that_we_set() -> None:

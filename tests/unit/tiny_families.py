@@ -14,6 +14,8 @@ import torch
 import transformers as hf
 from tokenizers.pre_tokenizers import ByteLevel
 
+from tests.written_once import write_once
+
 WINDOW = 6
 """Sliding windows and attention chunks in tokens: shorter than the rows of the tests."""
 
@@ -33,12 +35,8 @@ _VISION: dict[str, Any] = {
     "patch_size": 4,
 }  # fmt: skip
 _QWEN_VISION: dict[str, Any] = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-}
+    "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32
+}  # fmt: skip
 _QWEN_TOKENS: dict[str, Any] = {
     "image_token_id": _IMAGE, "video_token_id": _VIDEO, "vision_start_token_id": _VISION_START,
     "vision_end_token_id": _VISION_END,
@@ -187,6 +185,14 @@ ODD: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "apertus": lambda: hf.ApertusForCausalLM(hf.ApertusConfig(**_TEXT)),
     "phi": lambda: hf.PhiForCausalLM(hf.PhiConfig(**_TEXT, qk_layernorm=True)),
     "doge": lambda: hf.DogeForCausalLM(hf.DogeConfig(**_TEXT)),
+    # Experts beside dense layers, beside a shared expert, and all that a layer has.
+    "qwen3-moe with a dense layer": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**_HEADS_OF_16, **_MOE, mlp_only_layers=[0])
+    ),
+    "qwen2-moe": lambda: hf.Qwen2MoeForCausalLM(hf.Qwen2MoeConfig(**_TEXT, **_MOE, shared_expert_intermediate_size=16)),
+    "granite-moe": lambda: hf.GraniteMoeForCausalLM(
+        hf.GraniteMoeConfig(**_TEXT, num_local_experts=4, num_experts_per_tok=2)
+    ),
     # Sizes that do not divide by two.
     "three heads": lambda: hf.Qwen3ForCausalLM(
         hf.Qwen3Config(**{**_HEADS_OF_16, "num_attention_heads": 3, "num_key_value_heads": 3})
@@ -194,11 +200,15 @@ ODD: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "odd features": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**{**_HEADS_OF_16, "intermediate_size": 49})),
     "one head": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**{**_TEXT, "num_key_value_heads": 1})),
 }
-"""What is hard on a mesh."""
+"""What is hard on a mesh, or for an adapter."""
 
 
 def save_family(name: str, folder: Path) -> Path:
     """Write model and tokenizer of a family to `folder`."""
+    return write_once(folder, _write, name)
+
+
+def _write(folder: Path, name: str) -> None:
     tokenizer = hf.Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(_NAMES)}, merges=[], eos_token="<|im_end|>",
         pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>", "<|im_end|>"],
@@ -211,4 +221,3 @@ def save_family(name: str, folder: Path) -> Path:
                 parameter.add_(0.05 * torch.randn_like(parameter))  # no bias, sink or norm is 0 or 1
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder

@@ -8,9 +8,15 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from tests.written_once import write_once
+
 
 def save_tiny_model(folder: Path, *, tied: bool = True, head_dim: int = 32) -> Path:
     """Write model and tokenizer to `folder`; weights are large enough that answers depend on the prompt."""
+    return write_once(folder, _write, tied, head_dim)
+
+
+def _write(folder: Path, tied: bool, head_dim: int) -> None:
     names = [*sorted(ByteLevel.alphabet()), "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokenizer = Qwen2Tokenizer(
         vocab={name: i for i, name in enumerate(names)}, merges=[], eos_token="<|im_end|>", pad_token="<|endoftext|>",
@@ -27,4 +33,3 @@ def save_tiny_model(folder: Path, *, tied: bool = True, head_dim: int = 32) -> P
         model = Qwen3ForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder

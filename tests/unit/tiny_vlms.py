@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers.image_utils import make_flat_list_of_images
 
 from tests.unit.tiny_families import FAMILIES
+from tests.written_once import write_once
 
 # A part or a string, as Qwen's, Gemma's and Llama's own; IMAGE stands for what the family writes for an image.
 MIXED = (
@@ -113,7 +114,10 @@ hf.AutoImageProcessor.register(
 
 def save_vlm(name: str, folder: Path, template: str = MIXED) -> Path:
     """Write model, tokenizer and processor of a family to `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    return write_once(folder, _write, name, template)
+
+
+def _write(folder: Path, name: str, template: str) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = _WITH_IMAGES.get(name, FAMILIES[name])()
@@ -126,7 +130,6 @@ def save_vlm(name: str, folder: Path, template: str = MIXED) -> Path:
     image_processor = Tiles() if images == "Tiles" else getattr(hf, images)(**image_settings)
     image_processor.save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": processor, **settings}))
-    return folder
 
 
 def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:

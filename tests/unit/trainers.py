@@ -1,10 +1,11 @@
-"""A trainer of a causal language model without a stage, and what tests ask of it."""
+"""A trainer of a causal language model without a stage, trainings that stop, and what tests ask of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,13 +16,16 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.sft import SftConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
+from cosmos_core.errors import Preempted
 from cosmos_core.models.balance import load_balancing_settings
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.processor import ImageReader
 from cosmos_core.models.scorer import LOGPROBS, RequestedOutputs, Scorer
 from cosmos_core.parallel.mesh import Mesh
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import Progress, read_metrics
+from cosmos_core.run.stage import Stage
+from cosmos_core.train.setup import train
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Sampling
 
@@ -55,6 +59,28 @@ def likelihood(trainer: Trainer, samples: Sequence[Sample], *, size: int) -> tup
     rows = trainer.evaluate(samples, RequestedOutputs(is_top=True), size=size)
     logprob = sum(row["logprobs"].sum(dtype=torch.float64).item() for row in rows)
     return logprob, sum(row["is_top"].sum().item() for row in rows)
+
+
+def train_until(stage: Stage, step: int) -> None:
+    """Train a stage that is asked to stop when the metrics of a step are logged."""
+    stage.metrics.watchers.append(lambda line: setattr(stage, "stop_requested", line["step"] == step))
+    with pytest.raises(Preempted, match=f"stopped after step {step} .*checkpoint saved"):
+        train(stage)
+    stage.stop_requested = False
+    stage.metrics.watchers.clear()
+    torch.manual_seed(999)  # another process would have other random states
+
+
+def curve(stage: Stage) -> list[dict[str, float]]:
+    """The metrics, without times."""
+    lines = read_metrics(stage.path / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if not k.startswith(("time", "throughput", "memory"))} for line in lines]
+
+
+def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    weights = other.state_dict()
+    assert one.state_dict().keys() == weights.keys()
+    assert all(torch.equal(weight, weights[name]) for name, weight in one.state_dict().items())
 
 
 def sft() -> Sft:

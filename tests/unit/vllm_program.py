@@ -76,7 +76,7 @@ def sampled(engine: Engine, model: PreTrainedModel, hf: Engine) -> dict[str, Any
     """Everything under the first weights."""
     groups = generate(engine, PROMPTS, sampling(1.0), 4)
     cooler = generate(engine, PROMPTS, sampling(0.7), 4)
-    hot = generate(engine, PROMPTS, sampling(2.0, max_tokens=60, num_completions=30), 4)
+    hot = generate(engine, PROMPTS, sampling(2.0, max_tokens=60, num_completions=12), 4)
     greedy = sampling(0.0, num_completions=1)
     filtered = sampling(0.8, top_k=6, top_p=0.7, repetition_penalty=1.3, num_completions=1)
     penalised = sampling(0.0, repetition_penalty=1.3, num_completions=1)

@@ -13,7 +13,7 @@ import torch
 
 from cosmos_core.rollout.base import Bucket, LoadReceipt
 from cosmos_core.rollout.link import BucketHeader, TransferFailed, call_within
-from cosmos_core.rollout.transport import IpcTransport, NcclTransport, rank_offsets
+from cosmos_core.rollout.transport import IpcTransport, NcclTransport
 from tests.unit.replicas import Drawing
 
 STREAM = SimpleNamespace(synchronize=lambda: None)
@@ -106,7 +106,7 @@ class QueueTransport(NcclTransport):
         size = 1 + num_engines * ranks_per_engine
         self.wire.renew(size)
         common = {"master_address": "nowhere", "master_port": 1, "world_size": size, "packed": self.packed}
-        return [{**common, "rank_offset": offset} for offset in rank_offsets(num_engines, ranks_per_engine)]
+        return [{**common, "rank_offset": 1 + i * ranks_per_engine} for i in range(num_engines)]
 
     def connect(self) -> None:
         self._communicator = End(self.wire, is_sender=True)

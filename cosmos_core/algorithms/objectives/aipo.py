@@ -9,10 +9,8 @@ SCALES_WITH_ADVANTAGE = True
 
 
 def aipo(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return the AIPO loss per token, -sg[min(pi / mu, ratio_cap)] A log pi; sg stops the gradient.
-
-    mu is the distribution that the tokens were sampled from, and A the advantage.
-    """
+    """Return the AIPO loss per token, -sg[min(pi / mu, ratio_cap)] A log pi, where sg stops the gradient, mu is the
+    distribution that the tokens were sampled from, and A the advantage."""
     assert terms.rollout_log_ratio_BT is not None, "AIPO needs the log-probabilities of the rollouts"
     ratio_BT = probability_ratio(terms.rollout_log_ratio_BT)
     loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * terms.advantages_B1 * terms.logprobs_BT

@@ -46,10 +46,8 @@ class ObjectiveInputs:
     log_ratio_BT: Tensor
     """Log-ratios of the policy to the old policy, log pi - log pi_old, with gradient."""
     rollout_log_ratio_BT: Tensor | None
-    """Log-ratios log pi - log mu without gradient, mu being the distribution that the tokens were sampled from.
-
-    None: the log-probabilities under mu are unknown.
-    """
+    """Log-ratios log pi - log mu without gradient, mu being the distribution that the tokens were sampled from; None:
+    the log-probabilities under mu are unknown."""
     advantages_B1: Tensor
     """Advantage of each sequence; shape BT if it differs between tokens of a sequence."""
     mask_BT: Tensor

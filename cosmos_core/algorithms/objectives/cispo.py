@@ -9,11 +9,8 @@ SCALES_WITH_ADVANTAGE = True
 
 
 def cispo(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return the CISPO loss per token, -sg[min(rho, ratio_cap)] A log pi, with rho = pi / pi_old and advantage A.
-
-    sg stops the gradient of the weight, so every token keeps the gradient of log pi. Weights have no lower bound.
-    `ratio_cap` is the maximum weight itself, not its distance from 1.
-    """
+    """Return the CISPO loss per token, -sg[min(rho, ratio_cap)] A log pi, with rho = pi / pi_old and advantage A. sg
+    stops the gradient of the weight, so every token keeps the gradient of log pi. Weights have no lower bound."""
     ratio_BT = probability_ratio(terms.log_ratio_BT.detach())
     loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * terms.advantages_B1 * terms.logprobs_BT
     return loss_BT, capped_fraction(ratio_BT, terms, settings)

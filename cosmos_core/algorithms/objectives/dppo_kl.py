@@ -15,11 +15,9 @@ SCALES_WITH_ADVANTAGE = True
 
 
 def dppo_kl(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return the DPPO loss per token, which is 0 outside the trust region of a small KL(old policy || policy).
-
-    The bound is epsilon_high if the advantage is above 0 and the token's probability has risen, and epsilon_low if the
-    advantage is not above 0 and the probability has fallen. All other tokens are inside the region.
-    """
+    """Return the DPPO loss per token, which is 0 outside the trust region of a small KL(old policy || policy). The
+    bound is epsilon_high if the advantage is above 0 and the token's probability has risen, and epsilon_low if the
+    advantage is not above 0 and the probability has fallen. All other tokens are inside the region."""
     probability_BT, old_probability_BT = probabilities(terms)
     other_log_ratio_BT = torch.log((1 - old_probability_BT + _EPSILON) / (1 - probability_BT + _EPSILON))
     kl_BT = -old_probability_BT * terms.log_ratio_BT.detach() + (1 - old_probability_BT) * other_log_ratio_BT

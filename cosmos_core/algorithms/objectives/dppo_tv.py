@@ -14,18 +14,12 @@ SCALES_WITH_ADVANTAGE = True
 
 def dppo_tv(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the DPPO loss per token, which is 0 outside the trust region of tokens whose probability changed little.
-
     For an advantage above 0 the probability must not have risen by more than epsilon_high; otherwise it must not have
-    fallen by more than epsilon_low.
-    """
+    fallen by more than epsilon_low."""
     probability_BT, old_probability_BT = probabilities(terms)
-    probability_change_BT, is_positive_B1 = probability_BT - old_probability_BT, terms.advantages_B1 > 0
-    max_probability_decrease, max_probability_increase = largest_divergences(settings)
-    is_in_trust_region_BT = torch.where(
-        is_positive_B1,
-        probability_change_BT <= max_probability_increase,
-        probability_change_BT >= -max_probability_decrease,
-    )
+    change_BT = probability_BT - old_probability_BT
+    max_decrease, max_increase = largest_divergences(settings)
+    is_in_trust_region_BT = torch.where(terms.advantages_B1 > 0, change_BT <= max_increase, change_BT >= -max_decrease)
     return trust_region_loss(terms, settings, is_in_trust_region_BT)
 
 
@@ -38,11 +32,9 @@ def largest_divergences(settings: PolicySettings) -> tuple[float, float]:
 def trust_region_loss(
     terms: ObjectiveInputs, settings: PolicySettings, is_in_trust_region_BT: Tensor
 ) -> tuple[Tensor, Metrics]:
-    """Return the loss -sg[min(rho, ratio_cap)] A log pi of tokens inside the trust region, 0 for other tokens.
-
-    Here rho = pi / pi_old, A is the advantage, and sg stops the gradient. The metrics are the fractions of tokens
-    outside the trust region, by the sign of the advantage.
-    """
+    """Return the loss -sg[min(rho, ratio_cap)] A log pi of tokens inside the trust region, 0 for other tokens, where
+    rho = pi / pi_old, A is the advantage, and sg stops the gradient. The metrics are the fractions of tokens outside
+    the trust region, by the sign of the advantage."""
     ratio_BT = probability_ratio(terms.log_ratio_BT.detach()).clamp(max=settings.ratio_cap)
     loss_BT = -ratio_BT * is_in_trust_region_BT * terms.advantages_B1 * terms.logprobs_BT
     return loss_BT, {

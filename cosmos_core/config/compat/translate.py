@@ -10,9 +10,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.train import inferred_type
 from cosmos_core.errors import ConfigError
 
-_KEY_TRANSLATIONS: dict[str, Any] = tomllib.loads(
-    files("cosmos_core.config.compat").joinpath("keys.toml").read_text("utf-8")
-)
+_KEY_TRANSLATIONS: dict[str, Any] = tomllib.loads(files(__package__).joinpath("keys.toml").read_text("utf-8"))
 _POLICY_TABLE = "train.train_policy"
 _CURRENT_TABLE_NAMES = {*Recipe.model_fields, "pipeline", "extends"}
 _WORLD_MODEL_TABLES = (
@@ -45,16 +43,12 @@ def with_current_keys(values: Values, source: str, notices: list[str]) -> Values
         value = table.pop(name)
         target_table, new_key_name = _find_table(values, new_key, should_create=True)
         current_value = target_table.get(new_key_name, value)
-        if current_value not in (value, None) and new_key in source_of_key:
-            raise ConfigError(
-                f"{source}: {source_of_key[new_key]} = {short_text(current_value)} and {old_key} = {short_text(value)} "
-                f"are both today's {new_key}; keep one of them"
-            )
         if current_value not in (value, None):
-            raise ConfigError(
-                f"{source}: {old_key} = {short_text(value)} is today's {new_key}, which says "
-                f"{short_text(current_value)}; keep one of them"
-            )
+            setting, current_text = f"{old_key} = {short_text(value)}", short_text(current_value)
+            conflict = f"{setting} is today's {new_key}, which says {current_text}"
+            if new_key in source_of_key:
+                conflict = f"{source_of_key[new_key]} = {current_text} and {setting} are both today's {new_key}"
+            raise ConfigError(f"{source}: {conflict}; keep one of them")
         target_table[new_key_name], source_of_key[new_key] = value, old_key
         notices.append(f"{old_key} is today's {new_key}")
     _translate_remote_reward(values, notices)
@@ -105,18 +99,16 @@ def _translate_key(values: Values, old_key: str, new_key: str, notices: list[str
 def _keep_applicable_batch_size(values: Values, notices: list[str]) -> None:
     """Keep the validation batch size of the training type, RL or SFT, if a file of the first recipe generation sets
     different batch sizes for both."""
-    (first_table, first_name), (second_table, second_name) = (_find_table(values, key) for key in _VAL_BATCH_SIZE_KEYS)
-    if (
-        first_name not in first_table
-        or second_name not in second_table
-        or first_table[first_name] == second_table[second_name]
-    ):
+    tables = [_find_table(values, key) for key in _VAL_BATCH_SIZE_KEYS]
+    sizes = [table[name] for table, name in tables if name in table]
+    if len(sizes) < 2 or sizes[0] == sizes[1]:
         return
     policy, _ = _find_table(values, f"{_POLICY_TABLE}.type")
     is_rl = inferred_type(policy) == "grpo" if policy else True
-    removed_value = short_text(first_table.pop(first_name) if is_rl else second_table.pop(second_name))
+    table, name = tables[not is_rl]
     removed_key, kept_key = _VAL_BATCH_SIZE_KEYS[not is_rl], _VAL_BATCH_SIZE_KEYS[is_rl]
-    notices.append(f"{removed_key} = {removed_value} is ignored: {kept_key} is that of this type of training")
+    ignored = f"{removed_key} = {short_text(table.pop(name))} is ignored"
+    notices.append(f"{ignored}: {kept_key} is that of this type of training")
 
 
 def _remove_unused_keys(values: Values, keys: dict[str, str], notices: list[str]) -> None:
@@ -138,13 +130,8 @@ def _translate_remote_reward(values: Values, notices: list[str]) -> None:
     table, name = _find_table(values, old_key)
     if not isinstance(table.get(name), dict):
         return  # the schema reports a value that is no table
-    reward_functions: list[Values] = [
-        {"name": function, "weight": weight} for function, weight in table.pop(name).items()
-    ]
-    if "score_key" in table:
-        key = table.pop("score_key")
-        reward_functions = [function | {"score_key": key} for function in reward_functions]
-    table["reward_fns"] = reward_functions
+    shared = {"score_key": table.pop("score_key")} if "score_key" in table else {}
+    table["reward_fns"] = [{"name": each, "weight": weight, **shared} for each, weight in table.pop(name).items()]
     notices.append(f"{old_key} is today's {old_key}s")
 
 

@@ -3,7 +3,7 @@
 import tomllib
 from importlib.resources import files
 
-_SETTING_GROUPS = tomllib.loads(files("cosmos_core.config.compat").joinpath("trl.toml").read_text("utf-8"))
+_SETTING_GROUPS = tomllib.loads(files(__package__).joinpath("trl.toml").read_text("utf-8"))
 _REPLACEMENTS: dict[str, str] = _SETTING_GROUPS.pop("without_key")
 """Replacement for each name of transformers or TRL that has no corresponding key."""
 NAMES: dict[str, tuple[str, ...]] = {

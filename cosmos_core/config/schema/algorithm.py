@@ -79,10 +79,8 @@ class AlgorithmConfig(Table):
         key of the data set."""
         if not self.datasets:
             return {"train.train_policy.dataset": self}
-        source_tables = (
-            self.derive(datasets=(), dataset=each, **self._dataset_overrides(each)) for each in self.datasets
-        )
-        return {f"train.train_policy.datasets.{i}": policy for i, policy in enumerate(source_tables)}
+        tables = (self.derive(datasets=(), dataset=each, **self._dataset_overrides(each)) for each in self.datasets)
+        return {f"train.train_policy.datasets.{i}": table for i, table in enumerate(tables)}
 
     @staticmethod
     def _dataset_overrides(source: SourceConfig) -> dict[str, Any]:
@@ -94,8 +92,7 @@ class AlgorithmConfig(Table):
 
     def system_prompt_of(self, source: str) -> str:
         """Return the system prompt for rows of a data set of a mixture; for other rows that of the algorithm."""
-        prompt_by_source = {source_config.label: source_config.system_prompt for source_config in self.datasets}
-        system_prompt = prompt_by_source.get(source)
+        system_prompt = {each.label: each.system_prompt for each in self.datasets}.get(source)
         return str(getattr(self, "system_prompt", "")) if system_prompt is None else system_prompt
 
     @property

@@ -7,9 +7,12 @@ from pydantic import Field, model_validator
 from cosmos_core.config.schema.flow_sampling import FlowRLConfig, SampleConfig
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.marks import UnitMark
-from cosmos_core.config.schema.planned import TokenizerConfig
 from cosmos_core.config.schema.table import Table, check_order
 from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class TokenizerConfig(Table):
+    """`[policy.diffusers.tokenizer]`: the video tokenizer of Cosmos-Predict2.5."""
 
 
 class DiffusersConfig(Table):

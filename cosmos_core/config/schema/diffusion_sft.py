@@ -8,6 +8,7 @@ from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.config.schema.value_types import NameOrImportPath
 
+_TRAINERS = SupportedValues(("diffusion_sft",), "this version trains with 'diffusion_sft'", takes_import_paths=True)
 _TEXT_KEYS = ("conversation_column_name", "system_prompt", "data_packer", "enable_dp_load_balancing")
 
 
@@ -19,11 +20,7 @@ class DiffusionSftConfig(SupervisedConfig):
     rows: ClassVar[str] = "media"
     modalities: ClassVar[tuple[str, ...]] = ("diffusion",)
 
-    trainer_type: Annotated[
-        NameOrImportPath,
-        SupportedValues(("diffusion_sft",), "this version trains with 'diffusion_sft'", takes_import_paths=True),
-        NamedThing.CODE,
-    ] = "diffusion_sft"
+    trainer_type: Annotated[NameOrImportPath, _TRAINERS, NamedThing.CODE] = "diffusion_sft"
     """Algorithm: `diffusion_sft`, also written `sft`, or a user class `path/file.py:Class`."""
 
     def refusals(self, stage: StageContext) -> Iterator[str]:

@@ -62,17 +62,14 @@ class FlowPolicyConfig(GrpoConfig):
 
     def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling:
         """Return the sampler settings with which rollouts of images and videos are generated."""
-        sample_config = diffusers.sample
-        sampler_kernel = (
-            sample_config.solver if sample_config.solver in KERNELS and not sample_config.deterministic_sampling else ""
-        )
+        sample = diffusers.sample
         return FlowSampling(
-            num_steps=sample_config.num_steps,
-            guidance_scale=sample_config.guidance_scale,
-            solver="dpm2" if sample_config.solver == "dpm2" else "euler",
-            kernel=sampler_kernel,
-            eta=sample_config.noise_level,
-            schedule=sample_config.sigma_schedule,
+            num_steps=sample.num_steps,
+            guidance_scale=sample.guidance_scale,
+            solver="dpm2" if sample.solver == "dpm2" else "euler",
+            kernel=sample.solver if sample.solver in KERNELS and not sample.deterministic_sampling else "",
+            eta=sample.noise_level,
+            schedule=sample.sigma_schedule,
             size=diffusers.inference_size,
             num_frames=diffusers.inference_frames,
             given_frame_range=(diffusers.flow_rl.min_conditional_frames, diffusers.flow_rl.max_conditional_frames),

@@ -13,6 +13,7 @@ from cosmos_core.config.schema.value_types import NameOrImportPath, NonNegativeF
 from cosmos_core.registry import is_code
 
 Algo = Literal["grpo", "rloo", "batch-std", "reinforce++", "reinforce++-baseline", "maxrl", "gdpo"]
+_TRAINERS = SupportedValues(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True)
 RolloutCorrection = Literal["", "none", "truncate", "mask", "sequence-truncate", "sequence-mask"]
 
 
@@ -21,11 +22,7 @@ class GrpoConfig(RlConfig):
 
     algorithm: ClassVar[str] = "grpo"
 
-    trainer_type: Annotated[
-        NameOrImportPath,
-        SupportedValues(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True),
-        NamedThing.CODE,
-    ] = "grpo"
+    trainer_type: Annotated[NameOrImportPath, _TRAINERS, NamedThing.CODE] = "grpo"
     """Algorithm: `grpo`, or a user class `path/file.py:Class`."""
 
     epsilon_low: float = 0.2
@@ -194,11 +191,11 @@ class GrpoConfig(RlConfig):
             raise ValueError(
                 "algo = 'gdpo' compares the same rewards in all groups; leave reward_function of datasets out"
             )
-        min_weight, max_weight = self.rollout_correction_low, self.rollout_correction_high
-        if min_weight > max_weight:
+        low, high = self.rollout_correction_low, self.rollout_correction_high
+        if low > high:
             raise ValueError(
-                f"rollout_correction_low = {min_weight:g} is above rollout_correction_high = {max_weight:g}: no weight "
-                f"is between; swap them"
+                f"rollout_correction_low = {low:g} is above rollout_correction_high = {high:g}: no weight is between; "
+                f"swap them"
             )
         enabled_masks = [n for n in ("geometric_mask", "mean_k3_mask", "max_k3_mask") if getattr(self, n) is not None]
         if enabled_masks and self.use_rollout_logprobs_for_loss:
@@ -256,10 +253,8 @@ class GrpoConfig(RlConfig):
     @model_validator(mode="after")
     def _check_combined_losses(self, info: ValidationInfo) -> Self:
         if self.aipo_rho is not None and self.variant not in {"grpo", "dapo"}:
-            warn(
-                info,
-                f"train.train_policy.variant = {self.variant!r} has no effect on the loss, because aipo_rho is set",
-            )
+            warn(info, f"train.train_policy.variant = {self.variant!r} has no effect on the loss, because aipo_rho is "
+                "set")  # fmt: skip
         if self.use_decoupled_loss and self.use_rollout_logprobs_for_loss:
             raise ValueError(
                 "use_decoupled_loss and use_rollout_logprobs_for_loss exclude each other: one recomputes the old "

@@ -67,10 +67,8 @@ def accepts_registered(folder: str, suffix: str) -> SupportedValues:
     """Return the `Annotated` metadata of a field whose value names a class in a folder of this package (see
     `registry.offered_names`) or user code."""
     names = tuple(offered_names(folder, suffix))
-    note = (
-        f"this version has {', '.join(map(repr, names))}; take one of them, or a class of your own, path/file.py:Class"
-    )
-    return SupportedValues(names, note, takes_import_paths=True)
+    advice = "take one of them, or a class of your own, path/file.py:Class"
+    return SupportedValues(names, f"this version has {', '.join(map(repr, names))}; {advice}", takes_import_paths=True)
 
 
 @dataclass(frozen=True)
@@ -110,10 +108,5 @@ no other object gets the same `id`."""
 
 def _marks_in_union(annotation: Any) -> list[Any]:
     """Return the marks inside a union, such as those of `Annotated[int, ...] | None`."""
-    union_members = get_args(annotation) if get_origin(annotation) in {Union, types.UnionType} else ()
-    return [
-        item
-        for union_member in union_members
-        if get_origin(union_member) is Annotated
-        for item in get_args(union_member)[1:]
-    ]
+    members = get_args(annotation) if get_origin(annotation) in {Union, types.UnionType} else ()
+    return [mark for each in members if get_origin(each) is Annotated for mark in get_args(each)[1:]]

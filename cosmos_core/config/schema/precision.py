@@ -1,4 +1,4 @@
-"""`[train.fp8]`: linear layers in eight bits during training."""
+"""`[train.fp8]` and `[train.fp4]`: linear layers in eight or four bits during training."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -6,6 +6,12 @@ from typing import Literal
 from cosmos_core.config.schema.table import StageContext, Table
 
 _ScaleGranularity = Literal["rowwise", "tensorwise"]
+
+
+class FP4Config(Table):
+    """`[train.fp4]`: linear layers in 4-bit floating point; the table has no effect."""
+
+    switch = "enable_fp4"
 
 
 class FP8Config(Table):

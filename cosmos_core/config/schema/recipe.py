@@ -14,7 +14,6 @@ from cosmos_core.config.schema.export import ExportConfig
 from cosmos_core.config.schema.judge import JudgeConfig
 from cosmos_core.config.schema.logging import LoggingConfig
 from cosmos_core.config.schema.merge import MergeConfig
-from cosmos_core.config.schema.planned import VLAConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.profiler import ProfilerConfig
 from cosmos_core.config.schema.rl import RlConfig
@@ -26,6 +25,10 @@ from cosmos_core.config.schema.validation import ValidationConfig
 
 if TYPE_CHECKING:
     from cosmos_core.types import StageKind
+
+
+class VLAConfig(Table):
+    """`[vla]`: vision-language-action models for robots; the table has no effect."""
 
 
 class Recipe(Table):
@@ -200,10 +203,8 @@ class Recipe(Table):
         if isinstance(policy, RlConfig) and policy.batch_size_per_optimize:
             policy = policy.derive(batch_size_per_optimize=policy.batch_size_per_optimize * num_replicas)
         mesh = mesh.derive(n_init_replicas=1, dp_replicate_size=num_dp_replicas)
-        return self.derive(
-            policy=self.policy.derive(parallelism=mesh),
-            train=train.derive(train_batch_per_replica=rows_per_step, train_policy=policy),
-        )
+        train = train.derive(train_batch_per_replica=rows_per_step, train_policy=policy)
+        return self.derive(policy=self.policy.derive(parallelism=mesh), train=train)
 
     @model_validator(mode="after")
     def _set_diffusion_engine(self) -> Self:

@@ -1,5 +1,6 @@
 """`[train.train_policy.remote_reward]`: requests to a reward service, and the rewards computed from its scores."""
 
+from collections import Counter
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -71,8 +72,8 @@ class RemoteRewardConfig(Table):
     def _check_repeated_functions(cls, functions: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
         if not functions:
             raise ValueError("reward_fns is empty; name at least one function of the service")
-        name_key_pairs = [(function.name, function.score_key) for function in functions]
-        if repeated_name := next((name for name, key in name_key_pairs if name_key_pairs.count((name, key)) > 1), None):
+        pairs = [(function.name, function.score_key) for function in functions]
+        if repeated_name := next((name for name, key in pairs if pairs.count((name, key)) > 1), None):
             raise ValueError(f"reward_fns has {repeated_name!r} twice with the same score_key; name it once")
         return functions
 
@@ -84,14 +85,11 @@ class RemoteRewardConfig(Table):
     @property
     def metric_names(self) -> dict[RewardFunctionConfig, str]:
         """Return the metric name of each function: its `name`, or `name/score_key` if several have that name."""
-        names = [each.name for each in self.reward_fns]
-        return {
-            each: each.name if names.count(each.name) == 1 else f"{each.name}/{each.score_key}"
-            for each in self.reward_fns
-        }
+        counts = Counter(each.name for each in self.reward_fns)
+        return {f: f.name if counts[f.name] == 1 else f"{f.name}/{f.score_key}" for f in self.reward_fns}
 
     @property
     def max_total(self) -> float:
         """Return the total reward of a completion for which each function returns 1."""
-        weighted_sum = sum(reward_config.weight * reward_config.clipped(1.0) for reward_config in self.reward_fns)
+        weighted_sum = sum(each.weight * each.clipped(1.0) for each in self.reward_fns)
         return self.scale * min(max(weighted_sum, self.reward_clip_min), self.reward_clip_max)

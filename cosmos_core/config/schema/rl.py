@@ -129,11 +129,9 @@ class RlConfig(AlgorithmConfig):
     def rewards(self) -> dict[str, float]:
         if self.bypass_reward or self.use_remote_reward or not self.datasets:
             return {} if self.bypass_reward or self.use_remote_reward else self.reward_function
-        source_pairs = zip(self.datasets, self.sources.values(), strict=True)
-        weights_by_source = {
-            source_config.label: source_algorithm.reward_function for source_config, source_algorithm in source_pairs
-        }
-        return SourceWeights({"": self.reward_function} | weights_by_source)
+        sources = zip(self.datasets, self.sources.values(), strict=True)
+        weights = {each.label: table.reward_function for each, table in sources}
+        return SourceWeights({"": self.reward_function} | weights)
 
     @property
     def held_out_rewards(self) -> dict[str, float]:
@@ -196,17 +194,16 @@ class RlConfig(AlgorithmConfig):
         """Set the reward function `reasoning_gym` for generated rows unless the recipe sets another."""
         if not isinstance(values, dict) or "reward_function" in values:
             return values
-        datasets, new_values = values.get("datasets") or (), {}
+        datasets, reward = values.get("datasets") or (), {"reward_function": GENERATED_REWARD}
         if not isinstance(datasets, list | tuple):
             return values
-        generated_flags = [_is_generated_dataset(dataset) for dataset in datasets or (values.get("dataset"),)]
-        if any(generated_flags) and datasets:
-            generated_reward = {"reward_function": GENERATED_REWARD}
-            new_values["datasets"] = [
-                {**generated_reward, **dataset} if is_generated_source and isinstance(dataset, dict) else dataset
-                for dataset, is_generated_source in zip(datasets, generated_flags, strict=True)
-            ]
-        return {**values, **new_values, **({"reward_function": GENERATED_REWARD} if all(generated_flags) else {})}
+        if all(_is_generated_dataset(each) for each in datasets or (values.get("dataset"),)):
+            values = values | reward
+        if any(map(_is_generated_dataset, datasets)):
+            has_reward = [isinstance(each, dict) and _is_generated_dataset(each) for each in datasets]
+            pairs = zip(datasets, has_reward, strict=True)
+            values = values | {"datasets": [reward | each if has_default else each for each, has_default in pairs]}
+        return values
 
     @model_validator(mode="after")
     def _resolve_rewards(self) -> Self:

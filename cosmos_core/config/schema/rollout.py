@@ -171,8 +171,8 @@ class RolloutConfig(Table):
             if stage.recipe.may_split_groups and stage.recipe.policy.is_diffusers:
                 yield (
                     f"train.train_batch_per_replica = {train_config.train_batch_per_replica}: a train step of a "
-                    f"diffusion "
-                    f"model has whole groups; make it a multiple of rollout.n_generation = {self.n_generation}"
+                    f"diffusion model has whole groups; make it a multiple of rollout.n_generation = "
+                    f"{self.n_generation}"
                 )
             yield from self._greedy_sampling_errors(stage)
         if stage.kind.feed == "rollouts" and stage.recipe.mode != "colocated":
@@ -252,15 +252,13 @@ class RolloutConfig(Table):
                 f"prompt leaves of policy.model_max_length = {model_max_length}"
             )
         fields, sampling = SamplingConfig.model_fields, dict(self.sampling_config)
-        setting_names = ("top_p", "top_k", "repetition_penalty")
-        changed_settings = [
-            f"{name} = {sampling[name]}" for name in setting_names if sampling[name] != fields[name].default
-        ]
-        if changed_settings and stage.recipe.train.train_policy.has_rollouts:
+        names = ("top_p", "top_k", "repetition_penalty")
+        changes = [f"{name} = {sampling[name]}" for name in names if sampling[name] != fields[name].default]
+        if changes and stage.recipe.train.train_policy.has_rollouts:
             yield (
-                f"rollout.sampling_config: {', '.join(changed_settings)}: training completions are not drawn from the "
-                f"policy; the loss weights their tokens by policy / sampled distribution, and never sees the tokens "
-                f"that are cut off"
+                f"rollout.sampling_config: {', '.join(changes)}: training completions are not drawn from the policy; "
+                f"the loss weights their tokens by policy / sampled distribution, and never sees the tokens that are "
+                f"cut off"
             )
 
     @property

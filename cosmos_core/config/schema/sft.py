@@ -8,6 +8,8 @@ from cosmos_core.config.schema.marks import NamedThing, SupportedValues
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.value_types import NameOrImportPath
 
+_TRAINERS = SupportedValues(("sft",), "this version trains with 'sft', 'dpo' and 'kto'", takes_import_paths=True)
+
 
 class SftConfig(SupervisedConfig):
     """`type = "sft"`: learn the assistant's turns of conversations, or all of plain text."""
@@ -16,11 +18,7 @@ class SftConfig(SupervisedConfig):
     rows: ClassVar[str] = "sequences"
     reports_rewards: ClassVar[bool] = False
 
-    trainer_type: Annotated[
-        NameOrImportPath,
-        SupportedValues(("sft",), "this version trains with 'sft', 'dpo' and 'kto'", takes_import_paths=True),
-        NamedThing.CODE,
-    ] = "sft"
+    trainer_type: Annotated[NameOrImportPath, _TRAINERS, NamedThing.CODE] = "sft"
     """Algorithm: `sft`, `dpo` (rows are a prompt with a chosen and a rejected response), `kto` (rows are a prompt, a
     response and a label), or a user class `path/file.py:Class`."""
     prompt_column_name: str = ""

@@ -8,6 +8,8 @@ from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.marks import RequiresEnabledField, UnitMark
 from cosmos_core.config.schema.value_types import PositiveInt, Tokens
 
+_IfBalanced = RequiresEnabledField("enable_dp_load_balancing")
+
 
 class SupervisedConfig(AlgorithmConfig):
     """Keys that SFT, DPO and KTO share."""
@@ -27,21 +29,15 @@ class SupervisedConfig(AlgorithmConfig):
     enable_dp_load_balancing: bool = False
     """Fill micro-batches up to a number of tokens rather than of rows; `train_batch_per_replica` and
     `dataloader_drop_last` then have no effect."""
-    load_balanced_pool_size: Annotated[
-        PositiveInt, UnitMark("rows"), RequiresEnabledField("enable_dp_load_balancing")
-    ] = 32
+    load_balanced_pool_size: Annotated[PositiveInt, UnitMark("rows"), _IfBalanced] = 32
     """Number of waiting rows among which the next row of a micro-batch is selected."""
-    load_balanced_max_tokens_for_batch: Annotated[Tokens | None, RequiresEnabledField("enable_dp_load_balancing")] = (
-        None
-    )
+    load_balanced_max_tokens_for_batch: Annotated[Tokens | None, _IfBalanced] = None
     """Maximum number of tokens of a micro-batch, including padding unless `sequence_packing`; a longer row forms its
     own micro-batch. None: `mini_batch` x `policy.model_max_length`."""
-    load_balanced_batching_strategy: Annotated[str, RequiresEnabledField("enable_dp_load_balancing")] = "prefer_closest"
+    load_balanced_batching_strategy: Annotated[str, _IfBalanced] = "prefer_closest"
     """Rule that selects the next row of a micro-batch among rows of equal cost: `prefer_first` takes the row that has
     waited longest, `prefer_closest` the row nearest in length to the longest row of the micro-batch."""
-    load_balanced_batches_per_optimizer_step: Annotated[
-        int, UnitMark("micro-batches"), RequiresEnabledField("enable_dp_load_balancing")
-    ] = 1
+    load_balanced_batches_per_optimizer_step: Annotated[int, UnitMark("micro-batches"), _IfBalanced] = 1
     """Number of micro-batches of one optimizer step, all ranks together; the last step of an epoch may have fewer."""
 
     @property
@@ -49,9 +45,7 @@ class SupervisedConfig(AlgorithmConfig):
         """Return the column names that the recipe sets, by the default name of each column."""
         default_names = ("prompt", "response", "chosen", "rejected", "label")
         columns = {name: getattr(self, f"{name}_column_name", "") for name in default_names}
-        return {
-            name: column for name, column in columns.items() if column and (name in default_names[:2] or column != name)
-        }
+        return {name: each for name, each in columns.items() if each and (name in default_names[:2] or each != name)}
 
     @model_validator(mode="after")
     def _refuse_repeated_columns(self) -> Self:

@@ -159,12 +159,10 @@ def active_tables(table: Table) -> Iterator[Table]:
 
 def _iterate_active_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]:
     """Yield (name, field, value) of each field that neither the table's switch nor the field's own switch disables."""
-    is_disabled = bool(table.switch) and not getattr(table, table.switch)
+    is_enabled = not table.switch or getattr(table, table.switch)
     for name, field in type(table).model_fields.items():
-        enabling_mark: RequiresEnabledField | None = find_mark(field, RequiresEnabledField)
-        if not (enabling_mark and not getattr(table, enabling_mark.switch)) and (
-            not is_disabled or name == table.switch
-        ):
+        mark: RequiresEnabledField | None = find_mark(field, RequiresEnabledField)
+        if (mark is None or getattr(table, mark.switch)) and (is_enabled or name == table.switch):
             yield name, field, getattr(table, name)
 
 
@@ -223,10 +221,8 @@ def result_values(table: Table) -> dict[str, Any]:
             continue
         if omits_empty and _are_tables(value):  # grouped by key, because a stage kind may read only some keys
             rows = [result_values(subtable) for subtable in value]
-            values[name] = {
-                key: [single_table_values.get(key) for single_table_values in rows]
-                for key in dict.fromkeys(k for single_table_values in rows for k in single_table_values)
-            }
+            keys = dict.fromkeys(key for row in rows for key in row)
+            values[name] = {key: [row.get(key) for row in rows] for key in keys}
         elif not isinstance(value, Table):
             values[name] = list(value) if isinstance(value, tuple) else value
         elif nested_result := result_values(value):

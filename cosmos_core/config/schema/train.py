@@ -18,8 +18,7 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.hooks import HooksConfig
 from cosmos_core.config.schema.kto import KtoConfig
 from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresEnabledField, SupportedValues, UnitMark
-from cosmos_core.config.schema.planned import FP4Config
-from cosmos_core.config.schema.precision import FP8Config
+from cosmos_core.config.schema.precision import FP4Config, FP8Config
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.sft import SftConfig
 from cosmos_core.config.schema.table import StageContext, Table, as_toml, warn
@@ -38,6 +37,7 @@ from cosmos_core.config.schema.value_types import (
 DEFAULT_SEED = 42
 _BetaDecay = Annotated[float, Field(ge=0, lt=1)]
 _OptimizerImpl = Literal["fused", "foreach", "for-loop"]
+_UNSCALED = "this version does not scale losses, so gradients vanish; use 'bfloat16'"
 _UNCATCHABLE_SIGNALS = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # SIGCHLD arrives at the end of every child process
 _GRPO_ONLY_KEYS = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
 
@@ -116,12 +116,7 @@ class TrainConfig(Table):
         DType, SupportedValues(("float32", "bfloat16"), "float16 cannot hold optimizer state; use 'float32'")
     ] = "float32"
     """Dtype of the weights and of the optimizer state."""
-    param_dtype: Annotated[
-        DType,
-        SupportedValues(
-            ("float32", "bfloat16"), "this version does not scale losses, so gradients vanish; use 'bfloat16'"
-        ),
-    ] = "bfloat16"
+    param_dtype: Annotated[DType, SupportedValues(("float32", "bfloat16"), _UNSCALED)] = "bfloat16"
     """Dtype of the forward and backward pass, and of the export; an `export` stage whose recipe leaves it out has the
     dtype of the stage whose model it exports."""
     transfer_dtype: DType | None = None

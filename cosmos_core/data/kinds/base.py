@@ -53,8 +53,7 @@ class HeldOutRows(ABC):
     is_prefetched: ClassVar[bool] = False
     """Whether reading a row takes so long that the rows of the next step are read in advance."""
     reference: np.ndarray | None = None
-    """Log-probabilities of both samples of each row under the reference policy, shape (rows, 2); None: the algorithm
-    needs no reference policy."""
+    """Log-probabilities of both samples of each row under the reference policy, (rows, 2); None: there is none."""
     path: Path
     """Path of the file with the prepared rows."""
     mixture: Mixture | None = None
@@ -70,18 +69,15 @@ class HeldOutRows(ABC):
 
     @abstractmethod
     def samples(self, positions: Sequence[int], seed: Seed = None, micro_batch: int | None = None) -> list[Any]:
-        """Return the samples of the rows at `positions`, with random values that are derived from `seed`.
-
-        `micro_batch` is the number of the micro-batch that all these samples belong to; None: the trainer divides them.
-        """
+        """Return the samples of the rows at `positions`, with random values that are derived from `seed`. `micro_batch`
+        is the number of the micro-batch that all these samples belong to; None: the trainer divides them."""
 
     def token_counts(self, *, is_packed: bool) -> np.ndarray:
         """Return the number of tokens that each row takes in a packed or padded micro-batch, int64."""
         raise NotImplementedError(type(self).__name__)
 
     def micro_batches(self, positions: np.ndarray, max_rows: int) -> list[list[int]] | None:
-        """Divide the rows of a step into micro-batches of at most `max_rows` rows; None: the trainer divides the
-        samples."""
+        """Divide the rows of a step into micro-batches of at most `max_rows` rows; None: the trainer does it."""
         return None
 
 
@@ -121,8 +117,8 @@ class RowKind(ABC):
         return self.visual_schema.with_metadata({**self.schema.metadata, IMAGE_ROOT: str(root).encode()})
 
     def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
-        """Return the name of the row kind in each held-out split, by the name of the split. With `has_rewards`,
-        validation scores completions by reward functions."""
+        """Return the kind of rows in each held-out split, by split; with `has_rewards`, validation scores
+        completions."""
         return {VALIDATION: self.name}
 
     @abstractmethod
@@ -130,29 +126,17 @@ class RowKind(ABC):
         """Prepare the rows of a stage: the program of a `prepare` stage."""
 
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> HeldOutRows:
-        """Return the rows to learn of a split in `folder`, the data folder of a `prepare` stage.
-
-        `adapter` is the adapter of the model, which only the rows of diffusion models need.
-
-        Raises:
-            DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
-        """
+        """Return the rows to learn of a split in `folder`, the data folder of a `prepare` stage; errors are those of
+        `open_table`. `adapter` is the adapter of the model, which only the rows of diffusion models need."""
         raise NotImplementedError(f"{self.name} are not learned")
 
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
-        """Return the rows of a split as prompts to complete, with the references and clips that the algorithm reads.
-
-        Raises:
-            DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
-        """
+        """Return the rows of a split as prompts to complete, with references and clips; errors are those of
+        `open_table`."""
         raise NotImplementedError(f"{self.name} are not completed")
 
     def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
-        """Return the held-out rows of a data folder whose validation split is of this kind.
-
-        Raises:
-            DataError: a file is damaged.
-        """
+        """Return the held-out rows, if the validation split is of this kind; errors are those of `open_table`."""
         return HeldOut(self.open(folder, VALIDATION, model, adapter), None)
 
 
@@ -179,24 +163,15 @@ class TokenisedKind(RowKind):
         return [name for name in self.columns if name.endswith("_mask")]
 
     def read(self, row: Row, where: str, policy: AlgorithmConfig) -> Any:
-        """Read a row as `prepare` does, but without opening images or tokenising.
-
-        Raises:
-            DataError: the row lacks a column, or a column has the wrong form.
-            SkippedRow: the row has no content to learn.
-        """
+        """Read a row as `prepare` does, but without opening images or tokenising. Raise DataError if the row lacks a
+        column, or a column has the wrong form, and SkippedRow if the row has no content to learn."""
         assert isinstance(policy, SupervisedConfig)
         column, system_prompt = policy.conversation_column_name, policy.system_prompt
         return self.reader(ReadRow(row, policy.column_names, where), where, column, system_prompt, with_images=True)
 
     @abstractmethod
     def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
-        """Convert a row of a data set to the record that the prepared file holds.
-
-        Raises:
-            DataError: the row cannot be read.
-            SkippedRow: the row has no content to learn.
-        """
+        """Convert a row to the record that the prepared file holds; errors are those of `read`."""
 
     def omits_response(self, row: Row, column: str) -> bool:
         """Return whether training on the text in `column` leaves out a response in another column."""

@@ -32,11 +32,8 @@ class NoisyRows(HeldOutRows):
 
     def samples(self, positions: Sequence[int], seed: Seed = None, micro_batch: int | None = None) -> list[FlowSample]:
         """Return a sample for each row, with noise and a noise level; captions of held-out rows are never dropped."""
-        if seed is None:
-            return [
-                self._sampler.sample(self._rows[i], seed_of(_HELD_OUT_SEED_STEP, i), dropout=0.0) for i in positions
-            ]
-        return [self._sampler.sample(self._rows[i], seed_of(*seed, i)) for i in positions]
+        seeds, dropout = ((_HELD_OUT_SEED_STEP,), 0.0) if seed is None else (seed, None)
+        return [self._sampler.sample(self._rows[i], seed_of(*seeds, i), dropout=dropout) for i in positions]
 
 
 class MediaKind(MediaPromptsKind):

@@ -46,9 +46,7 @@ class Pairs(HeldOutRows):
         """Divide pairs into micro-batches of pairs with similar lengths and equal numbers of images."""
         lengths, num_images = self._padded_lengths, self.chosen.num_images
         order = sorted(positions.tolist(), key=lambda i: -lengths[i])
-        row_groups = [
-            [i for i in order if num_images[i] == image_count] for image_count in np.unique(num_images[order])
-        ]
+        row_groups = [[i for i in order if num_images[i] == count] for count in np.unique(num_images[order])]
         return [rows[start : start + max_rows] for rows in row_groups for start in range(0, len(rows), max_rows)]
 
     @cached_property

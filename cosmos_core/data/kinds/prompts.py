@@ -17,7 +17,6 @@ from cosmos_core.data.conversation import tokenize_prompt, tokenize_text
 from cosmos_core.data.kinds.base import IDS, VALIDATION, HeldOut, TokenisedKind
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.kinds.sequences import open_sequences
-from cosmos_core.data.lazy import IndexedSequence
 from cosmos_core.data.messages import (
     PROMPT_COLUMNS,
     Message,
@@ -31,6 +30,7 @@ from cosmos_core.data.messages import (
 from cosmos_core.data.order import Mixture
 from cosmos_core.data.prepared import (
     LEARNED_HELD_OUT,
+    IndexedSequence,
     RowImages,
     has_split,
     mixture_of,
@@ -72,11 +72,8 @@ def open_prompts(folder: Path, split: str) -> Prompts:
 
 
 def find_prompts(folder: Path, split: str) -> Prompts | None:
-    """Return the prompts of a split; None if the split does not exist, or its rows are not prompts to complete.
-
-    Raises:
-        DataError: the file of the split is damaged.
-    """
+    """Return the prompts of a split; None if the split does not exist, or its rows are not prompts to complete. Raise
+    DataError if the file of the split is damaged."""
     has_prompts = has_split(folder, split) and read_row_kind(folder, split) == PromptsKind.name
     return open_prompts(folder, split) if has_prompts else None
 

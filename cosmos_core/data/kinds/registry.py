@@ -10,11 +10,7 @@ _FOLDER, _SUFFIX = "cosmos_core.data.kinds", "Kind"
 
 @cache
 def row_kind(name: str) -> RowKind:
-    """Return the kind of rows named `name`.
-
-    Raises:
-        ConfigError: no kind of rows has this name.
-    """
+    """Return the kind of rows named `name`; raise ConfigError if no kind of rows has this name."""
     return load_named(name, _FOLDER, _SUFFIX)()
 
 

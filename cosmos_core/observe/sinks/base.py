@@ -38,17 +38,13 @@ of its grace period is reserved for the checkpoint."""
 
 
 class Sink(Protocol):
-    """Interface of metric sinks, the classes that `logging.logger` names. The constructor gets the stage and the first
-    step that this attempt logs.
-
-    All calls may be slow or raise errors. A built-in metric sink is the class `SomeNameSink` in `some_name.py`, and the
-    attribute `package` names the Python package that it needs.
-    """
+    """Interface of metric sinks, the classes that `logging.logger` names; the constructor gets the stage and the first
+    step that this attempt logs. All calls may be slow or raise errors. A built-in metric sink is the class
+    `SomeNameSink` in `some_name.py`, and its attribute `package` names the Python package that it needs."""
 
     starting_step: int
-    """First step that the metric sink has not stored. Earlier attempts' lines of `metrics.jsonl` from this step on are
-    sent before new lines. New lines of earlier steps are not sent, except validation metrics that are logged for the
-    first time."""
+    """First step that the sink has not stored: lines of earlier attempts from this step on are sent first, and new
+    lines of earlier steps are not sent, except validation metrics that are logged for the first time."""
 
     def log(self, line: dict[str, Any]) -> None:
         """Receive one line of `metrics.jsonl`: `step`, `time` (seconds since 1970) and metrics by name."""
@@ -74,21 +70,15 @@ SinkOpener = Callable[[Stage, int], Sink]
 
 
 def find_sink(name: str) -> SinkOpener:
-    """Return the class of a built-in metric sink or of a user's metric sink.
-
-    Raises:
-        ConfigError: the metric sink does not exist, or the user's file cannot be imported.
-    """
+    """Return the class of a built-in or user-defined metric sink; raise ConfigError if it cannot be imported."""
     sink = load_named(name, SINKS_FOLDER, "Sink")
     return partial(FunctionSink, sink) if inspect.isfunction(sink) else sink
 
 
 @contextmanager
 def send_to_sinks(stage: Stage, find: Callable[[str], SinkOpener] = find_sink) -> Iterator[None]:
-    """Send the metrics that a stage logs during the block to the metric sinks of its recipe.
-
-    Each metric sink is opened with the first metric, so that a stage without metrics creates no empty run in a service.
-    """
+    """Send the metrics that a stage logs during the block to the metric sinks of its recipe. Each sink is opened with
+    the first metric, so that a stage without metrics creates no empty run in a service."""
     names = dict.fromkeys(name for name in stage.recipe.logging.logger if name != CONSOLE)
     sink_threads = [_SinkThread(name, find, stage) for name in names]
     stage.metrics.watchers += [sink_thread.enqueue for sink_thread in sink_threads]
@@ -147,10 +137,8 @@ class _SinkThread:
         sink = self._find_opener(self._name)(self._stage, first_line["step"])
         # Send earlier lines that the metric sink lacks because it was unreachable or an attempt was killed. The first
         # line may be the validation of a step that an earlier attempt trained, or repeat the line of such a step.
-        earlier_lines = takewhile(
-            lambda line: line["time"] != first_line["time"], read_metrics(self._stage.metrics.path)
-        )
-        for line in earlier_lines:
+        lines = read_metrics(self._stage.metrics.path)
+        for line in takewhile(lambda line: line["time"] != first_line["time"], lines):
             is_repeated = line["step"] >= first_line["step"] and len(line.keys() & first_line.keys()) > 2
             if line["step"] >= sink.starting_step and not is_repeated:
                 sink.log(line)
@@ -162,9 +150,8 @@ class _SinkThread:
         sink.close(self._exit_code)
 
     def _log_warning(self, problem: str) -> None:
-        reason = " ".join(problem.split())
         message = "logging.logger %r: %s; training does not need it, metrics.jsonl is complete"
-        logger.warning(message, self._name, reason)
+        logger.warning(message, self._name, " ".join(problem.split()))
 
 
 def _keep_validation_metrics(line: dict[str, Any]) -> dict[str, Any]:
@@ -179,9 +166,8 @@ def numbers(line: dict[str, Any]) -> dict[str, float]:
 
 
 def names_of_run(stage: Stage, sink: str) -> tuple[str, str, str, str]:
-    """Return project, group, name and identifier of a stage's run in a tracking service (W&B, MLflow, trackio). All
-    attempts of a stage share the identifier, which is saved in its subfolder `sink`; a stage that is made again has a
-    new folder and identifier."""
+    """Return project, group, name and identifier of a stage's run in a tracking service (W&B, MLflow, trackio). The
+    identifier, saved in the subfolder `sink` of the stage, is the same in all attempts and new if it is made again."""
     config, start_info = stage.recipe.logging, read_start_info(stage.run_path) or RunStartInfo()
     title = f"{config.experiment_name or start_info.pipeline or 'cosmos'}-{stage.run_path.name}"
     path = stage.path / sink / "id"

@@ -18,11 +18,8 @@ _MAX_VALUE_CHARACTERS = 6000
 
 
 class MlflowSink:
-    """Metric sink that writes to one MLflow run; `MLFLOW_TRACKING_URI` selects the server or the database.
-
-    A resumed stage continues its MLflow run after the newest step that the server has. All metrics of a step are sent
-    in one request, so that a kill leaves no incomplete step.
-    """
+    """Metric sink that writes to one MLflow run; `MLFLOW_TRACKING_URI` selects the server or the database. A step is
+    sent in one request, and a resumed stage continues its run after the newest step that the server has."""
 
     package = "mlflow-skinny"
 

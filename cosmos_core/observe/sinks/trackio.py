@@ -1,5 +1,4 @@
-"""Metric sink for trackio, one run per stage: it sends metrics and settings, but neither samples nor statistics of
-the machine."""
+"""Metric sink for trackio, one run per stage: it sends metrics and settings, no samples and no machine statistics."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Metric sink for Weights & Biases, with a run for each stage that logs metrics. The only samples that it sends are the
-images and videos that a diffusion model generated from held-out prompts. It sends neither code nor machine
-statistics."""
+"""Metric sink for Weights & Biases, one run per stage: it sends metrics, settings, and the images and videos that a
+diffusion model generated from held-out prompts, but neither code nor machine statistics."""
 
 from __future__ import annotations
 

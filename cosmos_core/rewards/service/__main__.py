@@ -17,6 +17,7 @@ from cosmos_core.rewards.service.app import HttpInterface
 from cosmos_core.rewards.service.config import ServiceConfig, read_config
 from cosmos_core.rewards.service.connection import Connection
 from cosmos_core.rewards.service.engine import Engine
+from cosmos_core.run.files import write_text
 
 log = logging.getLogger("cosmos.rewards")
 
@@ -84,9 +85,7 @@ def _announce_url(server: uvicorn.Server, config: ServiceConfig, ready_file: Pat
     url = f"http://{host}:{port}"
     log.info("rewards %s are served at %s", ", ".join(reward.reward_type for reward in config.rewards), url)
     if ready_file:
-        temporary_file = ready_file.with_suffix(".tmp")
-        temporary_file.write_text(url, encoding="utf-8")
-        temporary_file.replace(ready_file)
+        write_text(ready_file, url, durable=False)
 
 
 class _Server(uvicorn.Server):
@@ -94,7 +93,7 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)
-        self._engine = engine
+        self._engine, self._loop = engine, asyncio.get_running_loop()
         self._drain_future: Future[None] | None = None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
@@ -104,10 +103,6 @@ class _Server(uvicorn.Server):
             self._drain_future = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
         else:
             self.should_exit = self.force_exit = True
-
-    async def serve(self, sockets: Any = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
 
     async def _drain(self) -> None:
         await self._engine.drain()

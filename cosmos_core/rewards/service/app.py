@@ -63,14 +63,13 @@ class HttpInterface:
     def app(self) -> FastAPI:
         """Return the FastAPI application with all routes of the service."""
         app = FastAPI(title="Reward service", docs_url=None, redoc_url=None, openapi_url=None)
-        for path, handler in (
-            (protocol.ENQUEUE, self.enqueue), (protocol.PULL_PATH, self.pull), (protocol.PING, self.ping),
-            (protocol.LATENT_ATTR, self.latent_attr),
+        for method, path, handler in (
+            ("POST", protocol.ENQUEUE, self.enqueue), ("POST", protocol.PULL_PATH, self.pull),
+            ("POST", protocol.PING, self.ping), ("POST", protocol.LATENT_ATTR, self.latent_attr),
+            ("GET", "/metrics", self.metrics), ("GET", "/", self.page),
         ):  # fmt: skip
-            app.add_route(path, self._guard_handler(handler), methods=["POST"])
+            app.add_route(path, self._guard_handler(handler), methods=[method])
         app.add_route("/health", self.health, methods=["GET"])
-        app.add_route("/metrics", self._guard_handler(self.metrics), methods=["GET"])
-        app.add_route("/", self._guard_handler(self.page), methods=["GET"])
         return app
 
     async def enqueue(self, request: Request) -> Response:
@@ -119,8 +118,7 @@ class HttpInterface:
 
     async def latent_attr(self, request: Request) -> Response:
         """Confirm that the service can decode latents with the attributes in the request."""
-        form = await _read_form(request)
-        fields = None
+        form, fields = await _read_form(request), None
         with suppress(ValueError, RecursionError):
             fields = json.loads(form.get("fields", ""))
         if not isinstance(fields, dict):
@@ -130,11 +128,10 @@ class HttpInterface:
 
     async def health(self, request: Request) -> Response:
         """Return the state of the service for probes, without authentication and without details."""
-        engine = self.engine
-        ready_counts = {name: pool.ready for name, pool in engine.pools.items()}
+        ready_counts = {name: pool.ready for name, pool in self.engine.pools.items()}
         serving_state = "ok" if all(ready_counts.values()) else "degraded"
-        state = "draining" if engine.is_draining else serving_state if engine.is_ready else "loading"
-        content = {"status": state, "rewards": ready_counts, "pending": len(engine.pending)}
+        state = "draining" if self.engine.is_draining else serving_state if self.engine.is_ready else "loading"
+        content = {"status": state, "rewards": ready_counts, "pending": len(self.engine.pending)}
         return JSONResponse(content, 200 if state in {"ok", "degraded"} else 503)
 
     async def metrics(self, request: Request) -> Response:
@@ -240,8 +237,7 @@ def _content_length(request: Request, max_bytes: int) -> int:
 
 
 async def _read_body(request: Request, num_bytes: int) -> bytearray:
-    """Return the body of a request; raise ClientDisconnect if it ended early, and HTTPException if it is longer than
-    its `Content-Length`, or timed out."""
+    """Return the body of a request; raise ClientDisconnect if it ended early, HTTPException if it is long or late."""
     body, deadline = bytearray(), time.monotonic() + _BODY_TIMEOUT_SECONDS + num_bytes / 2**20
     stream = request.stream().__aiter__()
     while True:

@@ -185,11 +185,7 @@ class ServiceConfig(Table):
             return False
 
     def token(self) -> str:
-        """Return the token that requests need; empty: no authentication.
-
-        Raises:
-            ConfigError: a token is required and missing or invalid.
-        """
+        """Return the token that requests need, if any; raise `ConfigError` if a required one is missing or invalid."""
         token = os.environ.get(self.token_env, "")
         if self.authentication == "off":
             return ""
@@ -206,11 +202,7 @@ class ServiceConfig(Table):
 
 
 def read_config(file: Path, **overrides: Any) -> ServiceConfig:
-    """Return the configuration in a file; overrides that are None are ignored.
-
-    Raises:
-        ConfigError: the file is missing or invalid.
-    """
+    """Return the configuration in a file with all overrides that are not None; raise `ConfigError` if it is invalid."""
     settings = {**read_toml(file), **{key: value for key, value in overrides.items() if value is not None}}
     config = parse(ServiceConfig, settings, source=str(file))
     if not config.rewards:

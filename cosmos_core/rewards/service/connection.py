@@ -6,6 +6,7 @@ uvicorn's other parser (httptools) has no limit for headers, and neither parser 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -67,18 +68,12 @@ class RefusalResponse(Response):
         """Send the response at once, and end it after the request body; ASGI prescribes the signature."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        await _discard_body(receive)
+        deadline, num_bytes_left = time.monotonic() + _MAX_DISCARD_SECONDS, _MAX_DISCARDED_BYTES
+        with suppress(TimeoutError):
+            while num_bytes_left > 0 and time.monotonic() < deadline:
+                async with asyncio.timeout(_READ_TIMEOUT_SECONDS):
+                    message = await receive()
+                if not message.get("more_body"):
+                    break
+                num_bytes_left -= len(message["body"])
         await send({"type": "http.response.body", "body": b""})
-
-
-async def _discard_body(receive: Callable[[], Awaitable[Message]]) -> None:
-    deadline, num_bytes_left = time.monotonic() + _MAX_DISCARD_SECONDS, _MAX_DISCARDED_BYTES
-    while num_bytes_left > 0 and time.monotonic() < deadline:
-        try:
-            async with asyncio.timeout(_READ_TIMEOUT_SECONDS):
-                message = await receive()
-        except TimeoutError:
-            return
-        if not message.get("more_body"):
-            return
-        num_bytes_left -= len(message["body"])

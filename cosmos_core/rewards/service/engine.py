@@ -59,12 +59,8 @@ class Engine:
         self.store: Store = _open_store(config, self.replica)
 
     async def start(self) -> None:
-        """Load every reward, then resume unfinished requests of an earlier process of the service.
-
-        Raises:
-            RewardError: a reward cannot be loaded.
-            StageFailed: a process was killed or timed out while loading, or the queue does not respond.
-        """
+        """Load every reward, then resume unfinished requests of an earlier process of the service. Raise `RewardError`
+        if a reward cannot be loaded, and `StageFailed` if a process was killed or timed out, or the queue is away."""
         self.pools = {each.reward_type: Pool(self.program(each), self._store_result) for each in self.config.rewards}
         if self.config.vae:
             self.decoder = Pool(self._decoder_program(), self._handle_decoded)
@@ -98,20 +94,16 @@ class Engine:
         """Refuse new requests and finish accepted ones; with a store in memory, also wait until scores are fetched."""
         self.is_draining = True
         deadline = time.monotonic() + self.config.drain_seconds
-        while time.monotonic() < deadline and (
-            self.pending or self._num_reserved_requests or self.store.has_unfetched_scores()
-        ):
+        while self.pending or self._num_reserved_requests or self.store.has_unfetched_scores():
+            if time.monotonic() >= deadline:
+                break
             await asyncio.sleep(0.05)
         self._has_drained = True
 
     @contextlib.contextmanager
     def reserve_capacity(self, num_bytes: int) -> Iterator[None]:
-        """Reserve capacity for a request while its body is read and accepted.
-
-        Raises:
-            CapacityExceeded: there is no capacity.
-            ShuttingDown: the service is shutting down.
-        """
+        """Reserve capacity for a request while its body is read and accepted, or raise `CapacityExceeded` or
+        `ShuttingDown`."""
         if self.is_draining:
             raise ShuttingDown
         is_only_request = not self.pending_bytes  # accept a request above the size limit if no other request is pending
@@ -120,9 +112,8 @@ class Engine:
         ):
             items_per_second = self.rate()
             num_waiting_items = sum(request.count for request in self.pending.values())
-            raise CapacityExceeded(
-                min(30, max(1, round(num_waiting_items / items_per_second / 4))) if items_per_second else 1
-            )
+            seconds = round(num_waiting_items / items_per_second / 4) if items_per_second else 1
+            raise CapacityExceeded(min(30, max(1, seconds)))
         self.pending_bytes += num_bytes
         self._num_reserved_requests += 1
         try:
@@ -132,14 +123,9 @@ class Engine:
             self._num_reserved_requests -= 1
 
     async def accept(self, uuid: str, body: bytes | bytearray) -> None:
-        """Store a request and queue it for scoring; a request that is already known is not scored again.
-
-        A request whose acceptance was interrupted after it was stored is queued again.
-
-        Raises:
-            ProtocolError: the body is not a valid request.
-            ShuttingDown: the service has finished its accepted requests.
-        """
+        """Store a request and queue it for scoring; a request that is already known is not scored again, unless its
+        acceptance was interrupted after it was stored. Raise `ProtocolError` if the body is not a valid request, and
+        `ShuttingDown` if the service has finished its accepted requests."""
         if uuid in self.pending:
             return
         if await self.store.is_known(uuid) and not await self.store.is_unfinished(uuid):
@@ -166,8 +152,7 @@ class Engine:
         if request.array.shape[1] != num_channels:
             raise ProtocolError(
                 f"latents of {request.array.shape[1]} channels; the VAE here (decode_args.model_path) has "
-                f"{num_channels}: "
-                f"Wan2.1 has 16, Wan2.2 48, and pixels of a video are batch, 3, frames, height, width"
+                f"{num_channels}: Wan2.1 has 16, Wan2.2 48, and pixels of a video are batch, 3, frames, height, width"
             )
 
     async def is_known(self, uuid: str) -> bool:
@@ -175,12 +160,8 @@ class Engine:
         return uuid in self.pending or await self.store.is_known(uuid)
 
     def check_latent_attributes(self, fields: dict[str, Any]) -> None:
-        """Check that latents with the attributes `fields` can be decoded: attributes that this VAE does not need are
-        ignored, but attributes that name another VAE are refused.
-
-        Raises:
-            ProtocolError: there is no decoder, or the client names another VAE.
-        """
+        """Raise `ProtocolError` if latents with the attributes `fields` cannot be decoded, or if they name another VAE;
+        attributes that this VAE does not need are ignored."""
         if self.decoder is None:
             raise ProtocolError("no decoder of latents is configured here (decode_args.model_path)")
         vae_path = fields.get("vae_pth", "")
@@ -257,8 +238,7 @@ class Engine:
         elif any(result.get("errors", [])):
             content["errors"] = result["errors"]
         self._finished_counts.append((time.monotonic(), request.count))
-        # Old entries are dropped here too, because `rate` may never be called.
-        self._remove_old_counts()
+        self._remove_old_counts()  # here too, because `rate` may never be called
         request.remaining_rewards.discard(name)
         response_json = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
         # Replace an unpaired surrogate in the JSON, which cannot be encoded as UTF-8.
@@ -283,11 +263,8 @@ class Engine:
     def program(self, reward: RewardArgs) -> Program:
         """Return the settings with which the processes of a reward are started."""
         api_key = reward.endpoint_api_key
-        settings = {
-            "model_path": reward.model_path, "download_path": reward.download_path, "dtype": reward.dtype,
-            "endpoint_url": reward.endpoint_url, "options": reward.options,
-            "endpoint_api_key": os.environ.get(api_key[1:], "") if api_key.startswith("$") else api_key,
-        }  # fmt: skip
+        settings = reward.model_dump(include={"model_path", "download_path", "dtype", "endpoint_url", "options"})
+        settings["endpoint_api_key"] = os.environ.get(api_key[1:], "") if api_key.startswith("$") else api_key
         start_message = {"name": reward.reward_type, "entry": reward.entry, "settings": settings, "path": [os.getcwd()]}
         return Program(reward.reward_type, start_message, reward, self.config.batch_seconds, self.config.attempts)
 

@@ -38,11 +38,9 @@ def render(engine: Engine, statuses: Counter[tuple[str, int]]) -> str:
         f"<!doctype html><html lang=en><meta charset=utf-8><meta http-equiv=refresh content=5><title>Rewards</title>"
         f"<style>{_STYLE}</style><h1>Reward service</h1>"
         f"<p>It {state_text}; {pending_text}; {engine.rate():.1f} items/s over the last minute; {engine.num_accepted} "
-        f"requests "
-        f"accepted; {escape(engine.config.queue)} queue; {time.strftime('%Y-%m-%d %H:%M:%S')}.</p>"
-        f"<table><tr>{table_header}</tr>{table_rows}</table><h2>Last "
-        f"errors</h2><ul>{error_items}</ul><h2>Responses</h2>"
-        f"<p>{responses or 'none'}</p></html>"
+        f"requests accepted; {escape(engine.config.queue)} queue; {time.strftime('%Y-%m-%d %H:%M:%S')}.</p>"
+        f"<table><tr>{table_header}</tr>{table_rows}</table><h2>Last errors</h2><ul>{error_items}</ul>"
+        f"<h2>Responses</h2><p>{responses or 'none'}</p></html>"
     )
 
 
@@ -54,8 +52,5 @@ def _render_row(name: str, engine: Engine) -> str:
         len(pool.queue), pool.in_flight, counts.items, f"{counts.seconds / counts.items:.4f}" if counts.items else "",
         counts.errors, counts.restarts, counts.retried,
     )  # fmt: skip
-    return (
-        f"<tr><td>{escape(name)}</td>{processes_cell}"
-        + "".join(f"<td>{number}</td>" for number in cell_values)
-        + "</tr>"
-    )
+    number_cells = "".join(f"<td>{number}</td>" for number in cell_values)
+    return f"<tr><td>{escape(name)}</td>{processes_cell}{number_cells}</tr>"

@@ -24,6 +24,7 @@ import numpy as np
 from cosmos_core.environment import environment_for_user_code
 from cosmos_core.rewards.service.config import RewardArgs
 from cosmos_core.rewards.service.request import Request
+from cosmos_core.rewards.service.worker import encode_header
 
 _START_PROGRAM = """
 import importlib.util, runpy, sys
@@ -82,18 +83,12 @@ Deliver = Callable[[Job, dict[str, Any], float], Awaitable[None]]
 
 
 class ProcessLost(Exception):
-    """Error of a process that ended, hung, or could not load; `is_transient`: whether a retry may help."""
+    """Error of a process that ended, hung, or could not load; `is_transient`: whether a retry may help; `is_killed`:
+    whether it was killed by a signal, which is transient and not an error of the reward itself."""
 
-    def __init__(self, message: str, *, is_transient: bool = False) -> None:
+    def __init__(self, message: str, *, is_transient: bool = False, is_killed: bool = False) -> None:
         super().__init__(message)
-        self.is_transient = is_transient
-
-
-class ProcessKilled(ProcessLost):
-    """Error of a process that was killed by a signal, which is not an error of the reward itself."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(f"its process was killed by signal {signal_number}", is_transient=True)
+        self.is_transient, self.is_killed = is_transient or is_killed, is_killed
 
 
 class Pool:
@@ -140,16 +135,14 @@ class Pool:
                 finally:
                     self.ready -= 1
             except Exception as error:
-                process_error = (
-                    error if isinstance(error, ProcessLost) else ProcessLost(f"{type(error).__name__}: {error}")
-                )
-                if process_error is not error:
+                loss = error if isinstance(error, ProcessLost) else ProcessLost(f"{type(error).__name__}: {error}")
+                if loss is not error:
                     log.exception("reward %s", self.program.name)
                 if not self.loaded.done() and not process.is_ready:
                     self._num_load_attempts_left -= 1
-                    if not isinstance(process_error, ProcessKilled) or not self._num_load_attempts_left:
-                        self.loaded.set_exception(process_error)
-                self._record_error(str(process_error))
+                    if not loss.is_killed or not self._num_load_attempts_left:
+                        self.loaded.set_exception(loss)
+                self._record_error(str(loss))
             finally:
                 await process.kill()
             self.counts.restarts += 1
@@ -190,8 +183,7 @@ class Pool:
         results = reply.get("results") or [{"error": reply.get("error", "")}] * len(jobs)
         for i, job in enumerate(jobs):
             result = {**results[i], "array": arrays[i]} if arrays else results[i]
-            num_errors = job.request.count if result.get("error") else 0
-            num_errors = num_errors or sum(map(bool, result.get("errors", [])))
+            num_errors = job.request.count if result.get("error") else sum(map(bool, result.get("errors", [])))
             self.counts.items += job.request.count
             self.counts.errors += num_errors
             if num_errors:
@@ -240,11 +232,7 @@ class Process:
         self.facts: Mapping[str, Any] = {}
 
     async def start(self) -> None:
-        """Start the process and wait until it has loaded its reward or its decoder.
-
-        Raises:
-            ProcessLost: the process could not start or load.
-        """
+        """Start the process and wait until it has loaded; raise `ProcessLost` if it could not start or load."""
         start_message, reward = self._program.start, self._program.reward
         environment = environment_for_user_code(reward.env) | {"PYTHONUNBUFFERED": "1"}
         if reward.tmp_dir:
@@ -257,23 +245,17 @@ class Process:
             )  # fmt: skip
         except OSError as error:
             raise ProcessLost(f"{reward.interpreter} cannot be started: {error}") from error
-        settings = {**start_message["settings"], "device": self._device}
-        header = {**start_message, "settings": settings, "arrays": []}
+        header = {**start_message, "settings": {**start_message["settings"], "device": self._device}}
         reply, _ = await self._exchange(header, [], reward.load_seconds, "loaded")
         if "ready" not in reply:
             raise ProcessLost(str(reply.get("error", "it said something else than that it is ready")))
         self.is_ready, self.facts = True, reply
 
     async def score(self, jobs: Sequence[Job]) -> tuple[dict[str, Any], list[np.ndarray]]:
-        """Return the reply and the arrays of the process for a batch.
-
-        Raises:
-            ProcessLost: the process ended or timed out.
-        """
+        """Return the process's reply and arrays for a batch; raise `ProcessLost` if the process ended or timed out."""
         self._batch_number += 1
+        header = {"id": self._batch_number, "jobs": [job.request.job for job in jobs]}
         arrays = [job.request.array for job in jobs]
-        array_headers = [(list(array.shape), array.dtype.str) for array in arrays]
-        header = {"id": self._batch_number, "jobs": [job.request.job for job in jobs], "arrays": array_headers}
         reply, result_arrays = await self._exchange(header, arrays, self._program.reward.timeout_seconds, "done")
         num_results = len(jobs) if reply.get("error") else len(reply.get("results", result_arrays))
         if reply.get("id") != self._batch_number or num_results != len(jobs):
@@ -281,11 +263,7 @@ class Process:
         return reply, result_arrays
 
     async def wait_while_alive(self, awaitable: Any) -> None:
-        """Wait for an awaitable, unless the process ends first.
-
-        Raises:
-            ProcessLost: the process ended.
-        """
+        """Wait for an awaitable, unless the process ends first. Raise `ProcessLost` if the process ended."""
         assert self._process is not None
         tasks = [asyncio.ensure_future(awaitable), asyncio.ensure_future(self._process.wait())]
         try:
@@ -310,7 +288,7 @@ class Process:
         assert self._process is not None and self._process.stdin is not None
         try:
             async with asyncio.timeout(timeout_seconds):
-                self._process.stdin.write(json.dumps(header).encode() + b"\n")
+                self._process.stdin.write(encode_header(header, arrays))
                 for array in arrays:
                     self._process.stdin.write(np.ascontiguousarray(array).tobytes())
                     await self._process.stdin.drain()
@@ -326,8 +304,7 @@ class Process:
 
     async def _read_reply(self) -> tuple[dict[str, Any], list[np.ndarray]]:
         assert self._process is not None and self._process.stdout is not None
-        line = await self._process.stdout.readuntil(b"\n")
-        header = json.loads(line)
+        header = json.loads(await self._process.stdout.readuntil(b"\n"))
         arrays = []
         for shape, dtype in header.pop("arrays"):
             num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
@@ -340,5 +317,6 @@ class Process:
         if exit_code is None:
             return ProcessLost("its process closed its output")
         if exit_code < 0 or exit_code > 128:  # a shell exits with 128 + the signal of its child
-            return ProcessKilled(-exit_code if exit_code < 0 else exit_code - 128)
+            signal_number = -exit_code if exit_code < 0 else exit_code - 128
+            return ProcessLost(f"its process was killed by signal {signal_number}", is_killed=True)
         return ProcessLost(f"its process exited with code {exit_code}")

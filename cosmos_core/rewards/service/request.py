@@ -9,13 +9,11 @@ import numpy as np
 
 from cosmos_core.rewards.protocol import ProtocolError, decode_request
 
-_LIST_FIELDS = (
-    "references", "completions", "video_infos", "metadata", "geneval_tags", "geneval_includes", "geneval_excludes",
-    "num_tokens", "finish_reason", "turns",
-)  # fmt: skip
-"""Names of request fields that are lists with one value per item."""
-_DICT_LIST_FIELDS = ("video_infos", "metadata")
-_TEXT_LIST_FIELDS = ("references", "completions", "geneval_tags", "finish_reason")
+_LIST_FIELDS: dict[str, type] = {
+    "references": str, "completions": str, "video_infos": dict, "metadata": dict, "geneval_tags": str,
+    "geneval_includes": object, "geneval_excludes": object, "num_tokens": object, "finish_reason": str, "turns": object,
+}  # fmt: skip
+"""Type of the elements of request fields that are lists with one value per item, by the name of the field."""
 _SCALAR_FIELDS = ("ocr_use_gpu", "geneval_only_strict")
 _MAX_ITEMS = 65536
 
@@ -50,25 +48,23 @@ class Request:
 
 
 def parse_request(uuid: str, body: bytes | bytearray, served_rewards: Container[str]) -> Request:
-    """Return the request in a body.
-
-    Raises:
-        ProtocolError: the body is not a valid request, or names a reward that is not served.
-    """
+    """Return the request in a body; raise `ProtocolError` if it is invalid, or names a reward that is not served."""
     fields, array = decode_request(body)
     prompts = fields.get("prompts")
-    prompts = [prompts] if isinstance(prompts, str) else prompts
+    fields["prompts"] = prompts = [prompts] if isinstance(prompts, str) else prompts
     if not isinstance(prompts, list) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
         raise ProtocolError("prompts must be a list of strings, one for each item of the array")
-    fields["prompts"] = prompts
     if len(prompts) > _MAX_ITEMS:
         raise ProtocolError(f"{len(prompts)} items; at most {_MAX_ITEMS} are taken in one request")
     if len(prompts) != array.shape[0]:
         raise ProtocolError(f"{len(prompts)} prompts and {array.shape[0]} items in the array; there is one for each")
     reward_names = _parse_reward_names(fields, served_rewards)
     media_type = _parse_media_type(fields, array)
-    for name in _LIST_FIELDS:
-        _check_list_field(name, fields, len(prompts))
+    for name, element_type in _LIST_FIELDS.items():
+        if fields.get(name) is None:
+            fields.pop(name, None)
+        else:
+            _check_list(name, fields[name], element_type, len(prompts))
     for name in _SCALAR_FIELDS:
         if not isinstance(fields.get(name, False), bool):
             raise ProtocolError(f"{name} must be true or false")
@@ -81,9 +77,7 @@ def parse_request(uuid: str, body: bytes | bytearray, served_rewards: Container[
 
 def _parse_reward_names(fields: Mapping[str, Any], served_rewards: Container[str]) -> tuple[str, ...]:
     weights = fields.get("reward_fn")
-    if not isinstance(weights, dict) or any(
-        isinstance(w, bool) or not isinstance(w, int | float) for w in weights.values()
-    ):
+    if not isinstance(weights, dict) or not all(type(weight) in {int, float} for weight in weights.values()):
         raise ProtocolError("reward_fn must be an object of names and weights")
     reward_names = tuple(name for name, weight in weights.items() if weight > 0)
     if not reward_names:
@@ -121,17 +115,11 @@ def _parse_media_type(fields: Mapping[str, Any], array: np.ndarray) -> str:
     return "latent"
 
 
-def _check_list_field(name: str, fields: dict[str, Any], num_items: int) -> None:
-    field_values = fields.get(name)
-    if field_values is None:
-        fields.pop(name, None)
-        return
-    if not isinstance(field_values, list) or len(field_values) != num_items:
+def _check_list(name: str, values: Any, element_type: type, num_items: int) -> None:
+    if not isinstance(values, list) or len(values) != num_items:
         raise ProtocolError(f"{name} must be a list with one value for each of {num_items} items")
-    if name in _DICT_LIST_FIELDS and not all(isinstance(value, dict) for value in field_values):
-        raise ProtocolError(f"{name} must be a list of objects")
-    if name in _TEXT_LIST_FIELDS and not all(isinstance(value, str) for value in field_values):
-        raise ProtocolError(f"{name} must be a list of strings")
+    if not all(isinstance(value, element_type) for value in values):
+        raise ProtocolError(f"{name} must be a list of {'objects' if element_type is dict else 'strings'}")
 
 
 def _info(media_type: str, array: np.ndarray, fields: Mapping[str, Any]) -> dict[str, Any]:

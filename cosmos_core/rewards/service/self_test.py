@@ -9,7 +9,6 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from cosmos_core.errors import EXIT_OK, EXIT_USAGE
-from cosmos_core.rewards.images import to_rgb_array
 from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.service.config import ServiceConfig
 from cosmos_core.rewards.service.engine import Engine
@@ -60,48 +59,39 @@ async def _test_reward(name: str, program: Program) -> str:
 def _describe_result(result: dict[str, Any]) -> str:
     if result.get("error") or any(result.get("errors", [])):
         return f"fails: {result.get('error') or next(filter(None, result['errors']))}"
-    numeric_scores = {
-        key: values
+    score_texts = [
+        f"{key} {', '.join(f'{value:.4f}' for value in values)}"
         for key, values in result["scores"].items()
         if isinstance(values, list) and all(isinstance(score, int | float) and math.isfinite(score) for score in values)
-    }
-    if not numeric_scores:
+    ]
+    if not score_texts:
         return "fails: it gives no number"
-    scores_text = "; ".join(
-        f"{key} {', '.join(f'{value:.4f}' for value in values)}" for key, values in numeric_scores.items()
-    )
-    return f"works in {result['seconds']:.2f} s: {scores_text} (what was asked for, noise)"
+    return f"works in {result['seconds']:.2f} s: {'; '.join(score_texts)} (what was asked for, noise)"
 
 
 def _make_test_request(name: str) -> bytes:
-    """Return the body of a request with two items: an image that the prompt describes, and an image of noise."""
-    if name in _TEXT_REWARD_SAMPLES:
-        return _make_text_request(name)
-    images = np.stack(
-        [to_rgb_array(make_word_image("HELLO")), np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)]
-    )
-    fields: dict[str, Any] = {"prompts": [_TEST_PROMPT] * 2, "reward_fn": {name: 1.0}, "media_type": "image"}
+    """Return the body of a request with two items: a text, image or video that is as the prompt wants it, and noise."""
+    fields: dict[str, Any] = {"reward_fn": {name: 1.0}}
+    if name in _TEXT_REWARD_SAMPLES:  # a correct completion, and a truncated one of noise
+        completion, reference = _TEXT_REWARD_SAMPLES[name]
+        completions = [completion, "noise"]
+        fields |= {
+            "prompts": ["6 * 7 ="] * 2, "media_type": "text", "completions": completions, "references": [reference] * 2,
+            "num_tokens": [8, 2**20], "finish_reason": ["stop", "length"],
+            "turns": [[{"role": "assistant", "content": text}] for text in completions],
+        }  # fmt: skip
+        return encode_request(fields, np.zeros((2, 0), np.uint8))
+    noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
+    images = np.stack([np.asarray(make_word_image("HELLO")), noise])
+    fields |= {"prompts": [_TEST_PROMPT] * 2, "media_type": "image"}
     if name in _VIDEOS:
-        videos = np.repeat(images[:, None], 8, axis=1)
-        video_infos = [{"video_fps": 8.0}] * 2
-        return encode_request({**fields, "media_type": "video", "video_infos": video_infos}, np.moveaxis(videos, -1, 1))
+        fields |= {"media_type": "video", "video_infos": [{"video_fps": 8.0}] * 2}
+        return encode_request(fields, np.moveaxis(np.repeat(images[:, None], 8, axis=1), -1, 1))
     if name == "gen_eval":
         included_objects = [{"class": "book", "count": 1}]
         fields |= {"geneval_tags": ["single_object"] * 2, "geneval_includes": [included_objects] * 2}
     fields |= {"references": ["HELLO"] * 2, "completions": ["HELLO", "noise"]}
     return encode_request(fields, images)
-
-
-def _make_text_request(name: str) -> bytes:
-    """Return the body of a request with two completions: a correct one, and a truncated one of noise."""
-    completion, reference = _TEXT_REWARD_SAMPLES[name]
-    completions = [completion, "noise"]
-    fields = {
-        "prompts": ["6 * 7 ="] * 2, "reward_fn": {name: 1.0}, "media_type": "text", "completions": completions,
-        "references": [reference] * 2, "num_tokens": [8, 2**20], "finish_reason": ["stop", "length"],
-        "turns": [[{"role": "assistant", "content": text}] for text in completions],
-    }  # fmt: skip
-    return encode_request(fields, np.zeros((2, 0), np.uint8))
 
 
 def make_word_image(word: str) -> Image.Image:

@@ -68,10 +68,8 @@ class MemoryStore:
         now = time.monotonic()
         while self._scores:
             (uuid, name), (expires_at, scores) = next(iter(self._scores.items()))
-            is_within_limits = len(self._scores) <= self._max_entries and (
-                self._num_bytes <= self._max_bytes or len(self._scores) == 1
-            )
-            if expires_at > now and is_within_limits:
+            has_room = self._num_bytes <= self._max_bytes or len(self._scores) == 1
+            if expires_at > now and has_room and len(self._scores) <= self._max_entries:
                 return
             del self._scores[uuid, name]
             self._unfetched_keys.discard((uuid, name))
@@ -79,6 +77,10 @@ class MemoryStore:
             self._counts[uuid] -= 1
             if not self._counts[uuid]:
                 del self._counts[uuid]
+
+
+_BODY_KEY, _ACCEPTED_KEY = "cosmos:reward:body:{}", "cosmos:reward:known:{}"
+"""Keys in Redis of a request's body and of its acceptance, with a field for its uuid."""
 
 
 class RedisStore:
@@ -96,14 +98,14 @@ class RedisStore:
 
     async def accept(self, uuid: str, body: bytes) -> None:
         pipe = self._redis.pipeline(transaction=True)
-        pipe.set(_body_key(uuid), body, ex=self._seconds)
-        pipe.set(_accepted_key(uuid), b"1", ex=self._seconds)
+        pipe.set(_BODY_KEY.format(uuid), body, ex=self._seconds)
+        pipe.set(_ACCEPTED_KEY.format(uuid), b"1", ex=self._seconds)
         pipe.sadd(self._pending, uuid)
         pipe.expire(self._pending, self._seconds)
         await pipe.execute()
 
     async def is_known(self, uuid: str) -> bool:
-        return bool(await self._redis.exists(_accepted_key(uuid)))
+        return bool(await self._redis.exists(_ACCEPTED_KEY.format(uuid)))
 
     async def is_unfinished(self, uuid: str) -> bool:
         return bool(await self._redis.sismember(self._pending, uuid))
@@ -117,14 +119,14 @@ class RedisStore:
 
     async def finish(self, uuid: str) -> None:
         pipe = self._redis.pipeline(transaction=True)
-        pipe.delete(_body_key(uuid))
+        pipe.delete(_BODY_KEY.format(uuid))
         pipe.srem(self._pending, uuid)
         await pipe.execute()
 
     async def unfinished_requests(self) -> list[tuple[str, bytes]]:
         requests = []
         for uuid in sorted(await self._redis.smembers(self._pending)):
-            body = await self._redis.get(_body_key(uuid.decode()))
+            body = await self._redis.get(_BODY_KEY.format(uuid.decode()))
             if body is None:
                 await self._redis.srem(self._pending, uuid)
             else:
@@ -141,11 +143,3 @@ class RedisStore:
 
 Store = MemoryStore | RedisStore
 """Storage of requests and scores, with the methods of `MemoryStore`."""
-
-
-def _body_key(uuid: str) -> str:
-    return f"cosmos:reward:body:{uuid}"
-
-
-def _accepted_key(uuid: str) -> str:
-    return f"cosmos:reward:known:{uuid}"

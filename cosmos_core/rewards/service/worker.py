@@ -47,12 +47,20 @@ def main() -> None:
         return
     write_message(output_stream, {"ready": True, **model_properties}, [])
     while (message := read_message(input_stream)) is not None:
-        header, arrays = message
-        if isinstance(reward, WanLatents):
-            reply, result_arrays = _decode_batch(reward, arrays)
-        else:
-            reply, result_arrays = _score_batch(reward, header, arrays), []
-        write_message(output_stream, {"id": header["id"], **reply}, result_arrays)
+        (header, arrays), start_time = message, time.monotonic()
+        reply: dict[str, Any] = {}
+        videos: list[np.ndarray] = []
+        try:
+            if isinstance(reward, WanLatents):
+                videos = [reward.decode(array) for array in arrays]
+            else:
+                reply["results"] = _score_batch(reward, header["jobs"], arrays)
+        except Exception as error:  # noqa: BLE001 - the client receives the error, and the next batch may succeed
+            traceback.print_exc()
+            if "CUDA error" in str(error):  # after a CUDA error, every later call fails too
+                sys.exit(1)
+            reply, videos = {"error": error_on_one_line(error)}, []
+        write_message(output_stream, {"id": header["id"], **reply, "seconds": time.monotonic() - start_time}, videos)
 
 
 def read_message(stream: BinaryIO) -> tuple[dict[str, Any], list[np.ndarray]] | None:
@@ -71,10 +79,15 @@ def read_message(stream: BinaryIO) -> tuple[dict[str, Any], list[np.ndarray]] | 
     return header, arrays
 
 
+def encode_header(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
+    """Return the line of JSON with which a message with a header and arrays begins."""
+    array_headers = [(list(array.shape), array.dtype.str) for array in arrays]
+    return json.dumps({**header, "arrays": array_headers}).encode() + b"\n"
+
+
 def write_message(stream: BinaryIO, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
     """Write a message with a header and arrays."""
-    array_headers = [(list(array.shape), array.dtype.str) for array in arrays]
-    stream.write(json.dumps({**header, "arrays": array_headers}).encode() + b"\n")
+    stream.write(encode_header(header, arrays))
     for array in arrays:
         stream.write(np.ascontiguousarray(array).data)
     stream.flush()
@@ -89,44 +102,29 @@ def _load_reward(start_header: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return load_served(start_header["name"], start_header["entry"], settings), {}
 
 
-def _score_batch(reward: Any, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Return the scores and errors of each request of a batch, or one error if the batch fails."""
-    start_time, jobs = time.monotonic(), header["jobs"]
-    try:
-        items_by_job = [make_items(job, array) for job, array in zip(jobs, arrays, strict=True)]
-        items = [item for job_items in items_by_job for item in job_items]
-        raw_columns = reward.score(items)
-        columns, errors = replace_nonfinite(raw_columns, len(items))
-        reward_errors = getattr(reward, "errors", None) or [""] * len(items)
-        errors = [
-            value_error or reported_error for value_error, reported_error in zip(errors, reward_errors, strict=True)
-        ]
-    except Exception as error:  # noqa: BLE001 - the client receives the error, and the next batch may succeed
-        return {"error": _error_message(error), "seconds": time.monotonic() - start_time}
-    results, start_index = [], 0
+def _score_batch(reward: Any, jobs: Sequence[Mapping[str, Any]], arrays: Sequence[np.ndarray]) -> list[dict[str, Any]]:
+    """Return the scores and errors of each request of a batch."""
+    items_by_job = [make_items(job, array) for job, array in zip(jobs, arrays, strict=True)]
+    items = [item for job_items in items_by_job for item in job_items]
+    columns, errors = replace_nonfinite(reward.score(items), len(items))
+    reported_errors = getattr(reward, "errors", None) or errors
+    errors = [error or reported for error, reported in zip(errors, reported_errors, strict=True)]
+    results, start = [], 0
     for job_items in items_by_job:
-        end_index = start_index + len(job_items)
-        results.append(
-            {"scores": _slice_columns(columns, start_index, end_index), "errors": errors[start_index:end_index]}
-        )
-        start_index = end_index
-    return {"results": results, "seconds": time.monotonic() - start_time}
+        items_of_job = slice(start, start + len(job_items))
+        results.append({"scores": _slice_columns(columns, items_of_job), "errors": errors[items_of_job]})
+        start = items_of_job.stop
+    return results
 
 
-def _slice_columns(columns: Mapping[str, Any], start_index: int, end_index: int) -> dict[str, Any]:
-    return {
-        key: _slice_columns(column, start_index, end_index)
-        if isinstance(column, dict)
-        else column[start_index:end_index]
-        for key, column in columns.items()
-    }
+def _slice_columns(columns: Mapping[str, Any], items: slice) -> dict[str, Any]:
+    return {k: _slice_columns(v, items) if isinstance(v, dict) else v[items] for k, v in columns.items()}
 
 
 def make_items(job: Mapping[str, Any], array: np.ndarray) -> list[RewardInput]:
     """Return the items of a request, from its fields and its array."""
-    num_items, media_type = len(job["prompts"]), job["media"]
     items = []
-    for i in range(num_items):
+    for i, prompt in enumerate(job["prompts"]):
         fields = {target_field: job[name][i] for name, target_field in _ITEM_FIELDS.items() if name in job}
         info: dict[str, Any] = {}
         for name in ("video_infos", "metadata"):
@@ -135,16 +133,13 @@ def make_items(job: Mapping[str, Any], array: np.ndarray) -> list[RewardInput]:
         info |= {target_field: job[name][i] for name, target_field in _INFO_FIELDS.items() if name in job}
         for name in ("geneval_only_strict", "ocr_use_gpu"):
             info |= {name: job[name]} if name in job else {}
-        items.append(
-            RewardInput(prompt=job["prompts"][i], media=_item_media(media_type, array, i), info=info, **fields)
-        )
+        media = None if job["media"] == "text" else _item_media(job["media"], array[i])
+        items.append(RewardInput(prompt=prompt, media=media, info=info, **fields))
     return items
 
 
-def _item_media(media_type: str, array: np.ndarray, i: int) -> Any:
-    if media_type == "text":
-        return None
-    pixels = array[i]
+def _item_media(media_type: str, pixels: np.ndarray) -> Any:
+    """Return the image (PIL.Image) or the video (uint8 array of frames, height, width and 3) of an item."""
     if pixels.dtype != np.uint8:
         pixels = np.clip(np.nan_to_num(pixels), 0, 255).astype(np.uint8)
     if media_type == "video":  # the channels are the first axis of a video
@@ -155,23 +150,6 @@ def _item_media(media_type: str, array: np.ndarray, i: int) -> Any:
         pixels = np.moveaxis(pixels, 0, -1)
     pixels = np.ascontiguousarray(pixels)
     return Image.fromarray(pixels[..., 0]).convert("RGB") if pixels.shape[-1] == 1 else Image.fromarray(pixels)
-
-
-def _decode_batch(vae: WanLatents, arrays: Sequence[np.ndarray]) -> tuple[dict[str, Any], list[np.ndarray]]:
-    start_time = time.monotonic()
-    try:
-        decoded_videos = [vae.decode(array) for array in arrays]
-        return {"seconds": time.monotonic() - start_time}, decoded_videos
-    except Exception as error:  # noqa: BLE001 - the client receives the error
-        return {"error": _error_message(error), "seconds": time.monotonic() - start_time}, []
-
-
-def _error_message(error: Exception) -> str:
-    """Return the error message for the client; exit if the error leaves the device unusable."""
-    traceback.print_exc()
-    if "CUDA error" in str(error):  # after a CUDA error, every later call fails too
-        sys.exit(1)
-    return error_on_one_line(error)
 
 
 if __name__ == "__main__":

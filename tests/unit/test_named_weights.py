@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.train.ema import MovingAverage
-from cosmos_core.train.named_weights import NamedWeights
+from cosmos_core.train.named_weights import MovingAverage, NamedWeights
+
+
+def move(model: torch.nn.Linear, value: float) -> torch.nn.Linear:
+    with torch.no_grad():
+        model.weight.fill_(value)
+    return model
 
 
 def single_weight(dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
-    model = torch.nn.Linear(1, 1, bias=False, dtype=dtype)
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-    return model
+    return move(torch.nn.Linear(1, 1, bias=False, dtype=dtype), 1.0)
 
 
 def averages(values: list[float], **settings: object) -> list[float]:
@@ -24,8 +26,7 @@ def averages(values: list[float], **settings: object) -> list[float]:
     average = MovingAverage(named, TrainConfig.model_validate({"ema_enable": True, **settings}))
     found = []
     for count, value in enumerate(values, start=1):
-        with torch.no_grad():
-            model.weight.fill_(value)
+        move(model, value)
         average.update(count)
         found.append(named.tensors["ema"]["weight"].item())
     return found
@@ -58,8 +59,7 @@ def test_the_model_has_the_averages_inside_the_block_and_its_own_weights_after_i
     model = single_weight()
     named = NamedWeights(model)
     average = MovingAverage(named, TrainConfig(ema_enable=True))
-    with torch.no_grad():
-        model.weight.fill_(2.0)
+    move(model, 2.0)
     average.update(1)
     with named.use("ema"):
         assert model.weight.item() == pytest.approx(2 - 2 / 11)
@@ -75,8 +75,7 @@ def test_an_average_of_bfloat16_weights_moves_by_less_than_they_can() -> None:
     model = single_weight(torch.bfloat16)
     named = NamedWeights(model)
     average = MovingAverage(named, TrainConfig(ema_enable=True, ema_decay=0.9999))
-    with torch.no_grad():
-        model.weight.fill_(2.0)
+    move(model, 2.0)
     average.update(100_000)
     assert named.tensors["ema"]["weight"].item() == pytest.approx(1.0001, abs=1e-6)
 
@@ -86,8 +85,7 @@ def test_an_old_policy_follows_weights_in_bfloat16() -> None:
     named = NamedWeights(model)
     named.add("old")
     assert named.equals_policy("old")
-    with torch.no_grad():
-        model.weight.fill_(2.0)
+    move(model, 2.0)
     for _ in range(2000):
         named.lerp("old", 0.001)
     assert 2 - named.tensors["old"]["weight"].item() == pytest.approx(0.999**2000, rel=1e-3)
@@ -108,8 +106,7 @@ def test_the_reference_is_what_the_policy_was() -> None:
     named.add("reference")
     with named.use("reference"):
         assert model.weight.item() == 1.0
-    with torch.no_grad():
-        model.weight.fill_(2.0)
+    move(model, 2.0)
     with named.use("reference"):
         assert model.weight.item() == 1.0
     assert (model.weight.item(), named.tensors["reference"]["weight"].item()) == (2.0, 1.0)
