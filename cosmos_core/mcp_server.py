@@ -100,7 +100,7 @@ def _add_run_starting_tools(server: MCPServer) -> None:
     async def resume_run(
         run: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_about_run)]
     ) -> str:
-        """Ask the user, then continue a stopped run in the background and return its first lines."""
+        """After the user confirms, continue a stopped run in the background and return its first lines of output."""
         return await _run_if_confirmed(response, "resume", run)
 
 

@@ -302,7 +302,7 @@ def unfinished_stage() -> str:
     """Return a line about a submitted stage that is not done and that no flow waited for; empty if there is none."""
     latest_attempts = {flow.flow_run: flow for flow in _flows_by_attempt.values()}  # the last attempt of each flow run
     for name, future in (item for flow in latest_attempts.values() for item in flow.futures.items()):
-        ended, has_waited = future.wrapped_future, future._final_state is not None  # the flow, or a later stage
+        ended, has_waited = future.wrapped_future, future._final_state is not None
         if not has_waited and (ended.cancelled() or ended.exception() or not ended.result().is_completed()):
             return f"stage {name!r} is not done, and the flow did not wait for it: call .result() of its future"
     return ""

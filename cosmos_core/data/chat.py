@@ -36,7 +36,7 @@ _ASSISTANT_FORMS: tuple[Message, ...] = (
 
 @dataclass(frozen=True)
 class PromptRendering:
-    """Settings for rendering prompts to complete."""
+    """Settings that determine how a conversation is rendered as the prompt of a completion."""
 
     tools: tuple[dict[str, Any], ...] = ()
     """Descriptions of the callable tools that are passed to the template."""

@@ -207,7 +207,7 @@ class _KeyIndex:
                 self._rows_by_key[key].append(row_number)
 
     def candidates(self, keys: Iterable[tuple[int, int]]) -> list[int]:
-        """Return the sorted numbers of the rows that share a key."""
+        """Return the sorted indices of the rows that have at least one of the hash keys `keys`."""
         return sorted({row_number for key in keys for row_number in self._rows_by_key.get(key, ())})
 
 

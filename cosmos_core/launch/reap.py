@@ -68,7 +68,8 @@ def cancelled_flow_run(output_dir: Path, run_id: str) -> str:
 
 
 def _has_lost_launcher(run_path: Path) -> bool:
-    """Return True if no live process holds the lock of the run, and no Python flow is between two stages of it."""
+    """Return True if the process that launched the run has ended: no live process holds the run's lock, and no Python
+    flow will start another stage of the run."""
     with Lock(run_path / "locks" / ".run") as lock:
         return lock.try_acquire() and not is_flow_running(run_path)
 

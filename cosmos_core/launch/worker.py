@@ -269,7 +269,7 @@ def _invoke_callback(callback: Callable[[Any], object], value: Any) -> None:
 
 
 def _read_position_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of `state.json` from the last progress report of the worker."""
+    """Return the fields of `state.json` that tell how far a stage is, such as `step`, from its worker's last report."""
     progress = read_progress(path)
     if progress is None:
         return {"renewed": time.time()}

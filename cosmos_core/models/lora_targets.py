@@ -107,9 +107,9 @@ def names_of_targets(model: nn.Module) -> list[str]:
 
 
 def portable_config(config: Any, model: nn.Module) -> Any:
-    """Return the configuration of an adapter in a form from which PEFT, when it loads the adapter, adapts the same
-    layers. Linear layers with names that PEFT would translate to experts are listed as parameters, whose names PEFT
-    does not translate. The tensors of the adapter keep their names and shapes."""
+    """Return an adapter configuration with which PEFT adapts the same layers when it loads the adapter. PEFT rewrites
+    the names of some linear layers to names of fused experts; such layers are listed as target parameters, whose names
+    PEFT does not rewrite. The tensors of the adapter keep their names and shapes."""
     config, translated_config = copy.deepcopy(config), copy.deepcopy(config)
     try:
         convert_peft_config_for_transformers(translated_config, model, None)

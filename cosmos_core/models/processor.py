@@ -34,7 +34,7 @@ def processor_files(model: str, revision: str | None = None, chat_template: str 
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,  # offline, a file that is not in the cache counts as missing
     }
-    # transformers prefers this file to `chat_template.jinja`, in which an export has the template that replaces it.
+    # An export writes its chat template to `chat_template.jinja`, but transformers prefers this file if both exist.
     names = [name for name in FILES if chat_template is None or name != "chat_template.json"]
     paths = {name: cached_file(str(model_source), name, **load_options) for name in names}
     return {name: Path(path).read_bytes() for name, path in paths.items() if path is not None}

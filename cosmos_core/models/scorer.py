@@ -231,7 +231,8 @@ class _OutputHead:
         return [cast_weights.get(name, weight) for name, weight in zip(weight_names, weights, strict=True)]
 
     def __call__(self, hidden_MH: Tensor, cast_weights: dict[str, Tensor]) -> Tensor:
-        """Return the logits MV, computed with the matrices in `cast_weights` if there are any."""
+        """Return the logits MV (M tokens, V vocabulary entries) of hidden states MH, computed with the matrices in
+        `cast_weights`, or with the weights of the module if `cast_weights` is empty."""
         if self.module is None:
             return self.transform_logits(hidden_MH)
         if not cast_weights:

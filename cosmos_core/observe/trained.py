@@ -43,7 +43,7 @@ def training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tuple[st
 
 
 def sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]]]]:
-    """Return each training stage with its first row as texts, each with whether the loss includes it."""
+    """Return the first row of each training stage as segments of text, each with True if the loss includes it."""
     entries = _read_stage_entries(run)
     stages = {stage.name: stage for stage in run.stages}
     shown_rows: dict[str, tuple[StageRecord, list[tuple[str, bool]]]] = {}

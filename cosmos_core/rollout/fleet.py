@@ -149,7 +149,8 @@ class Fleet:
         return next(iter(self.logprobs_per_engine(token_ids)))
 
     def logprobs_per_engine(self, token_ids: Sequence[int], version: int | None = None) -> list[list[float]]:
-        """Return the log-probabilities of each engine with weights of `version`; None: weights of any version."""
+        """Return the log-probabilities of the tokens `token_ids` from each engine whose weights have version `version`;
+        None: from all engines."""
         logprobs: list[list[float]] = []
         if is_first():
             engines = [engine for engine in self._pool.loaded_engines() if version in {None, engine.version}]

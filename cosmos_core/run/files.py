@@ -101,7 +101,7 @@ def replaced_file(path: Path) -> Iterator[Path]:
         yield temporary_path
         os.replace(temporary_path, path)
     finally:
-        with suppress(OSError):  # the file is renamed, or another error is to be reported
+        with suppress(OSError):  # the file was renamed already, or the error of the block is raised
             temporary_path.unlink()
 
 

@@ -89,12 +89,13 @@ class StoredCheckpoints:
         write_document(self._bucket, f"{self._prefix}/{name}.json", Bundle(files).as_json())
 
     def _fetch_best_checkpoint(self, name: str) -> None:
-        """Download the best checkpoint that the checkpoint `name` records: the training keeps it beyond `max_keep`."""
+        """Download the checkpoint that checkpoint `name` records as the best so far. A training keeps the best
+        checkpoint even if `max_keep` newer checkpoints exist."""
         extra = read_object(self._stage_path / FOLDER / name / "policy" / _STATE_FILE)
         best_name = f"step_{(extra.get('best') or {}).get('step')}"
         if best_name != name and best_name in self.names():
-            try:
-                self._fetch_checkpoint(best_name, excluded_file=_METRICS_FILE)  # its metrics are older
+            try:  # without the metrics of the best checkpoint, which are older than those of checkpoint `name`
+                self._fetch_checkpoint(best_name, excluded_file=_METRICS_FILE)
             except UploadError as error:
                 logger.warning("the best checkpoint %s is passed over: %s", best_name, error)
                 self._damaged_names.add(best_name)

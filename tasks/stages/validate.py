@@ -21,7 +21,7 @@ KIND = StageKind(
     reads_model="weights",
     reads_data="prepared",
     recipe_tables=(*(f"train.{name}" for name in _TRAIN_KEYS), "policy", "rollout", "validation", "custom", "judge"),
-    # Validation reads its rows once and in order: settings of shuffling and of its schedule have no effect.
+    # This kind validates once, on its rows in order: settings for shuffling and for the steps of validation do nothing.
     unread=(
         *ROW_KEYS,
         "train.train_policy.dataloader_shuffle",

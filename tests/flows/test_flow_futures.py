@@ -93,7 +93,7 @@ def test_two_executions_of_a_flow_both_end_and_share_its_stages(folder: Path) ->
         if is_first:
             began.set()
             wait_until(lambda: read_state(second).state == "running", 60, "the other execution")
-        custom(f"{PROGRAMS}/counting.py:count", name="second", arguments={"steps": 30, "seconds": 0.02})
+        custom(f"{PROGRAMS}/counting.py:count", name="second", arguments={"steps": 30, "seconds": 0.05})
         return grown("third", model=first).metrics["size"]
 
     with ThreadPoolExecutor(2) as pool:

@@ -370,7 +370,7 @@ def test_a_flow_whose_time_is_over_stops_its_stage(folder: Path) -> None:
         custom(f"{PROGRAMS}/counting.py:count", arguments={"steps": 10**6})
 
     stage = folder / "outputs/late/stages/custom"
-    for seconds in (3, 20, 100):  # until the stage has begun in time
+    for seconds in (6, 20, 100):  # until the stage has begun in time
         if not (stage / "visits.txt").exists():
             with pytest.raises(TimeoutError):
                 late.with_options(timeout_seconds=seconds)()

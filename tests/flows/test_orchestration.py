@@ -70,7 +70,8 @@ def automations() -> list[dict[str, Any]]:
 
 
 def test_bootstrap_updates_the_automation_of_an_older_version_and_keeps_whether_it_is_enabled() -> None:
-    assert f"automation {AUTOMATION!r}: made" in list(bootstrap_server([]))
+    first, *_ = bootstrap_server([])
+    assert first in {f"automation {AUTOMATION!r}: {state}" for state in ("made", "there")}
     assert f"automation {AUTOMATION!r}: there" in list(bootstrap_server([]))
     [made] = automations()
     older = {key: made[key] for key in ("name", "description", "trigger", "actions")} | {"enabled": False}

@@ -136,7 +136,7 @@ def _translate_remote_reward(values: Values, notices: list[str]) -> None:
 
 
 def current_name(key: str) -> str:
-    """Return the current name of a dotted key, also if the key follows the name of a stage or is in a renamed table."""
+    """Return the current name of a dotted key, which may begin with a stage name (`STAGE.KEY`) or a renamed table."""
     for old_key, new_key in _KEY_TRANSLATIONS["moved"].items():
         stage_prefix, is_match = _split_stage_key(key, old_key)
         if is_match:
