@@ -71,7 +71,7 @@ def metrics(workspace: Workspace, stage: str) -> dict[str, Any]:
 
 def largest_difference(workspace: Workspace) -> float:
     """Between a sampled token's log-probability in the trainer and in the engine, over a whole run, in nats."""
-    return max(float(line[DIFFERENCE]) for line in curves(workspace, "grpo"))
+    return max(float(line[DIFFERENCE]) for line in curves(workspace, "grpo") if DIFFERENCE in line)
 
 
 def curves(workspace: Workspace, stage: str) -> list[dict[str, Any]]:
