@@ -12,7 +12,7 @@ from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import Values, merge, nest_value, read_toml
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import all_fields, tables_in
+from cosmos_core.config.schema.table import affects_result, all_fields, status, tables_in
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
 
@@ -295,3 +295,43 @@ def test_a_recipe_and_every_table_of_one_can_be_handed_to_another_process() -> N
     assert pickle.loads(pickle.dumps(recipe)) == recipe
     for table in {table for _, _, field in all_fields(Recipe) for table in tables_in(field.annotation)}:
         assert pickle.loads(pickle.dumps(table)) is table
+
+
+def test_the_fields_that_change_no_result_are_these() -> None:
+    found = {f"{table.__name__}.{key.rpartition('.')[2]}" for key, table, field in all_fields(Recipe)
+             if status(field).name == "used" and not affects_result(field)}  # fmt: skip
+    assert found == {
+        "BenchmarkRowsConfig.name", "DatasetConfig.name", "DatasetConfig.local_dir", "HeldOutConfig.name",
+        "SourceConfig.name", "SourceConfig.pass_rates", "DatasetConfig.pass_rates", "HeldOutConfig.pass_rates",
+        "DataTermConfig.name", "EvaluateConfig.include_path", "EvaluateConfig.prompts",
+        "JudgeConfig.cache", "JudgeConfig.key_env", "SampleStageConfig.endpoint_key_env",
+        "SampleStageConfig.endpoint_requests",
+        "HeldOutConfig.local_dir", "PolicyConfig.model_name_or_path", "DistillationConfig.model_name_or_path",
+        "PolicyConfig.model_safetensor_path", "PolicyConfig.chat_template", "LoraConfig.lora_path",
+        "CheckpointConfig.enable_checkpoint", "CheckpointConfig.save_freq", "CheckpointConfig.save_mode",
+        "CheckpointConfig.save_freq_in_epoch", "CheckpointConfig.max_keep", "CheckpointConfig.export_safetensors",
+        "TrainConfig.resume",  # of these eight the content counts
+        "TrainConfig.save_ckpt_at_exit", "TrainConfig.signal_to_handle",
+        "TrainConfig.output_dir", "TrainConfig.timestamp", "SftConfig.dataloader_num_workers",
+        "DpoConfig.dataloader_num_workers", "KtoConfig.dataloader_num_workers", "GrpoConfig.dataloader_num_workers",
+        "LoggingConfig.log_completions",
+        "CheckpointConfig.upload_s3", "CheckpointConfig.s3_bucket", "CheckpointConfig.s3_prefix",
+        "CheckpointConfig.upload_hf", "CheckpointConfig.hf_repo_name",  # stages behind the export
+        *(f"{name}Config.dataloader_num_workers" for name in ("DiffusionSft", "DiffusionNft", "FlowGrpo", "Ddrl")),
+        *(f"{name}Config.reward_env" for name in ("DiffusionNft", "FlowGrpo", "Ddrl")),
+        "RolloutConfig.enforce_eager", "RolloutConfig.gpu_memory_utilization", "RolloutConfig.probe_interval",
+        "RolloutConfig.engine_timeout_seconds", "RolloutConfig.stop_on_alarm", "RolloutConfig.weight_transfer",
+        "MultiTurnRolloutConfig.custom_chat_template_path",
+        "MultiTurnRolloutConfig.tool_env",
+        "RemoteRewardConfig.max_in_flight",
+        "GrpoConfig.reward_env", "ValidationConfig.reward_env",  # what a variable holds is not known
+        *(f"HooksConfig.{when}_{what}_hook" for when in ("pre", "post")
+          for what in ("training", "training_step", "validation")),
+        "HooksConfig.load_checkpoint_hook", "HooksConfig.save_checkpoint_hook",
+        "ProfilerConfig.enable_profiler", *(f"SubProfilerConfig.{name}" for name in (
+            "do_profile", "active_steps", "warmup_steps", "wait_steps", "rank_filter", "record_shape", "profile_memory",
+            "with_stack",
+        )),
+        "LoggingConfig.logger", "LoggingConfig.report_mfu", "LoggingConfig.multi_modal_log_interval",
+        "LoggingConfig.project_name", "LoggingConfig.group_name", "LoggingConfig.experiment_name",
+    }  # fmt: skip
