@@ -32,7 +32,12 @@ def iter_completions(run: Path, stage: str, step: int | None, order: str, max_co
     if order:
         lines = [line for line in lines if isinstance(line.get("reward"), int | float)]
         sign = -1.0 if order == "best" else 1.0
-        lines.sort(key=lambda line: (math.isnan(reward := as_float(line["reward"])), sign * reward))
+
+        def sort_key(line: dict[str, Any]) -> tuple[bool, float]:
+            reward = as_float(line["reward"])
+            return math.isnan(reward), sign * reward
+
+        lines.sort(key=sort_key)
     if not lines:
         raise ConfigError(f"stage {path.name!r} has no completions{'' if step is None else f' of step {step}'} on disk")
     prompt = None

@@ -313,9 +313,15 @@ def sweep_tables(run: RunRecord) -> list[dict[str, Any]]:
                 "is_chosen": stage.info.get("chosen") in sweep_branch.stages,
             })  # fmt: skip
         sort_sign = -1.0 if sweep.mode == "max" else 1.0
-        rows.sort(key=lambda row: ((value := row["value"]) is None or value != value, sort_sign * (value or 0.0)))
+        rows.sort(key=lambda row: _sort_key(row["value"], sort_sign))
         tables.append({"stage": stage, "metric": sweep.metric, "mode": sweep.mode, "keys": keys, "rows": rows})
     return tables
+
+
+def _sort_key(value: float | None, sign: float) -> tuple[bool, float]:
+    """Return a sort key that places missing values and NaN last."""
+    is_missing = value is None or math.isnan(value)
+    return is_missing, 0.0 if value is None else sign * value
 
 
 def stages_in_branches(run: RunRecord) -> set[str]:

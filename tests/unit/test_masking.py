@@ -8,7 +8,6 @@ import io
 import logging
 import random
 import string
-import time
 import uuid
 from pathlib import Path
 
@@ -137,8 +136,6 @@ def test_a_log_that_others_wrote_has_no_such_secret(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("piece", ["x", "ab", "aB3", "-eyJ", "sk-", "a://", "token=", "a-", "key "])
 def test_a_long_text_of_one_piece_is_looked_at_in_linear_time(piece: str) -> None:
-    """Quadratic in its length, one such text would take minutes."""
-    begin = time.process_time()
-    text = masked(piece * (1 << 16) + "\npassword=correcthorse")
-    assert time.process_time() - begin < 20
+    """Quadratic in its length, one such text would take more than an hour, which no test has."""
+    text = masked(piece * (1 << 19) + "\npassword=correcthorse")
     assert text.endswith("\npassword=***")
