@@ -33,11 +33,17 @@ def take(start: int, count: int) -> list[Prompt]:
     return PROMPTS[start : start + count]
 
 
-def look_again(source: Any) -> None:
-    """Wait until the source has looked twice whether engines may get more."""
-    looks, hand_out = list[None](), source._send_prompts
-    source._send_prompts = lambda: looks.append(hand_out())
-    wait_until(lambda: len(looks) > 1, 5, "it looks")
+def wait_for_engines(source: Any) -> None:
+    """Wait until the source has looked whether engines may get more, and they have finished all that they got."""
+    states, send_prompts = list[bool](), source._send_prompts
+
+    def look() -> None:
+        send_prompts()
+        states.append(not source._pending)
+
+    source._send_prompts = look
+    wait_until(lambda: any(states), 5, "the engines have finished all that they may have ahead")
+    source._send_prompts = send_prompts
 
 
 def test_an_engine_that_hangs_is_ended(tmp_path: Path) -> None:
@@ -68,7 +74,7 @@ def test_no_group_is_older_than_allowed_and_every_prompt_is_trained_once(
             assert histogram == {k: sum(step - g.group.version == k for g in groups) for k in range(allowed + 1)}
             outdated += metrics["rollout/outdated"]
             if step % 2:  # a train step, in which engines go on
-                wait_until(lambda: not source._pending, 5, "all that they may have ahead")
+                wait_for_engines(source)
             fleet.load_weights(step + 1, weights(step + 1))
         assert trained == list(range(40))
         assert max(lags) == allowed and outdated == 0
@@ -84,7 +90,7 @@ def test_what_was_fetched_too_far_ahead_is_generated_again(tmp_path: Path) -> No
             assert metrics["rollout/version_lag"] <= 1
             trained += ids(groups)
             outdated += metrics["rollout/outdated"]
-            wait_until(lambda: not source._pending, 5, "all that they may have ahead")
+            wait_for_engines(source)
             fleet.load_weights(step + 1, weights(step + 1))
         assert trained == list(range(40)) and outdated > 0
         source.close()
@@ -116,8 +122,7 @@ def test_a_ceiling_bounds_what_is_fetched_ahead(tmp_path: Path) -> None:
     with fleet_of(handle, most_groups=40, version=0) as fleet:
         source = source_of(fleet, tmp_path, max_lag=1, num_extra_prompts=30, max_steps_ahead=3)
         source.next_groups(0)
-        wait_until(lambda: len(handle.engine.seen) >= 16 and not source._pending, 5, "all that they may have ahead")
-        look_again(source)
+        wait_for_engines(source)
         assert sorted(handle.engine.seen) == list(range(4 + 12)), "step 0 is trained, and three more are ahead"
         assert not source._pending
         source.close()
@@ -191,7 +196,7 @@ def test_prompts_beyond_the_allowed_steps_are_as_many_as_will_be_dropped(tmp_pat
             groups, metrics = source.next_groups(step)
             assert len(groups) == 4
             outdated.append(metrics["rollout/outdated"])
-            wait_until(lambda: not source._pending, 5, "all that they may have ahead")
+            wait_for_engines(source)
             assert len(handle.engine.seen) - sum(outdated) <= source._position + 3 * 8
             fleet.load_weights(step + 1, weights(step + 1))
         source.close()
@@ -265,7 +270,7 @@ def test_engines_that_take_turns_get_new_weights_as_seldom_as_the_recipe_says(tm
         source = source_of(fleet, tmp_path, max_lag=1, max_steps_ahead=1, sleeps_in_training=True)
         for step in range(4):
             _, metrics = source.next_groups(step)
-            look_again(source)
+            wait_for_engines(source)
             assert not source._pending, "it got prompts while it sleeps"
             assert handle.engine.seen == list(range(4 * (step + 1)))
             assert metrics["rollout/version_lag"] == step % 2
