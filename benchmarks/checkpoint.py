@@ -73,7 +73,7 @@ def _saves(folder: Path, state: TrainState, asynchronous: bool, count: int) -> t
         saver.save(step, state)
         waited = time.perf_counter() - began
         saver.wait()
-        saver.latest()  # as at the end of a training
+        saver.latest_step()  # as at the end of a training
         after = psutil.Process().io_counters()
         seconds = time.perf_counter() - began
         moved = after.write_chars - before.write_chars, after.read_chars - before.read_chars

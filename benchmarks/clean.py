@@ -49,7 +49,7 @@ def main() -> None:
             stage = Stage(folder, StageConfig(name="prepare", kind="prepare"), recipe, "", None, {}, "f", KIND)
             began, busy = time.monotonic(), time.process_time()
             rows = load_rows(recipe.train.train_policy.dataset)
-            found = clean_training_rows(stage, rows, folder, UserDatasetLoader(recipe, lambda: None)).metrics
+            _, found, _ = clean_training_rows(stage, rows, [], folder, UserDatasetLoader(recipe, lambda: None))
             seconds, busy = time.monotonic() - began, time.process_time() - busy
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         console.print(

@@ -29,11 +29,11 @@ from rich.table import Table
 from benchmarks.diffusion_shapes import flops_of, sd35_step_flops
 from configs.demo.digits import WORDS, make_pipeline
 from cosmos_core.algorithms.registry import make_algorithm
-from cosmos_core.data.flow_sample import seed_of
-from cosmos_core.data.kinds.media import NoisyRows, noise_sampler_of
-from cosmos_core.data.media_pixels import FrameSettings, pixels_of
+from cosmos_core.data.flow_sample import derive_seed
+from cosmos_core.data.kinds.media import NoisyRows, make_noise_sampler
+from cosmos_core.data.media_pixels import FrameSettings, decode_media
 from cosmos_core.data.media_rows import MediaRow, open_media
-from cosmos_core.data.media_source import Content
+from cosmos_core.data.media_source import MediaContent
 from cosmos_core.models.flops import measure_matmul_flops
 from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import open_trainer, train
@@ -79,7 +79,7 @@ def cached_against_uncached(
     adapter: Any = trainer.adapter
     assert stage.data is not None
     rows, family = open_media(stage.data, "train"), adapter.family
-    draws = noise_sampler_of(rows, stage.recipe.policy.diffusers, adapter)
+    draws = make_noise_sampler(rows, stage.recipe.policy.diffusers, adapter)
     feed = RowFeed(NoisyRows(rows, draws), stage.recipe)
     spent: dict[str, list[float]] = {"read, decode, resize": [], "text encoders": [], "VAE": [], "train": []}
 
@@ -90,17 +90,15 @@ def cached_against_uncached(
     def uncached(step: int) -> None:
         times = [_now()]
         [chosen] = feed.micro_batches(step).values()
-        read = [pixels_of(Content(False, images[i][1]), FrameSettings((size, size)), 0.0) for i in chosen]
+        read = [decode_media(MediaContent(False, images[i][1]), FrameSettings((size, size)), 0.0) for i in chosen]
         pixels = torch.from_numpy(np.stack(read)).float() / 127.5 - 1
         times.append(_now())
         text = family.text_embedding([images[i][0] for i in chosen])
         times.append(_now())
         means, logvars = family.visual_embedding(pixels.movedim(-1, 1).contiguous())
         times.append(_now())
-        learn([
-            draws.sample(MediaRow(i, "", {n: v[b] for n, v in text.items()}, means[b], logvars[b]), seed_of(step, i))
-            for b, i in enumerate(chosen)
-        ])  # fmt: skip
+        rows = [MediaRow(i, "", {n: v[b] for n, v in text.items()}, means[b], logvars[b]) for b, i in enumerate(chosen)]
+        learn([draws.sample(row, derive_seed(step, i)) for row, i in zip(rows, chosen, strict=True)])
         times.append(_now())
         for name, began, ended in zip(spent, times[:-1], times[1:], strict=True):
             spent[name].append(ended - began)

@@ -49,8 +49,8 @@ def report(seconds: dict[str, float]) -> None:
 
 def digest_seconds(folder: Path, count: int) -> dict[str, float]:
     """Hash a folder of `count` small files, then look at it again with the digests remembered."""
-    from cosmos_core.run.content import files_of
-    from cosmos_core.run.digests import Digests
+    from cosmos_core.run.content import list_data_files
+    from cosmos_core.run.digests import DigestCache
 
     data = folder / "files"
     data.mkdir()
@@ -59,7 +59,7 @@ def digest_seconds(folder: Path, count: int) -> dict[str, float]:
     seconds = {}
     for name in ("new", "remembered"):
         began = time.perf_counter()
-        Digests(folder / "digests.jsonl").digest_files(data, files_of(data))
+        DigestCache(folder / "digests.jsonl").digest_files(data, list_data_files(data))
         seconds[f"digests of {count} files, {name}"] = time.perf_counter() - began
     return seconds
 

@@ -34,17 +34,17 @@ from cosmos_core.config.schema.precision import FP8Config
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
-from cosmos_core.models.compiled import compile_blocks, watch_compiling
+from cosmos_core.models.compiled import compile_blocks, report_compilations
 from cosmos_core.models.hf import named_weights
-from cosmos_core.models.kernels import use_flash_attention, use_fp8
-from cosmos_core.models.recompute import Recompute, recompute_activations
-from cosmos_core.run.progress import Progress
+from cosmos_core.models.kernels import enable_flash_attention_3, enable_fp8_if_supported
+from cosmos_core.models.recompute import RecomputeMode, recompute_activations
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.trainer import Trainer
 
 WARM_UP, MOST_WARM_UP = 2, 12
 DATA_SHEET = 989e12
 """Dense bfloat16 FLOP/s of an H100 SXM."""
-RECOMPUTED: dict[str, Recompute] = {"nothing": False, "selective": "selective", "blocks": True}
+RECOMPUTED: dict[str, RecomputeMode] = {"nothing": False, "selective": "selective", "blocks": True}
 SIZES: dict[str, dict[str, Any]] = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
              "tie_word_embeddings": True},
@@ -72,7 +72,7 @@ def main() -> None:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("benchmarks.gpu: needs an NVIDIA GPU, and torch sees none; --device cpu with --layers 1 tries it out")
-    matmul, attention = _matmul(device), 3 if options.fa != 2 and use_flash_attention() else 2
+    matmul, attention = _matmul(device), 3 if options.fa != 2 and enable_flash_attention_3() else 2
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     title = f"Qwen3 {options.size} on {name}, torch {torch.__version__}, products of {matmul / 1e12:.0f} TFLOP/s"
     table = Table("tokens per row", "recomputed", title=title)
@@ -112,8 +112,8 @@ def _measured(options: argparse.Namespace, device: torch.device, length: int, ho
         {"sequence_packing": True, "param_dtype": "bfloat16", "train_policy": {"type": "sft", "mini_batch": num_rows}}
     )
     with tempfile.TemporaryDirectory() as folder:
-        progress = Progress(Path(folder) / "progress.json")
-        watch_compiling(progress)
+        progress = ProgressWriter(Path(folder) / "progress.json")
+        report_compilations(progress)
         model = _prepared(options, device, how)
         trainer = Trainer(CausalLM(model, train, InputProcessing(0)), train, progress)
         batches = _batches(options, num_rows, length)
@@ -159,7 +159,7 @@ def _prepared(options: argparse.Namespace, device: torch.device, how: str) -> Pr
         model.requires_grad_(False)
         add_adapter(model, LoraConfig(r=options.lora, lora_alpha=options.lora, target_modules="all-linear"))
     if options.fp8:
-        use_fp8(model, FP8Config(enable_fp8=True))
+        enable_fp8_if_supported(model, FP8Config(enable_fp8=True))
     if options.compile:
         compile_blocks(model)
     return model

@@ -38,7 +38,7 @@ from cosmos_core.models.flow import flow_schedule
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.recompute import recompute_activations
 from cosmos_core.rollout.flow_path import denoise
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import DiffusionSample, FlowSampling, Prompt
@@ -64,7 +64,7 @@ class Bench:
         if options.compile:
             compile_blocks(model)
         self.adapter = Denoiser(model, family, self.recipe.train)
-        self.trainer = Trainer(self.adapter, self.recipe.train, Progress(folder / "progress.json"))
+        self.trainer = Trainer(self.adapter, self.recipe.train, ProgressWriter(folder / "progress.json"))
         for name in self.recipe.train.train_policy.named_weights:
             self.trainer.named_weights.add(name)
         self.passes = [0, 0]

@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cosmos_core.models.scorer import RequestedOutputs, Scorer, chunk_bytes
+from cosmos_core.models.scorer import RequestedOutputs, Scorer, default_chunk_bytes
 
 CHUNKS_MIB = (64, 256, 1024)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,7 +65,7 @@ def _step(
     scorer.zero_grad(set_to_none=True)
     chosen_N = torch.arange(len(weights_N), device=DEVICE)
     with torch.autocast(DEVICE.type, getattr(torch, dtype), enabled=dtype != "float32"):
-        found = scorer({"input_ids": ids_1T}, chosen_N, request=wants, derivative_N=expected_N)
+        found = scorer({"input_ids": ids_1T}, chosen_N, request=wants, loss_gradient_N=expected_N)
     loss = (found["logprobs"] * weights_N).sum()
     if wants.entropy == "gradient":
         loss = loss + 0.01 * found["entropy"].mean()
@@ -82,7 +82,8 @@ def _now() -> float:
 def _table(best: dict[tuple[str, str], float], options: argparse.Namespace) -> Table:
     title = (
         f"{options.tokens:,} tokens, vocabulary {options.vocabulary:,}, hidden {options.hidden}, {options.layers} "
-        f"layers, {options.dtype}, {torch.get_num_threads()} threads; the rule chooses {chunk_bytes(DEVICE) >> 20} MiB"
+        f"layers, {options.dtype}, {torch.get_num_threads()} threads; the rule chooses "
+        f"{default_chunk_bytes(DEVICE) >> 20} MiB"
     )
     table = Table("tokens/s by chunk", title=title)
     names = list(dict.fromkeys(name for _, name in best))

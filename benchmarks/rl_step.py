@@ -32,7 +32,7 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.trainer import Trainer
 
 VOCABULARY, GROUP, GROUPS, MINI_BATCH = 2048, 8, 4, 16
@@ -67,8 +67,8 @@ class Variant:
         train = TrainConfig.model_validate(values)
         adapter: Any = CausalLM(self.model, train, InputProcessing(0))
         if not arranges:
-            adapter._merges_prompts, adapter.arrange = False, lambda *_: None
-        self.trainer = Trainer(adapter, train, Progress(folder / "progress.json"))
+            adapter._merges_prompts, adapter.arrange_micro_batches = False, lambda *_: None
+        self.trainer = Trainer(adapter, train, ProgressWriter(folder / "progress.json"))
         assert isinstance(train.train_policy, GrpoConfig)
         self.algorithm = Grpo(train.train_policy)
         self.algorithm.has_separate_gradients = arranges

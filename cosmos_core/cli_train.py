@@ -20,26 +20,29 @@ from typing import Annotated, Any
 
 import typer
 
-from cosmos_core.cli_runs import OutputDir
-from cosmos_core.config.schema.methods import DIFFUSION_SFT, DPO, GRPO, METHODS, SFT
+from cosmos_core.cli_runs import OutputDirOption
+from cosmos_core.config.schema.methods import DIFFUSION_SFT, DPO, GRPO, SFT, TRAINING_METHODS
 from cosmos_core.errors import EXIT_USAGE, ConfigError, CosmosError
 
-Model = Annotated[str, typer.Option(help="Model to start from: a folder, Hub id, s3:// URL, run or run/stages/STAGE.")]
-Data = Annotated[str, typer.Option(help="Training rows: .jsonl, .csv, .parquet, a folder, Hub id or s3:// URL.")]
-Prompt = Annotated[str, typer.Option(help="Column of the prompt, if its name is not a known one.")]
-Response = Annotated[str, typer.Option(help="Column of the response or reference, likewise.")]
-Save = Annotated[str, typer.Option(help="Recipe file to write; empty: named after the data, in this folder.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the recipe without writing it.")]
-Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the recipe.")]
+_MODEL_HELP = "Model to start from: a folder, Hub id, s3:// URL, run or run/stages/STAGE."
+ModelOption = Annotated[str, typer.Option(help=_MODEL_HELP)]
+DataOption = Annotated[str, typer.Option(help="Training rows: .jsonl, .csv, .parquet, a folder, Hub id or s3:// URL.")]
+PromptOption = Annotated[str, typer.Option(help="Column of the prompt, if its name is not a known one.")]
+ResponseOption = Annotated[str, typer.Option(help="Column of the response or reference, likewise.")]
+SaveOption = Annotated[str, typer.Option(help="Recipe file to write; empty: named after the data, in this folder.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the recipe without writing it.")]
+SetOption = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the recipe.")]
 
 _FILE_HEADER = "# Written by cosmos, digest "
-_DATASET = ("train", "train_policy", "dataset")
+_DATASET_KEYS = ("train", "train_policy", "dataset")
 _ROW_KEYS = ("subset", "split", "revision")
+_Setting = tuple[str, Any, str]
+"""Key of a setting, its value, and the reason for the value."""
 
 
 def sft(  # noqa: PLR0913 - the options of a command
-    model: Model, data: Data, prompt: Prompt = "", response: Response = "", save: Save = "", dry_run: DryRun = False,
-    overrides: Set = [],  # noqa: B006 - typer reads the default
+    model: ModelOption, data: DataOption, prompt: PromptOption = "", response: ResponseOption = "",
+    save: SaveOption = "", dry_run: DryRunOption = False, overrides: SetOption = [],  # noqa: B006 - read by typer
 ) -> None:  # fmt: skip
     """Fine-tune a language model on your own rows, with settings that are proposed and explained in a new recipe."""
     command_options = {"method": SFT.command, "model": model, "data": data, "prompt": prompt, "response": response}
@@ -47,10 +50,10 @@ def sft(  # noqa: PLR0913 - the options of a command
 
 
 def dpo(  # noqa: PLR0913 - the options of a command
-    model: Model, data: Data, prompt: Prompt = "",
+    model: ModelOption, data: DataOption, prompt: PromptOption = "",
     chosen: Annotated[str, typer.Option(help="Column of the better completion, likewise.")] = "",
     rejected: Annotated[str, typer.Option(help="Column of the other completion, likewise.")] = "",
-    save: Save = "", dry_run: DryRun = False, overrides: Set = [],  # noqa: B006
+    save: SaveOption = "", dry_run: DryRunOption = False, overrides: SetOption = [],  # noqa: B006
 ) -> None:  # fmt: skip
     """Train a language model on rows with `prompt`, `chosen` and `rejected` (DPO)."""
     columns = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
@@ -58,25 +61,29 @@ def dpo(  # noqa: PLR0913 - the options of a command
 
 
 def grpo(  # noqa: PLR0913 - the options of a command
-    model: Model, data: Data,
+    model: ModelOption, data: DataOption,
     reward: Annotated[str, typer.Option(help="Name of a reward, or file.py:function.")],
-    prompt: Prompt = "", response: Response = "", save: Save = "", dry_run: DryRun = False,
-    overrides: Set = [],  # noqa: B006
+    prompt: PromptOption = "", response: ResponseOption = "", save: SaveOption = "", dry_run: DryRunOption = False,
+    overrides: SetOption = [],  # noqa: B006
 ) -> None:  # fmt: skip
     """Train a language model on your own prompts with a reward (GRPO)."""
-    from cosmos_core.registry import code_file, is_code, offered_names, suggestion
+    from cosmos_core.registry import is_user_code, list_defined_names, locate_code, suggest_names
 
-    if is_code(reward):
-        code_file(reward)
+    if is_user_code(reward):
+        locate_code(reward)
     elif reward.endswith(".py"):
         raise ConfigError(f"--reward {reward}: name a function of the file as well, {reward}:FUNCTION")
-    elif reward not in (names := offered_names("cosmos_core.rewards")):
-        raise ConfigError(f"--reward {reward}: no such reward{suggestion(reward, names)}; your own is file.py:function")
+    elif reward not in (names := list_defined_names("cosmos_core.rewards")):
+        hint = suggest_names(reward, names)
+        raise ConfigError(f"--reward {reward}: no such reward{hint}; your own is file.py:function")
     command_options = {"method": GRPO.command, "model": model, "data": data, "reward": reward, "prompt": prompt}
     _propose_and_run({**command_options, "response": response}, save, dry_run, overrides)
 
 
-def diffusion_sft(model: Model, data: Data, save: Save = "", dry_run: DryRun = False, overrides: Set = []) -> None:  # noqa: B006
+def diffusion_sft(
+    model: ModelOption, data: DataOption, save: SaveOption = "", dry_run: DryRunOption = False,
+    overrides: SetOption = [],  # noqa: B006
+) -> None:  # fmt: skip
     """Fine-tune a diffusion model on a folder of captioned images or videos."""
     _propose_and_run({"method": DIFFUSION_SFT.command, "model": model, "data": data}, save, dry_run, overrides)
 
@@ -90,8 +97,8 @@ def evaluate(  # noqa: PLR0913 - the options of a command
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of items per task or prompt set; 0: all.")] = 0,
     include_path: Annotated[str, typer.Option(help="Folder with YAML files of your own tasks.")] = "",
     chat: Annotated[bool, typer.Option("--chat", help="Render prompts with the model's chat template.")] = False,
-    save: Save = "", dry_run: DryRun = False, overrides: Set = [],  # noqa: B006
-    output_dir: OutputDir = Path("outputs")
+    save: SaveOption = "", dry_run: DryRunOption = False, overrides: SetOption = [],  # noqa: B006
+    output_dir: OutputDirOption = Path("outputs")
 ) -> None:  # fmt: skip
     """Run public benchmarks on a model, or on the model of a run or a stage; of a diffusion model, sample prompt sets,
     which rewards score."""
@@ -99,11 +106,11 @@ def evaluate(  # noqa: PLR0913 - the options of a command
         raise ConfigError("give --tasks for a language model, or --prompts and --reward for a diffusion model")
     options = {"method": "eval", "model": model, "tasks": tasks, "prompts": prompts, "reward": reward}
     model_setting = ("policy.model_name_or_path", _resolve_model(model, output_dir), "--model")
-    settings: list[tuple[str, Any, str]] = [
-        ("evaluate.tasks", _split_names(tasks), "--tasks"),
+    settings: list[_Setting] = [
+        ("evaluate.tasks", _parse_name_list(tasks), "--tasks"),
         ("policy.is_diffusers", bool(prompts), "--prompts"),
-        ("evaluate.prompts", _split_names(prompts), "--prompts"),
-        ("evaluate.rewards", _split_names(reward), "--reward"),
+        ("evaluate.prompts", _parse_name_list(prompts), "--prompts"),
+        ("evaluate.rewards", _parse_name_list(reward), "--reward"),
         ("policy.diffusers.inference_size", [size, size] if size else [], "--size"),
         ("evaluate.limit", limit, "--limit"),
         ("evaluate.include_path", include_path, "--include-path"),
@@ -112,7 +119,7 @@ def evaluate(  # noqa: PLR0913 - the options of a command
     _save_and_run_recipe(options, [model_setting, *(each for each in settings if each[1])], save, dry_run, overrides)
 
 
-def _split_names(text: str) -> list[str]:
+def _parse_name_list(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
@@ -120,13 +127,13 @@ def init() -> None:
     """Ask five questions, write a recipe, and print the command that runs it."""
     if not sys.stdin.isatty():
         raise ConfigError("cosmos init asks questions in a terminal; elsewhere use cosmos sft --model M --data ROWS")
-    method = typer.prompt(f"What shall be done? {', '.join(METHODS)}", default=SFT.command)
-    if method not in METHODS:
-        raise ConfigError(f"{method!r} is none of {', '.join(METHODS)}")
+    method = typer.prompt(f"What shall be done? {', '.join(TRAINING_METHODS)}", default=SFT.command)
+    if method not in TRAINING_METHODS:
+        raise ConfigError(f"{method!r} is none of {', '.join(TRAINING_METHODS)}")
     model = typer.prompt("Which model? A folder or a Hub id", default="Qwen/Qwen3-0.6B")
     data = typer.prompt("Which rows? A file, a folder or a Hub id")
     command_options = {"method": method, "model": model, "data": data}
-    if METHODS[method].needs_reward:
+    if TRAINING_METHODS[method].needs_reward:
         command_options["reward"] = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
     settings = _propose_settings(command_options)
     default_path = str(_make_recipe_path(command_options, ""))
@@ -143,14 +150,14 @@ def try_model(
     prompt: Annotated[str, typer.Option(help="Single prompt; empty: read one per line from standard input.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a completion.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="Temperature; 0: greedy decoding.")] = 0.0,
-    output_dir: OutputDir = Path("outputs"),
+    output_dir: OutputDirOption = Path("outputs"),
 ) -> None:
     """Chat with a model, or generate images with it: the model of a run or a stage, a folder, or a Hub id."""
     if len(models) > 2:
         raise ConfigError(f"{len(models)} models; give one, or two to see them side by side")
-    from cosmos_core.run.remote import local_copy
+    from cosmos_core.run.remote import download_url
 
-    folders = [local_copy(_resolve_model(name, output_dir), output_dir) for name in models]
+    folders = [download_url(_resolve_model(name, output_dir), output_dir) for name in models]
     options = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "names": models}
     arguments = ["-m", "cosmos_core.models.try_models", json.dumps(options), *folders]
     sys.stdout.flush()
@@ -174,7 +181,7 @@ def _resolve_model(name: str, output_dir: Path) -> str:
             raise ConfigError(f"{name}: this stage made no model")
         return model_path if "://" in model_path else str(path / model_path)
     is_run = any((each / "pipeline.toml").is_file() for each in paths)
-    if not is_run and (not name.isdecimal() or os.path.isdir(name)):  # 20260131093000 is always meant as a run
+    if not is_run and (not name.isdecimal() or os.path.isdir(name)):  # digits are a run id
         return name
     run = read_run(find_run(name, output_dir))
     if run.model is None:
@@ -188,16 +195,16 @@ def _propose_and_run(command_options: dict[str, str], save: str, dry_run: bool, 
 
 
 def _save_and_run_recipe(
-    asked: dict[str, str], settings: list[tuple[str, Any, str]], save: str, dry_run: bool, overrides: Sequence[str]
+    command_options: dict[str, str], settings: list[_Setting], save: str, dry_run: bool, overrides: Sequence[str]
 ) -> None:
     options = [argument for override in overrides for argument in ("--set", override)]
     if overrides:
-        _check_overrides(_render_recipe(asked, settings), overrides)
+        _check_overrides(_render_recipe(command_options, settings), overrides)
     if dry_run:
-        note = f"\n# run with {shlex.join(options)}\n" if options else ""
-        typer.echo(_render_recipe(asked, settings) + note, nl=False)
+        run_hint = f"\n# run with {shlex.join(options)}\n" if options else ""
+        typer.echo(_render_recipe(command_options, settings) + run_hint, nl=False)
         return
-    path = _write_recipe(asked, settings, save)
+    path = _write_recipe(command_options, settings, save)
     command = shlex.join(["cosmos", "run", str(path), *options])
     typer.echo(f"saved as {path}; each value has its reason there. Edit it and run it again: {command}")
     _exec_run(path, options)
@@ -217,28 +224,28 @@ def _check_overrides(recipe_text: str, overrides: Sequence[str]) -> None:
             raise ConfigError(str(error).removeprefix(f"{file.name}: ")) from error
 
 
-def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] = ()) -> list[tuple[str, Any, str]]:
-    """Return (key, value, reason) of each proposed setting, from a subprocess that may import torch. It looks at the
-    rows that `overrides` select."""
+def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] = ()) -> list[_Setting]:
+    """Return the proposed settings for the model and the rows that `overrides` select, from a subprocess that may
+    import torch."""
     from cosmos_core.config.load import merge, nest_value
-    from cosmos_core.config.override import parse_setting
-    from cosmos_core.run.remote import local_copy
+    from cosmos_core.config.override import parse_override
+    from cosmos_core.run.remote import download_url
 
-    settings = {setting.keys: setting.value for setting in map(parse_setting, overrides)}
-    rows = {keys[-1]: value for keys, value in settings.items() if keys[:-1] == _DATASET and keys[-1] in _ROW_KEYS}
+    settings = {setting.keys: setting.value for setting in map(parse_override, overrides)}
+    rows = {keys[-1]: value for keys, value in settings.items() if keys[:-1] == _DATASET_KEYS and keys[-1] in _ROW_KEYS}
     # No shell expands `~` in what a person types into `cosmos init`, or in `--model=~/model`.
     paths = {name: os.path.expanduser(command_options.get(name, "")) for name in ("model", "data")}
-    local_paths = {name: local_copy(path, Path("outputs")) for name, path in paths.items()}
+    local_paths = {name: download_url(path, Path("outputs")) for name, path in paths.items()}
     custom: dict[str, Any] = {}
     for keys, value in settings.items():
-        table = nest_value(keys[1:], value)  # of `custom.dataset.media_path=images`, and of `custom={...}`
+        table = nest_value(keys[1:], value)  # the value may be a table: `custom={...}`
         if f"{'.'.join(keys)}.".startswith("custom.") and isinstance(table, dict):
             custom = merge(custom, table)
     options = json.dumps(dict(command_options, **local_paths, rows=rows, custom=custom), default=str)
     command = [sys.executable, "-m", "cosmos_core.train.propose", options]
     completed_process = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed_process.returncode == EXIT_USAGE:
-        key, message = ".".join((*_DATASET, "name")), completed_process.stderr.strip().splitlines()[-1]
+        key, message = ".".join((*_DATASET_KEYS, "name")), completed_process.stderr.strip().splitlines()[-1]
         message = message.replace(f"{key} = ", "--data ").replace(key, "--data")
         raise ConfigError(message.replace(" or beside the file that is run", ""))
     if completed_process.returncode:
@@ -249,8 +256,7 @@ def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] 
     return [(key, names.get(str(value), value), reason) for key, value, reason in settings_and_reasons]
 
 
-def _render_recipe(command_options: dict[str, str], settings: list[tuple[str, Any, str]]) -> str:
-    """Return the text of the recipe, with the reason for each value as a comment."""
+def _render_recipe(command_options: dict[str, str], settings: list[_Setting]) -> str:
     tables: dict[str, list[str]] = {}
     for key, value, reason in settings:
         table, _, name = key.rpartition(".")
@@ -271,25 +277,25 @@ def _render_recipe(command_options: dict[str, str], settings: list[tuple[str, An
 
 def _make_recipe_path(command_options: dict[str, str], output_file: str) -> Path:
     file_name = Path(command_options.get("data") or command_options["model"]).name
-    file_stem = file_name.split(".")[0].lstrip("-") or "rows"  # `cosmos run -x.toml` would read an option
+    file_stem = file_name.split(".")[0].lstrip("-") or "rows"  # a name with a hyphen is an option
     return Path(os.path.expanduser(output_file) or f"{file_stem}-{command_options['method']}.toml")
 
 
-def _write_recipe(command_options: dict[str, str], settings: list[tuple[str, Any, str]], output_file: str) -> Path:
+def _write_recipe(command_options: dict[str, str], settings: list[_Setting], output_file: str) -> Path:
     """Write the recipe and return its path; a recipe from an earlier command is overwritten unless it was edited or
     that command still runs."""
     path, text = _make_recipe_path(command_options, output_file), _render_recipe(command_options, settings)
     try:
         with path.open("a+", encoding="utf-8") as recipe_file:
-            is_free = True
+            is_lock_free = True
             try:
                 fcntl.flock(recipe_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:  # not every file system has locks
-                is_free = not isinstance(error, BlockingIOError)
+                is_lock_free = not isinstance(error, BlockingIOError)
             existing_text = path.read_text(encoding="utf-8", errors="replace")
             if existing_text == text:
                 return path
-            if not is_free:
+            if not is_lock_free:
                 raise ConfigError(f"{path} is the recipe of a command that still runs; write another with --save FILE")
             first_line, _, recipe_body = existing_text.partition("\n")
             digest = hashlib.sha256(recipe_body.encode()).hexdigest()[:16]

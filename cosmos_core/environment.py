@@ -28,7 +28,7 @@ _INHERITED_PREFIXES = (
     "COSMOS_", "CUBLAS_", "CUDA_", "HF_", "LC_", "MKL_", "MLFLOW_", "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_", "PYTHON",
     "RAY_", "TORCH", "TRACKIO_", "TRANSFORMERS_", "VLLM_", "WANDB_", "XDG_",
 )  # fmt: skip
-_SECRET_NAME = re.compile(
+_SECRET_NAME_PATTERN = re.compile(
     r"(?:^|_)(?:TOKENS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|KEYS?|AUTH_STRING)(?:_|$)", re.I
 )
 _URL_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/@\s]*:([^/@\s]+)@", re.I)
@@ -54,14 +54,10 @@ def environment_for_user_code(names: Iterable[str]) -> dict[str, str]:
     }
 
 
-def tls_trust() -> ssl.SSLContext | bool:
+def make_tls_verify() -> ssl.SSLContext | bool:
     """Return the value of httpx's argument `verify`: a context with the certificates of REQUESTS_CA_BUNDLE or
     CURL_CA_BUNDLE, which httpx itself does not read; otherwise True, with which httpx uses its defaults and
-    SSL_CERT_FILE.
-
-    Raises:
-        ConfigError: the bundle cannot be read.
-    """
+    SSL_CERT_FILE. Raises `ConfigError` if the bundle cannot be read."""
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
         if path := os.environ.get(name):
             argument_name = "capath" if os.path.isdir(path) else "cafile"
@@ -77,14 +73,14 @@ def mask_secrets(names: Iterable[str] = (), values: Iterable[str] = ()) -> None:
     variables in `names`, and `values`."""
     _secret_names.update(names)
     _secret_values.update(values)
-    hide_in_records()
+    mask_log_records()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, _MaskingStream):
             setattr(sys, name, cast(TextIO, _MaskingStream(stream)))
 
 
-def hide_in_records() -> None:
+def mask_log_records() -> None:
     """Mask secrets in every log record of this process, since Prefect sends the records to its server."""
     create_record = logging.getLogRecordFactory()
     if getattr(create_record, "masks", False):
@@ -94,17 +90,17 @@ def hide_in_records() -> None:
         record = create_record(*arguments, **keyword_arguments)
         with suppress(Exception):  # the logging module reports arguments that do not match the format
             message = record.getMessage()
-            if (masked_message := masked(message)) != message:
+            if (masked_message := mask_text(message)) != message:
                 record.msg, record.args = masked_message, ()
         if record.exc_info and not record.exc_text:
-            record.exc_text = masked(logging.Formatter().formatException(record.exc_info))
+            record.exc_text = mask_text(logging.Formatter().formatException(record.exc_info))
         return record
 
     make_masked_record.masks = True  # type: ignore[attr-defined]
     logging.setLogRecordFactory(make_masked_record)
 
 
-def masked(text: str, names: Iterable[str] = ()) -> str:
+def mask_text(text: str, names: Iterable[str] = ()) -> str:
     """Return the text with `***` for each secret value of the environment, for the values of the variables in `names`,
     and for text that looks like a secret."""
     for secret in _collect_secrets(names):
@@ -114,9 +110,9 @@ def masked(text: str, names: Iterable[str] = ()) -> str:
 
 def mask_error_message(error: BaseException) -> None:
     """Mask secrets in the message of an error, which Prefect and the files of a run display."""
-    error.args = tuple(each if masked(str(each)) == str(each) else masked(str(each)) for each in error.args)
+    error.args = tuple(each if mask_text(str(each)) == str(each) else mask_text(str(each)) for each in error.args)
     if notes := getattr(error, "__notes__", None):
-        notes[:] = map(masked, notes)
+        notes[:] = map(mask_text, notes)
 
 
 def find_secrets(values: Any, name: str = "") -> Iterator[str]:
@@ -155,10 +151,10 @@ class _MaskingStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        return self._stream.write(masked(text))
+        return self._stream.write(mask_text(text))
 
     def writelines(self, lines: Iterable[str]) -> None:
-        self._stream.writelines(map(masked, lines))
+        self._stream.writelines(map(mask_text, lines))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -176,4 +172,4 @@ def _collect_secrets(names: Iterable[str] = ()) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def _is_secret_name(name: str) -> bool:
-    return bool(_SECRET_NAME.search(name))
+    return bool(_SECRET_NAME_PATTERN.search(name))

@@ -43,9 +43,9 @@ def log_errors(log: Callable[[Exception], object]) -> Iterator[None]:
         log(error)
 
 
-def set_future(future: Future[Any], call: Callable[[], Any]) -> None:
-    """Store the result of `call`, or the exception that it raises, in a future."""
+def set_future(future: Future[Any], function: Callable[[], Any]) -> None:
+    """Store the result of `function`, or the exception that it raises, in a future."""
     try:
-        future.set_result(call())
+        future.set_result(function())
     except BaseException as error:  # noqa: BLE001 - raised again by `future.result()`
         future.set_exception(error)

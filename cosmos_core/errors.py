@@ -86,7 +86,7 @@ class DamagedRecord(UploadError):
     """Error for a record of published versions that cannot be read; the next publication writes a new record."""
 
 
-BY_NAME: dict[str, type[CosmosError]] = {
+ERRORS_BY_NAME: dict[str, type[CosmosError]] = {
     cls.__name__: cls
     for cls in (
         ConfigError, DataError, ModelError, RewardError, Preempted, Cancelled, OverBudget, StageFailed, ProgramError,
@@ -97,12 +97,12 @@ BY_NAME: dict[str, type[CosmosError]] = {
 
 
 def serialise_error(error: Exception) -> tuple[str, str]:
-    """Return an error as plain data, for another process: the name of its nearest class in `BY_NAME`, and its message.
+    """Return an error as plain data: the name of its nearest class in `ERRORS_BY_NAME`, and its message.
 
     An exception that is no CosmosError is returned as `StageFailed`, with the name of its class in the message.
     """
     if isinstance(error, CosmosError):
-        return next(cls.__name__ for cls in type(error).mro() if cls.__name__ in BY_NAME), str(error)
+        return next(cls.__name__ for cls in type(error).mro() if cls.__name__ in ERRORS_BY_NAME), str(error)
     return StageFailed.__name__, f"{type(error).__name__}: {error}"
 
 

@@ -1,7 +1,7 @@
 """Hardware and software of a machine: GPUs, CPU threads and versions of libraries, read without importing the
 libraries.
 
-`measure` describes its own process, so it runs where the description is needed: `python -m
+`measure_machine` describes its own process, so it runs where the description is needed: `python -m
 cosmos_core.machine_properties` in the interpreter of the workers, `cosmos_core.cluster.properties` on the machine of a
 Ray cluster, the worker in each of its ranks.
 """
@@ -47,13 +47,13 @@ class MachineProperties:
         return ", ".join(sorted(set(self.gpus))) or "cpu"
 
 
-def measure(libraries: Sequence[str] = ()) -> MachineProperties:
+def measure_machine(libraries: Sequence[str] = ()) -> MachineProperties:
     """Return the hardware and the versions of the libraries as this process sees them."""
     versions = {}
     for name in libraries:
         with suppress(PackageNotFoundError):
-            if found := version(name):  # None if the metadata of the package are damaged
-                versions[name] = found
+            if installed_version := version(name):  # None if the metadata of the package are damaged
+                versions[name] = installed_version
     gpus = tuple(name for name, _ in _list_visible_gpus())
     threads, missing_requirement = len(os.sched_getaffinity(0)), _find_missing_compiler(has_gpus=bool(gpus))
     return MachineProperties(platform.node(), gpus, threads, versions, missing_requirement)
@@ -92,7 +92,7 @@ def _measure_machine(
     libraries: tuple[str, ...], python: str, cluster: str, visible_devices: str | None
 ) -> MachineProperties:
     if not python and not cluster:
-        return measure(libraries)
+        return measure_machine(libraries)
     program_module = "cosmos_core.cluster.properties" if cluster else "cosmos_core.machine_properties"
     command = [python or sys.executable, "-m", program_module, *libraries]
     try:
@@ -110,7 +110,7 @@ def _measure_machine(
     return replace(properties, gpus=gpus)
 
 
-def gpu_entries() -> dict[str, str]:
+def read_gpu_entries() -> dict[str, str]:
     """Return the entries of `CUDA_VISIBLE_DEVICES` for the GPUs that this process sees, in their order, each with the
     GPU's UUID."""
     gpus, visible_devices = _list_visible_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -137,7 +137,7 @@ def _list_visible_gpus() -> tuple[tuple[str, str], ...]:
             visible_handles = [_find_gpu(pynvml, gpu_handles, entry.strip()) for entry in visible_devices.split(",")]
             # CUDA ignores the first entry that does not exist and all entries after it.
             gpu_handles = list(takewhile(lambda gpu_handle: gpu_handle is not None, visible_handles))
-        return tuple((str(pynvml.nvmlDeviceGetName(card)), str(pynvml.nvmlDeviceGetUUID(card))) for card in gpu_handles)
+        return tuple((str(pynvml.nvmlDeviceGetName(gpu)), str(pynvml.nvmlDeviceGetUUID(gpu))) for gpu in gpu_handles)
     finally:
         pynvml.nvmlShutdown()
 
@@ -166,4 +166,4 @@ def git_commit() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asdict(measure(sys.argv[1:]))) + "\n")
+    sys.stdout.write(json.dumps(asdict(measure_machine(sys.argv[1:]))) + "\n")

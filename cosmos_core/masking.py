@@ -1,5 +1,5 @@
-"""Detect secrets in text without knowing their values: by the format of known tokens, by the word before a value, or by
-the random letters of a value.
+"""Detect secrets in text whose values are unknown: by the format of known kinds of token, by the word before a value,
+or by the randomness of the letters of a value.
 
 A random string changes between capitals, small letters and digits far more often than a name does. Hexadecimal secrets
 look like digests: those with 40 or 64 digits (git, SHA-256) are masked only after a word such as `token`. Values that
@@ -26,7 +26,7 @@ _SECRET_NAME_PATTERN = (
     r"(?:passw(?:or)?d|passphrase|secret|api[_-]?key|access[_-]?key|private[_-]?key|auth[_-]?string|X-Amz-Signature)"
     r"(?:[_-]?(?:access[_-]?)?key)?"
 )
-_NAMED_SECRET = re.compile(
+_NAMED_SECRET_PATTERN = re.compile(
     rf"{_SECRET_NAME_PATTERN}(?:\\*[\"'])?\s*[=:]\s*b?\\*(?:\"(?![$*<])([^\"\\\n]{{6,200}})|'(?![$*<])([^'\\\n]{{6,200}})"
     r"|([^\s\"',;&)\]}$*<\\][^\s\"',;&)\]}\\]{5,}))"
     rf"|\(b?[\"']{_SECRET_NAME_PATTERN}[\"'], ?b?[\"']([^\"']{{6,200}})[\"']\)|<{_SECRET_NAME_PATTERN}>([^<]{{6,200}})<"
@@ -37,24 +37,24 @@ _NAMED_SECRET = re.compile(
     r"|(?<![a-z])pwd\s*[=:]\s*[\"']?([^\s\"'/~.$*<;][^\s\"';]{5,})",
     re.I,
 )
-_WORD_AND_SECRET = re.compile(
+_WORD_AND_SECRET_PATTERN = re.compile(
     r"(?:token|bearer|basic|login|key|secret|passw(?:or)?d|credentials?|authorization)[\"']?"
     r"(?:\s*[=:]\s*|\s+(?:is|was)\s+|\s+)[\"']?([\w+/=~-]{12,})",
     re.I,
 )
-_LONG_WORD = re.compile(r"[A-Za-z0-9_+-]{20,}={0,2}")
+_LONG_WORD_PATTERN = re.compile(r"[A-Za-z0-9_+-]{20,}={0,2}")
 _SEPARATED_GROUPS = re.compile(r"[A-Za-z0-9!#$%&*^~._-]{20,}")
 _BASE64_WITH_SLASHES = re.compile(r"(?<![\w+/.-])(?=[A-Za-z0-9+]+/)[A-Za-z0-9/+]{32,}={0,2}(?![\w+/=-])")
-_WORD_PIECE = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
-_DIGESTS = {40, 64}
+_WORD_PIECE_PATTERN = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
+_DIGEST_LENGTHS = {40, 64}
 
 
 def find_secret_spans(text: str) -> Iterator[tuple[int, int]]:
     """Yield start and end of each part of the text that looks like a secret; the spans may overlap."""
-    for secret_pattern in (_SECRET_FORMATS, _URL_WITH_PASSWORD, _NAMED_SECRET):
+    for secret_pattern in (_SECRET_FORMATS, _URL_WITH_PASSWORD, _NAMED_SECRET_PATTERN):
         for match in secret_pattern.finditer(text):
             yield match.span(match.lastindex or 0)
-    for match in _WORD_AND_SECRET.finditer(text):
+    for match in _WORD_AND_SECRET_PATTERN.finditer(text):
         if _looks_like_secret(match[1]) or re.fullmatch(r"[0-9a-fA-F]{16,}", match[1]):
             yield match.span(1)
     for match in _BASE64_WITH_SLASHES.finditer(text):  # base64, such as a secret key of AWS, which has 40 characters
@@ -64,7 +64,7 @@ def find_secret_spans(text: str) -> Iterator[tuple[int, int]]:
         has_long_word = re.search("[A-Z]?[a-z]{5}|[A-Z]{5}", match[0])
         if _has_mixed_characters(match[0]) and not has_long_word and _mean_piece_length(match[0]) < 1.95:
             yield match.span()
-    for match in _LONG_WORD.finditer(text):
+    for match in _LONG_WORD_PATTERN.finditer(text):
         adjacent_characters = text[max(0, match.start() - 1) : match.start()] + text[match.end() : match.end() + 1]
         is_separate_word = match[0].rstrip("=").isalnum() and not any(c in "/.:" for c in adjacent_characters)
         alphanumeric_runs = re.findall("[A-Za-z0-9]{10,}", match[0])
@@ -90,7 +90,8 @@ def _is_secret_word(word: str, is_separate_word: bool) -> bool:
     """Return True if a string looks random; `is_separate_word`: it is not part of a path, name or digest."""
     has_digit = any(letter.isdigit() for letter in word)
     if re.fullmatch(r"[0-9a-f]+|[0-9A-F]+", word):
-        return is_separate_word and has_digit and not word.isdigit() and len(word) >= 32 and len(word) not in _DIGESTS
+        is_digest = len(word) in _DIGEST_LENGTHS
+        return is_separate_word and has_digit and not word.isdigit() and len(word) >= 32 and not is_digest
     if word.islower() or word.isupper():
         return is_separate_word and has_digit and len(word) >= 24 and _mean_piece_length(word) < 3.4
     is_long_word = len(word) >= 28
@@ -109,5 +110,5 @@ def _looks_like_secret(word: str) -> bool:
 
 def _mean_piece_length(word: str) -> float:
     """Return the mean length of the parts of a string that look like a word, an acronym or a number."""
-    word_pieces = _WORD_PIECE.findall(word)
+    word_pieces = _WORD_PIECE_PATTERN.findall(word)
     return sum(map(len, word_pieces)) / max(1, len(word_pieces))

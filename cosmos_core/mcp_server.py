@@ -18,16 +18,16 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
 from pydantic import BaseModel, Field
 
-_READ_ONLY = ToolAnnotations(read_only_hint=True)
-_STARTS_PROCESS = ToolAnnotations(read_only_hint=False, destructive_hint=False)
-_COMMAND_SECONDS, _START_TIMEOUT_SECONDS = 600, 120
+_READ_ONLY_ANNOTATIONS = ToolAnnotations(read_only_hint=True)
+_START_ANNOTATIONS = ToolAnnotations(read_only_hint=False, destructive_hint=False)
+_COMMAND_TIMEOUT_SECONDS, _START_TIMEOUT_SECONDS = 600, 120
 _INSTRUCTIONS = """Operate post-training pipelines. Recipes are TOML files; `explain_key` documents their keys.
 `check` and `plan` take a recipe. Runs are named by their id; an empty id names the newest.
 `start_run` asks the user first."""
 
 
 class Confirmation(BaseModel):
-    """The form that a person fills in before a run starts."""
+    """Form that a person fills in before a run starts."""
 
     start: bool = Field(description="Start the run on this machine")
 
@@ -35,68 +35,68 @@ class Confirmation(BaseModel):
 def open_server() -> MCPServer:
     """Return the MCP server with its tools; paths are relative to the working directory of the process."""
     server = MCPServer("cosmos", instructions=_INSTRUCTIONS)
-    _add_tools_that_read(server)
+    _add_read_only_tools(server)
     _add_run_starting_tools(server)
     return server
 
 
-def _add_tools_that_read(server: MCPServer) -> None:
+def _add_read_only_tools(server: MCPServer) -> None:
 
-    @server.tool(annotations=_READ_ONLY)
+    @server.tool(annotations=_READ_ONLY_ANNOTATIONS)
     async def list_runs() -> str:
         """List the runs of the folder `outputs`, the newest last."""
         return await _run_cosmos("runs")
 
-    @server.tool(annotations=_READ_ONLY)
+    @server.tool(annotations=_READ_ONLY_ANNOTATIONS)
     async def run_status(run: str = "") -> str:
         """Show the state, time and metrics of every stage of a run, and how a stopped run is continued."""
         return await _run_cosmos("status", run)
 
-    @server.tool(annotations=_READ_ONLY)
+    @server.tool(annotations=_READ_ONLY_ANNOTATIONS)
     async def stage_log(run: str = "", stage: str = "") -> str:
         """Show the log of the newest attempt of a stage."""
         return await _run_cosmos("logs", run, stage)
 
-    @server.tool(annotations=_READ_ONLY)
+    @server.tool(annotations=_READ_ONLY_ANNOTATIONS)
     async def run_samples(run: str = "") -> str:
         """Show completions or images of a run with their rewards."""
         return await _run_cosmos("samples", run)
 
-    @server.tool(annotations=_READ_ONLY)
+    @server.tool(annotations=_READ_ONLY_ANNOTATIONS)
     async def run_lineage(run: str = "") -> str:
         """Show from which data, models and settings the model of a run was made."""
         return await _run_cosmos("lineage", run)
 
-    @server.tool(annotations=_READ_ONLY)
+    @server.tool(annotations=_READ_ONLY_ANNOTATIONS)
     async def compare_runs(first: str, second: str) -> str:
         """Show how two runs differ in settings, metrics and times."""
         return await _run_cosmos("compare", first, second)
 
-    @server.tool(annotations=_READ_ONLY)
+    @server.tool(annotations=_READ_ONLY_ANNOTATIONS)
     async def explain_key(key: str) -> str:
         """Explain a configuration key, such as `train.optm_lr`: type, default, unit, meaning."""
         return await _run_cosmos("config", "explain", key)
 
-    @server.tool(annotations=_READ_ONLY)
+    @server.tool(annotations=_READ_ONLY_ANNOTATIONS)
     async def check(recipe: str) -> str:
         """Check a recipe: its schema, then its models, rows and rewards. Nothing is started."""
         return await _run_cosmos("check", recipe)
 
-    @server.tool(annotations=_READ_ONLY)
+    @server.tool(annotations=_READ_ONLY_ANNOTATIONS)
     async def plan(recipe: str) -> str:
         """Show which stages of a recipe would run or be reused, and why. Nothing is started."""
         return await _run_cosmos("plan", recipe)
 
 
 def _add_run_starting_tools(server: MCPServer) -> None:
-    @server.tool(annotations=_STARTS_PROCESS)
+    @server.tool(annotations=_START_ANNOTATIONS)
     async def start_run(
         recipe: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_about_recipe)]
     ) -> str:
         """Ask the user, then start a run of a recipe in the background and return its first lines."""
         return await _run_if_confirmed(response, "run", recipe)
 
-    @server.tool(annotations=_STARTS_PROCESS)
+    @server.tool(annotations=_START_ANNOTATIONS)
     async def resume_run(
         run: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_about_run)]
     ) -> str:
@@ -114,11 +114,8 @@ async def _ask_about_run(run: str) -> Elicit[Confirmation]:
 
 
 async def _run_if_confirmed(response: ElicitationResult[Confirmation], *command: str) -> str:
-    """Start a `cosmos` command that a person has confirmed, and wait until its first stage runs.
-
-    Raises:
-        ToolError: the command failed; the message is its output.
-    """
+    """Start a `cosmos` command that a person has confirmed, and wait until its first stage runs. Raises `ToolError`
+    with the output of the command if it failed."""
     if response.action != "accept" or not response.data.start:
         return "not started: the user declined"
     with tempfile.NamedTemporaryFile(prefix="cosmos-mcp-", suffix=".log", delete=False) as log_file:
@@ -145,15 +142,17 @@ def _build_command(*command_words: str) -> list[str]:
 
 
 async def _run_cosmos(*command_words: str) -> str:
-    """Return the output of a `cosmos` command: its standard error with notes, then its standard output.
-
-    Raises:
-        ToolError: the command failed; the message is its output.
-    """
+    """Return the output of a `cosmos` command: its standard error with notes, then its standard output. Raises
+    `ToolError` with the output of the command if it failed."""
     command = _build_command(*command_words)
-    done = await asyncio.to_thread(
-        subprocess.run, command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, stdin=subprocess.DEVNULL
+    process = await asyncio.to_thread(
+        subprocess.run,
+        command,
+        capture_output=True,
+        text=True,
+        timeout=_COMMAND_TIMEOUT_SECONDS,
+        stdin=subprocess.DEVNULL,
     )
-    if done.returncode:
-        raise ToolError(f"exit code {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
-    return f"{done.stderr}{done.stdout}".strip()
+    if process.returncode:
+        raise ToolError(f"exit code {process.returncode}: {process.stderr.strip() or process.stdout.strip()}")
+    return f"{process.stderr}{process.stdout}".strip()

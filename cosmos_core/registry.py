@@ -30,7 +30,7 @@ def is_import_path(name: str) -> bool:
     return ":" in name
 
 
-def is_code(name: str) -> bool:
+def is_user_code(name: str) -> bool:
     """Return True if `name` has the form of user code, `file.py:thing` or `module:thing`, in a field where it may also
     be a path or an id on the Hub."""
     return _USER_CODE_PATTERN.fullmatch(name) is not None
@@ -40,11 +40,8 @@ _USER_CODE_PATTERN = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 
 def import_object(path: str) -> Any:
-    """Return the object at `module:thing` or `path/file.py:thing`.
-
-    Raises:
-        ConfigError: the module, the file or the name in it does not exist.
-    """
+    """Return the object at `module:thing` or `path/file.py:thing`. Raises `ConfigError` if the module, the file or the
+    name in it does not exist."""
     module_name, object_name = _split_import_path(path)
     module = _load_module_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name, path)
     try:
@@ -53,55 +50,49 @@ def import_object(path: str) -> Any:
         raise ConfigError(f"{path!r}: {module_name} has no {object_name!r}") from None
 
 
-def known_names(folder: str) -> list[str]:
+def list_module_names(folder: str) -> list[str]:
     """Return the module names of a package folder, without private modules and sub-packages."""
     package = importlib.import_module(folder)
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg and not m.name.startswith("_"))
 
 
-def offered_names(folder: str, suffix: str = "") -> list[str]:
+def list_defined_names(folder: str, suffix: str = "") -> list[str]:
     """Return the names of the modules in a package folder that define a function of the same name or, with a `suffix`,
     a class `SomeNameSuffix` in `some_name.py`. The modules are not imported."""
     [path] = importlib.import_module(folder).__path__
     names = []
-    for name in known_names(folder):
-        definition_pattern = rf"class {class_name(name)}{suffix}\b" if suffix else rf"(async )?def {name}\("
+    for name in list_module_names(folder):
+        definition_pattern = rf"class {to_class_name(name)}{suffix}\b" if suffix else rf"(async )?def {name}\("
         if re.search(f"^{definition_pattern}", Path(path, f"{name}.py").read_text(encoding="utf-8"), re.M):
             names.append(name)
     return names
 
 
-def class_name(module: str) -> str:
+def to_class_name(module: str) -> str:
     """Return the class name of a module: `SomeName` for `some_name`."""
     return module.title().replace("_", "")
 
 
 def load_named(name: str, folder: str, suffix: str) -> Any:
     """Return the class `SomeNameSuffix` of `some_name.py` in a package folder, or the object at a user's import path.
-
-    Raises:
-        ConfigError: the class or object does not exist, or the user's file cannot be imported.
-    """
+    Raises `ConfigError` if the class or object does not exist, or the user's file cannot be imported."""
     if is_import_path(name):
         return import_user_code(name)
-    if name not in (names := offered_names(folder, suffix)):
-        raise ConfigError(f"there is no {name!r}{suggestion(name, names)}")
-    return import_object(f"{folder}.{name}:{class_name(name)}{suffix}")
+    if name not in (names := list_defined_names(folder, suffix)):
+        raise ConfigError(f"there is no {name!r}{suggest_names(name, names)}")
+    return import_object(f"{folder}.{name}:{to_class_name(name)}{suffix}")
 
 
 def import_user_code(path: str) -> Any:
     """Return the object at an import path of user code; an error during the import is reported as an error of the
-    user's file.
-
-    Raises:
-        ConfigError: the object does not exist, or its file raised an error; the message has the location.
-    """
+    user's file. Raises `ConfigError` if the object does not exist, or its file raised an error; the message has the
+    location."""
 
     def convert(error: BaseException) -> ConfigError:
-        reason = f"{type(error).__name__}: {error} ({location_of(error)})"
+        reason = f"{type(error).__name__}: {error} ({find_error_location(error)})"
         return ConfigError(f"{path!r} cannot be imported: {reason}")
 
-    if (folder := os.getcwd()) not in sys.path:  # workers have the current folder there, the `cosmos` script does not
+    if (folder := os.getcwd()) not in sys.path:  # in the script `cosmos`, unlike in a worker
         sys.path.append(folder)
     try:
         with convert_errors(convert):
@@ -110,12 +101,9 @@ def import_user_code(path: str) -> Any:
         raise convert(error) from error
 
 
-def location_of(error: BaseException, function: Any = None) -> str:
-    """Return the file and line at which an error was raised; with `function`, the last line that belongs to the file of
-    that function.
-
-    If no line of that file is in the traceback, because the function returned an invalid value, return its first line.
-    """
+def find_error_location(error: BaseException, function: Any = None) -> str:
+    """Return the file and line at which an error was raised. With `function`, return the last line in the traceback
+    from the file of that function, or the first line of the function if the traceback has no line of the file."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -126,21 +114,18 @@ def location_of(error: BaseException, function: Any = None) -> str:
     return f"{code_object.co_filename}:{line_numbers[-1] if line_numbers else code_object.co_firstlineno}"
 
 
-def suggestion(name: str, known: list[str]) -> str:
+def suggest_names(name: str, known_names: list[str]) -> str:
     """Return `; did you mean X?` if a known name is similar, otherwise the list of known names."""
-    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {similar[0]!r}?" if similar else f"; known: {', '.join(sorted(known))}"
+    close_matches = difflib.get_close_matches(name, known_names, n=1, cutoff=0.6)
+    return f"; did you mean {close_matches[0]!r}?" if close_matches else f"; known: {', '.join(sorted(known_names))}"
 
 
-def code_file(path: str) -> Path:
-    """Return the file of a user's code at an import path, without importing it or its packages.
-
-    Raises:
-        ConfigError: the file or module does not exist, or has nothing of that name.
-    """
+def locate_code(path: str) -> Path:
+    """Return the file of a user's code at an import path, without importing it or its packages. Raises `ConfigError` if
+    the file or module does not exist, or has nothing of that name."""
     file, object_name = _find_code_file(path), path.rpartition(":")[2]
-    if (names := _top_level_names(file)) is not None and object_name not in names:
-        suggestion_text = suggestion(object_name, sorted(names)) if names else ""
+    if (names := _read_top_level_names(file)) is not None and object_name not in names:
+        suggestion_text = suggest_names(object_name, sorted(names)) if names else ""
         raise ConfigError(f"{path!r}: {file} has no {object_name!r}{suggestion_text}")
     return file
 
@@ -150,7 +135,7 @@ _PARSER_LOCK = threading.Lock()
 that parse at once raise a `SystemError` (CPython issue 106905)."""
 
 
-def _top_level_names(file: Path) -> set[str] | None:
+def _read_top_level_names(file: Path) -> set[str] | None:
     """Return the names that a file defines at its top level; None if they are known only after the file has run."""
     try:
         with _PARSER_LOCK:
@@ -198,12 +183,9 @@ def _find_code_file(path: str) -> Path:
     return Path(spec.origin)
 
 
-def code_digest(path: str) -> str:
-    """Return the digest of a user's code at an import path, for the fingerprint; it covers the whole file.
-
-    Raises:
-        ConfigError: the file or module does not exist.
-    """
+def compute_code_digest(path: str) -> str:
+    """Return the digest of a user's code at an import path, for the fingerprint; it covers the whole file. Raises
+    `ConfigError` if the file or module does not exist."""
     return hashlib.sha256(_find_code_file(path).read_bytes()).hexdigest()
 
 

@@ -32,18 +32,18 @@ from cosmos_core.errors import (
 from cosmos_core.imports import without_garbage_collection
 from cosmos_core.launch.processes import kill_descendants
 from cosmos_core.launch.server import prefect_server
-from cosmos_core.launch.worker import is_stopping, longest_grace
+from cosmos_core.launch.worker import is_stopping, longest_grace_seconds
 from cosmos_core.observe.console import Display, print_summary
-from cosmos_core.observe.logs import add_quiet_variables, configure
+from cosmos_core.observe.logs import add_quiet_variables, configure_logging
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.resuming import resume_instructions
 from cosmos_core.parent import adopt_orphans
-from cosmos_core.registry import location_of
+from cosmos_core.registry import find_error_location
 from cosmos_core.run.directory import Run
-from cosmos_core.run.files import SHARED_FOLDER, disk_full, find_disk_error
-from cosmos_core.run.liveness import note_flow_state, note_stop
+from cosmos_core.run.files import SHARED_FOLDER, find_disk_error, make_disk_full_error
+from cosmos_core.run.liveness import record_flow_state, record_stop
 from cosmos_core.run.progress import read_progress
-from cosmos_core.run.state import FINISHED, read_state
+from cosmos_core.run.state import FINISHED_STATES, read_state
 
 _DISPLAY_UPDATE_SECONDS = 0.3
 _DRAIN_TIMEOUT_SECONDS = 5.0
@@ -65,31 +65,27 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
                 flow_error = _run_to_completion(partial(post_train, **flow_parameters, return_state=True), run.path)
         except (KeyboardInterrupt, Preempted):
             is_interrupted = True
-            note_stop(run.path, stage_names)
+            record_stop(run.path, stage_names)
     kill_descendants()
     print_summary(run.path)
-    code = EXIT_PREEMPTED if is_interrupted else exit_code(run)
+    exit_code = EXIT_PREEMPTED if is_interrupted else derive_exit_code(run)
     states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
     budget_error = next((state.error for state in states if state.is_over_budget), "")
-    if code == EXIT_PREEMPTED and budget_error:
+    if exit_code == EXIT_PREEMPTED and budget_error:
         _print_message(budget_error)
-        return code
-    if code == EXIT_PREEMPTED and flow_error and not is_interrupted:  # the flow failed, but no stage failed
-        code = EXIT_CRASH
+        return exit_code
+    if exit_code == EXIT_PREEMPTED and flow_error and not is_interrupted:  # no stage has failed
+        exit_code = EXIT_CRASH
         _print_message(flow_error)
-    _print_failures(run, code)
-    return code
+    _print_failures(run, exit_code)
+    return exit_code
 
 
 def run_python_flow(
     server: ExitStack, wait_for_server: Callable[[], None], entrypoint: str, parameters: Mapping[str, Any]
 ) -> int:
     """Run the flow `entrypoint` (`FILE.py:FLOW`) in this process, close the Prefect server and return the exit code.
-
-    Raises:
-        ConfigError: there is no such flow.
-        CosmosError: an error that the flow raised.
-    """
+    Raises `ConfigError` if there is no such flow, and any `CosmosError` of the flow."""
     _prepare_process()
     error: CosmosError | None = None
     is_interrupted, failure = False, ""
@@ -107,13 +103,13 @@ def run_python_flow(
         with Display([]) as display, _keep_display_updated(current_run, display):
             try:
                 failure = _run_to_completion(run_flow, Path.cwd(), flow.fn)
-                failure = failure or import_module("tasks.flow_run").unfinished_stage()
+                failure = failure or import_module("tasks.flow_run").describe_unfinished_stage()
             except OverBudget as over_budget:
                 error = over_budget
             except (KeyboardInterrupt, Preempted):
                 is_interrupted = True
                 if (interrupted_run := current_run()) is not None:
-                    note_flow_state(interrupted_run.path, "stopped")
+                    record_flow_state(interrupted_run.path, "stopped")
             except CosmosError as cosmos_error:
                 error = cosmos_error
     kill_descendants()
@@ -132,25 +128,22 @@ def run_python_flow(
 
 
 def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Any]]:
-    """Return the flow at an entrypoint, and a function that returns the state of the flow that is executed.
-
-    Raises:
-        ConfigError: there is no such flow, or its module raises an error.
-    """
+    """Return the flow at an entrypoint, and a function that returns the state of the flow that is executed. Raises
+    `ConfigError` if there is no such flow, or its module raises an error."""
     with without_garbage_collection():
         from prefect.exceptions import ScriptError
         from prefect.flows import load_flow_from_entrypoint
 
-        from tasks.flow_run import newest_flow
+        from tasks.flow_run import find_newest_flow
 
         def convert(flow_error: Exception) -> ConfigError:
             error = flow_error.__cause__ if isinstance(flow_error, ScriptError) and flow_error.__cause__ else flow_error
-            location = f" ({location_of(error)})" if error is not flow_error else ""
+            location = f" ({find_error_location(error)})" if error is not flow_error else ""
             return ConfigError(f"{entrypoint}: {type(error).__name__}: {error}{location}")
 
         with convert_errors(convert, ()):
             # Without `False`, Prefect executes as much as it can of a file that raises an error.
-            return load_flow_from_entrypoint(_module_entrypoint(entrypoint), False), newest_flow
+            return load_flow_from_entrypoint(_module_entrypoint(entrypoint), False), find_newest_flow
 
 
 def _module_entrypoint(entrypoint: str) -> str:
@@ -166,35 +159,35 @@ def _module_entrypoint(entrypoint: str) -> str:
 
 
 def _prepare_process() -> None:
-    configure("WARNING")
+    configure_logging("WARNING")
     for handler in logging.getLogger().handlers:
-        # Records of Prefect flow and task runs are hidden, because the end of each stage is displayed separately.
+        # The end of each stage is displayed separately, so records of Prefect's flow and task runs are hidden.
         handler.addFilter(lambda record: not record.name.startswith(("prefect.task_runs", "prefect.flow_runs")))
     signal.signal(signal.SIGTERM, _raise_interrupt)
 
 
-def exit_code(run: Run) -> int:
+def derive_exit_code(run: Run) -> int:
     """Return the exit code of a run, from the states of all its stages."""
     states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
     failed_exit_codes = {state.exit_code for state in states if state.state == "failed"}
-    for code in (EXIT_USAGE, EXIT_CRASH, EXIT_REFUSED):
-        if code in failed_exit_codes:
-            return code
-    return EXIT_OK if all(state.state in FINISHED for state in states) else EXIT_PREEMPTED
+    for exit_code in (EXIT_USAGE, EXIT_CRASH, EXIT_REFUSED):
+        if exit_code in failed_exit_codes:
+            return exit_code
+    return EXIT_OK if all(state.state in FINISHED_STATES for state in states) else EXIT_PREEMPTED
 
 
-def _print_failures(run: Run, code: int) -> None:
+def _print_failures(run: Run, exit_code: int) -> None:
     """Write to standard error which stages failed and, if a resume with the same settings can help, its command."""
     for stage in run.pipeline.stages:
         state = read_state(run.stage_path(stage.name))
         if state.state == "failed":
             _print_message(f"{stage.name}: {state.error or 'failed'}")
-    if code == EXIT_REFUSED:
+    if exit_code == EXIT_REFUSED:
         _print_message(
             f"run {run.id} ends here, and resuming it would end the same way: change the training or `require`, then "
             "cosmos run; what stays the same is reused"
         )
-    elif code not in {EXIT_OK, EXIT_USAGE}:
+    elif exit_code not in {EXIT_OK, EXIT_USAGE}:
         _print_message(f"run {run.id} is not complete; continue it with: {resume_instructions(read_run(run.path))}")
 
 
@@ -203,13 +196,9 @@ def _print_message(message: str) -> None:
 
 
 def _run_to_completion(run_flow: Callable[[], Any], folder: Path, function: Any = None) -> str:
-    """Run a flow to its end with `run_flow`, which returns its state; return the reason why it did not complete, or an
-    empty string. If `function` of the user raised an error, the reason has the location.
-
-    Raises:
-        Preempted: the flow was stopped or cancelled.
-        CosmosError: an error that the flow raised.
-    """
+    """Call `run_flow`, which returns the state of a flow; return the reason why the flow did not complete, or an empty
+    string. If `function`, the user's flow function, raised an error, the reason has the location. Raises `Preempted` if
+    the flow was stopped or cancelled, and any `CosmosError` of the flow."""
     from prefect.events.worker import EventsWorker
     from prefect.exceptions import TerminationSignal, UnfinishedRun
     from prefect.logging.handlers import APILogWorker
@@ -219,7 +208,7 @@ def _run_to_completion(run_flow: Callable[[], Any], folder: Path, function: Any 
     except TerminationSignal as error:
         raise Preempted("asked to stop") from error
     except Exception as error:  # noqa: BLE001 - the Prefect server does not respond, or its disk is full too
-        problem = disk_full(error, folder) or find_disk_error(folder) or error
+        problem = make_disk_full_error(error, folder) or find_disk_error(folder) or error
         return f"{'' if isinstance(problem, DiskFull) else 'Prefect: '}{problem}"
     finally:
         # At exit Prefect would wait a minute for a server that has already stopped.
@@ -234,8 +223,8 @@ def _run_to_completion(run_flow: Callable[[], Any], folder: Path, function: Any 
         return "a stage was called with the future of a stage that failed"
     if state.is_completed():
         return ""
-    is_located = function is not None and isinstance(flow_result, Exception) and flow_result.__traceback__ is not None
-    location = f" ({location_of(flow_result, function)})" if is_located and state.name != "TimedOut" else ""
+    has_location = function is not None and isinstance(flow_result, Exception) and flow_result.__traceback__ is not None
+    location = f" ({find_error_location(flow_result, function)})" if has_location and state.name != "TimedOut" else ""
     return f"{state.message}{location}"
 
 
@@ -246,7 +235,7 @@ def _raise_interrupt(signal_number: int, stack_frame: object) -> None:
 
 
 @contextmanager
-def session(output_dir: Path, runner: Callable[..., int] = run_session) -> Iterator[Callable[..., int]]:
+def open_session(output_dir: Path, runner: Callable[..., int] = run_session) -> Iterator[Callable[..., int]]:
     """Start a Prefect server with its data below `output_dir`, which takes seconds, and yield `runner`, which waits
     until the server is ready."""
     os.environ.update(add_quiet_variables(os.environ))
@@ -276,7 +265,7 @@ def _keep_display_updated(current_run: Callable[[], Run | None], display: Displa
             if is_stopping() and not was_stopping:
                 was_stopping = True
                 run = current_run()
-                grace_seconds = longest_grace() or (run.pipeline.config.grace_seconds if run else 0.0)
+                grace_seconds = longest_grace_seconds() or (run.pipeline.config.grace_seconds if run else 0.0)
                 display.message(f"stopping, saving a checkpoint: at most {grace_seconds:.0f} s")
 
     thread = threading.Thread(target=update_periodically, name="watch", daemon=True)

@@ -22,7 +22,7 @@ _NETWORK_ERROR_NAMES = {
     "Timeout", "MaxRetryError", "ProtocolError", "HTTPClientError", "ClientConnectionError",
     "DistError",  # base class of the errors of torch.distributed
 }  # fmt: skip
-_CODE_ERRORS = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
+_BUG_ERRORS = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
 """Classes of programming errors. Their `__context__`, the error that was being handled, is not examined as a cause."""
 _TRANSIENT_HTTP_STATUSES = {408, 425, 429}
 """Transient HTTP statuses below 500."""
@@ -62,7 +62,7 @@ def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in visited:
         visited.add(id(error))
         yield error
-        is_wrapped = not error.__suppress_context__ and not isinstance(error, _CODE_ERRORS)
+        is_wrapped = not error.__suppress_context__ and not isinstance(error, _BUG_ERRORS)
         error = error.__cause__ or (error.__context__ if is_wrapped else None)
 
 
@@ -76,8 +76,8 @@ def _find_http_status(error: BaseException) -> int:
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         metadata = response.get("ResponseMetadata")
-        found = [metadata.get("HTTPStatusCode") if isinstance(metadata, dict) else None]
+        codes = [metadata.get("HTTPStatusCode") if isinstance(metadata, dict) else None]
     else:
-        found = [getattr(response, "status_code", None), getattr(error, "code", None), getattr(error, "status", None)]
-    status = next(filter(None, found), None)
+        codes = [getattr(response, "status_code", None), getattr(error, "code", None), getattr(error, "status", None)]
+    status = next(filter(None, codes), None)
     return status if isinstance(status, int) else 0

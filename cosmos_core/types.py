@@ -62,8 +62,7 @@ class StageKind:
     keys_by_modality: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Recipe keys that this kind reads only for models of one modality, by the name of the modality."""
     unread: tuple[str, ...] = ()
-    """Recipe keys below `recipe_tables` that this kind does not read; `run.fingerprint.read_key_predicate` adds keys
-    that other settings disable."""
+    """Recipe keys below `recipe_tables` that this kind does not read, besides keys that other settings disable."""
     reports: tuple[str, ...] = ("*",)
     """Patterns of the names of metrics that a result may have, in addition to those of held-out rows if the kind
     `scores`."""
@@ -173,22 +172,22 @@ class FlowSampling:
     solver: Literal["euler", "dpm2"] = "euler"
     """Solver of the differential equation for deterministic steps."""
     kernel: str = ""
-    """Kernel of the stochastic steps, a key of `models.flow_steps.KERNELS`; empty: every step is deterministic."""
+    """Kernel of the stochastic steps, a key of `models.flow_steps.STOCHASTIC_STEPS`; empty: all are deterministic."""
     eta: float = 0.7
     """Scale of the noise that stochastic steps add."""
     window: StepWindow | None = None
     """Window of the stochastic steps; None: all steps but the last, which would leave its noise in the result."""
-    trained_on: tuple[int, ...] = ()
+    trained_steps: tuple[int, ...] = ()
     """Indices of the stochastic steps whose latents are kept for training."""
     keeps_means: bool = False
-    """Whether the means of the steps in `trained_on` are kept for training."""
+    """Whether the means of the steps in `trained_steps` are kept for training."""
     schedule: str = ""
     """Schedule of noise levels, a key of `models.flow.SCHEDULES`; empty: the schedule of the model's family."""
     size: tuple[int, int] = (1024, 1024)
     """Height and width of an image or video in pixels."""
     num_frames: int = 1
     """Number of frames of a video; 1: an image. An image model ignores the number."""
-    given_frame_range: tuple[int, int] = (0, 0)
+    conditioning_frame_range: tuple[int, int] = (0, 0)
     """Minimum and maximum number of conditioning latent frames, used if the prompt has a clip and the model supports
     such frames."""
     same_noise: bool = False

@@ -15,15 +15,15 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from cosmos_core.config.capabilities import unique_notices
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.config.mesh import resolve_gpus
+from cosmos_core.config.mesh import resolve_gpu_settings
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.directory import (
     Run,
-    claim,
-    flow_run_notes,
-    note_flow_run,
+    claim_run,
+    flow_runs_folder,
     open_or_create_run,
     open_run,
+    record_flow_run,
     supersede_stage,
 )
 from cosmos_core.run.liveness import check_approval
@@ -56,16 +56,16 @@ def post_train(
         verify: Hash every input and every reused file instead of trusting size, times and inode
     """
     flow_run_id = str(flow_run.id or "")
-    run = replace(open_or_create(config, overrides, run_id, flow_run_id), verify=verify)
+    run = replace(open_run_to_execute(config, overrides, run_id, flow_run_id), verify=verify)
     check_approval(run.path)
     for notice in unique_notices(run.pipeline):
         get_run_logger().info("note: %s", notice)
-    with claim(run):
+    with claim_run(run):
         supersede_stages(run, from_stage, flow_run_id)
         return run_stages(run, [stage.name for stage in run.pipeline.stages])
 
 
-def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: str = "") -> Run:
+def open_run_to_execute(config: str, overrides: Sequence[str], run_id: str, flow_run_id: str = "") -> Run:
     """Return the run to execute: an existing run directory, the run that an earlier attempt of the same flow run
     created, the existing run `run_id` if its configuration is the same, or a new run. Raises `ConfigError` if the
     configuration is wrong or differs from that of the existing run, or a publication target or an artifact store cannot
@@ -79,27 +79,27 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
                 "leave alone is reused"
             )
         return open_run(path, kinds)
-    pipeline = resolve_gpus(load_pipeline(path, overrides, kinds))
+    pipeline = resolve_gpu_settings(load_pipeline(path, overrides, kinds))
     set_credentials(pipeline)  # credentials are needed to look up files in stores and on the Hub
     check_targets(pipeline)
     check_store(pipeline)
     # A flow run that Prefect retries continues the run that its first attempt created.
-    note_path = flow_run_notes(pipeline.output_dir.expanduser().absolute()) / request
-    if request and not run_id and note_path.is_file():
-        run_id = note_path.read_text(encoding="utf-8")
+    run_id_file = flow_runs_folder(pipeline.output_dir.expanduser().absolute()) / flow_run_id
+    if flow_run_id and not run_id and run_id_file.is_file():
+        run_id = run_id_file.read_text(encoding="utf-8")
     run = open_or_create_run(pipeline, run_id=run_id)
-    if request:
-        note_flow_run(run, request)
+    if flow_run_id:
+        record_flow_run(run, flow_run_id)
     return run
 
 
-def supersede_stages(run: Run, from_stage: str, request: str) -> None:
+def supersede_stages(run: Run, from_stage: str, flow_run_id: str) -> None:
     """Move the folders of the stage `from_stage` and of all stages that depend on it to `superseded/`, so that they run
     again. A retry of the same flow run moves no folder again."""
     if not from_stage:
         return
-    for name in sorted(run.pipeline.with_dependents(from_stage)):
+    for name in sorted(run.pipeline.stage_and_dependents(from_stage)):
         path = run.stage_path(name)
-        if not request or read_state(path).forced_by != request:
+        if not flow_run_id or read_state(path).forced_by != flow_run_id:
             supersede_stage(path)
-            update_state(path, forced=True, forced_by=request)
+            update_state(path, forced=True, forced_by=flow_run_id)

@@ -25,30 +25,30 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, State
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
-from cosmos_core.config.inputs import source_of
-from cosmos_core.config.mesh import resolve_gpus
+from cosmos_core.config.inputs import referenced_stage
+from cosmos_core.config.mesh import resolve_gpu_settings
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import EXIT_REFUSED, ConfigError, DataError, ModelError
 from cosmos_core.run import liveness
-from cosmos_core.run.directory import Run, claim, open_run
+from cosmos_core.run.directory import Run, claim_run, open_run
 from cosmos_core.run.files import read_document
-from cosmos_core.run.hub import failed_requests, pin_hub_revisions
+from cosmos_core.run.hub import failed_hub_requests, pin_hub_revisions
 from cosmos_core.run.manifest import find_damage, read_result
 from cosmos_core.run.remote import pin_urls
-from cosmos_core.run.retrain_state import RetrainState, content_digest, note_of, write_seen
+from cosmos_core.run.retrain_state import RetrainState, compute_retrain_digest, locate_retrain_state, save_retrain_state
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.base import open_target
-from flows.post_train import open_or_create
+from flows.post_train import open_run_to_execute
 from tasks import events
-from tasks.artifacts import approval_form_text
+from tasks.artifacts import render_approval_form
 from tasks.credentials import set_credentials
-from tasks.final_states import completed
+from tasks.final_states import completed_state
 from tasks.kinds import all_kinds
 from tasks.naming import flow_run_name
 from tasks.retrain_lease import RetrainLease
 from tasks.stage import run_stages
 
-_APPROVAL_SECONDS = 7 * 24 * 3600
+_APPROVAL_TIMEOUT_SECONDS = 7 * 24 * 3600
 
 
 class Approval(RunInput):
@@ -77,74 +77,77 @@ def retrain(
         raise ConfigError("approve = true needs a deployment: a run that is suspended is started again by its worker")
     unpinned_pipeline = load_pipeline(Path(config).expanduser(), overrides, all_kinds())
     set_credentials(unpinned_pipeline)
-    note_path = note_of(unpinned_pipeline, overrides, start)
-    flow_run_note_path = note_path.with_suffix("") / f"{flow_run.id}.json"  # names the run that this flow run created
-    with RetrainLease(note_path, str(flow_run.id), str(deployment.id or "")) as retrain_lease:
-        current = read_document(flow_run_note_path, RetrainState)
-        if current is not None:
+    state_file = locate_retrain_state(unpinned_pipeline, overrides, start)
+    own_state_file = state_file.with_suffix("") / f"{flow_run.id}.json"  # of the run that this flow run created
+    with RetrainLease(state_file, str(flow_run.id), str(deployment.id or "")) as lease:
+        own_state = read_document(own_state_file, RetrainState)
+        if own_state is not None:
             # A retried or resumed flow run waits for the lease; if it ended here, a person's decision would be lost.
-            retrain_lease.acquire()
-        elif not retrain_lease.try_acquire():
-            latest = read_document(note_path, RetrainState)
-            run_id = f" of run {latest.run_id}" if latest is not None and not latest.outcome else ""
+            lease.acquire()
+        elif not lease.try_acquire():
+            last_state = read_document(state_file, RetrainState)
+            run_id = f" of run {last_state.run_id}" if last_state is not None and not last_state.outcome else ""
             return Completed(name="StillTraining", message=f"an earlier firing{run_id} has not ended; nothing was done")
         # A resumed flow run uses the data of its start and leaves later changes to the next flow run of the schedule.
-        pipeline = unpinned_pipeline if current else pin_urls(pin_hub_revisions(resolve_gpus(unpinned_pipeline)))
-        digest = current.digest if current else content_digest(pipeline)
-        latest = read_document(note_path, RetrainState)
-        if idle_state := _find_idle_state(unpinned_pipeline, digest, current, latest, approve):
+        pipeline = unpinned_pipeline
+        if own_state is None:
+            pipeline = pin_urls(pin_hub_revisions(resolve_gpu_settings(pipeline)))
+        digest = own_state.digest if own_state else compute_retrain_digest(pipeline)
+        last_state = read_document(state_file, RetrainState)
+        if idle_state := _find_idle_state(unpinned_pipeline, digest, own_state, last_state, approve):
             return idle_state
-        run = open_run(_get_run_path(unpinned_pipeline, current.run_id), all_kinds()) if current else None
-        run = run or _open_unfinished_run(pipeline, digest, latest)
+        run = open_run(_get_run_path(unpinned_pipeline, own_state.run_id), all_kinds()) if own_state else None
+        run = run or _open_unfinished_run(pipeline, digest, last_state)
         if run is None:
-            start_overrides = starting_from_published(pipeline) if start == "published" else []
-            model_origin = start_overrides or "the model that the pipeline names"
-            get_run_logger().info("something is new; starting from %s", model_origin)
-            run = open_or_create(config, [*overrides, *start_overrides], "", str(flow_run.id or ""))
-            latest = RetrainState(digest=digest, run_id=run.id)
-            write_seen(note_path, latest)
-        write_seen(flow_run_note_path, RetrainState(digest=digest, run_id=run.id))
+            start_overrides = make_start_overrides(pipeline) if start == "published" else []
+            model_source = start_overrides or "the model that the pipeline names"
+            get_run_logger().info("something is new; starting from %s", model_source)
+            run = open_run_to_execute(config, [*overrides, *start_overrides], "", str(flow_run.id or ""))
+            last_state = RetrainState(digest=digest, run_id=run.id)
+            save_retrain_state(state_file, last_state)
+        save_retrain_state(own_state_file, RetrainState(digest=digest, run_id=run.id))
         stage_names = _stages_before_publication(run)
-        if current is not None and not _has_same_content(run.pipeline, digest):
+        if own_state is not None and not _has_same_content(run.pipeline, digest):
             stage_names = _list_stages_to_run(run, stage_names)
-            if any(run.pipeline.kind_of(run.pipeline.stage(name)).is_reusable for name in stage_names):
+            if any(run.pipeline.stage_kind(run.pipeline.stage(name)).is_reusable for name in stage_names):
                 reason = "its rows, code or settings were changed; the next firing takes the new ones"
                 return _make_outdated_state(run.id, reason)
         state, outcome = _train_and_publish(run, stage_names, approve)
-        if outcome and (latest is None or latest.digest == digest):  # a later flow run may have recorded newer content
-            write_seen(note_path, RetrainState(digest=digest, run_id=run.id, outcome=outcome))
+        # A later flow run may have recorded newer content.
+        if outcome and (last_state is None or last_state.digest == digest):
+            save_retrain_state(state_file, RetrainState(digest=digest, run_id=run.id, outcome=outcome))
         return state
 
 
 def _find_idle_state(
-    pipeline: Pipeline, digest: str, current: RetrainState | None, latest: RetrainState | None, approve: bool
+    pipeline: Pipeline, digest: str, own_state: RetrainState | None, last_state: RetrainState | None, approve: bool
 ) -> State[Any] | None:
     """Return the final state of a flow run that has nothing to do; None if it has to train or to publish."""
-    if latest is None:
+    if last_state is None:
         return None
-    if latest.digest == digest and latest.outcome:
-        unseen = "".join(f"; {hub} did not respond: {reason}" for hub, (_, reason) in failed_requests.items())
-        message = f"nothing new since run {latest.run_id}, which was {latest.outcome}{unseen}"
+    if last_state.digest == digest and last_state.outcome:
+        outage_text = "".join(f"; {hub} did not respond: {reason}" for hub, (_, reason) in failed_hub_requests.items())
+        message = f"nothing new since run {last_state.run_id}, which was {last_state.outcome}{outage_text}"
         return Completed(name="NothingNew", message=message)
-    approval = liveness.read_approval(_get_run_path(pipeline, latest.run_id))
-    if approve and current is None and latest.digest == digest and approval is not None:
+    approval = liveness.read_open_approval(_get_run_path(pipeline, last_state.run_id))
+    if approve and own_state is None and last_state.digest == digest and approval is not None:
         with suppress(ObjectNotFound, ValueError), get_client(sync_client=True) as client:
-            if client.read_flow_run(UUID(approval.flow_run)).state_type == StateType.PAUSED:  # it may be cancelled
-                message = f"run {latest.run_id} waits until a person approves its publication; nothing was done"
+            if client.read_flow_run(UUID(approval.flow_run)).state_type == StateType.PAUSED:
+                message = f"run {last_state.run_id} waits until a person approves its publication; nothing was done"
                 return Completed(name="StillTraining", message=message)
-    if current is not None and latest.digest != digest and latest.outcome == "published":
-        return _make_outdated_state(current.run_id, f"run {latest.run_id} of newer content was published since")
+    if own_state is not None and last_state.digest != digest and last_state.outcome == "published":
+        return _make_outdated_state(own_state.run_id, f"run {last_state.run_id} of newer content was published since")
     return None
 
 
-def _open_unfinished_run(pipeline: Pipeline, digest: str, latest: RetrainState | None) -> Run | None:
+def _open_unfinished_run(pipeline: Pipeline, digest: str, last_state: RetrainState | None) -> Run | None:
     """Return the run of the last retraining if it has the same content digest and has not ended; otherwise None."""
-    if latest is None or latest.digest != digest:
+    if last_state is None or last_state.digest != digest:
         return None
-    path = _get_run_path(pipeline, latest.run_id)
+    path = _get_run_path(pipeline, last_state.run_id)
     if not (path / "pipeline.toml").is_file():
         return None
-    get_run_logger().info("run %s did not end: it is continued", latest.run_id)
+    get_run_logger().info("run %s did not end: it is continued", last_state.run_id)
     return open_run(path, all_kinds())
 
 
@@ -157,20 +160,20 @@ def _make_outdated_state(run_id: str, reason: str) -> State[Any]:
 
 
 def _has_same_content(pipeline: Pipeline, digest: str) -> bool:
-    with suppress(ConfigError, DataError, ModelError):  # a data source no longer exists
-        return content_digest(pipeline) == digest
+    with suppress(ConfigError, DataError, ModelError):  # missing data counts as changed
+        return compute_retrain_digest(pipeline) == digest
     return False
 
 
 def _stages_before_publication(run: Run) -> list[str]:
     """Return the names of the stages that neither publish a model nor depend on a stage that publishes one."""
     publishing_stages = [stage.name for stage in _list_publishing_stages(run.pipeline)]
-    last = set[str]().union(*map(run.pipeline.with_dependents, publishing_stages))
-    return [stage.name for stage in run.pipeline.stages if stage.name not in last]
+    publication_names = set[str]().union(*map(run.pipeline.stage_and_dependents, publishing_stages))
+    return [stage.name for stage in run.pipeline.stages if stage.name not in publication_names]
 
 
 def _list_publishing_stages(pipeline: Pipeline) -> list[StageConfig]:
-    return [stage for stage in pipeline.stages if pipeline.kind_of(stage).makes == "publication"]
+    return [stage for stage in pipeline.stages if pipeline.stage_kind(stage).makes == "publication"]
 
 
 def _train_and_publish(
@@ -179,63 +182,67 @@ def _train_and_publish(
     """Run the given first stages, then the stages that publish; return the final state and the run's outcome."""
     nonpublishing_stages = _stages_before_publication(run)
     last_stages = [stage.name for stage in run.pipeline.stages if stage.name not in nonpublishing_stages]
-    with claim(run):
-        approval = (liveness.approval_of(run.path) or liveness.Approval()) if approve and last_stages else None
-        liveness.note_approval(run.path, approval)  # without an approval, `cosmos resume` refuses to publish
+    with claim_run(run):
+        approval = None
+        if approve and last_stages:
+            approval = liveness.read_required_approval(run.path) or liveness.PublicationApproval()
+        liveness.save_approval(run.path, approval)  # without an approval, `cosmos resume` refuses to publish
         state = run_stages(run, first_stages)
         if not state.is_completed():
-            failed = [each for name in first_stages if (each := read_state(run.stage_path(name))).state == "failed"]
-            if failed and all(each.exit_code == EXIT_REFUSED for each in failed):
-                message = f"run {run.id}: {'; '.join(each.error for each in failed)}"
+            failures = [each for name in first_stages if (each := read_state(run.stage_path(name))).state == "failed"]
+            if failures and all(each.exit_code == EXIT_REFUSED for each in failures):
+                message = f"run {run.id}: {'; '.join(each.error for each in failures)}"
                 return Completed(name="NotPromoted", message=message), "refused"
             return state, ""
     if approval is not None and not _is_approved(run, approval):
         return Completed(name="Declined", message=f"run {run.id}: its model is not published"), "declined"
     if last_stages:
-        with claim(run):
+        with claim_run(run):
             state = run_stages(run, last_stages)
     if not state.is_completed():
         return state, ""
-    return completed(run, [stage.name for stage in run.pipeline.stages]), "published"
+    return completed_state(run, [stage.name for stage in run.pipeline.stages]), "published"
 
 
-def _is_approved(run: Run, approval: liveness.Approval) -> bool:
+def _is_approved(run: Run, approval: liveness.PublicationApproval) -> bool:
     """Return True if a person has approved the models to publish, and False if a person has declined; suspend the flow
     run until a person decides. The run keeps an approval, which Prefect forgets when the flow run is retried."""
-    models = _compute_models_digest(run)
-    if approval.approved_models == models:
+    models_digest = _compute_models_digest(run)
+    if approval.approved_models == models_digest:
         return True
     # The number of attempts is part of the key: Prefect refuses a second request with the same key.
-    key, seconds = f"publish-{models}-{flow_run.run_count}", _APPROVAL_SECONDS
-    form = Approval.with_initial_data(description=approval_form_text(run.path), publish=False)
+    key, seconds = f"publish-{models_digest}-{flow_run.run_count}", _APPROVAL_TIMEOUT_SECONDS
+    form = Approval.with_initial_data(description=render_approval_form(run.path), publish=False)
     try:
         decision = suspend_flow_run(wait_for_input=form, timeout=seconds, key=key)
     except Pause:  # no person has decided yet
-        liveness.note_approval(run.path, liveness.Approval(until=time.time() + seconds, flow_run=str(flow_run.id)))
-        events.run_waiting(run)
+        request = liveness.PublicationApproval(until=time.time() + seconds, flow_run=str(flow_run.id))
+        liveness.save_approval(run.path, request)
+        events.emit_run_waiting(run)
         raise
     publish = bool(decision.publish)  # type: ignore[attr-defined]
-    liveness.note_approval(run.path, liveness.Approval(is_declined=not publish, approved_models=models * publish))
+    approval = liveness.PublicationApproval(is_declined=not publish, approved_models=models_digest * publish)
+    liveness.save_approval(run.path, approval)
     return publish
 
 
 def _list_stages_to_run(run: Run, names: list[str]) -> list[str]:
     """Return the names of the stages without a complete result, and of stages that always run, such as gates."""
     results = {name: read_result(run.stage_path(name)) for name in names}
-    complete = {name for name, result in results.items() if result and not find_damage(run.stage_path(name), result)}
+    finished = {name for name, result in results.items() if result and not find_damage(run.stage_path(name), result)}
     pipeline = run.pipeline
-    return [name for name in names if name not in complete or not pipeline.kind_of(pipeline.stage(name)).is_reusable]
+    return [name for name in names if name not in finished or not pipeline.stage_kind(pipeline.stage(name)).is_reusable]
 
 
 def _compute_models_digest(run: Run) -> str:
     """Return one digest of all models to publish. An approval is valid only for the models with this digest."""
     references = sorted({stage.model for stage in _list_publishing_stages(run.pipeline)})
-    results = [read_result(run.stage_path(source_of(model) or "")) for model in references]
+    results = [read_result(run.stage_path(referenced_stage(model) or "")) for model in references]
     digests = [(model, result["digest"] if result else "") for model, result in zip(references, results, strict=True)]
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
 
 
-def starting_from_published(pipeline: Pipeline) -> list[str]:
+def make_start_overrides(pipeline: Pipeline) -> list[str]:
     """Return overrides that start each training that depends on no other training from the published model; an empty
     list if no model was published yet, or if the publication target lacks `where`, which returns a model's address."""
     targets = [stage.target for stage in _list_publishing_stages(pipeline)]
@@ -251,21 +258,22 @@ def starting_from_published(pipeline: Pipeline) -> list[str]:
         address, _, revision = address.removeprefix("hub://").partition("@")
     overrides = []
     for stage in pipeline.stages:
-        if not pipeline.kind_of(stage).trains_model or _depends_on_training(pipeline, stage):
+        if not pipeline.stage_kind(stage).trains_model or _depends_on_training(pipeline, stage):
             continue
         key = "model" if stage.model else "policy.model_name_or_path"
-        name, choice = stage.name, pipeline.branch_selector(stage.name)
+        name, select_stage = stage.name, pipeline.find_selecting_stage(stage.name)
         # Overrides use stage names of the file: branches of a grid come from one stage, named like the select stage.
-        if choice is not None and choice.sweep is not None and any(each.settings for each in choice.sweep.branches):
-            name = choice.name
+        sweep = select_stage.sweep if select_stage else None
+        if select_stage and sweep and any(branch.settings for branch in sweep.branches):
+            name = select_stage.name
         overrides.append(f"{name}.{key}={address}")
         overrides += [f"{name}.policy.model_revision={revision}"] if revision else []
     return list(dict.fromkeys(overrides))
 
 
 def _depends_on_training(pipeline: Pipeline, stage: StageConfig) -> bool:
-    while (source_stage := source_of(pipeline.starts_from(stage))) is not None:
+    while (source_stage := referenced_stage(pipeline.initial_model(stage))) is not None:
         stage = pipeline.stage(source_stage)
-        if pipeline.kind_of(stage).trains_model:
+        if pipeline.stage_kind(stage).trains_model:
             return True
     return False

@@ -18,9 +18,9 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 from pydantic import SecretStr
 
-from cosmos_core.launch.blocks import RewardService, delete_service_block, read_service
+from cosmos_core.launch.blocks import RewardService, delete_service_block, read_service_variables
 from cosmos_core.launch.managed_service import managed_service
-from cosmos_core.launch.service_health import ENQUEUE_URL, TOKEN
+from cosmos_core.launch.service_health import ENQUEUE_URL_VARIABLE, TOKEN_VARIABLE
 from tasks.naming import flow_run_name
 
 _POLL_SECONDS = 2.0
@@ -41,16 +41,16 @@ def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
         managed_service(config, Path(folder), host=_get_local_address()) as variables,
         get_client(sync_client=True) as client,
     ):
-        url = variables[ENQUEUE_URL].partition("/api/")[0]
-        RewardService(url=url, token=SecretStr(variables[TOKEN])).save(block, overwrite=True)
+        url = variables[ENQUEUE_URL_VARIABLE].partition("/api/")[0]
+        RewardService(url=url, token=SecretStr(variables[TOKEN_VARIABLE])).save(block, overwrite=True)
         try:
-            _wait_while(partial(_is_service_needed, client, block, of_flow_run))
-        finally:  # the flow run that asked for the service may have been killed
+            _wait_until_unneeded(partial(_is_service_needed, client, block, of_flow_run))
+        finally:  # if the flow run of the stage was killed, nobody else deletes the block
             with suppress(httpx.HTTPError):
                 delete_service_block(client, block)
 
 
-def _wait_while(is_needed: Callable[[], bool]) -> None:
+def _wait_until_unneeded(is_needed: Callable[[], bool]) -> None:
     """Wait until `is_needed` returns False, or until the Prefect server has not responded for ten minutes."""
     last_response_time = time.monotonic()
     while time.monotonic() - last_response_time < _MAX_UNREACHABLE_SECONDS:
@@ -63,7 +63,7 @@ def _wait_while(is_needed: Callable[[], bool]) -> None:
 
 def _is_service_needed(client: SyncPrefectClient, block: str, of_flow_run: str) -> bool:
     try:
-        if read_service(client, block) is None:
+        if read_service_variables(client, block) is None:
             return False
         return not of_flow_run or client.read_flow_run(UUID(of_flow_run)).state_type not in TERMINAL_STATES
     except ObjectNotFound:  # the flow run was deleted

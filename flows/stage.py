@@ -7,7 +7,7 @@ from typing import Any
 from prefect import flow
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.bucket import SCHEME
+from cosmos_core.run.bucket import S3_SCHEME
 from cosmos_core.run.directory import Run, open_run
 from cosmos_core.run.manifest import find_damage, read_result
 from tasks.credentials import set_credentials
@@ -25,23 +25,23 @@ def stage(run: str, name: str) -> Any:
         run: Directory of the run, made by post-train or by the command cosmos run; or its URL in an artifact store
         name: Name of the stage in the pipeline of the run; the stages that it starts from must be done
     """
-    if run.startswith(SCHEME):
+    if run.startswith(S3_SCHEME):
         set_credentials(None)
         opened_run = open_received_run(run, name)
     else:
         opened_run = open_run(Path(run).expanduser(), all_kinds())
     StageSync(opened_run, opened_run.pipeline.stage(name)).receive_inputs()
-    check_inputs(opened_run, name)
+    check_upstream_results(opened_run, name)
     return run_stages(opened_run, [name], is_local=True)
 
 
-def check_inputs(run: Run, name: str) -> None:
+def check_upstream_results(run: Run, name: str) -> None:
     """Verify that every stage in `after` has an unaltered result. Raises `ConfigError` if the stage does not exist, or
     a stage in its `after` has no result or an altered one."""
-    for upstream in run.pipeline.stage(name).after:
-        result = read_result(run.stage_path(upstream))
-        if problem := find_damage(run.stage_path(upstream), result) if result else "it is not done":
+    for upstream_name in run.pipeline.stage(name).after:
+        result = read_result(run.stage_path(upstream_name))
+        if problem := find_damage(run.stage_path(upstream_name), result) if result else "it is not done":
             raise ConfigError(
-                f"{run.path}: stage {name!r} starts from {upstream!r}, but {problem}; run stage {upstream!r} first, or "
-                f"the whole: cosmos resume {shlex.quote(str(run.path))}"
+                f"{run.path}: stage {name!r} starts from {upstream_name!r}, but {problem}; run stage {upstream_name!r} "
+                f"first, or the whole: cosmos resume {shlex.quote(str(run.path))}"
             )

@@ -30,22 +30,22 @@ from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.error_handling import log_errors
 from cosmos_core.observe import completions, formatting, gallery
 from cosmos_core.observe.costs import cost_card
-from cosmos_core.observe.plots import curves
-from cosmos_core.observe.record import Condition, RunRecord, StageRecord, model_loading_code, read_run
-from cosmos_core.observe.report import REPORT_FILE, build
+from cosmos_core.observe.plots import plot_curves
+from cosmos_core.observe.record import GateCondition, RunRecord, StageRecord, model_loading_code, read_run
+from cosmos_core.observe.report import REPORT_FILE, build_report
 from cosmos_core.observe.report_server import report_url
-from cosmos_core.run.files import parsed, read_json, write_text
+from cosmos_core.run.files import parse_documents, read_json, write_text
 from cosmos_core.run.manifest import Result
-from cosmos_core.run.progress import MetricsReader, Position
-from cosmos_core.run.stage import CONDITIONS
+from cosmos_core.run.progress import MetricsReader, ProgressRecord
+from cosmos_core.run.stage import CONDITIONS_FILE
 from tasks.naming import user_name
 
 logger = logging.getLogger(__name__)
 
-_PERIOD_SECONDS = {"progress": 3.0, "metrics": 30.0, "samples": 600.0}
+_UPDATE_PERIOD_SECONDS = {"progress": 3.0, "metrics": 30.0, "samples": 600.0}
 _MAX_TABLE_ROWS = 20
 _MAX_PLOTTED_LINES = 10_000
-_MAX_LETTERS = 1000  # maximum number of characters of one prompt or completion in a table
+_MAX_CELL_CHARACTERS = 1000  # maximum number of characters of one prompt or completion in a table
 
 
 class StageArtifacts:
@@ -57,37 +57,37 @@ class StageArtifacts:
 
     def __init__(self, pipeline: PipelineConfig, stage_path: Path) -> None:
         self._stage_path = stage_path
-        self._metrics = MetricsReader(stage_path / "metrics.jsonl")
+        self._metrics_reader = MetricsReader(stage_path / "metrics.jsonl")
         self._key = _make_artifact_key(pipeline.name, stage_path.name)
         self._is_private = bool(pipeline.private)
         self._run_description = f"run {stage_path.parent.parent.name} of {user_name()}"
         self._progress_id: UUID | None = None
-        self._next_times = {name: time.monotonic() + seconds for name, seconds in _PERIOD_SECONDS.items()}
+        self._next_times = {name: time.monotonic() + seconds for name, seconds in _UPDATE_PERIOD_SECONDS.items()}
         self._next_times["progress"] = 0.0
         self._thread: threading.Thread | None = None
 
-    def update(self, progress: Position) -> None:
+    def update(self, progress: ProgressRecord) -> None:
         """Publish the progress of the worker every 3 s, its metrics every 30 s and its samples every 10 minutes, in a
         thread: Prefect repeats a request to a server that does not respond for minutes."""
-        is_due = time.monotonic() >= min(self._next_times.values())
-        if is_due and not (self._thread and self._thread.is_alive()):
-            arguments = (self._publish, progress)
+        is_update_due = time.monotonic() >= min(self._next_times.values())
+        if is_update_due and not (self._thread and self._thread.is_alive()):
+            arguments = (self._publish_due_artifacts, progress)
             self._thread = threading.Thread(target=copy_context().run, args=arguments, name="artifacts", daemon=True)
             self._thread.start()
 
-    def _publish(self, progress: Position) -> None:
+    def _publish_due_artifacts(self, progress: ProgressRecord) -> None:
         percent = 100.0 * progress.step / progress.total if progress.total else None
         now = time.monotonic()
-        shows: dict[str, Callable[[], None]] = {
+        publishers: dict[str, Callable[[], None]] = {
             "progress": partial(self._show_progress, percent),
             "metrics": self._show_metrics,
             "samples": self._show_samples,
         }
         with log_ui_errors():
-            for name, show in shows.items():
+            for name, publish in publishers.items():
                 if now >= self._next_times[name]:
-                    self._next_times[name] = now + _PERIOD_SECONDS[name]
-                    show()
+                    self._next_times[name] = now + _UPDATE_PERIOD_SECONDS[name]
+                    publish()
 
     def finish(self, result: Result) -> None:
         """Publish the final artifacts of a stage: the full progress bar, the last metrics, the curves and a card."""
@@ -102,8 +102,8 @@ class StageArtifacts:
     def show_refusal(self) -> None:
         """Publish a card with the conditions of a refused gate; `finish` publishes the card of a passed gate."""
         with log_ui_errors():
-            conditions = parsed(read_json(self._stage_path / CONDITIONS) or (), Condition)
-            text = f"# {self._stage_path.name}: refused\n\n{conditions_table(conditions)}"
+            conditions = parse_documents(read_json(self._stage_path / CONDITIONS_FILE) or (), GateCondition)
+            text = f"# {self._stage_path.name}: refused\n\n{render_conditions_table(conditions)}"
             self._show_card(text, "Conditions")
 
     def _show_card(self, text: str, subject: str) -> None:
@@ -131,7 +131,7 @@ class StageArtifacts:
             update_progress_artifact(self._progress_id, progress=percent)
 
     def _show_metrics(self) -> None:
-        lines = self._metrics.update()
+        lines = self._metrics_reader.update()
         if not lines:
             return
         while len(lines) > _MAX_PLOTTED_LINES:  # a long training must not slow down the flow or fill its memory
@@ -140,15 +140,15 @@ class StageArtifacts:
         keys = ["step", *sorted({key for line in newest_lines for key in line} - {"step", "time"})]
         rows = [{key: _to_json_value(line.get(key)) for key in keys} for line in newest_lines]
         create_table_artifact(rows, f"{self._key}-metrics", f"Newest steps, {self._run_description}")
-        image_url = gallery.make_data_uri("image/png", curves(lines))
+        image_url = gallery.make_data_uri("image/png", plot_curves(lines))
         create_image_artifact(image_url, f"{self._key}-curves", f"Curves, {self._run_description}")
 
 
-def show_run(run_path: Path) -> None:
+def publish_run_report(run_path: Path) -> None:
     """Write the HTML report of a run, whatever its outcome, and publish the card of the run: the status of every stage,
     its metrics, and the model. Errors are only logged."""
     with log_ui_errors():
-        write_text(run_path / REPORT_FILE, build(run_path))
+        write_text(run_path / REPORT_FILE, build_report(run_path))
     run = read_run(run_path)
     with log_ui_errors():
         description = f"{run.name}: {run.outcome}, run {run_path.name} of {user_name()}"
@@ -174,7 +174,7 @@ def _make_artifact_key(*parts: str) -> str:
     return key if name.isascii() else f"{key.strip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
-def conditions_table(conditions: Sequence[Condition]) -> str:
+def render_conditions_table(conditions: Sequence[GateCondition]) -> str:
     """Return the conditions of a gate as a table in Markdown."""
     lines = ["| condition | measured | bound | holds |", "|---|---|---|---|"]
     for condition in conditions:
@@ -185,9 +185,10 @@ def conditions_table(conditions: Sequence[Condition]) -> str:
 
 
 def _make_sample_row(line: dict[str, Any], stage: Path) -> dict[str, Any]:
-    texts = {"prompt": line.get("prompt", ""), "completion": completions.completion_text(line, stage)}
-    truncated = {name: text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]}…" for name, text in texts.items()}
-    return {"step": line["step"], **truncated, "reward": _to_json_value(line.get("reward"))}
+    cells = {"prompt": line.get("prompt", ""), "completion": completions.completion_text(line, stage)}
+    for name, text in cells.items():
+        cells[name] = text if len(text) <= _MAX_CELL_CHARACTERS else f"{text[:_MAX_CELL_CHARACTERS]}…"
+    return {"step": line["step"], **cells, "reward": _to_json_value(line.get("reward"))}
 
 
 def _to_json_value(value: Any) -> Any:
@@ -207,35 +208,35 @@ def _render_run_card(run: RunRecord) -> str:
     return "\n".join(lines) + "\n"
 
 
-def approval_form_text(run_path: Path) -> str:
+def render_approval_form(run_path: Path) -> str:
     """Return the text of the form in which a person approves a publication: metrics of stages, and gate conditions."""
     run = read_run(run_path)
-    lines = [f"Publish the model of run {run_path.name}?", ""]  # the form is narrow and cuts wide tables
+    lines = [f"Publish the model of run {run_path.name}?", ""]  # a list, because the form truncates wide tables
     for stage in run.stages:
         for condition in stage.conditions:
             bound = "nothing is published" if condition.bound is None else f"bound {condition.bound:.6g}"
             verdict = "holds" if condition.passed else "**does not hold**"
             lines.append(f"- gate {stage.name}: {condition.title}: measured {condition.value:.6g}, {bound}, {verdict}")
-    return "\n".join([*lines, *(f"- {stage.name}: {text}" for stage in run.stages if (text := _metrics(stage)))])
+    return "\n".join([*lines, *(f"- {stage.name}: {text}" for stage in run.stages if (text := _format_metrics(stage)))])
 
 
 def _render_stages(run: RunRecord) -> list[str]:
     """Return Markdown lines: a table of stages and metrics, the conditions of gates, the errors of failed stages."""
     lines = ["| stage | kind | state | time | metrics |", "|---|---|---|---|---|"]
     for stage in run.stages:
-        duration_text = formatting.duration(stage.seconds)
-        lines.append(f"| {stage.name} | {stage.kind.name} | {stage.status} | {duration_text} | {_metrics(stage)} |")
+        cells = (stage.name, stage.kind.name, stage.status, formatting.format_duration(stage.seconds))
+        lines.append(f"| {' | '.join(cells)} | {_format_metrics(stage)} |")
     for stage in run.stages:
         if stage.conditions:
-            lines += ["", f"gate **{stage.name}**", "", conditions_table(stage.conditions)]
+            lines += ["", f"gate **{stage.name}**", "", render_conditions_table(stage.conditions)]
         elif stage.state.state == "failed":
             lines += ["", f"**{stage.name}**: {stage.state.error}"]
     return lines
 
 
-def _metrics(stage: StageRecord) -> str:
+def _format_metrics(stage: StageRecord) -> str:
     metrics = formatting.table_metrics(stage.metrics).items()
-    return ", ".join(f"{name} {formatting.number(value)}" for name, value in metrics)
+    return ", ".join(f"{name} {formatting.format_number(value)}" for name, value in metrics)
 
 
 def _render_result_card(result: Result) -> str:
@@ -244,5 +245,7 @@ def _render_result_card(result: Result) -> str:
     lines = [f"- `{file['path']}` {file['size']:,} bytes, sha256 `{file['sha256'][:12]}`" for file in files]
     file_lines, conditions = "\n".join(lines), result["info"].get("conditions")
     table_header = f"# {result['name']} ({result['kind']})\n\n| metric | value |\n|---|---|"
-    gate_text = "" if conditions is None else f"\n\n{conditions_table(parsed(conditions, Condition))}"
+    gate_text = ""
+    if conditions is not None:
+        gate_text = f"\n\n{render_conditions_table(parse_documents(conditions, GateCondition))}"
     return f"{table_header}\n{metric_rows}{gate_text}\n\n{file_lines}\n\nfingerprint `{result['fingerprint'][:16]}`\n"

@@ -7,7 +7,7 @@ from cosmos_core.errors import OverBudget, Preempted
 from cosmos_core.launch.gpus import num_reserved_gpus
 from cosmos_core.observe.resuming import resume_command
 from cosmos_core.run.directory import Run, read_start_info
-from cosmos_core.run.gpu_time import gpu_seconds_of_run
+from cosmos_core.run.gpu_time import compute_run_gpu_seconds
 
 _CHECK_PERIOD_SECONDS = 2.0  # interval in seconds between two computations of the GPU hours of the run
 
@@ -18,8 +18,8 @@ class Budget:
     def __init__(self, run: Run, stage: StageConfig) -> None:
         self._run = run
         config, recipe = run.pipeline.config, run.pipeline.recipes[stage.name]
-        has_limit = config.budget is not None and num_reserved_gpus(run.pipeline.kind_of(stage), recipe)
-        self._budget_limit = config.budget if has_limit else None
+        is_limited = config.budget is not None and num_reserved_gpus(run.pipeline.stage_kind(stage), recipe)
+        self._budget_limit = config.budget if is_limited else None
         self._price_per_gpu_hour = config.price_per_gpu_hour or 0.0
         self._next_check_time = 0.0
 
@@ -29,7 +29,7 @@ class Budget:
         if self._budget_limit is None or time.monotonic() < self._next_check_time:
             return None
         self._next_check_time = time.monotonic() + _CHECK_PERIOD_SECONDS
-        gpu_hours = gpu_seconds_of_run(self._run.path) / 3600
+        gpu_hours = compute_run_gpu_seconds(self._run.path) / 3600
         if (cost := gpu_hours * self._price_per_gpu_hour) < self._budget_limit:
             return None
         resume_hint, start_info = f"{resume_command(self._run.path)} --budget AMOUNT", read_start_info(self._run.path)

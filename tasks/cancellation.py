@@ -30,12 +30,12 @@ from prefect.states import Cancelled as CancelledState
 from cosmos_core.errors import Cancelled, StageFailed
 from cosmos_core.launch import worker
 from cosmos_core.run.directory import Run
-from cosmos_core.run.liveness import note_stop
+from cosmos_core.run.liveness import record_stop
 
 logger = logging.getLogger(__name__)
 
 _CANCELLED_STATES = {StateType.CANCELLING, StateType.CANCELLED}
-_SUSPENDED = "Suspended"  # name of the state; the process of a flow run that is only paused does not end
+_SUSPENDED_STATE = "Suspended"  # unlike a suspended flow run, one in the state Paused keeps its process
 _MAX_UNREACHABLE_SECONDS = 600.0
 _POLL_SECONDS = 1.0
 _MAX_REQUEST_SECONDS = 5.0
@@ -43,11 +43,11 @@ _SCHEDULER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # signals that cluster sc
 _executed_flow_runs: set[UUID] = set()
 
 
-def wait_unless_cancelled(pending: Collection[futures.Future[Any]]) -> bool:
-    """Wait until the futures `pending` have ended; return True if the flow run was cancelled or suspended before."""
-    while pending:
-        pending = futures.wait(pending, timeout=_MAX_REQUEST_SECONDS).not_done
-        if pending and is_cancelled():
+def wait_unless_cancelled(pending_futures: Collection[futures.Future[Any]]) -> bool:
+    """Wait until all futures have ended; return True if the flow run was cancelled or suspended before."""
+    while pending_futures:
+        pending_futures = futures.wait(pending_futures, timeout=_MAX_REQUEST_SECONDS).not_done
+        if pending_futures and is_cancelled():
             return True
     return False
 
@@ -61,24 +61,24 @@ def is_cancelled() -> bool | None:
     try:
         with _open_client() as client:
             run = client.read_flow_run(UUID(flow_run.id))
-            if not _must_stop(run) and run.parent_task_run_id is not None:
+            if not _is_cancelled_or_suspended(run) and run.parent_task_run_id is not None:
                 run = client.read_flow_run(_find_parent_flow_run(run.parent_task_run_id))
-            return _must_stop(run)
+            return _is_cancelled_or_suspended(run)
     except ObjectNotFound:
         return False
     except httpx.HTTPError:
         return None
 
 
-def _must_stop(run: FlowRun) -> bool:
-    return run.state_type in _CANCELLED_STATES or run.state_name == _SUSPENDED
+def _is_cancelled_or_suspended(run: FlowRun) -> bool:
+    return run.state_type in _CANCELLED_STATES or run.state_name == _SUSPENDED_STATE
 
 
 def raise_if_suspended() -> None:
     """Let Prefect end a suspended flow run: a final state would prevent a person from resuming it."""
     with suppress(httpx.HTTPError, ObjectNotFound), _open_client() as client:
         run = client.read_flow_run(UUID(flow_run.id))
-        if run.state_name == _SUSPENDED:
+        if run.state_name == _SUSPENDED_STATE:
             raise Pause(state=run.state)
 
 
@@ -99,11 +99,11 @@ def confirm_cancellations() -> None:
                 client.set_flow_run_state(flow_run_id, CancelledState(message="cancelled: its process ends"))
 
 
-def _set_handler(numbers: Iterable[int], handler: Callable[[int, Any], None] | signal.Handlers) -> None:
-    """Set the handler of signals, which only the main thread can; Prefect restores that of SIGTERM when a flow ends."""
+def _set_signal_handler(signal_numbers: Iterable[int], handler: Callable[[int, Any], None] | signal.Handlers) -> None:
+    """Set a signal handler if this is the main thread; Prefect restores its handler of SIGTERM when a flow ends."""
     if threading.current_thread() is threading.main_thread():
-        for number in numbers:
-            signal.signal(number, handler)
+        for signal_number in signal_numbers:
+            signal.signal(signal_number, handler)
 
 
 def stop_on_signals(
@@ -113,42 +113,42 @@ def stop_on_signals(
     `read_signal_names` returns the names of the signals of `train.signal_to_handle` in the recipes so far; `on_stop` is
     called before the flow ends."""
 
-    def stop(number: int, frame: object) -> None:
-        if number in _SCHEDULER_SIGNALS and signal.Signals(number).name not in read_signal_names():
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+    def stop(signal_number: int, frame: object) -> None:
+        if signal_number in _SCHEDULER_SIGNALS and signal.Signals(signal_number).name not in read_signal_names():
+            signal.signal(signal_number, signal.SIG_DFL)
+            signal.raise_signal(signal_number)
         worker.stop_all()
         on_stop()
-        if number == signal.SIGINT:
+        if signal_number == signal.SIGINT:
             raise KeyboardInterrupt
-        _set_handler([signal.SIGTERM], signal.SIG_IGN)
-        raise TerminationSignal(signal=number)
+        _set_signal_handler([signal.SIGTERM], signal.SIG_IGN)
+        raise TerminationSignal(signal=signal_number)
 
-    _set_handler((signal.SIGTERM, signal.SIGINT, *_SCHEDULER_SIGNALS), stop)
+    _set_signal_handler((signal.SIGTERM, signal.SIGINT, *_SCHEDULER_SIGNALS), stop)
 
 
-def listen_for_stop(run: Run) -> None:
-    """End the flow on the signals of `train.signal_to_handle`, as on SIGTERM; confirm a cancellation at exit."""
+def terminate_on_signals(run: Run) -> None:
+    """End the flow on the signals of `train.signal_to_handle`, as on SIGTERM; confirm its cancellation at exit."""
     confirm_cancellation_at_exit()
 
-    def terminate(number: int, frame: object) -> None:
-        raise TerminationSignal(signal=number)
+    def terminate(signal_number: int, frame: object) -> None:
+        raise TerminationSignal(signal=signal_number)
 
-    names = {name for recipe in run.pipeline.recipes.values() for name in recipe.train.signal_to_handle}
-    _set_handler((signal.Signals[name] for name in names), terminate)
+    signal_names = {name for recipe in run.pipeline.recipes.values() for name in recipe.train.signal_to_handle}
+    _set_signal_handler((signal.Signals[name] for name in signal_names), terminate)
 
 
-def stop_stages(run: Run, stages: list[PrefectConcurrentFuture[Any]]) -> None:
-    """Ask the workers of this process to save and exit, wait for their tasks `stages`, and ignore any later SIGTERM."""
-    _set_handler([signal.SIGTERM], signal.SIG_IGN)
+def stop_stages(run: Run, stage_futures: list[PrefectConcurrentFuture[Any]]) -> None:
+    """Ask the workers of this process to save and exit, wait for the task runs of stages, and ignore later SIGTERMs."""
+    _set_signal_handler([signal.SIGTERM], signal.SIG_IGN)
     worker.stop_all()
-    grace_seconds = max(run.pipeline.config.grace_seconds, worker.longest_grace())
+    grace_seconds = max(run.pipeline.config.grace_seconds, worker.longest_grace_seconds())
     # `prefect.futures.wait` does not wait in a suspended flow run.
-    futures.wait([stage.wrapped_future for stage in stages], timeout=grace_seconds + 5)
-    note_stop(run.path, [stage.name for stage in run.pipeline.stages])
+    futures.wait([stage.wrapped_future for stage in stage_futures], timeout=grace_seconds + 5)
+    record_stop(run.path, [stage.name for stage in run.pipeline.stages])
 
 
-def publication_check() -> Callable[[], None]:
+def make_publication_check() -> Callable[[], None]:
     """Return a function, callable from any thread, that raises `Cancelled`, or `Preempted` if this process was
     requested to stop. While the server does not respond, the function waits, since the flow run may have been cancelled
     shortly before, and after ten minutes it raises `StageFailed`."""

@@ -11,25 +11,25 @@ from contextlib import suppress
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.table import active_fields
-from cosmos_core.environment import hide_in_records
+from cosmos_core.environment import mask_log_records
 from cosmos_core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-BLOCK = "cosmos-credentials"
+SECRET_BLOCK = "cosmos-credentials"
 _CREDENTIAL_PREFIXES = ("AWS_", "PROD_S3_CHECKPOINT_", "HF_TOKEN", "HF_ENDPOINT", "MLFLOW_")
 
 
 def set_credentials(pipeline: Pipeline | None) -> None:
     """Set the environment variables that the Secret block contains, if the block exists and the pipeline refers to a
-    store or the Hub; None: its configuration has yet to be fetched from a store."""
-    hide_in_records()
+    store or the Hub. `pipeline` is None if its configuration is still in a store."""
+    mask_log_records()
     if pipeline is not None and not _uses_remote_storage(pipeline):
         return
     from prefect.blocks.system import Secret
 
     try:
-        block_value = Secret.load(BLOCK).get()  # type: ignore[union-attr]
+        block_value = Secret.load(SECRET_BLOCK).get()  # type: ignore[union-attr]
     except ValueError:
         return  # the server has no Secret block of this name
     try:
@@ -37,19 +37,19 @@ def set_credentials(pipeline: Pipeline | None) -> None:
     except ValueError:  # the error is not logged: its message may show the value
         variables = None
     if not isinstance(variables, dict):
-        logger.warning("the Secret block %s is no object of variables and their values: it is not used", BLOCK)
+        logger.warning("the Secret block %s is no object of variables and their values: it is not used", SECRET_BLOCK)
         return
     prefixes = "*, ".join(_CREDENTIAL_PREFIXES)
     for name, variable_value in variables.items():
         if name.startswith(_CREDENTIAL_PREFIXES):
             os.environ.setdefault(name, str(variable_value))
         else:
-            logger.warning("the Secret block %s: %s is none of %s*: it is not used", BLOCK, name, prefixes)
+            logger.warning("the Secret block %s: %s is none of %s*: it is not used", SECRET_BLOCK, name, prefixes)
 
 
 def set_command_credentials(pipeline: Pipeline | None) -> None:
     """Set the environment variables of the Secret block before a command accesses stores and Hubs, if a Prefect server
-    is configured. One that does not respond is a warning: the environment may contain all credentials already."""
+    is configured. If the server does not respond, only warn: the environment may contain all credentials already."""
     if not os.environ.get("PREFECT_API_URL"):
         return
     import httpx
@@ -57,7 +57,8 @@ def set_command_credentials(pipeline: Pipeline | None) -> None:
     try:
         set_credentials(pipeline)
     except httpx.HTTPError as error:
-        logger.warning("the Prefect server does not respond, and the Secret block %s is not used: %s", BLOCK, error)
+        message = "the Prefect server does not respond, and the Secret block %s is not used: %s"
+        logger.warning(message, SECRET_BLOCK, error)
 
 
 def _uses_remote_storage(pipeline: Pipeline) -> bool:

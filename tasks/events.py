@@ -19,7 +19,7 @@ from cosmos_core.observe.report import REPORT_FILE
 from cosmos_core.observe.report_server import report_url
 from cosmos_core.run.directory import Run
 from cosmos_core.run.manifest import Result, read_result
-from cosmos_core.run.state import FINISHED, read_state
+from cosmos_core.run.state import FINISHED_STATES, read_state
 from tasks.artifacts import card_key
 
 logger = logging.getLogger(__name__)
@@ -34,24 +34,24 @@ RUN_OVER_BUDGET = "cosmos.run.over_budget"
 RUN_WAITING = "cosmos.run.waiting"
 
 
-def stage_completed(run: Run, name: str, result: Result, *, was_reused: bool) -> None:
-    """Emit an event that a stage has its result and, if it has newly published a model, an event about the model."""
+def emit_stage_completed(run: Run, name: str, result: Result, *, was_reused: bool) -> None:
+    """Emit an event that a stage has its result and, if it has newly published a model, a second one for the model."""
     payload = {"reused": was_reused, "metrics": _keep_finite_metrics(result["metrics"])}
     _emit_event(STAGE_COMPLETED, run, name, payload)
-    is_publication = run.pipeline.kind_of(run.pipeline.stage(name)).makes == "publication"
+    is_publication = run.pipeline.stage_kind(run.pipeline.stage(name)).makes == "publication"
     if is_publication and not was_reused and not result["info"].get("was_published"):
         details = {"target": run.pipeline.stage(name).target, "published": result["info"].get("published")}
         _emit_event(MODEL_PUBLISHED, run, name, payload | details)
 
 
-def stage_failed(run: Run, name: str, error: CosmosError) -> None:
+def emit_stage_failed(run: Run, name: str, error: CosmosError) -> None:
     """Emit an event that a gate refused, or that a stage failed and is not retried; no event for a stopped stage."""
     if not isinstance(error, Preempted):
         event = GATE_FAILED if isinstance(error, GateFailed) else STAGE_FAILED
         _emit_event(event, run, name, {"error": str(error), "exit_code": error.exit_code})
 
 
-def run_ended(run: Run, *, is_failed: bool) -> None:
+def emit_run_ended(run: Run, *, is_failed: bool) -> None:
     """Emit an event that a run failed, or that all its stages have results, with the metrics of the last stage that
     reported metrics."""
     states = {stage.name: read_state(run.stage_path(stage.name)).state for stage in run.pipeline.stages}
@@ -59,18 +59,18 @@ def run_ended(run: Run, *, is_failed: bool) -> None:
         failed_stages = [name for name, state in states.items() if state == "failed"]
         if failed_stages:  # in a run that was only stopped, no stage has failed
             _emit_event(RUN_FAILED, run, "", {"failed": failed_stages})
-    elif FINISHED.issuperset(states.values()):
+    elif FINISHED_STATES.issuperset(states.values()):
         results = [result for name in states if (result := read_result(run.stage_path(name)))]
         metrics = [result["metrics"] for result in results if result["metrics"]]
         _emit_event(RUN_COMPLETED, run, "", {"metrics": _keep_finite_metrics(metrics[-1] if metrics else {})})
 
 
-def run_waiting(run: Run) -> None:
+def emit_run_waiting(run: Run) -> None:
     """Emit an event that a run waits until a person approves a publication."""
     _emit_event(RUN_WAITING, run, "", {})
 
 
-def run_over_budget(run: Run) -> None:
+def emit_run_over_budget(run: Run) -> None:
     """Emit an event if the run has stopped because its budget is spent."""
     states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
     if message := next((state.error for state in states if state.is_over_budget), ""):

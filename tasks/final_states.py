@@ -1,5 +1,5 @@
-"""Build the final states of task runs and flow runs: each has a name and a message of one line. An expected end, such
-as a refused gate, produces no traceback."""
+"""Build the final states of task runs and flow runs, each with a message of one line. An expected end, such as a
+refused gate, produces no traceback."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from cosmos_core.run.directory import Run
 from cosmos_core.run.state import read_state
 from tasks.cancellation import raise_if_suspended
 
-REFUSED = "Refused"
+REFUSED_STATE = "Refused"
 """Name of the final state of a gate with a condition that does not hold."""
 _SKIPPED_STATE = "Skipped"
 
@@ -24,7 +24,7 @@ def failed_state(error: CosmosError) -> State[Any]:
     """Return the final state of a stage that failed and is not retried. The state is returned instead of raising the
     error, because Prefect logs a traceback for a raised error."""
     if isinstance(error, GateFailed):
-        return Failed(name=REFUSED, message=str(error), data=error)
+        return Failed(name=REFUSED_STATE, message=str(error), data=error)
     return Failed(name="Stopped" if isinstance(error, Preempted) else None, message=str(error), data=error)
 
 
@@ -36,34 +36,34 @@ def skipped_state(reason: str) -> State[Any]:
 
 def has_result(future: PrefectFuture[Any]) -> bool:
     """Return True if the ended task run of a stage produced the result of the stage."""
-    state = state_of(future)
+    state = read_task_state(future)
     return state.is_completed() and state.name != _SKIPPED_STATE
 
 
-def state_of(future: PrefectFuture[Any]) -> State[Any]:
-    """Return the current state of a task run; without `wait` it is the last one that the server received."""
+def read_task_state(future: PrefectFuture[Any]) -> State[Any]:
+    """Return the current state of a task run; before a call of `wait`, a future has the last state on the server."""
     future.wait(timeout=0)
     return future.state
 
 
 def flow_state(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is_cancelled: bool) -> State[Any]:
     """Return the final state of a flow run from the futures of its stages; end a flow run that is suspended."""
-    incomplete_states = {name: state_of(future) for name, future in futures.items() if not has_result(future)}
+    incomplete_states = {name: read_task_state(future) for name, future in futures.items() if not has_result(future)}
     if is_cancelled:
         raise_if_suspended()
         resume_text = f"it goes on with: cosmos resume {shlex.quote(str(run.path))}"
         outcome_text = resume_text if incomplete_states else "all of its stages are complete"
         return CancelledState(message=f"run {run.id}: cancelled; {outcome_text}")
     if not incomplete_states:
-        return completed(run, list(futures))
+        return completed_state(run, list(futures))
     errors = list({str(error): error for error in map(_get_error, incomplete_states.values()) if error})
     gate_errors = [error for error in map(_get_error, incomplete_states.values()) if isinstance(error, GateFailed)]
     if gate_errors and len(gate_errors) == sum(state.is_failed() for state in incomplete_states.values()):
-        return Failed(name=REFUSED, message=f"run {run.id}: {'; '.join(errors)}")
+        return Failed(name=REFUSED_STATE, message=f"run {run.id}: {'; '.join(errors)}")
     return Failed(message="; ".join([f"run {run.id}: not completed: {', '.join(incomplete_states)}", *errors]))
 
 
-def completed(run: Run, names: Sequence[str]) -> State[Any]:
+def completed_state(run: Run, names: Sequence[str]) -> State[Any]:
     """Return the final state of a flow run whose stages `names` are complete; its message says how many were reused."""
     num_reused = sum(read_state(run.stage_path(name)).state == "reused" for name in names)
     reuse_text = f", {num_reused} of them reused from earlier runs" if num_reused else ""

@@ -14,15 +14,15 @@ from prefect.utilities.callables import get_call_parameters
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from cosmos_core.config.schema.pipeline import STAGE_NAME
+from cosmos_core.config.schema.pipeline import STAGE_NAME_PATTERN
 from cosmos_core.errors import ConfigError
 
-RUN_ID = "COSMOS_RUN_ID"
+RUN_ID_VARIABLE = "COSMOS_RUN_ID"
 """Environment variable with the name of the run; unset: it is derived from the flow and its parameters."""
 
 
-def run_name_and_parameters(flow: Flow[..., Any], arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the run name of a flow called with `arguments`, and all its parameters; `ConfigError`: it has others."""
+def derive_name_and_parameters(flow: Flow[..., Any], arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the run name of a flow for `arguments`, and all parameters. Raises `ConfigError` if they do not fit."""
     try:
         return derive_run_identity(flow, flow.validate_parameters(get_call_parameters(flow.fn, (), dict(arguments))))
     except (ParameterBindError, ParameterTypeError) as error:
@@ -38,15 +38,15 @@ def derive_run_identity(
     values = json_values(parameters)
     file, function = find_flow_source(flow)
     identity_hash = hashlib.sha256(json.dumps([file.name, function, values], sort_keys=True).encode()).hexdigest()[:8]
-    plain_name = "".join(letter if STAGE_NAME.fullmatch(f"a{letter}") else "-" for letter in flow.name)
-    name = f"{(plain_name.strip('-_') or 'flow')[:80]}-{identity_hash}"
-    return str((not is_subflow and os.environ.get(RUN_ID)) or values.get("run_id") or name), values
+    sanitized_name = "".join(letter if STAGE_NAME_PATTERN.fullmatch(f"a{letter}") else "-" for letter in flow.name)
+    name = f"{(sanitized_name.strip('-_') or 'flow')[:80]}-{identity_hash}"
+    return str((not is_subflow and os.environ.get(RUN_ID_VARIABLE)) or values.get("run_id") or name), values
 
 
 def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values as JSON, from which pydantic restores parameters of the same types."""
-    converted: dict[str, Any] = json.loads(json.dumps(values, default=_to_jsonable))
-    return converted
+    json_parameters: dict[str, Any] = json.loads(json.dumps(values, default=_to_jsonable))
+    return json_parameters
 
 
 def _to_jsonable(value: Any) -> Any:
@@ -54,8 +54,8 @@ def _to_jsonable(value: Any) -> Any:
         return sorted(value, key=repr)
     if isinstance(value, BaseModel):
         return value.model_dump(by_alias=True)
-    if callable(to_python := getattr(value, "tolist", None)):  # scalars and arrays of NumPy and torch
-        return to_python()
+    if callable(to_list := getattr(value, "tolist", None)):  # scalars and arrays of NumPy and torch
+        return to_list()
     return to_jsonable_python(value, fallback=str)
 
 

@@ -8,7 +8,7 @@ import atexit
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
@@ -22,41 +22,41 @@ from prefect.logging import get_run_logger
 from cosmos_core.config.capabilities import unique_notices
 from cosmos_core.config.compose import Pipeline, with_stage
 from cosmos_core.config.load import parse
-from cosmos_core.config.mesh import resolve_gpus
+from cosmos_core.config.mesh import resolve_gpu_settings
 from cosmos_core.config.schema.pipeline import BUDGET_KEYS, PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch import worker
 from cosmos_core.run.directory import (
     Run,
-    claim,
+    claim_run,
     create_run,
     extend_run,
-    note_flow_run,
     open_run,
-    try_claim,
-    with_budget,
+    record_flow_run,
+    replace_budget,
+    try_claim_run,
 )
 from cosmos_core.run.files import Document, read_document, warn_if_disk_full, write_json
-from cosmos_core.run.liveness import note_flow_state
+from cosmos_core.run.liveness import record_flow_state
 from cosmos_core.run.lock import Lock
-from cosmos_core.run.state import FINISHED, read_state
+from cosmos_core.run.state import FINISHED_STATES, read_state
 from cosmos_core.upload.artifact_store import check_store
 from cosmos_core.upload.base import check_targets
 from tasks import events
-from tasks.artifacts import log_ui_errors, show_run
+from tasks.artifacts import log_ui_errors, publish_run_report
 from tasks.cancellation import confirm_cancellation_at_exit, stop_on_signals, wait_unless_cancelled
 from tasks.credentials import set_credentials
 from tasks.flow_identity import derive_run_identity, find_flow_source
 from tasks.kinds import all_kinds
 from tasks.naming import label_flow_run
-from tasks.store_sync import OUTPUT_DIR
+from tasks.store_sync import OUTPUT_DIR_VARIABLE
 
 _CALLS_FILE = "calls.json"
 _POLL_SECONDS = 0.5
 
 
-class Call(Document):
+class StageCall(Document):
     """Entry of `calls.json` for one call of a task: the settings of the call, and the stages that it added."""
 
     stage: dict[str, Any]
@@ -68,11 +68,11 @@ class Call(Document):
 
 
 class _CallRecords(Document):
-    calls: dict[str, Call] = {}
+    calls: dict[str, StageCall] = {}
 
 
 @dataclass
-class FlowInPython:
+class PythonFlowState:
     """State of one execution of a Python flow, and the run to which the execution adds stages."""
 
     name: str
@@ -93,13 +93,13 @@ class FlowInPython:
     """Keys of `[pipeline]` that `configure_run` has set for the run."""
     futures: dict[str, Any] = field(default_factory=dict)
     """Futures of the submitted stages, by the name of the stage."""
-    calls: dict[str, tuple[Call, Path]] = field(default_factory=dict)
+    calls: dict[str, tuple[StageCall, Path]] = field(default_factory=dict)
     """Calls that were made, each with the file of its recipe, by the name of the stage."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
-    _names: set[str] = field(default_factory=set)
-    _num_active: int = 0
-    _claim: Lock | None = None
-    _watcher: threading.Thread | None = None
+    _reserved_names: set[str] = field(default_factory=set)
+    _num_active_calls: int = 0
+    _run_lock: Lock | None = None
+    _watch_thread: threading.Thread | None = None
 
     @property
     def folder(self) -> Path:
@@ -109,17 +109,17 @@ class FlowInPython:
     def watch_for_cancellation(self) -> None:
         """Stop the workers of this process if the flow run is cancelled while submitted stages run, in one thread."""
         with self._lock:
-            if self._watcher is None:
-                context = copy_context()  # holds the flow run whose state is read
-                self._watcher = threading.Thread(target=context.run, args=(self._stop_if_cancelled,), daemon=True)
-                self._watcher.start()
+            if self._watch_thread is None:
+                context = copy_context()  # the thread needs the current flow run
+                self._watch_thread = threading.Thread(target=context.run, args=(self._stop_if_cancelled,), daemon=True)
+                self._watch_thread.start()
 
     def _stop_if_cancelled(self) -> None:
         while True:
             with self._lock:
                 pending = [each.wrapped_future for each in [*self.futures.values()] if not each.wrapped_future.done()]
                 if not pending:
-                    self._watcher = None
+                    self._watch_thread = None
                     return
             if wait_unless_cancelled(pending):
                 worker.stop_all()
@@ -130,56 +130,56 @@ class FlowInPython:
         second use on. Return the reserved name. Raises `ConfigError` if an earlier call of this execution uses the
         name."""
         with self._lock:
-            if name in self._names:
+            if name in self._reserved_names:
                 raise ConfigError(f"stage {name!r}: the name is used twice in flow {self.name!r}; take another one")
             candidates = itertools.chain([kind], (f"{kind}-{number}" for number in itertools.count(2)))
-            name = name or next(each for each in candidates if each not in self._names)
-            self._names.add(name)
+            name = name or next(each for each in candidates if each not in self._reserved_names)
+            self._reserved_names.add(name)
             return name
 
     @contextmanager
-    def stage(self, call: Call, source: Path) -> Iterator[tuple[Run, list[str]]]:
+    def stage(self, call: StageCall, source_file: Path) -> Iterator[tuple[Run, list[str]]]:
         """Add the stage of a call to the run unless the run has it, and yield the run and the names of the stages that
         the call adds. During the block this process claims the run, so that no other process works on it. After the
         last active call, write the report and release the run. Raises `ConfigError` if the settings are wrong, the run
         has a finished stage of this name with other settings, or another process works on the run."""
         with worker.register_active_run():
             with self._lock:
-                self._num_active += 1
+                self._num_active_calls += 1
             try:
                 self._reclaim_run()
                 with self._lock:
-                    run, stages = self._declare_call(call, source)
+                    run, stages = self._declare_call(call, source_file)
                 yield run, stages
             finally:
                 with self._lock:
-                    self._num_active -= 1
-                    if self._num_active == 0 and self._claim is not None and self.run is not None:
-                        show_run(self.run.path)
-                        events.run_over_budget(self.run)
-                        self._claim.release()
-                        self._claim = None
+                    self._num_active_calls -= 1
+                    if self._num_active_calls == 0 and self._run_lock is not None and self.run is not None:
+                        publish_run_report(self.run.path)
+                        events.emit_run_over_budget(self.run)
+                        self._run_lock.release()
+                        self._run_lock = None
 
     def end(self, state: str) -> None:
         """Record the final state of the flow, which may have ended long after its last stage."""
         with self._lock:
             self.state = state
             if self.run is not None:
-                note_flow_state(self.run.path, state)
-                show_run(self.run.path)
+                record_flow_state(self.run.path, state)
+                publish_run_report(self.run.path)
 
     def _reclaim_run(self) -> None:
         """Claim the run of the earlier calls again, and wait while another execution of the flow works on it, such as
         the replacement of a flow run that has lost contact with its server."""
         while True:
             with self._lock:
-                if self.run is None or self._claim_run(self.run, try_claim):
+                if self.run is None or self._claim_run(self.run, try_claim_run):
                     return
             worker.sleep_unless_stopping(_POLL_SECONDS)
 
-    def _declare_call(self, call: Call, source: Path) -> tuple[Run, list[str]]:
+    def _declare_call(self, call: StageCall, source_file: Path) -> tuple[Run, list[str]]:
         name = call.stage["name"]
-        run = self.run or self._find_run(call, source)
+        run = self.run or self._find_run(call, source_file)
         if run is not None:
             self._claim_run(run)
             run = self.run
@@ -188,18 +188,22 @@ class FlowInPython:
             if earlier_call := calls.get(name):
                 if (earlier_call.stage, earlier_call.tables) == (call.stage, call.tables):
                     return run, earlier_call.stages
-                if read_state(run.stage_path(name)).state in FINISHED:
-                    old, new = ({**each.stage, **each.tables} for each in (earlier_call, call))
-                    keys = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
+                if read_state(run.stage_path(name)).state in FINISHED_STATES:
+                    old_values, new_values = ({**each.stage, **each.tables} for each in (earlier_call, call))
+                    keys = [key for key in {**old_values, **new_values} if old_values.get(key) != new_values.get(key)]
                     raise ConfigError(
                         f"stage {name!r} of run {run.id} is done with other settings ({', '.join(keys[:3])}); "
                         "give the call another name, or the flow another run_id"
                     )
                 # The flow will also make the calls again whose stages depend on this call.
-                removed = set[str]().union(*map(run.pipeline.with_dependents, earlier_call.stages))
-                calls = {each: other for each, other in calls.items() if removed.isdisjoint(other.stages)}
-            run = _keep_stages_of_calls(run, calls)  # drops stages of a call that was killed before it was recorded
-        run = self._add_stage(run, call, source)
+                dependents = set[str]().union(*map(run.pipeline.stage_and_dependents, earlier_call.stages))
+                calls = {each: other for each, other in calls.items() if dependents.isdisjoint(other.stages)}
+            # Remove the stages of a call that was killed before it was recorded.
+            names = {each for other in calls.values() for each in other.stages}
+            kept_stages = [stage for stage in run.pipeline.stages if stage.name in names]
+            kept_recipes = {stage.name: run.pipeline.recipes[stage.name] for stage in kept_stages}
+            run = replace(run, pipeline=run.pipeline.with_stages(kept_stages, kept_recipes))
+        run = self._add_stage(run, call, source_file)
         self._claim_run(run)
         self.run = run
         other_stages = {stage_name for other_call in calls.values() for stage_name in other_call.stages}
@@ -207,21 +211,21 @@ class FlowInPython:
         write_json(run.path / _CALLS_FILE, _CallRecords(calls={**calls, name: call}).model_dump())
         return run, call.stages
 
-    def _claim_run(self, run: Run, acquire: Callable[[Run], Lock | None] = claim) -> bool:
+    def _claim_run(self, run: Run, acquire: Callable[[Run], Lock | None] = claim_run) -> bool:
         """Claim the run for this process, unless it has claimed it already, and read the stages that another process
         may have added; return False if `acquire` returned no lock."""
-        if self._claim is None:
-            self._claim, self.run = acquire(run), run
-            if self._claim is None:
+        if self._run_lock is None:
+            self._run_lock, self.run = acquire(run), run
+            if self._run_lock is None:
                 return False
             self.run = open_run(run.path, run.pipeline.kinds)
-            note_flow_state(run.path, self.state)
-            note_flow_run(run, self.flow_run)
+            record_flow_state(run.path, self.state)
+            record_flow_run(run, self.flow_run)
         return True
 
-    def _find_run(self, call: Call, source: Path) -> Run | None:
+    def _find_run(self, call: StageCall, source_file: Path) -> Run | None:
         """Return the run of an earlier execution in the output folder that the first stage implies; None: no run."""
-        pipeline = self._compose(None, call, source)
+        pipeline = self._compose_pipeline(None, call, source_file)
         path = pipeline.output_dir.expanduser().absolute() / self.run_id
         if not (path / "pipeline.toml").is_file():
             return None
@@ -230,20 +234,20 @@ class FlowInPython:
         fixed_keys = self.settings.keys() - BUDGET_KEYS - {"output_dir"}
         if changed := [key for key in sorted(fixed_keys) if getattr(old_config, key) != getattr(new_config, key)]:
             raise ConfigError(f"run {run.id} has other settings ({', '.join(changed)}); give the flow another run_id")
-        return with_budget(run, new_config)
+        return replace_budget(run, new_config)
 
     def config(self) -> PipelineConfig:
         """Return the `[pipeline]` settings of the run; raise `ConfigError` for an unknown key or a wrong value."""
-        folder = os.environ.get(OUTPUT_DIR) or self.settings.get("output_dir", "")
+        folder = os.environ.get(OUTPUT_DIR_VARIABLE) or self.settings.get("output_dir", "")
         values = {**self.settings, "name": self.name, "output_dir": folder}
         return parse(PipelineConfig, values, source=f"{self.entrypoint}: configure_run", prefix="pipeline")
 
-    def _compose(self, run: Run | None, call: Call, source: Path) -> Pipeline:
-        empty_pipeline = Pipeline(source, self.config(), {}, all_kinds())
-        return resolve_gpus(with_stage(run.pipeline if run else empty_pipeline, call.stage, call.tables, source))
+    def _compose_pipeline(self, run: Run | None, call: StageCall, source_file: Path) -> Pipeline:
+        pipeline = run.pipeline if run else Pipeline(source_file, self.config(), {}, all_kinds())
+        return resolve_gpu_settings(with_stage(pipeline, call.stage, call.tables, source_file))
 
-    def _add_stage(self, run: Run | None, call: Call, source: Path) -> Run:
-        pipeline = self._compose(run, call, source)
+    def _add_stage(self, run: Run | None, call: StageCall, source_file: Path) -> Run:
+        pipeline = self._compose_pipeline(run, call, source_file)
         old_notices = set(unique_notices(run.pipeline)) if run else set()
         for notice in dict.fromkeys(unique_notices(pipeline)):
             if notice not in old_notices:
@@ -258,15 +262,7 @@ class FlowInPython:
         )
 
 
-def _keep_stages_of_calls(run: Run, calls: Mapping[str, Call]) -> Run:
-    """Return the run reduced to the stages that `calls` added."""
-    names = {name for call in calls.values() for name in call.stages}
-    stages = [stage for stage in run.pipeline.stages if stage.name in names]
-    recipes = {stage.name: run.pipeline.recipes[stage.name] for stage in stages}
-    return replace(run, pipeline=run.pipeline.with_stages(stages, recipes))
-
-
-def current_flow() -> FlowInPython:
+def current_flow() -> PythonFlowState:
     """Return the state of the Python flow that is being executed. Raises `ConfigError` if no flow is being executed."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or context.flow is None:
@@ -291,63 +287,65 @@ def configure_run(**settings: Any) -> None:
     flow.config()
 
 
-def newest_flow() -> FlowInPython | None:
+def find_newest_flow() -> PythonFlowState | None:
     """Return the flow that this process executed last, or a flow that it called if it has called no stage itself; None
     if no executed flow has called a stage."""
     flows = [flow for flow in _flows_by_attempt.values() if flow.run is not None]
     return max(reversed(flows), key=lambda flow: not flow.is_subflow, default=None)
 
 
-def unfinished_stage() -> str:
+def describe_unfinished_stage() -> str:
     """Return a line about a submitted stage that is not done and that no flow waited for; empty if there is none."""
     latest_attempts = {flow.flow_run: flow for flow in _flows_by_attempt.values()}  # the last attempt of each flow run
     for name, future in (item for flow in latest_attempts.values() for item in flow.futures.items()):
-        ended, has_waited = future.wrapped_future, future._final_state is not None
-        if not has_waited and (ended.cancelled() or ended.exception() or not ended.result().is_completed()):
+        if future._final_state is not None:
+            continue
+        ended = future.wrapped_future
+        if ended.cancelled() or ended.exception() or not ended.result().is_completed():
             return f"stage {name!r} is not done, and the flow did not wait for it: call .result() of its future"
     return ""
 
 
-def _create_flow_state(context: FlowRunContext) -> FlowInPython:
+def _create_flow_state(context: FlowRunContext) -> PythonFlowState:
     assert context.flow is not None and context.flow_run is not None
     is_subflow = context.flow_run.parent_task_run_id is not None
     run_id, parameters = derive_run_identity(context.flow, context.parameters or {}, is_subflow=is_subflow)
     name, flow_run = context.flow.name, str(context.flow_run.id)
-    stop_on_signals(_read_signal_names, _note_stop)
+    stop_on_signals(_read_signal_names, _record_flow_stops)
     confirm_cancellation_at_exit()
     tags: list[str] = []
     with log_ui_errors():
         tags = label_flow_run(name, run_id)
     for hooks in (context.flow.on_completion_hooks, context.flow.on_failure_hooks):
-        if _note_end not in hooks:
-            hooks.append(_note_end)
+        if _record_flow_end not in hooks:
+            hooks.append(_record_flow_end)
     file, function = find_flow_source(context.flow)
-    return FlowInPython(name, flow_run, run_id, f"{file}:{function}", parameters, tags, is_subflow)
+    return PythonFlowState(name, flow_run, run_id, f"{file}:{function}", parameters, tags, is_subflow)
 
 
 def _read_signal_names() -> set[str]:
-    """Return the signals on which the recipes of all executed flows ask to stop; at first, the default of a recipe."""
+    """Return the names in `train.signal_to_handle` of all stages of the executed flows; without stages, the default."""
     runs = [flow.run for flow in [*_flows_by_attempt.values()] if flow.run is not None]
     recipes = [recipe for run in runs for recipe in run.pipeline.recipes.values()] or [Recipe()]
     return {name for recipe in recipes for name in recipe.train.signal_to_handle}
 
 
-def _note_stop() -> None:
-    """Record that the flows that this process executes end before their end; Prefect calls no hook of such a flow."""
+def _record_flow_stops() -> None:
+    """Record that the unfinished flows of this process were stopped; Prefect calls no hook of such a flow."""
     for attempt in [*_flows_by_attempt.values()]:
         if attempt.run is not None and attempt.state == "running":
             with warn_if_disk_full(f"the stop of flow {attempt.name}"):
-                note_flow_state(attempt.run.path, "stopped")
+                record_flow_state(attempt.run.path, "stopped")
 
 
-def _note_end(flow: object, flow_run: FlowRun, state: State[Any]) -> None:
+def _record_flow_end(flow: object, flow_run: FlowRun, state: State[Any]) -> None:
     attempts = [attempt for attempt in [*_flows_by_attempt.values()] if attempt.flow_run == str(flow_run.id)]
     for attempt in attempts:
         attempt.end("completed" if state.is_completed() else "failed")
     if runs := [attempt.run for attempt in attempts if attempt.run is not None]:
-        events.run_ended(runs[-1], is_failed=not state.is_completed())
+        events.emit_run_ended(runs[-1], is_failed=not state.is_completed())
 
 
-atexit.register(_note_stop)  # Prefect calls no hook of a flow that is suspended or has crashed
-_flows_by_attempt: dict[str, FlowInPython] = {}
+atexit.register(_record_flow_stops)  # Prefect calls no hook of a flow that is suspended or has crashed
+_flows_by_attempt: dict[str, PythonFlowState] = {}
 _flows_lock = threading.Lock()

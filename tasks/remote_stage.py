@@ -23,13 +23,13 @@ from prefect.runtime import task_run
 from prefect.states import Cancelling
 
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.errors import BY_NAME, Cancelled, ConfigError, CosmosError, OverBudget, Preempted, StageFailed
+from cosmos_core.errors import ERRORS_BY_NAME, Cancelled, ConfigError, CosmosError, OverBudget, Preempted, StageFailed
 from cosmos_core.launch.worker import max_grace_seconds, sleep_unless_stopping
 from cosmos_core.launch.worker_report import is_online
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import Document, read_document, write_json
 from cosmos_core.run.manifest import Result, find_damage
-from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
+from cosmos_core.run.state import FINISHED_STATES, read_state, record_event, update_state
 from tasks.budget import Budget
 from tasks.reuse import find_result_of_pool
 from tasks.store_sync import StageSync
@@ -45,7 +45,7 @@ _WAITING_STATES = {StateType.SCHEDULED, StateType.PENDING}  # `cosmos worker` en
 _MAX_BACKOFF_EXPONENT = 6
 
 
-class Child(Document):
+class ChildFlowRun(Document):
     """Child flow run that executes a stage on another work pool."""
 
     flow_run: str
@@ -60,53 +60,52 @@ class Child(Document):
     """Step of the newest checkpoint when the last child flow run died without a recorded error."""
 
 
-def run_remote_stage(run: Run, stage: StageConfig, on_line: Callable[[str], None] = logger.info) -> tuple[Result, bool]:
+def run_remote_stage(
+    run: Run, stage: StageConfig, report_line: Callable[[str], None] = logger.info
+) -> tuple[Result, bool]:
     """Run a stage on its work pool unless its result exists; return the result and whether it already existed. The
-    reason why the stage waits is passed to `on_line`.
-
-    Raises:
-        CosmosError: the child flow run ended with this error, or the deployment does not exist.
-    """
+    reason why the stage waits is passed to `report_line`. Raises the error with which the child flow run ended, or
+    `ConfigError` if the deployment does not exist."""
     path, stage_sync = run.stage_path(stage.name), StageSync(run, stage)
     if reused_result := find_result_of_pool(run, stage):
         return reused_result, True
     try:
-        ended_flow_run = _wait_for_child(run, stage, stage_sync, on_line)
+        ended_flow_run = _wait_for_child(run, stage, stage_sync, report_line)
     except httpx.HTTPError as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise StageFailed(f"{_describe(stage)}: the Prefect server does not respond: {reason}") from error
+        raise StageFailed(f"{_describe_stage(stage)}: the Prefect server does not respond: {reason}") from error
     result = stage_sync.receive_result()
     if ended_flow_run.state_type == StateType.COMPLETED and result is not None:
-        if damage_message := find_damage(path, result):
-            raise StageFailed(f"{_describe(stage)}: {damage_message}: do both machines share {path}?")
+        if damage := find_damage(path, result):
+            raise StageFailed(f"{_describe_stage(stage)}: {damage}: do both machines share {path}?")
         return result, read_state(path).state == "reused"
     raise _make_child_error(stage, path, ended_flow_run)
 
 
-def _describe(stage: StageConfig) -> str:
+def _describe_stage(stage: StageConfig) -> str:
     return f"stage {stage.name!r} on {stage.work_pool!r}"
 
 
 def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_line: Callable[[str], None]) -> FlowRun:
     """Poll the running child flow run, or a new one if there is none, and return it when it has ended."""
-    path, budget = run.stage_path(stage.name), Budget(run, stage)
+    path, budget, mirror_progress = run.stage_path(stage.name), Budget(run, stage), stage_sync.make_progress_mirror()
     with get_client(sync_client=True) as client:
         if (child := _find_running_child(client, path)) is None:
             budget.check()
             child = _start_child(run, stage, stage_sync)
         try:
             report = partial(report_wait, client, stage.work_pool, path, report_line)
-            return _poll_child(client, stage, UUID(child.flow_run), stage_sync.mirror(), report, budget)
+            return _poll_child(client, stage, UUID(child.flow_run), mirror_progress, report, budget)
         except Preempted:
             _cancel_child(client, child, max_grace_seconds(path, run.pipeline.config.grace_seconds))
-            stage_sync.mirror()()
+            stage_sync.make_progress_mirror()()
             raise
 
 
 def count_lost_child(path: Path) -> int:
     """Count the loss of a child flow run that recorded no error, because its machine or process was lost, and return
-    the number of consecutive losses; `pool.json` has it, because `state.json` restarts with each child."""
-    child, step = read_document(path / CHILD_RUN_FILE, Child), read_state(path).checkpoint_step or 0
+    the number of consecutive losses, which `pool.json` keeps: each child flow run resets `state.json`."""
+    child, step = read_document(path / CHILD_RUN_FILE, ChildFlowRun), read_state(path).checkpoint_step or 0
     if child is None:
         return 1
     failures = 1 if step > child.failed_at else child.failures + 1
@@ -115,9 +114,9 @@ def count_lost_child(path: Path) -> int:
     return updated_child.failures
 
 
-def _find_running_child(client: SyncPrefectClient, path: Path) -> Child | None:
+def _find_running_child(client: SyncPrefectClient, path: Path) -> ChildFlowRun | None:
     """Return the child flow run that an earlier parent started; None if it has ended or does not exist."""
-    child = read_document(path / CHILD_RUN_FILE, Child)
+    child = read_document(path / CHILD_RUN_FILE, ChildFlowRun)
     try:
         run = client.read_flow_run(UUID(child.flow_run)) if child and child.flow_run else None
     except ObjectNotFound:  # the flow run is on another Prefect server
@@ -125,12 +124,12 @@ def _find_running_child(client: SyncPrefectClient, path: Path) -> Child | None:
     return child if run is not None and run.state_type not in TERMINAL_STATES else None
 
 
-def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> Child:
+def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> ChildFlowRun:
     path, pool = run.stage_path(stage.name), stage.work_pool
-    child = read_document(path / CHILD_RUN_FILE, Child) or Child(flow_run="", attempt=0)
+    child = read_document(path / CHILD_RUN_FILE, ChildFlowRun) or ChildFlowRun(flow_run="", attempt=0)
     if child.failures:
         sleep_unless_stopping(backoff_seconds(child.failures))
-    if child.flow_run or not child.token:  # else an earlier parent flow run died before it got the response
+    if child.flow_run or not child.token:  # otherwise request the same flow run again
         changes = {"flow_run": "", "attempt": child.attempt + 1, "token": uuid4().hex}
         child = child.model_copy(update=changes)
     try:
@@ -138,7 +137,7 @@ def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> Child:
         path.mkdir(parents=True, exist_ok=True)
         # The file is written before the request, so that a retry after a kill requests the same flow run.
         write_json(path / CHILD_RUN_FILE, child.model_dump())
-        created_run: Any = run_deployment(
+        created_flow_run: Any = run_deployment(
             f"stage/{pool}", parameters={"run": run_address, "name": stage.name}, timeout=0,
             idempotency_key=f"{run_address}/{stage.name}/{child.attempt}/{child.token}",
             tags=sorted({f"cosmos-run:{run.id}", *task_run.tags}),
@@ -148,7 +147,7 @@ def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> Child:
             f"stage {stage.name!r}: work_pool = {pool!r}: the server has no deployment stage/{pool}; add one like "
             f"stage/cpu to prefect.yaml, then: cosmos bootstrap --pool {pool}, prefect deploy -n stage/{pool}"
         ) from error
-    child = child.model_copy(update={"flow_run": str(created_run.id)})
+    child = child.model_copy(update={"flow_run": str(created_flow_run.id)})
     write_json(path / CHILD_RUN_FILE, child.model_dump())
     record_event(path, "sent", f"to work pool {pool}, flow run {child.flow_run}")
     return child
@@ -162,8 +161,8 @@ def backoff_seconds(num_failures: int) -> float:
 def report_wait(
     client: SyncPrefectClient, pool: str, path: Path, report_line: Callable[[str], None], last_message: str
 ) -> str:
-    """Report why a stage waits for a worker of its work pool, in the flow's log and in `state.json`, unless the reason
-    is that of the last message; return the message."""
+    """Report why a stage waits for a worker of its work pool, in the flow's log and in `state.json`, unless
+    `last_message` has the same reason; return the message."""
     num_online = sum(map(is_online, client.read_workers_for_work_pool(pool)))
     reason = f"{num_online} live" if num_online else f"none is live; start one: cosmos worker --pool {pool}"
     message = f"waits for a worker of pool {pool}: {reason}"
@@ -179,8 +178,8 @@ def _poll_child(
     client: SyncPrefectClient,
     stage: StageConfig,
     flow_run_id: UUID,
-    mirror_files: Callable[[], None],
-    report: Callable[[str], str],
+    mirror_progress: Callable[[], None],
+    report_wait_reason: Callable[[str], str],
     budget: Budget,
 ) -> FlowRun:
     last_mirror_time, last_response_time, next_report_time, last_message = 0.0, time.monotonic(), 0.0, ""
@@ -188,17 +187,19 @@ def _poll_child(
         try:
             run = client.read_flow_run(flow_run_id)
             if run.state_type in _WAITING_STATES and time.monotonic() > next_report_time:
-                next_report_time, last_message = time.monotonic() + _REPORT_PERIOD_SECONDS, report(last_message)
+                next_report_time = time.monotonic() + _REPORT_PERIOD_SECONDS
+                last_message = report_wait_reason(last_message)
             last_response_time = time.monotonic()
         except ObjectNotFound as error:  # the flow run was deleted
-            raise StageFailed(f"{_describe(stage)}: its flow run {flow_run_id} is gone from the server") from error
+            message = f"{_describe_stage(stage)}: its flow run {flow_run_id} is gone from the server"
+            raise StageFailed(message) from error
         except httpx.HTTPError:  # the server may be restarting; the child flow run continues meanwhile
             if time.monotonic() - last_response_time > _MAX_UNREACHABLE_SECONDS:
                 raise
             sleep_unless_stopping(_POLL_SECONDS)
             continue
         if time.monotonic() - last_mirror_time > _MIRROR_PERIOD_SECONDS:
-            mirror_files()
+            mirror_progress()
             last_mirror_time = time.monotonic()
         if run.state_type in TERMINAL_STATES:
             return run
@@ -206,7 +207,7 @@ def _poll_child(
         sleep_unless_stopping(_POLL_SECONDS)
 
 
-def _cancel_child(client: SyncPrefectClient, child: Child, grace_seconds: float) -> None:
+def _cancel_child(client: SyncPrefectClient, child: ChildFlowRun, grace_seconds: float) -> None:
     """Cancel the child flow run, so that it saves a checkpoint and ends; wait at most `grace_seconds` for its end."""
     flow_run_id = UUID(child.flow_run)
     with suppress(httpx.HTTPError, ObjectNotFound):  # an unreachable server must not prevent this process from stopping
@@ -220,15 +221,15 @@ def _make_child_error(stage: StageConfig, path: Path, ended_flow_run: FlowRun) -
     """Return the error that the stage recorded in `state.json`, or an error made from the state of the child flow run
     if the stage recorded none because its machine was lost."""
     state, message = read_state(path), ended_flow_run.state.message if ended_flow_run.state else ""
-    where = _describe(stage)
-    if state.state == "failed" and state.error_type in BY_NAME:
-        return BY_NAME[state.error_type](state.error)
+    stage_label = _describe_stage(stage)
+    if state.state == "failed" and state.error_type in ERRORS_BY_NAME:
+        return ERRORS_BY_NAME[state.error_type](state.error)
     if ended_flow_run.state_type == StateType.CANCELLED:
-        return Cancelled(f"{where}: its flow run was cancelled")
+        return Cancelled(f"{stage_label}: its flow run was cancelled")
     if state.is_over_budget:
         return OverBudget(state.error)
     if state.state == "stopped":
-        return Preempted(f"{where}: {state.error or 'stopped'}")
-    if ended_flow_run.state_type == StateType.COMPLETED and state.state in FINISHED:
-        return StageFailed(f"{where}: it is done there, but {path} has no result: the machines share no disk")
-    return StageFailed(f"{where}: its flow run {ended_flow_run.state_name}: {' '.join(str(message).split())}")
+        return Preempted(f"{stage_label}: {state.error or 'stopped'}")
+    if ended_flow_run.state_type == StateType.COMPLETED and state.state in FINISHED_STATES:
+        return StageFailed(f"{stage_label}: it is done there, but {path} has no result: the machines share no disk")
+    return StageFailed(f"{stage_label}: its flow run {ended_flow_run.state_name}: {' '.join(str(message).split())}")

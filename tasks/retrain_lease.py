@@ -27,15 +27,15 @@ _POLL_SECONDS = 5.0
 
 
 class RetrainLease:
-    """Exclusive right of a flow run to retrain and publish for one retraining note, released at the end of a block."""
+    """Exclusive right of a flow run to retrain and publish with one state file, released at the end of a block."""
 
-    def __init__(self, note: Path, flow_run: str, deployment: str = "") -> None:
-        """Prepare lock and lease of the file `note`, which records the last retraining, for the flow run with the id
-        `flow_run` of the deployment with the id `deployment`; empty: of none."""
-        self._variable_name = f"cosmos-retraining-{note.stem}-{deployment}".rstrip("-")
-        # A flow run acquires this lock before it reads the note, so that a run with older data does not publish after
-        # a run with newer data.
-        self._lock = Lock(note.with_suffix(".lock"))
+    def __init__(self, state_file: Path, flow_run: str, deployment: str = "") -> None:
+        """Prepare the lock and the lease of the state file of a retraining, for the flow run with the id `flow_run` of
+        the deployment with the id `deployment` (empty: no deployment)."""
+        self._variable_name = f"cosmos-retraining-{state_file.stem}-{deployment}".rstrip("-")
+        # A flow run acquires this lock before it reads the state file, so that a run with older data does not publish
+        # after a run with newer data.
+        self._lock = Lock(state_file.with_suffix(".lock"))
         self._variable_value = {"flow_run": flow_run, "machine": identify_machine(), "lock": str(self._lock.path)}
         self._lease_id: UUID | None = None
 

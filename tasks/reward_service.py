@@ -24,9 +24,9 @@ from prefect.states import Cancelling
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError, RewardError, StageFailed
-from cosmos_core.launch.blocks import delete_service_block, read_service
+from cosmos_core.launch.blocks import delete_service_block, read_service_variables
 from cosmos_core.launch.managed_service import managed_service
-from cosmos_core.launch.service_health import note_health
+from cosmos_core.launch.service_health import record_health
 from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run.directory import Run
 
@@ -43,11 +43,11 @@ def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
     if stage.reward_service_pool:
         service_context = _run_remote_service(stage, path)
     else:
-        has_remote_rewards = recipe.train.train_policy.remote_rewards or recipe.validation.remote_rewards
+        has_remote_rewards = recipe.train.train_policy.remote_reward_config or recipe.validation.remote_reward_config
         # The environment of this process may contain the address of a reward service.
-        environment = os.environ if has_remote_rewards and run.pipeline.kind_of(stage).scores else {}
-        python, check_stop = run.pipeline.config.python, partial(sleep_unless_stopping, 0)
-        service_context = managed_service(stage.reward_service, path, python, check_stop, environment)
+        environment = os.environ if has_remote_rewards and run.pipeline.stage_kind(stage).scores else {}
+        python, raise_if_stopping = run.pipeline.config.python, partial(sleep_unless_stopping, 0)
+        service_context = managed_service(stage.reward_service, path, python, raise_if_stopping, environment)
     with service_context as variables:
         yield variables
 
@@ -59,11 +59,12 @@ def _run_remote_service(stage: StageConfig, path: Path) -> Iterator[dict[str, st
     with get_client(sync_client=True) as client:
         try:
             variables = _wait_for_service(client, stage, service_run_id, block_name)
-            ending_states = TERMINAL_STATES | {StateType.RUNNING}  # a service that has a block ends without it
+            # Once its block exists, the service ends when the block is deleted.
+            ending_states = TERMINAL_STATES | {StateType.RUNNING}
             try:
                 yield variables
             finally:
-                note_health(path, variables)
+                record_health(path, variables)
         finally:
             # An unreachable Prefect server is no error here: the service ends with this flow run in any case.
             with contextlib.suppress(httpx.HTTPError, ObjectNotFound):
@@ -76,14 +77,14 @@ def _start_flow_run(stage: StageConfig, block_name: str) -> UUID:
     pool = stage.reward_service_pool
     parameters = {"config": stage.reward_service, "block": block_name, "of_flow_run": str(flow_run.id or "")}
     try:
-        created_run: Any = run_deployment(f"reward-service/{pool}", parameters=parameters, timeout=0)
+        created_flow_run: Any = run_deployment(f"reward-service/{pool}", parameters=parameters, timeout=0)
     except ObjectNotFound as error:
         raise ConfigError(
             f"stage {stage.name!r}: reward_service_pool = {pool!r}: the server has no deployment "
             f"reward-service/{pool}; add one like reward-service/gpu to prefect.yaml, then: prefect deploy "
             f"-n reward-service/{pool}"
         ) from error
-    return UUID(str(created_run.id))
+    return UUID(str(created_flow_run.id))
 
 
 def _wait_for_service(
@@ -92,14 +93,15 @@ def _wait_for_service(
     """Wait until the service accepts requests, and return the environment variables with its address and token. Raises
     `RewardError` if a reward or its configuration is wrong, and `StageFailed` if the service ended for another reason,
     its machine was lost, or it was not ready in time."""
-    where, deadline = f"the reward service on {stage.reward_service_pool!r}", time.monotonic() + _LOAD_TIMEOUT_SECONDS
-    while (variables := read_service(client, block_name)) is None:
+    deadline = time.monotonic() + _LOAD_TIMEOUT_SECONDS
+    service = f"the reward service on {stage.reward_service_pool!r}"
+    while (variables := read_service_variables(client, block_name)) is None:
         state = client.read_flow_run(service_run_id).state
         if state is not None and state.type in TERMINAL_STATES:
             reason = " ".join(str(state.message or "").split())
             has_config_error = state.type == StateType.FAILED and ("RewardError" in reason or "ConfigError" in reason)
-            raise (RewardError if has_config_error else StageFailed)(f"{where} ended: {state.name}: {reason}")
+            raise (RewardError if has_config_error else StageFailed)(f"{service} ended: {state.name}: {reason}")
         if time.monotonic() > deadline:
-            raise StageFailed(f"{where} did not load in {_LOAD_TIMEOUT_SECONDS:g} s; does a worker of the pool run?")
+            raise StageFailed(f"{service} did not load in {_LOAD_TIMEOUT_SECONDS:g} s; does a worker of the pool run?")
         sleep_unless_stopping(_POLL_SECONDS)
     return variables

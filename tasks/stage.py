@@ -37,25 +37,25 @@ from cosmos_core.errors import (
     StageFailed,
 )
 from cosmos_core.launch import gpus, worker
-from cosmos_core.launch.processes import sweep
-from cosmos_core.launch.slots import branch_slots, hold_slot
+from cosmos_core.launch.processes import remove_orphans
+from cosmos_core.launch.slots import hold_semaphore, make_branch_semaphores
 from cosmos_core.registry import import_object
 from cosmos_core.run import manifest
-from cosmos_core.run.directory import Run, note_flow_run
-from cosmos_core.run.files import disk_full, warn_if_disk_full
-from cosmos_core.run.fingerprint import Fingerprint, threads
-from cosmos_core.run.gpu_time import note_in_result, record_gpu_time
-from cosmos_core.run.lock import Lock, stage_lock
+from cosmos_core.run.directory import Run, record_flow_run
+from cosmos_core.run.files import make_disk_full_error, warn_if_disk_full
+from cosmos_core.run.fingerprint import Fingerprint, count_worker_threads
+from cosmos_core.run.gpu_time import add_gpu_time_to_result, record_gpu_time
+from cosmos_core.run.lock import Lock, open_stage_lock
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.plan import fingerprint_folder, register_result
 from cosmos_core.run.process import identify_process
-from cosmos_core.run.progress import Position
-from cosmos_core.run.state import FINISHED, read_state, record_event, record_failure, update_state
+from cosmos_core.run.progress import ProgressRecord
+from cosmos_core.run.state import FINISHED_STATES, read_state, record_event, record_failure, update_state
 from cosmos_core.upload.checkpoint_upload import checkpoint_url, upload_checkpoints_during
 from tasks import events
-from tasks.artifacts import StageArtifacts, log_ui_errors, show_run
+from tasks.artifacts import StageArtifacts, log_ui_errors, publish_run_report
 from tasks.budget import Budget
-from tasks.cancellation import is_cancelled, listen_for_stop, stop_stages, wait_unless_cancelled
+from tasks.cancellation import is_cancelled, stop_stages, terminate_on_signals, wait_unless_cancelled
 from tasks.credentials import set_credentials
 from tasks.final_states import failed_state, flow_state, has_result, skipped_state
 from tasks.layout import prepare_stage_folder
@@ -81,7 +81,7 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
     Args:
         is_local: Whether this process runs on the work pool of the stages; otherwise a stage runs on its work pool.
     """
-    sweep()
+    remove_orphans()
     set_credentials(run.pipeline)
     run_tags: list[str] = []
     with log_ui_errors():
@@ -89,26 +89,26 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
         name_words = shown_names if len(names) < len(run.pipeline.stages) else ()
         run_tags = label_flow_run(run.pipeline.config.name, run.id, *name_words)
     if flow_run.id and not is_local:
-        note_flow_run(run, flow_run.id)
+        record_flow_run(run, flow_run.id)
     futures: dict[str, PrefectConcurrentFuture[Any]] = {}
-    slots = branch_slots(run.pipeline)
+    semaphores = make_branch_semaphores(run.pipeline)
     # A signal reaches only the main thread, while the tasks wait in other threads.
     with cleanup_on_error(lambda: stop_stages(run, list(futures.values()))), tags(*run_tags):
-        listen_for_stop(run)
+        terminate_on_signals(run)
         for name in names:
             upstream = {other: futures[other] for other in run.pipeline.stage(name).after if other in futures}
-            task_of_stage = stage_task(run, name, upstream, is_local=is_local, slot=slots.get(name))
+            task_of_stage = stage_task(run, name, upstream, is_local=is_local, semaphore=semaphores.get(name))
             futures[name] = task_of_stage.submit(wait_for=[allow_failure(future) for future in upstream.values()])
         was_cancelled = wait_unless_cancelled([future.wrapped_future for future in futures.values()])
         if was_cancelled:
             get_run_logger().warning("the flow run was cancelled or suspended: its stages are asked to stop")
             stop_stages(run, list(futures.values()))
-    # A stage may have noticed the cancellation first. The server accepts no final state but Cancelled then.
+    # A stage may have noticed the cancellation first; the server then accepts only the final state Cancelled.
     state = flow_state(run, futures, is_cancelled=was_cancelled or bool(is_cancelled()))
     if not is_local:
-        show_run(run.path)
-        events.run_over_budget(run)
-        events.run_ended(run, is_failed=not state.is_completed())
+        publish_run_report(run.path)
+        events.emit_run_over_budget(run)
+        events.emit_run_ended(run, is_failed=not state.is_completed())
     return state
 
 
@@ -118,28 +118,28 @@ def stage_task(
     upstream: Mapping[str, PrefectFuture[Any]],
     *,
     is_local: bool = False,
-    slot: threading.Semaphore | None = None,
+    semaphore: threading.Semaphore | None = None,
 ) -> Any:
     """Return a Prefect task that runs the stage `name` until it has its result. A call of `.submit()` first waits for
     the futures of the `upstream` stages, whether they succeed or fail. The run is no parameter of the task, because
     opening it in each task takes time quadratic in the number of stages."""
 
-    def condition(_task: object, _run: object, state: State[Any]) -> bool:
+    def retry_condition(_task: object, _run: object, state: State[Any]) -> bool:
         return should_retry(run, name, getattr(state.data, "result", state.data))
 
     @task(
-        name=name, task_run_name=name, retries=MAX_RETRIES, retry_condition_fn=condition, cache_policy=NO_CACHE,
+        name=name, task_run_name=name, retries=MAX_RETRIES, retry_condition_fn=retry_condition, cache_policy=NO_CACHE,
         persist_result=False,
     )  # fmt: skip
-    def hold_slot_and_run() -> State[Any] | Result:
+    def hold_semaphore_and_run() -> State[Any] | Result:
         if missing_stages := [other for other, future in upstream.items() if not has_result(future)]:
             return skipped_state(f"it starts from {', '.join(missing_stages)}")
-        with hold_slot(slot):
+        with hold_semaphore(semaphore):
             if is_cancelled():
                 return skipped_state("the flow run was cancelled")
             return produce_result(run, name, is_local=is_local)
 
-    return hold_slot_and_run
+    return hold_semaphore_and_run
 
 
 def should_retry(run: Run, name: str, error: object) -> bool:
@@ -148,7 +148,7 @@ def should_retry(run: Run, name: str, error: object) -> bool:
     same error at the same step."""
     if worker.is_stopping() or not isinstance(error, CosmosError) or error.exit_code in {EXIT_USAGE, EXIT_REFUSED}:
         return False
-    if isinstance(error, (Cancelled, OverBudget, DiskFull)):  # on a full disk, the number of failures cannot be saved
+    if isinstance(error, (Cancelled, OverBudget, DiskFull)):  # a full disk prevents saving the number of failures
         return False
     if isinstance(error, Preempted):
         return True
@@ -157,26 +157,26 @@ def should_retry(run: Run, name: str, error: object) -> bool:
 
 
 def produce_result(run: Run, name: str, *, is_local: bool = False) -> State[Any] | Result:
-    """Run a stage until it has its result, on its work pool if it has one; return the result, or the final state of its
-    task run. `is_local` is that of `run_stages`. Raises `CosmosError` if the attempt failed, and the stage is to be
-    retried."""
-    return (_run_on_work_pool if run.pipeline.stage(name).work_pool and not is_local else _run_stage)(run, name)
+    """Run a stage until it has its result, on its work pool if it has one, unless `is_local`: this process runs on the
+    work pool. Return the result, or the final state of the task run. Raises `CosmosError` if the attempt failed and
+    the stage is to be retried."""
+    return (_run_on_work_pool if run.pipeline.stage(name).work_pool and not is_local else _run_locally)(run, name)
 
 
-def _run_stage(run: Run, name: str) -> State[Any] | Result:
-    log = get_run_logger()
+def _run_locally(run: Run, name: str) -> State[Any] | Result:
+    run_logger = get_run_logger()
     artifacts = StageArtifacts(run.pipeline.config, run.stage_path(name))
     try:
-        result, was_reused = run_stage(run, name, on_progress=artifacts.update, on_line=log.info)
+        result, was_reused = run_stage(run, name, on_progress=artifacts.update, report_line=run_logger.info)
     except CosmosError as error:
         if should_retry(run, name, error):
             raise
-        events.stage_failed(run, name, error)
+        events.emit_stage_failed(run, name, error)
         if isinstance(error, GateFailed):
             artifacts.show_refusal()
         return failed_state(error)
-    events.stage_completed(run, name, result, was_reused=was_reused)
-    if was_reused:  # the run that made this result has published its artifacts
+    events.emit_stage_completed(run, name, result, was_reused=was_reused)
+    if was_reused:  # its artifacts were published when the result was made
         return Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
     artifacts.finish(result)
     return result
@@ -189,7 +189,7 @@ def _run_on_work_pool(run: Run, name: str) -> State[Any] | Result:
         result, was_reused = run_remote_stage(run, stage, lambda line: get_run_logger().info(line))
     except Exception as error:
         failure = _to_cosmos_error(error, path)
-        # A child that recorded its error has emitted the event itself.
+        # A child flow run that recorded its error has emitted the event itself.
         is_unrecorded = isinstance(failure, OverBudget) or read_state(path).state not in {"failed", "stopped"}
         if is_unrecorded:
             record_failure(path, failure)
@@ -197,7 +197,7 @@ def _run_on_work_pool(run: Run, name: str) -> State[Any] | Result:
                 update_state(path, failures=count_lost_child(path))
         if not should_retry(run, name, failure):
             if is_unrecorded:
-                events.stage_failed(run, name, failure)
+                events.emit_stage_failed(run, name, failure)
             return failed_state(failure)
         if failure is error:
             raise
@@ -209,14 +209,11 @@ def run_stage(
     run: Run,
     name: str,
     *,
-    on_progress: Callable[[Position], None] = lambda _: None,
-    on_line: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[ProgressRecord], None] = lambda _: None,
+    report_line: Callable[[str], None] = lambda _: None,
 ) -> tuple[Result, bool]:
-    """Run one stage whose inputs are complete; return its result and whether the result already existed.
-
-    Raises:
-        CosmosError: `launch.worker.run` raised this error, or an input is missing.
-    """
+    """Run one stage whose inputs are complete; return its result and whether the result already existed. Raises
+    `CosmosError` if an input is missing or the attempt failed."""
     stage, path, start_time = run.pipeline.stage(name), run.stage_path(name), time.monotonic()
     stage_sync = StageSync(run, stage)
 
@@ -224,27 +221,27 @@ def run_stage(
         """Kill a worker that holds the lock for longer than the grace period, unless its launcher is alive."""
         worker.sleep_unless_stopping(0)
         if time.monotonic() - start_time > run.pipeline.config.grace_seconds:
-            worker.reap(path)
+            worker.reap_attempt(path)
 
-    with stage_lock(run.path, name) as lock:
+    with open_stage_lock(run.path, name) as lock:
         lock.acquire(poll=kill_orphaned_worker)
         try:
             stage_sync.receive_inputs()
-            is_finished = read_state(path).state in FINISHED
+            is_finished = read_state(path).state in FINISHED_STATES
             if not is_finished:
-                worker.reap(path)
+                worker.reap_attempt(path)
                 _record_launcher(path)
             expected_fingerprint = fingerprint_of(run, stage)
             local_result = read_result(path) if read_state(path).holds else None
             if local_result and not (local_result["reused_from"] or "attempts" in local_result):
-                note_in_result(path)  # the launcher was killed after the worker had written the result
+                add_gpu_time_to_result(path)  # the launcher was killed after the worker had written the result
             if result := find_result(run, stage, expected_fingerprint):
-                return stage_sync.send(result), True
+                return stage_sync.send_result(result), True
             if is_finished:
                 _record_launcher(path)
-            if not run.pipeline.kind_of(stage).in_worker:
-                return stage_sync.send(_run_in_process(run, stage, expected_fingerprint, on_line)), False
-            return _make_result_under_lock(run, stage, expected_fingerprint, lock, on_progress, on_line)
+            if not run.pipeline.stage_kind(stage).in_worker:
+                return stage_sync.send_result(_run_in_process(run, stage, expected_fingerprint, report_line)), False
+            return _make_result_under_lock(run, stage, expected_fingerprint, lock, on_progress, report_line)
         except Exception as error:
             failure = _to_cosmos_error(error, path)
             record_failure(path, failure)
@@ -258,7 +255,7 @@ def _to_cosmos_error(error: Exception, path: Path) -> CosmosError:
     """Convert any error to a CosmosError, so that a bug or disk error counts as one failed attempt."""
     if isinstance(error, CosmosError):
         return error
-    if (failure := disk_full(error, path)) is not None:
+    if (failure := make_disk_full_error(error, path)) is not None:
         return failure
     logger.exception("stage %r", path.name)
     return StageFailed(f"stage {path.name!r}: {type(error).__name__}: {' '.join(str(error).split())}")
@@ -269,8 +266,8 @@ def _make_result_under_lock(
     stage: StageConfig,
     expected_fingerprint: Fingerprint,
     lock: Lock,
-    on_progress: Callable[[Position], None],
-    on_line: Callable[[str], None],
+    on_progress: Callable[[ProgressRecord], None],
+    report_line: Callable[[str], None],
 ) -> tuple[Result, bool]:
     """Make the result of a stage in a worker, or wait for another run that makes the same result, and adopt it."""
     path, stage_sync, budget = run.stage_path(stage.name), StageSync(run, stage), Budget(run, stage)
@@ -279,19 +276,12 @@ def _make_result_under_lock(
         if had_to_wait:
             update_state(path, state="waiting", error="another run is making the same result")
             fingerprint_lock.acquire(poll=lambda: worker.sleep_unless_stopping(0))
-        with stage_sync.lease_result(expected_fingerprint) as has_waited_for_lease:
+        with stage_sync.hold_result_lease(expected_fingerprint) as has_waited_for_lease:
             has_waited = had_to_wait or has_waited_for_lease
             if has_waited and (reused_result := find_result(run, stage, expected_fingerprint)):
-                return stage_sync.send(reused_result), True
-            prepare_stage_folder(run, stage, expected_fingerprint, on_line)
-            config, kind, recipe = run.pipeline.config, run.pipeline.kind_of(stage), run.pipeline.recipes[stage.name]
-            launch = worker.AttemptSettings(
-                stage_path=path, python=config.python, threads=threads(run.pipeline),
-                grace_seconds=config.grace_seconds, timeout_seconds=stage.timeout_seconds,
-                inherited=environment_for_user_code(stage.env) if stage.entry else os.environ,
-                secrets=(*stage.env, *recipe.secret_env), locks=(lock.descriptor, fingerprint_lock.descriptor),
-                on_progress=on_progress, on_line=on_line, must_end=stage_sync.loss, must_stop=budget.budget_error,
-            )  # fmt: skip
+                return stage_sync.send_result(reused_result), True
+            prepare_stage_folder(run, stage, expected_fingerprint, report_line)
+            config, kind, recipe = run.pipeline.config, run.pipeline.stage_kind(stage), run.pipeline.recipes[stage.name]
             with ExitStack() as device_stack, ExitStack() as service_stack:
                 gpu_environment, gpu_locks = device_stack.enter_context(gpus.hold_stage_gpus(kind, recipe, path))
                 budget.check()
@@ -300,40 +290,48 @@ def _make_result_under_lock(
                 update_state(path, error="its reward service starts" if stage.reward_service else "")
                 service_stack.enter_context(upload_checkpoints_during(path, _get_checkpoint_url(run, stage)))
                 service_stack.enter_context(stage_sync.sync_checkpoints(expected_fingerprint))
-                variables = service_stack.enter_context(reward_service(run, stage))
+                service_variables = service_stack.enter_context(reward_service(run, stage))
                 # The last callback is called first: it releases the GPUs before the last checkpoint is sent.
                 service_stack.callback(device_stack.close)
-                launch.environment, launch.locks = {**gpu_environment, **variables}, (*launch.locks, *gpu_locks)
-                launch.secrets = (*launch.secrets, *variables)
-                worker.run(launch)
-            return stage_sync.send(_finish_stage(run, stage, expected_fingerprint)), False
+                attempt_settings = worker.AttemptSettings(
+                    stage_path=path, python=config.python, threads=count_worker_threads(run.pipeline),
+                    grace_seconds=config.grace_seconds, timeout_seconds=stage.timeout_seconds,
+                    lock_descriptors=(lock.descriptor, fingerprint_lock.descriptor, *gpu_locks),
+                    on_progress=on_progress, report_line=report_line,
+                    get_kill_reason=stage_sync.lease_loss_reason, get_stop_error=budget.budget_error,
+                    environment={**gpu_environment, **service_variables},
+                    inherited_environment=environment_for_user_code(stage.env) if stage.entry else os.environ,
+                    secrets=(*stage.env, *recipe.secret_env_names, *service_variables),
+                )  # fmt: skip
+                worker.run_attempt(attempt_settings)
+            return stage_sync.send_result(_finish_stage(run, stage, expected_fingerprint)), False
 
 
 def _get_checkpoint_url(run: Run, stage: StageConfig) -> str:
     """Return the URL to which checkpoints are sent during a training; empty if the recipe does not send them."""
     config = run.pipeline.recipes[stage.name].train.ckpt
-    if config.upload_s3 != "all" or not run.pipeline.kind_of(stage).trains_model:
+    if config.upload_s3 != "all" or not run.pipeline.stage_kind(stage).trains_model:
         return ""
     return checkpoint_url(config.s3_url(run.pipeline.config.name), stage.name, run.id)
 
 
 def _run_in_process(
-    run: Run, stage: StageConfig, expected_fingerprint: Fingerprint, on_line: Callable[[str], None]
+    run: Run, stage: StageConfig, expected_fingerprint: Fingerprint, report_line: Callable[[str], None]
 ) -> Result:
     """Run a stage that needs neither a worker process nor torch in the process of the flow, and return its manifest."""
     path = run.stage_path(stage.name)
-    prepared_stage = prepare_stage_folder(run, stage, expected_fingerprint, on_line)
+    prepared_stage = prepare_stage_folder(run, stage, expected_fingerprint, report_line)
     state, start_time = read_state(path), time.time()
-    # When an earlier attempt was killed with its flow is not known: such an attempt counts no time.
-    attempt_spans, attempt = state.closed_attempts(0.0), state.attempt + 1
-    open_spans = [*attempt_spans, (start_time, None)]
+    # The end of an earlier attempt that was killed together with its flow is unknown: it counts as zero seconds.
+    earlier_attempts, attempt = state.closed_attempts(0.0), state.attempt + 1
+    open_spans = [*earlier_attempts, (start_time, None)]
     update_state(path, state="running", attempt=attempt, spans=open_spans, renewed=None, ended=None, error="")
     record_event(path, "started", f"attempt {attempt}")
     try:
         outcome = import_object(prepared_stage.entry)(prepared_stage)
     finally:
-        update_state(path, spans=[*attempt_spans, (start_time, time.time())])
-    manifest.commit(
+        update_state(path, spans=[*earlier_attempts, (start_time, time.time())])
+    manifest.commit_manifest(
         path, outcome, kind=stage.kind, fingerprint=expected_fingerprint.value, inputs=prepared_stage.inputs,
         sources=prepared_stage.sources,
     )  # fmt: skip
@@ -346,14 +344,14 @@ def _finish_stage(run: Run, stage: StageConfig, expected_fingerprint: Fingerprin
         register_result(run.output_dir, path, expected_fingerprint.value)
         update_state(path, state="done", ended=time.time(), error="", failures=0, forced=False)
         record_event(path, "done")
-    return note_in_result(path)
+    return add_gpu_time_to_result(path)
 
 
 def _record_launcher(path: Path) -> None:
     """Record this process as the launcher of the stage. After a failed attempt of the same process, first wait 1, 2, 4
     ... 60 s; a new process, such as one that resumes the run, has the full number of retries and does not wait."""
     state, launcher = read_state(path), identify_process()
-    if state.model_dump(include={*launcher}) != launcher:  # in containers the pid is often the same
+    if state.model_dump(include={*launcher}) != launcher:  # compare all fields: containers often reuse a pid
         update_state(path, **launcher, failures=0, failed_with="", is_repeated=False)
     elif state.state == "failed":
         update_state(path, state="retrying")

@@ -21,8 +21,8 @@ from prefect.states import Completed
 from prefect.utilities.callables import expand_mapping_parameters, get_call_parameters
 
 from cosmos_core.config.files import read_config
-from cosmos_core.config.inputs import STAGE_PREFIX, source_of
-from cosmos_core.config.load import Values, merge, nest_value
+from cosmos_core.config.inputs import STAGE_PREFIX, referenced_stage
+from cosmos_core.config.load import TomlTable, merge, nest_value
 from cosmos_core.config.override import split_key
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.error_handling import cleanup_on_error
@@ -34,7 +34,7 @@ from cosmos_core.types import StageKind
 from tasks.cancellation import is_cancelled, raise_if_suspended, wait_unless_cancelled
 from tasks.final_states import failed_state
 from tasks.flow_identity import json_values
-from tasks.flow_run import Call, FlowInPython, current_flow
+from tasks.flow_run import PythonFlowState, StageCall, current_flow
 from tasks.kinds import all_kinds
 from tasks.stage import MAX_RETRIES, produce_result, should_retry, stage_task
 
@@ -95,11 +95,11 @@ class StageTask(Task[Any, StageHandle]):
         flow = current_flow()
         name = flow.reserve_stage_name(self.kind.name, name)
         with ExitStack() as stack, tags(*flow.tags):
-            # A stop in the time before the stage begins must not be lost.
+            # A stop between the submission and the start of the stage must stay in effect.
             stack.enter_context(worker.register_active_run())
             future = super().submit(*arguments, name=name, **settings)
-            submission = stack.pop_all()
-            future.wrapped_future.add_done_callback(lambda _: submission.close())
+            active_run = stack.pop_all()
+            future.wrapped_future.add_done_callback(lambda _: active_run.close())
         flow.futures[name] = future
         return future
 
@@ -149,15 +149,15 @@ def _make_stage_function(kind: StageKind) -> Callable[..., Any]:
     def call_stage(first: Any = None, *, name: str = "", overrides: Mapping[str, Any] = {}, **settings: Any) -> Any:
         try:
             if first is not None:
-                key = _positional_key(kind)
+                key = _first_argument_key(kind)
                 if key in settings:
                     raise ConfigError(f"stage {name!r}: the first argument is its {key}, which is given twice")
                 settings[key] = first
             flow = current_flow()
-            if name not in flow.calls:  # a retry continues with the recipe that was read first
+            if name not in flow.calls:  # a retry uses the recipe that the first attempt read
                 flow.calls[name] = _make_call(flow, kind, name, settings, overrides or {})
-            call, source = flow.calls[name]
-            with flow.stage(call, source) as (run, stages):
+            call, source_file = flow.calls[name]
+            with flow.stage(call, source_file) as (run, stages):
                 return _run_tasks_of_call(run, name, stages)
         except ConfigError as error:
             return failed_state(error)
@@ -166,8 +166,8 @@ def _make_stage_function(kind: StageKind) -> Callable[..., Any]:
     return call_stage
 
 
-def _positional_key(kind: StageKind) -> str:
-    """Return the key that the first positional argument of a call sets, depending on the stage kind."""
+def _first_argument_key(kind: StageKind) -> str:
+    """Return the key of a stage that the first positional argument of its task sets, which depends on the kind."""
     for key in ("entry", "after"):
         if key in kind.required_keys:
             return key
@@ -184,8 +184,8 @@ def _run_tasks_of_call(run: Run, name: str, stages: Sequence[str]) -> State[Any]
         raise Cancelled("the flow run was cancelled")
     outcomes: dict[str, Any] = {}
     for stage_name in stages:
-        is_own = stage_name == name
-        outcome = produce_result(run, name) if is_own else stage_task(run, stage_name, {})(return_state=True)
+        is_called_stage = stage_name == name
+        outcome = produce_result(run, name) if is_called_stage else stage_task(run, stage_name, {})(return_state=True)
         if isinstance(outcome, State) and not outcome.is_completed():
             return outcome
         outcomes[stage_name] = outcome
@@ -199,36 +199,36 @@ def _run_tasks_of_call(run: Run, name: str, stages: Sequence[str]) -> State[Any]
 
 
 def _make_call(
-    flow: FlowInPython, kind: StageKind, name: str, keys: dict[str, Any], overrides: Mapping[str, Any]
-) -> tuple[Call, Path]:
+    flow: PythonFlowState, kind: StageKind, name: str, keys: dict[str, Any], overrides: Mapping[str, Any]
+) -> tuple[StageCall, Path]:
     """Return a call of a task with plain JSON values, and the file to which relative paths in its recipe refer."""
     recipe, after = keys.pop("recipe", None), keys.pop("after", ())
     for key, remedy in (("sweep", "a sweep is a loop of the flow"), ("kind", "call the task of that kind")):
         if key in keys:
             raise ConfigError(f"stage {name!r}: {key} is no argument of a task; {remedy}")
-    source = Path(flow.entrypoint.rpartition(":")[0])
-    tables: Values = {}
+    source_file = Path(flow.entrypoint.rpartition(":")[0])
+    tables: TomlTable = {}
     handles = [after] if isinstance(after, StageHandle | str) else after or ()
     predecessors = [_get_stage_name(flow, name, "after", handle) for handle in handles]
-    is_after_positional = _positional_key(kind) == "after"
-    if is_after_positional and kind.reads_model and predecessors and not recipe and "model" not in keys and flow.run:
-        pipeline = flow.run.pipeline  # start from the same model as the first predecessor, with its recipe
-        keys["model"] = pipeline.starts_from(pipeline.stage(predecessors[0]))
+    is_after_first = _first_argument_key(kind) == "after"
+    if is_after_first and kind.reads_model and predecessors and not recipe and "model" not in keys and flow.run:
+        pipeline = flow.run.pipeline  # the stage starts from the model of its first predecessor, with its recipe
+        keys["model"] = pipeline.initial_model(pipeline.stage(predecessors[0]))
         tables = pipeline.recipes[predecessors[0]].model_dump(mode="json", exclude_none=True)
-        predecessors += filter(None, [source_of(keys["model"])])
+        predecessors += filter(None, [referenced_stage(keys["model"])])
     if isinstance(recipe, Mapping):
         tables = dict(recipe)
     elif recipe:
-        source = _find_recipe_file(flow, name, recipe)
-        tables, _ = read_config(source, [])
+        source_file = _find_recipe_file(flow, name, recipe)
+        tables, _ = read_config(source_file, [])
         if "pipeline" in tables:
-            raise ConfigError(f"{source}: a recipe used by a stage cannot have a [pipeline] of its own")
+            raise ConfigError(f"{source_file}: a recipe used by a stage cannot have a [pipeline] of its own")
     elif isinstance(keys.get("model"), StageHandle) and flow.run is not None:
         model_stage = _get_stage_name(flow, name, "model", keys["model"])
         tables = flow.run.pipeline.recipes[model_stage].model_dump(mode="json", exclude_none=True)
     for key, value in overrides.items():
         tables = merge(tables, nest_value(split_key(key), value))
-    stage: Values = {"name": name, "kind": kind.name, "after": predecessors}
+    stage: TomlTable = {"name": name, "kind": kind.name, "after": predecessors}
     table_keys = Recipe.model_fields[kind.table].annotation.model_fields if kind.table else {}  # type: ignore[union-attr]
     for key, value in keys.items():
         if key in table_keys:
@@ -247,18 +247,17 @@ def _make_call(
                 f"stage {name!r}: {key} contains the handle of {handle.name!r}; pass one of its values, such as "
                 f"handle.outputs['model'] or handle.metrics"
             )
-    return Call(**json_values({"stage": stage, "tables": tables})), source
+    return StageCall(**json_values({"stage": stage, "tables": tables})), source_file
 
 
 def _find_handle(value: Any) -> StageHandle | None:
-    """Return the first handle in nested dicts and lists; None if there is none."""
     if isinstance(value, StageHandle):
         return value
     elements = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return next(filter(None, map(_find_handle, elements)), None)
 
 
-def _find_recipe_file(flow: FlowInPython, name: str, recipe: str | Path) -> Path:
+def _find_recipe_file(flow: PythonFlowState, name: str, recipe: str | Path) -> Path:
     for folder in (flow.folder, Path.cwd()):
         if (folder / recipe).is_file():
             return folder / recipe
@@ -267,7 +266,7 @@ def _find_recipe_file(flow: FlowInPython, name: str, recipe: str | Path) -> Path
     )
 
 
-def _get_stage_name(flow: FlowInPython, name: str, key: str, handle: StageHandle | str) -> str:
+def _get_stage_name(flow: PythonFlowState, name: str, key: str, handle: StageHandle | str) -> str:
     """Return the name of the stage to which a handle, a name or a reference `stage:NAME` refers. Raises `ConfigError`
     if the handle belongs to a stage of another run."""
     if isinstance(handle, str):

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import cache, cached_property, partial
 from pathlib import Path
 
-from cosmos_core.config.inputs import source_of
+from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.error_handling import cleanup_on_error, log_errors
 from cosmos_core.errors import Preempted
@@ -19,10 +19,10 @@ from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run.directory import Run, open_run, supersede_stage
 from cosmos_core.run.files import write_json
 from cosmos_core.run.fingerprint import Fingerprint
-from cosmos_core.run.manifest import RESULT, STORE_KEY, Result, find_damage, read_result
+from cosmos_core.run.manifest import RESULT_FILE, STORE_URL_KEY, Result, find_damage, read_result
 from cosmos_core.run.plan import register_result
-from cosmos_core.run.process import identify_machine, is_alive, start_time
-from cosmos_core.run.state import State, read_state, record_event, update_state
+from cosmos_core.run.process import identify_machine, is_alive, read_start_time
+from cosmos_core.run.state import StageState, read_state, record_event, update_state
 from cosmos_core.upload.artifact_store import ArtifactStore, StoredCheckpoints, StoredRecord, open_stored_run
 from cosmos_core.upload.checkpoint_upload import lower_cpu_priority
 from cosmos_core.upload.lease import Lease, LeaseHolder
@@ -31,7 +31,7 @@ from tasks.layout import supersede_if_changed
 
 logger = logging.getLogger(__name__)
 
-OUTPUT_DIR = "COSMOS_OUTPUT_DIR"
+OUTPUT_DIR_VARIABLE = "COSMOS_OUTPUT_DIR"
 """Environment variable with the folder of runs, for machines that execute stages of runs in an artifact store."""
 _RECORD_PERIOD_SECONDS = 10.0
 _CHECKPOINT_POLL_SECONDS = 1.0
@@ -50,17 +50,19 @@ class StageSync:
         """Fetch the manifests of the stages in `after`, and the output files of those stages whose files this stage
         reads. Raises `ConfigError` or `UploadError` if the store refuses access, cannot be reached, or has lost a
         file."""
-        stages_read = {source_of(each.location) for each in self._run.pipeline.inputs(self._stage)}
+        stages_read = {referenced_stage(each.location) for each in self._run.pipeline.inputs(self._stage)}
         for name in self._stage.after:
             path = self._run.stage_path(name)
-            local = read_result(path)
-            remote = self._store.result(self._stored_run_name, name) if self._store else None
-            result = local if remote is None or (local and local["digest"] == remote["digest"]) else remote
+            local_result = read_result(path)
+            stored_result = self._store.result(self._stored_run_name, name) if self._store else None
+            result = stored_result or local_result
+            if local_result and stored_result and local_result["digest"] == stored_result["digest"]:
+                result = local_result
             if result is None:
                 continue
-            reads_outputs = self._stage.entry or name in stages_read  # rather than only metrics
+            reads_outputs = self._stage.entry or name in stages_read  # otherwise the stage reads only metrics
             was_fetched = reads_outputs and self._fetch_missing_outputs(result, path)
-            if was_fetched or result is not local:
+            if was_fetched or result is not local_result:
                 _write_result(path, result)
 
     def find_result(self, expected_fingerprint: Fingerprint) -> Result | None:
@@ -70,35 +72,35 @@ class StageSync:
         if stored_result is None:
             return None
         supersede_if_changed(self._path, expected_fingerprint)
-        result = stored_result | {"reused_from": f"{stored_result[STORE_KEY]}/made/{expected_fingerprint.value}"}
+        result = stored_result | {"reused_from": f"{stored_result[STORE_URL_KEY]}/made/{expected_fingerprint.value}"}
         _write_result(self._path, result)
         register_result(self._run.output_dir, self._path, expected_fingerprint.value)
         return result
 
     @contextmanager
-    def lease_result(self, expected: Fingerprint) -> Iterator[bool]:
+    def hold_result_lease(self, expected: Fingerprint) -> Iterator[bool]:
         """Hold the exclusive right among all machines to make the result with the expected fingerprint during the
         block. Yield True if this machine had to wait for another machine that held the right. Raises `Preempted` if
         this process was requested to stop while it waited."""
         if self._store is None:
             yield False
             return
-        holder = LeaseHolder(identify_machine(), os.getpid(), start_time(os.getpid()))
-        self._lease = self._store.lease_result(expected.value, holder, _has_holder_died)
+        holder = LeaseHolder(identify_machine(), os.getpid(), read_start_time(os.getpid()))
+        self._lease = self._store.lease_result(expected.value, holder, _is_holder_dead)
 
-        def wait(holder: LeaseHolder) -> None:
+        def report_holder(holder: LeaseHolder) -> None:
             update_state(self._path, state="waiting", error=f"{holder.machine.partition('/')[0]} makes the same result")
             sleep_unless_stopping(0)
 
-        had_to_wait = self._lease.acquire(wait)
+        had_to_wait = self._lease.acquire(report_holder)
         try:
             yield had_to_wait
         finally:
             self._lease.release()
 
-    def loss(self) -> str:
+    def lease_loss_reason(self) -> str:
         """Return the reason why this machine has lost the lease and must stop the stage; empty if it may continue."""
-        return self._lease.loss if self._lease else ""
+        return self._lease.loss_message if self._lease else ""
 
     @contextmanager
     def sync_checkpoints(self, expected_fingerprint: Fingerprint) -> Iterator[None]:
@@ -116,16 +118,16 @@ class StageSync:
             record_event(self._path, "fetched", f"{name} from {self._store.url}")
         stop_event, stored_record = threading.Event(), self._open_stored_record()
         push_checkpoints = partial(self._push_checkpoints, checkpoints, stop_event)
-        periods = ((push_checkpoints, _CHECKPOINT_POLL_SECONDS), (stored_record.push, _RECORD_PERIOD_SECONDS))
+        periodic_calls = ((push_checkpoints, _CHECKPOINT_POLL_SECONDS), (stored_record.push, _RECORD_PERIOD_SECONDS))
         sync_threads = [
             threading.Thread(target=_call_periodically, args=(*each, stop_event, self._path), daemon=True)
-            for each in periods
+            for each in periodic_calls
         ]
         for sync_thread in sync_threads:
             sync_thread.start()
         # A stopped worker has saved a checkpoint: send it to the store, from which any machine continues.
-        last_push = partial(_call_and_log, partial(self._push_checkpoints, checkpoints, threading.Event()), self._path)
-        with cleanup_on_error(last_push):
+        push_last_checkpoint = partial(self._push_checkpoints, checkpoints, threading.Event())
+        with cleanup_on_error(partial(_call_logging_errors, push_last_checkpoint, self._path)):
             try:
                 yield
             finally:
@@ -133,7 +135,7 @@ class StageSync:
                 for sync_thread in sync_threads:
                     sync_thread.join()
 
-    def send(self, result: Result) -> Result:
+    def send_result(self, result: Result) -> Result:
         """Store a result of this stage and return it. The manifest is stored last, which makes the stage complete for
         all machines. Raises `ConfigError` or `UploadError` if the store refuses access or cannot be reached, and
         `StageFailed` if another machine has taken over the stage."""
@@ -141,12 +143,12 @@ class StageSync:
             return result
         if self._lease:
             self._lease.check()
-        if result.get(STORE_KEY) != self._store.url:
+        if result.get(STORE_URL_KEY) != self._store.url:
             self._fetch_missing_outputs(result, self._path)  # fetch outputs that exist only in another store
             self._store.put_outputs(self._path, result)
-            if self._run.pipeline.kind_of(self._stage).is_reusable:
+            if self._run.pipeline.stage_kind(self._stage).is_reusable:
                 self._store.store_result(result)
-            result = result | {STORE_KEY: self._store.url}
+            result = result | {STORE_URL_KEY: self._store.url}
             _write_result(self._path, result)
         self._open_stored_record().push(is_final=True)
         self._store.put_result(self._stored_run_name, self._stage.name, result)
@@ -155,7 +157,7 @@ class StageSync:
     def send_record(self) -> None:
         """Store the state of the stage, if the store can be reached."""
         if self._store is not None:
-            _call_and_log(lambda: self._open_stored_record().push(is_final=True), self._path)
+            _call_logging_errors(lambda: self._open_stored_record().push(is_final=True), self._path)
 
     def send_run(self) -> str:
         """Store the files that another machine needs to run this stage. Return the address of the run for that machine:
@@ -164,20 +166,21 @@ class StageSync:
         stored_state = stored_record.state() if stored_record else None
         if stored_record and stored_state and stored_state.forced_by == read_state(self._path).forced_by:
             stored_record.pull()  # another machine may have made progress since the last pull
-        # The error of an earlier attempt would be taken for that of a machine that is lost before it records one.
+        # Otherwise, if the next machine is lost before it records an error, the old error would be reported for it.
         if read_state(self._path).state in {"failed", "stopped"}:
             update_state(self._path, state="waiting", error="", error_type="")
         if self._store is None or stored_record is None:
             return str(self._run.path)
         stored_record.push(is_final=True)
-        return self._store.put_run(self._run.path, has_grown=True)
+        return self._store.put_run(self._run.path, has_new_stages=True)
 
-    def mirror(self) -> Callable[[], None]:
-        """Return a function that copies state and progress of the stage from the machine that runs it, for display."""
+    def make_progress_mirror(self) -> Callable[[], None]:
+        """Return a function that fetches the state and progress of the stage from the store, for display."""
         if self._store is None:
             return lambda: None
-        open_record = cache(self._open_stored_record)  # the same record, which knows what it has fetched already
-        return partial(_call_and_log, lambda: open_record().pull(), self._path)
+        # One record for all calls, because it knows which files it has fetched.
+        open_record = cache(self._open_stored_record)
+        return partial(_call_logging_errors, lambda: open_record().pull(), self._path)
 
     def receive_result(self) -> Result | None:
         """Return the manifest of this stage from any machine; None if the stage is not complete. Raises `ConfigError`
@@ -199,26 +202,27 @@ class StageSync:
             return
         if stored_state.forced and stored_state.forced_by != local_state.forced_by:
             supersede_stage(self._path)
-            local_state = State()
+            local_state = StageState()
         if stored_state.attempt > local_state.attempt or not (self._path / "state.json").is_file():
             stored_record.pull()
 
     def _fetch_missing_outputs(self, result: Result, path: Path) -> bool:
-        """Fetch outputs that are missing or damaged here from the store that has them; return True if any were."""
-        url = result.get(STORE_KEY)
+        """Fetch the outputs from their store if one is missing or damaged on this machine; return True if fetched."""
+        url = result.get(STORE_URL_KEY)
         is_complete = all((path / record["path"]).is_file() for record in result["outputs"])
         if not url or (is_complete and find_damage(path, result) is None):
             return False
-        ArtifactStore(url, partial(sleep_unless_stopping, 0)).fetch_outputs(result, path, self._local_output_files())
+        local_files = self._list_local_output_files()
+        ArtifactStore(url, partial(sleep_unless_stopping, 0)).fetch_outputs(result, path, local_files)
         return True
 
     def _push_checkpoints(self, checkpoints: StoredCheckpoints, stop_event: threading.Event) -> None:
-        def pause() -> None:
+        def raise_if_ended() -> None:
             if stop_event.is_set():
                 raise Preempted("the training has ended")
 
         if not (self._lease and self._lease.is_lost):  # a new holder of the lease sends and removes checkpoints itself
-            for name in checkpoints.push(pause):
+            for name in checkpoints.push(raise_if_ended):
                 record_event(self._path, "sent", name)
 
     def _open_stored_record(self) -> StoredRecord:
@@ -227,11 +231,11 @@ class StageSync:
 
     @cached_property
     def _stored_run_name(self) -> str:
-        """Return the name of the run in the store, which differs from the run's id if another run has that id."""
+        """Return the name of the run in the store: its id, or another name if another run in the store has this id."""
         assert self._store is not None
         return self._store.put_run(self._run.path).rpartition("/")[2]
 
-    def _local_output_files(self) -> dict[str, Path]:
+    def _list_local_output_files(self) -> dict[str, Path]:
         """Return the output files of the run's stages on this machine, by digest."""
         paths = [self._run.stage_path(stage.name) for stage in self._run.pipeline.stages]
         results = [(path, result) for path in paths if (result := read_result(path))]
@@ -243,7 +247,7 @@ def open_received_run(url: str, name: str) -> Run:
     """Open the run at a URL in an artifact store, on a machine that may not have its files yet, and fetch the state of
     the stage `name`. Raises `ConfigError` or `UploadError` if the store refuses access, cannot be reached, or has no
     such run."""
-    path = open_stored_run(url, os.environ.get(OUTPUT_DIR, ""), partial(sleep_unless_stopping, 0))
+    path = open_stored_run(url, os.environ.get(OUTPUT_DIR_VARIABLE, ""), partial(sleep_unless_stopping, 0))
     run = open_run(path, all_kinds())
     StageSync(run, run.pipeline.stage(name)).receive_state()
     return run
@@ -251,20 +255,20 @@ def open_received_run(url: str, name: str) -> Run:
 
 def _write_result(path: Path, result: Result) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    write_json(path / RESULT, result)
+    write_json(path / RESULT_FILE, result)
 
 
 def _call_periodically(function: Callable[[], object], seconds: float, stop_event: threading.Event, path: Path) -> None:
     lower_cpu_priority()
     while not stop_event.wait(seconds):
-        _call_and_log(function, path)
+        _call_logging_errors(function, path)
 
 
-def _call_and_log(function: Callable[[], object], path: Path) -> None:
+def _call_logging_errors(function: Callable[[], object], path: Path) -> None:
     message = "%s: the artifact store has not everything, it is tried again: %s"
     with log_errors(partial(logger.warning, message, path.name)), suppress(Preempted):
         function()
 
 
-def _has_holder_died(holder: LeaseHolder) -> bool:
+def _is_holder_dead(holder: LeaseHolder) -> bool:
     return holder.machine == identify_machine() and not is_alive(holder.pid, holder.started)

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping
-from functools import partial
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TypeVar
@@ -294,9 +294,33 @@ def one_certificate(folder: Path) -> dict[str, str]:
     return {"PREFECT_API_SSL_CERT_FILE": str(file)}
 
 
+class SharedServer:
+    """A server that stands still between the tests that need it: its loops take processor time from others."""
+
+    def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
+        self._folder, self._variables, self._is_paused = folder, variables, False
+
+    def wake(self) -> Mapping[str, str]:
+        """Let it go on; the variables of its clients."""
+        if self._is_paused:
+            self._send(signal.SIGCONT)
+        return self._variables
+
+    def pause(self) -> None:
+        """Let it stand still."""
+        self._send(signal.SIGSTOP)
+
+    def _send(self, number: signal.Signals) -> None:
+        for pid, command in processes_below(self._folder).items():
+            if " server start " in command and "launch.supervisor" not in command:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        self._is_paused = number == signal.SIGSTOP
+
+
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
-    """The variables of one server of Prefect, such as `cosmos run` starts, for all the commands of a test process."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    """One server of Prefect, such as `cosmos run` starts, for all the commands of a test process."""
     from cosmos_core.launch.server import prefect_server
 
     before, folder = dict(os.environ), tmp_path_factory.mktemp("server")
@@ -305,7 +329,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, st
         added = {name: value for name, value in os.environ.items() if before.get(name) != value}
         for name in added:
             del os.environ[name]  # nothing in this process talks to it
-        yield added | one_certificate(folder)
+        found = SharedServer(folder, added | one_certificate(folder))
+        yield found
+        found.wake()
 
 
 @pytest.fixture
@@ -316,13 +342,18 @@ def own_server() -> None:
 @pytest.fixture
 def workspace(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Workspace]:
     """A workspace; whatever a failed test left running in it is ended by pid."""
-    is_shared = "own_server" not in request.fixturenames
-    yield Workspace(tmp_path, partial(request.getfixturevalue, "server") if is_shared else dict)
+    used: list[SharedServer] = []
+
+    def wake() -> Mapping[str, str]:
+        used[:] = [request.getfixturevalue("server")]
+        return used[0].wake()
+
+    yield Workspace(tmp_path, dict if "own_server" in request.fixturenames else wake)
     for pid in processes_below(tmp_path):
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    for shared in used:
+        shared.pause()
 
 
 @pytest.fixture

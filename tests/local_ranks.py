@@ -12,7 +12,7 @@ from typing import Any
 
 from cosmos_core.cluster.group import RankFailed, open_store, run_as_rank
 from cosmos_core.cluster.placement import POLL_SECONDS
-from cosmos_core.cluster.rank import Messages, Program, Rendezvous
+from cosmos_core.cluster.rank import RankMessages, RankProgram, Rendezvous
 
 _PRELOADED_MODULES = ["torch.distributed.fsdp", "torch.distributed.pipelining", "cosmos_core.train.setup"]
 """Modules that the fork server imports in advance, so that ranks start faster."""
@@ -24,7 +24,7 @@ class LocalGroup:
 
     size: int
 
-    def run(self, program: Program, should_stop: Callable[[], bool] = lambda: False) -> Any:
+    def run(self, program: RankProgram, should_stop: Callable[[], bool] = lambda: False) -> Any:
         """Run `program` on all ranks and return its value on the first rank; raise the first error of a rank."""
         size = self.size
         context, store = mp.get_context("forkserver"), open_store("127.0.0.1", size)
@@ -60,15 +60,15 @@ class LocalGroup:
                 process.join()
 
 
-def _local_main(pipe: Connection, program: Program, rendezvous: Rendezvous, environment: Mapping[str, str]) -> None:
+def _local_main(pipe: Connection, program: RankProgram, rendezvous: Rendezvous, environment: Mapping[str, str]) -> None:
     os.environ.clear()  # the environment of the fork server may be outdated
     os.environ |= environment
-    messages = Messages()
+    messages = RankMessages()
     threading.Thread(target=_listen, args=(pipe, messages), daemon=True).start()
     pipe.send(run_as_rank(program, messages, rendezvous))
 
 
-def _listen(pipe: Connection, messages: Messages) -> None:
+def _listen(pipe: Connection, messages: RankMessages) -> None:
     try:
         pipe.recv()
     except EOFError:  # the parent process has ended

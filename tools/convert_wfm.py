@@ -21,8 +21,8 @@ import tomli_w
 from jinja2 import Environment, StrictUndefined
 from pydantic import Field, create_model
 
-from cosmos_core.config.load import Values, merge, parse, read_toml, short_text, without_none
-from cosmos_core.config.schema.declared import TYPES, field_of
+from cosmos_core.config.load import TomlTable, merge, parse, read_toml, short_text, without_none
+from cosmos_core.config.schema.declared import TYPES_BY_NAME, field_definition
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Table, all_fields
 from cosmos_core.config.schema.value_types import Fraction, NonNegativeInt, PositiveFloat
@@ -30,30 +30,32 @@ from cosmos_core.errors import ConfigError
 
 DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
-_TYPES = TYPES | {
+_TYPES = TYPES_BY_NAME | {
     "name": Annotated[str, Field(min_length=1)], "number": float, "count or 0": NonNegativeInt,
     "above 0": PositiveFloat, "fraction": Fraction, "decay": Annotated[float, Field(ge=0, lt=1)], "anything": Any,
     "arguments": dict[str, Any],
 }  # fmt: skip
 
 
-def is_key(says: Values) -> bool:
+def is_key(says: TomlTable) -> bool:
     """Return whether it is a key that is declared, rather than a table of them."""
     return "is" in says or "of" in says
 
 
-def declared(title: str, keys: Values) -> type[Table]:
+def declared(title: str, keys: TomlTable) -> type[Table]:
     """Return the model of a table. What a key `is` may be a list of names: an array of that many, with "..." of any
     number, but `at_least` so many."""
-    fields: Values = {}
+    fields: TomlTable = {}
     for name, says in keys.items():
         if not is_key(says):
             inner = declared(name, says)
             fields[name] = inner, inner()
         elif isinstance(says.get("is"), list):
-            fields[name] = field_of({**says, "is": "array"}, {"array": _array(says["is"], says.get("at_least"))})
+            fields[name] = field_definition(
+                {**says, "is": "array"}, {"array": _array(says["is"], says.get("at_least"))}
+            )
         else:
-            fields[name] = field_of(says, _TYPES)
+            fields[name] = field_definition(says, _TYPES)
     return create_model(title, __base__=Table, **fields)
 
 
@@ -90,7 +92,7 @@ _TODAY = frozenset({*Recipe.model_fields, "pipeline", "extends"})
 _EXPRESSIONS = Environment(undefined=StrictUndefined)
 
 
-def from_wfm(values: Values, source: str, notices: list[str]) -> Values:
+def from_wfm(values: TomlTable, source: str, notices: list[str]) -> TomlTable:
     """Return the recipe in today's keys; what was mapped and what has no counterpart is told in `notices`.
 
     Raises:
@@ -109,7 +111,7 @@ def from_wfm(values: Values, source: str, notices: list[str]) -> Values:
     return translation.values
 
 
-def _one_schema(values: Values, source: str) -> None:
+def _one_schema(values: TomlTable, source: str) -> None:
     today = [root for root in values if root in _TODAY]
     if today:
         raise ConfigError(
@@ -123,9 +125,9 @@ def _one_schema(values: Values, source: str) -> None:
         )
 
 
-def _with_counterpart(table: Values, prefix: str, source: str, lost: list[tuple[str, str]]) -> Values:
+def _with_counterpart(table: TomlTable, prefix: str, source: str, lost: list[tuple[str, str]]) -> TomlTable:
     """The keys that have a counterpart; those without one go to `lost`, all others are refused."""
-    kept: Values = {}
+    kept: TomlTable = {}
     for name, value in table.items():
         key = prefix + (name if name.isprintable() else repr(name))
         value = _by_name(value, source) if key == "trainer.callbacks" else value
@@ -143,7 +145,7 @@ def _with_counterpart(table: Values, prefix: str, source: str, lost: list[tuple[
     return kept
 
 
-def _by_name(callbacks: Any, source: str) -> Values:
+def _by_name(callbacks: Any, source: str) -> TomlTable:
     """The list of callbacks as tables: the arguments of each below its name."""
     entries: list[Any] = callbacks if isinstance(callbacks, list) else [None]
     if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries):
@@ -171,7 +173,7 @@ class _Translation:
 
     def __init__(self, old: Any, source: str, lost: list[tuple[str, str]]) -> None:
         self.old, self.source, self.lost = old, source, lost
-        self.values: Values = {}
+        self.values: TomlTable = {}
         self._mapped: list[str] = []
         self._filled: list[str] = []
         self._named: set[str] = set()
@@ -188,7 +190,7 @@ class _Translation:
             table = getattr(table, name)
         return True
 
-    def apply(self, rule: Values) -> None:
+    def apply(self, rule: TomlTable) -> None:
         """Do what a rule of wfm.toml says, where its `if` holds.
 
         Raises:

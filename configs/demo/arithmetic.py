@@ -16,9 +16,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from cosmos_core.data.order import shuffled
+from cosmos_core.data.order import shuffled_indices
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.files import replaced_folder
+from cosmos_core.run.files import replace_folder
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
@@ -55,12 +55,12 @@ def make(  # noqa: PLR0913 - keys of a stage's `arguments`, each with a default
     num_sums = _num_summands(digits) ** 2
     if not 0 < heldout_rows < num_sums:
         raise ConfigError(f"heldout_rows = {heldout_rows} must be below the {num_sums} sums of {digits}-digit numbers")
-    with replaced_folder(stage.path / "model") as folder:
+    with replace_folder(stage.path / "model") as folder:
         tokenizer = make_tokenizer()
         tokenizer.save_pretrained(folder)
         make_model(tokenizer, hidden_size, layers, seed).save_pretrained(folder)
     train, heldout = _sums(train_rows, heldout_rows, digits, seed)
-    with replaced_folder(stage.path / "data") as folder:
+    with replace_folder(stage.path / "data") as folder:
         _write_rows(folder / "train.jsonl", train)
         _write_rows(folder / "validation.jsonl", heldout)
     return Outcome(
@@ -123,7 +123,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, layers: int
 def _sums(train_rows: int, heldout_rows: int, digits: int, seed: int) -> tuple[list[Sum], list[Sum]]:
     """Return pairs of summands to train on and, disjoint from them, to hold out; 34+12 and 12+34 are two sums."""
     smallest, count = 10 ** (digits - 1), _num_summands(digits)
-    numbers = shuffled(count**2, seed).tolist()
+    numbers = shuffled_indices(count**2, seed).tolist()
     pairs = [(smallest + number // count, smallest + number % count) for number in numbers]
     heldout, known = pairs[:heldout_rows], pairs[heldout_rows:]
     return [known[i % len(known)] for i in range(train_rows)], heldout

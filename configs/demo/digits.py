@@ -30,8 +30,8 @@ from transformers import (
     T5Tokenizer,
 )
 
-from cosmos_core.data.order import shuffled
-from cosmos_core.run.files import replaced_folder
+from cosmos_core.data.order import shuffled_indices
+from cosmos_core.run.files import replace_folder
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
@@ -55,11 +55,11 @@ def make(
 ) -> Outcome:
     """Write `model/`, a pipeline, `data/train`, images with their prompts, and `data/validation`, the ten prompts."""
     images, labels = _digits()
-    order = shuffled(len(images), seed)[:train_images]
-    with replaced_folder(stage.path / "data") as folder:
+    order = shuffled_indices(len(images), seed)[:train_images]
+    with replace_folder(stage.path / "data") as folder:
         write_images(folder / "train", images[order], labels[order])
         write_prompts(folder / "validation")
-    with replaced_folder(stage.path / "model") as folder:
+    with replace_folder(stage.path / "model") as folder:
         pipeline, error = make_pipeline(width, layers, vae_steps, seed)
         pipeline.save_pretrained(folder)
     return Outcome(
@@ -118,7 +118,7 @@ def _trained_vae(steps: int) -> tuple[Any, float]:
     optimizer = torch.optim.Adam(vae.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     for step in range(steps):
-        batch = pixels[shuffled(len(pixels), step)[:_VAE_BATCH]]
+        batch = pixels[shuffled_indices(len(pixels), step)[:_VAE_BATCH]]
         posterior = vae.encode(batch).latent_dist
         error = (vae.decode(posterior.sample()).sample - batch).square().mean()
         (error + _KL * posterior.kl().mean()).backward()
@@ -158,7 +158,7 @@ def _judge() -> Any:
 def _half(*, first: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return one half of all digits, flat, and what they are."""
     images, labels = _digits()
-    order = shuffled(len(images), _HALF_SEED)
+    order = shuffled_indices(len(images), _HALF_SEED)
     chosen = order[: len(order) // 2] if first else order[len(order) // 2 :]
     return images[chosen].reshape(len(chosen), -1), labels[chosen]
 

@@ -30,11 +30,11 @@ from transformers import (
 )
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.data.media_pixels import FrameSettings, pixels_of
-from cosmos_core.data.media_source import Content, MediaItem, open_items
-from cosmos_core.data.order import shuffled
+from cosmos_core.data.media_pixels import FrameSettings, decode_media
+from cosmos_core.data.media_source import MediaContent, MediaItem, open_media_items
+from cosmos_core.data.order import shuffled_indices
 from cosmos_core.errors import DataError
-from cosmos_core.run.files import replaced_folder
+from cosmos_core.run.files import replace_folder
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
@@ -51,7 +51,7 @@ _MOST_IMAGES, _BATCH, _KL = 2000, 8, 1e-4
 def make(stage: Stage, *, width: int = 128, layers: int = 4, vae_steps: int = 300, seed: int = 0) -> Outcome:
     """Write `model/`, a pipeline for the data set of the recipe."""
     dataset = stage.recipe.train.train_policy.dataset
-    with replaced_folder(stage.path / "model") as folder:
+    with replace_folder(stage.path / "model") as folder:
         error = write_pipeline(dataset, folder, width=width, layers=layers, vae_steps=vae_steps, seed=seed)
     return Outcome(outputs=("model",), metrics={"vae/error": error}, info={"model": "model"})
 
@@ -65,7 +65,7 @@ def write_pipeline(
     Raises:
         DataError: the data set is missing or has no captioned image that can be read.
     """
-    items = list(islice((item for item in open_items(dataset, "dataset")() if _is_image(item)), _MOST_IMAGES))
+    items = list(islice((item for item in open_media_items(dataset, "dataset")() if _is_image(item)), _MOST_IMAGES))
     images = [image for item in items if item.content and (image := _decode(item.content)) is not None]
     if not images:
         raise DataError(
@@ -96,10 +96,10 @@ def _is_image(item: MediaItem) -> bool:
     return not item.problem and item.content is not None and not item.content.is_video
 
 
-def _decode(content: Content) -> np.ndarray | None:
+def _decode(content: MediaContent) -> np.ndarray | None:
     """Return the pixels of an image; None if it cannot be decoded, which a stage of kind `prepare` reports."""
     try:
-        return pixels_of(content, FrameSettings((SIZE, SIZE)), 0.0)
+        return decode_media(content, FrameSettings((SIZE, SIZE)), 0.0)
     except DataError:
         return None
 
@@ -116,7 +116,7 @@ def _trained_vae(pixels: torch.Tensor, steps: int) -> tuple[Any, float]:
     optimizer = torch.optim.Adam(vae.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     for step in range(steps):
-        batch = _floats(pixels[torch.from_numpy(shuffled(len(pixels), step)[:_BATCH].copy())])
+        batch = _floats(pixels[torch.from_numpy(shuffled_indices(len(pixels), step)[:_BATCH].copy())])
         posterior = vae.encode(batch).latent_dist
         loss = (vae.decode(posterior.sample()).sample - batch).square().mean() + _KL * posterior.kl().mean() / SIZE
         loss.backward()
@@ -167,7 +167,7 @@ def main() -> None:
     if Path(target).exists():
         sys.exit(f"{target} exists; name another folder")
     try:
-        with replaced_folder(Path(target)) as folder:
+        with replace_folder(Path(target)) as folder:
             error = write_pipeline(DatasetConfig(name=images), folder)
     except DataError as wrong:
         sys.exit(str(wrong))

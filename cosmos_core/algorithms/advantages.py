@@ -26,11 +26,15 @@ _VARIANCE_EPSILON = 1e-8
 """Value added to the variance in `whiten`, as in verl and OpenRLHF."""
 _GDPO_EPSILON = 1e-4
 
-Groups = Sequence[Sequence[float | None]]
+Rewards = Sequence[Sequence[float | None]]
 
 
 def advantages(
-    groups: Groups, *, algo: str = "grpo", normalise_std: bool = True, num_tokens: Sequence[Sequence[int]] | None = None
+    groups: Rewards,
+    *,
+    algo: str = "grpo",
+    normalise_std: bool = True,
+    num_tokens: Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[list[float | None]], float]:
     """Return the advantage of each reward, and the fraction of groups that have two or more valid rewards, all equal.
 
@@ -40,32 +44,30 @@ def advantages(
         normalise_std: whether the rule `grpo` divides by the standard deviation; False: it only subtracts the mean.
         num_tokens: number of trained tokens of each completion, its weight in REINFORCE++; None: 1 per completion.
 
-    Raises:
-        RewardError: the rule does not support negative rewards.
-    """
-    valid_rewards = [list(filter(_is_valid, rewards)) for rewards in groups]
-    advantage_fn = _centre if algo == "grpo" and not normalise_std else ADVANTAGE_RULES[algo]
+    Raise RewardError if the rule does not support negative rewards."""
+    valid_rewards = [list(filter(_is_finite, rewards)) for rewards in groups]
+    advantage_fn = _centre_groups if algo == "grpo" and not normalise_std else ADVANTAGE_RULES[algo]
     group_advantages = advantage_fn([np.asarray(each, dtype=np.float64) for each in valid_rewards])
     values_N = np.concatenate([*group_advantages, np.zeros(0)])
     if algo.startswith("reinforce++"):
         token_counts = num_tokens or [[1] * len(rewards) for rewards in groups]
         pairs = zip(chain(*groups), chain(*token_counts), strict=True)
-        values_N = whiten(values_N, np.array([count for reward, count in pairs if _is_valid(reward)], dtype=np.float64))
-    values = iter(values_N.tolist())
-    advantage_rows = [[next(values) if _is_valid(reward) else None for reward in rewards] for rewards in groups]
+        counts = [count for reward, count in pairs if _is_finite(reward)]
+        values_N = whiten(values_N, np.array(counts, dtype=np.float64))
+    flat_values = iter(values_N.tolist())
+    advantage_rows = [[next(flat_values) if _is_finite(reward) else None for reward in rewards] for rewards in groups]
     num_constant_groups = sum(len(each) > 1 and max(each) == min(each) for each in valid_rewards)
     return advantage_rows, num_constant_groups / max(1, len(valid_rewards))
 
 
-def _is_valid(reward: float | None) -> TypeGuard[float]:
+def _is_finite(reward: float | None) -> TypeGuard[float]:
     return reward is not None and math.isfinite(reward)
 
 
 def whiten(values_N: np.ndarray, counts_N: np.ndarray) -> np.ndarray:
-    """Return (value - mean) / sqrt(sample variance + 1e-8), where `counts_N` weights the values in mean and variance
-    (REINFORCE++, arXiv 2501.03262, equation 10, with the variance estimator of verl). The result is exactly 0 if all
-    values with a count above 0 are equal."""
-    if _is_constant(values_N[counts_N > 0]):
+    """Return (value - mean) / sqrt(sample variance + 1e-8), with mean and variance weighted by `counts_N` (REINFORCE++,
+    arXiv 2501.03262, equation 10, with verl's variance); exactly 0 if all values with a count are equal."""
+    if _all_equal(values_N[counts_N > 0]):
         return np.zeros_like(values_N)
     mean = np.average(values_N, weights=counts_N)
     variance = (counts_N * (values_N - mean) ** 2).sum() / (counts_N.sum() - 1)
@@ -95,50 +97,50 @@ def whitened_returns(
     return list(apply_mask(whitened_values, flat_mask).split([len(row_S) for row_S in returns]))
 
 
-def _is_constant(rewards_G: np.ndarray) -> bool:
+def _all_equal(rewards_G: np.ndarray) -> bool:
     return not rewards_G.size or bool(rewards_G.max() == rewards_G.min())
 
 
-def _centre(groups: list[np.ndarray]) -> list[np.ndarray]:
+def _centre_groups(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return each reward minus the mean of its group (Dr. GRPO, arXiv 2503.20783)."""
-    return [np.zeros_like(r_G) if _is_constant(r_G) else r_G - r_G.mean() for r_G in groups]
+    return [np.zeros_like(rewards_G) if _all_equal(rewards_G) else rewards_G - rewards_G.mean() for rewards_G in groups]
 
 
 def _grpo_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean) / (population std + 1e-6) in each group (GRPO, arXiv 2402.03300)."""
-    pairs = zip(_centre(groups), groups, strict=True)
+    pairs = zip(_centre_groups(groups), groups, strict=True)
     return [
-        deviations_G / (r_G.std() + STD_EPSILON) if deviations_G.any() else deviations_G for deviations_G, r_G in pairs
+        centred_G / (rewards_G.std() + STD_EPSILON) if centred_G.any() else centred_G for centred_G, rewards_G in pairs
     ]
 
 
 def _rloo_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return each reward minus the mean of the other rewards of its group (RLOO, arXiv 2402.14740)."""
-    return [deviations_G * len(deviations_G) / max(1, len(deviations_G) - 1) for deviations_G in _centre(groups)]
+    return [centred_G * len(centred_G) / max(1, len(centred_G) - 1) for centred_G in _centre_groups(groups)]
 
 
 def _batch_std_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean of its group) / (population std of all rewards of the step + 1e-6) (arXiv 2508.08221)."""
     all_rewards = np.concatenate([*groups, np.zeros(0)])
     std = all_rewards.std() if all_rewards.size else 0.0
-    return [deviations_G / (std + STD_EPSILON) for deviations_G in _centre(groups)]
+    return [centred_G / (std + STD_EPSILON) for centred_G in _centre_groups(groups)]
 
 
 def _max_rl_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean) / mean in each group, for rewards of 0 and 1 (MaxRL, arXiv 2602.02710)."""
-    min_reward = min((r_G.min() for r_G in groups if r_G.size), default=0.0)
+    min_reward = min((rewards_G.min() for rewards_G in groups if rewards_G.size), default=0.0)
     if min_reward < 0:
         raise RewardError(
             f"train.train_policy.algo = 'maxrl' divides by the mean reward of a group, and a reward is "
             f"{min_reward:g}; take rewards that are never negative, or another algo"
         )
     return [
-        deviations_G / r_G.mean() if deviations_G.any() else deviations_G
-        for deviations_G, r_G in zip(_centre(groups), groups, strict=True)
+        centred_G / rewards_G.mean() if centred_G.any() else centred_G
+        for centred_G, rewards_G in zip(_centre_groups(groups), groups, strict=True)
     ]
 
 
-def gdpo_advantages(rewards: Sequence[Groups], weights: Sequence[float]) -> list[list[float | None]]:
+def gdpo_advantages(rewards: Sequence[Rewards], weights: Sequence[float]) -> list[list[float | None]]:
     """Return the advantages of GDPO (arXiv 2601.05242), with the estimators of TRL.
 
     `rewards` has an element per reward function: its values for the completions of each group. Each value r becomes
@@ -147,19 +149,19 @@ def gdpo_advantages(rewards: Sequence[Groups], weights: Sequence[float]) -> list
     apply to it, adds nothing to the sum; a completion without any value has the advantage None.
     """
     rewards_by_group = zip(*rewards, strict=True)
-    validity_by_group = [[any(map(_is_valid, each)) for each in zip(*row, strict=True)] for row in rewards_by_group]
+    validity_by_group = [[any(map(_is_finite, each)) for each in zip(*row, strict=True)] for row in rewards_by_group]
     weighted_sums = [np.zeros(len(row)) for row in validity_by_group]
     for groups, weight in zip(rewards, weights, strict=True):
         for sum_G, values_of_group in zip(weighted_sums, groups, strict=True):
-            has_value_G = np.array(list(map(_is_valid, values_of_group)), dtype=bool)
-            sum_G[has_value_G] += weight * _standardise(np.array(list(filter(_is_valid, values_of_group))))
+            has_value_G = np.array(list(map(_is_finite, values_of_group)), dtype=bool)
+            sum_G[has_value_G] += weight * _standardise(np.array(list(filter(_is_finite, values_of_group))))
     valid_sums = [sum_G[row] for sum_G, row in zip(weighted_sums, validity_by_group, strict=True)]
     normalised_values = iter(_standardise(np.concatenate([*valid_sums, np.zeros(0)])))
-    return [[float(next(normalised_values)) if is_valid else None for is_valid in row] for row in validity_by_group]
+    return [[float(next(normalised_values)) if has_value else None for has_value in row] for row in validity_by_group]
 
 
 def _standardise(values_N: np.ndarray) -> np.ndarray:
-    if _is_constant(values_N):
+    if _all_equal(values_N):
         return np.zeros_like(values_N)
     centred_N: np.ndarray = values_N - values_N.mean()
     return centred_N / (values_N.std(ddof=1) + _GDPO_EPSILON)
@@ -170,7 +172,7 @@ ADVANTAGE_RULES: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
     "rloo": _rloo_advantages,
     "batch-std": _batch_std_advantages,
     "reinforce++": lambda groups: groups,
-    "reinforce++-baseline": _centre,
+    "reinforce++-baseline": _centre_groups,
     "maxrl": _max_rl_advantages,
 }
 """Functions that turn the rewards of all groups into advantages, by the name of the rule (`algo`); `advantages` then

@@ -1,6 +1,6 @@
 """Aggregation of token losses into one number, with a denominator that is fixed before the first backward pass.
 
-`denominator` is computed once over all sequences of an optimizer step; `weighted_sum` is then called for each
+`compute_denominator` is computed once over all sequences of an optimizer step; `aggregate_loss` is then called for each
 micro-batch. The micro-batch losses add up to the loss of the step, independently of the micro-batches. This module does
 not correct for FSDP, which averages gradients over ranks; `train/` does.
 
@@ -13,14 +13,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-LossType = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"]
+LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"]
 
 Metrics = dict[str, Tensor]
-"""Metrics by name, each a float64 tensor `[sum, count]` that is added over micro-batches and ranks; `means` divides
-each sum by its count at the end."""
+"""Metrics by name, each a float64 tensor `[sum, count]` that is added over micro-batches and ranks; at the end,
+`compute_means` divides each sum by its count."""
 
 
-def denominator(loss_type: LossType, lengths: Iterable[int], max_tokens: int | None = None) -> float:
+def compute_denominator(loss_type: LossAggregation, lengths: Iterable[int], max_tokens: int | None = None) -> float:
     """Return the denominator D of the loss of an optimizer step; `lengths`: number of unmasked tokens of each sequence.
 
     D is, by `loss_type`: for `token-mean` the number of tokens; for `seq-mean-token-sum` the number of sequences with
@@ -34,11 +34,11 @@ def denominator(loss_type: LossType, lengths: Iterable[int], max_tokens: int | N
     return float(max(total, 1))
 
 
-def weighted_sum(
-    values_BT: Tensor, mask_BT: Tensor, loss_type: LossType, denominator: float, max_tokens: int | None = None
+def aggregate_loss(
+    values_BT: Tensor, mask_BT: Tensor, loss_type: LossAggregation, denominator: float, max_tokens: int | None = None
 ) -> Tensor:
-    """Return the contribution of a micro-batch to the loss of the optimizer step. `denominator` is the result of the
-    function `denominator` for the same `loss_type` and `max_tokens`."""
+    """Return the contribution of a micro-batch to the loss of the optimizer step. `denominator` is the result of
+    `compute_denominator` for the same `loss_type` and `max_tokens`."""
     masked_values_BT = apply_mask(values_BT, mask_BT)
     if loss_type == "seq-mean-token-mean" and max_tokens is None:
         return (masked_values_BT.sum(-1) / mask_BT.bool().sum(-1).clamp(min=1)).sum() / denominator
@@ -65,12 +65,12 @@ def source_masks(sources: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.tensor([source == name for source in sources])
 
 
-def add_metrics(total: Metrics, other: Metrics) -> Metrics:
+def add_metrics(first: Metrics, second: Metrics) -> Metrics:
     """Return the sums of two sets of metrics by name; a metric that only one set has is kept unchanged."""
-    return total | other | {name: total[name] + other[name] for name in total.keys() & other.keys()}
+    return first | second | {name: first[name] + second[name] for name in first.keys() & second.keys()}
 
 
-def means(metric_totals: Mapping[str, Tensor]) -> dict[str, float]:
+def compute_means(metric_totals: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the mean (sum over count) of each metric; metrics with count 0 are left out. If importance weights have
     the metrics NAME (mean) and `NAME_square` (mean square), the result also has the effective sample size as a fraction
     of the tokens: the squared mean over the mean square (Kish)."""

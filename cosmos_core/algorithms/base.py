@@ -24,8 +24,7 @@ from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.sample import Sample
-from cosmos_core.models.base import MicroBatch
-from cosmos_core.models.base import Wants as AnyWants
+from cosmos_core.models.base import MicroBatch, OutputSpec
 from cosmos_core.models.scorer import RequestedOutputs
 from cosmos_core.rewards.base import metric_names
 from cosmos_core.types import Sampling, ScoredGroup
@@ -51,8 +50,8 @@ class Update:
     loss: Callable[[MicroBatch], Loss]
     """Function from a micro-batch to its loss, whose denominator is computed over all samples of the optimizer step,
     before the first backward pass."""
-    request: AnyWants = None
-    """Model outputs that the loss needs, as an instance of the `Wants` class of the model's adapter; None:
+    request: OutputSpec = None
+    """Model outputs that the loss needs, as an instance of the `OutputSpec` class of the model's adapter; None:
     log-probabilities for a token model, the velocity for a diffusion model."""
     has_constant_gradient: bool = False
     """Whether the derivative of the loss with respect to the log-probabilities is independent of their values, so that
@@ -70,7 +69,7 @@ class TrainerView(Protocol):
     """Methods of the trainer that an algorithm may call."""
 
     def evaluate(
-        self, samples: Sequence[Any], request: AnyWants = None, *, weights: str = "policy", size: int | None = None
+        self, samples: Sequence[Any], request: OutputSpec = None, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
         """Return the requested model outputs of each sample, computed without gradient and dropout.
 
@@ -82,8 +81,8 @@ class TrainerView(Protocol):
         """
 
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
-        """Set the weight set named `weights` to the policy's current weights, and reset the moments of the optimizer if
-        `optimizer` is True."""
+        """Set the weight set named `weights` to the policy's weights; with `optimizer`, reset the moments of the
+        optimizer."""
 
     def move_towards_policy(self, weights: str, fraction: float) -> None:
         """Move the weight set W named `weights` towards the policy: W + `fraction` * (policy - W)."""
@@ -125,8 +124,8 @@ class Algorithm:
         raise AssertionError(f"{type(self).__name__} does not learn from rollouts")
 
     def updates(self, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
-        """Yield the optimizer steps of one train step. `view` computes outputs with the current weights, those after
-        the optimizer steps that were already yielded."""
+        """Yield the optimizer steps of one train step. `view` computes outputs with the weights after the last yielded
+        step."""
         raise AssertionError(f"{type(self).__name__} has no updates")
 
     def after_train_step(self, step: int, view: TrainerView) -> None:
@@ -169,9 +168,8 @@ class Algorithm:
 
 
 def equal_batches(num_samples: int, size: int | None) -> list[slice]:
-    """Return the slices of samples of each optimizer step of a train step: as few as possible with at most `size`
-    samples each; `size` None: one slice. Their sizes differ by at most 1, because otherwise a few remaining samples
-    could get a whole optimizer step."""
+    """Return the slices of samples of each optimizer step of a train step, with at most `size` samples each (None: one
+    slice). Sizes differ by at most 1, because otherwise a few remaining samples could get a whole optimizer step."""
     num_batches = -(-num_samples // (size or max(1, num_samples)))
     bounds = [-(-i * num_samples // num_batches) for i in range(num_batches + 1)] if num_batches else []
     return [slice(*slice_bounds) for slice_bounds in pairwise(bounds)]
@@ -188,7 +186,7 @@ def align_rows(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
 
 def metric_weights(config: AlgorithmConfig) -> dict[str, float]:
     """Return the weight of each local or remote reward function, by the name of the function's metric in scores."""
-    if config.remote_rewards is not None:
-        return {name: reward_fn.weight for reward_fn, name in config.remote_rewards.metric_names.items()}
+    if config.remote_reward_config is not None:
+        return {name: reward_fn.weight for reward_fn, name in config.remote_reward_config.metric_names.items()}
     metric_name_by_reward = metric_names(config.rewards)
     return {metric_name_by_reward[reward]: weight for reward, weight in config.rewards.items()}

@@ -24,14 +24,14 @@ from torch import Tensor
 from cosmos_core.algorithms.aggregate import Metrics, apply_mask, token_metric
 from cosmos_core.algorithms.kl import MAX_LOG_RATIO, k3
 
-_MEAN_EPSILON = 1e-8
+_COUNT_EPSILON = 1e-8
 """Value added to the number of tokens of a sequence in `self_normalise`, as in verl."""
 
-Rule = Literal["none", "truncate", "mask", "sequence-truncate", "sequence-mask"]
+CorrectionRule = Literal["none", "truncate", "mask", "sequence-truncate", "sequence-mask"]
 
 
 @dataclass(frozen=True, slots=True)
-class Correction:
+class WeightCorrection:
     """Rule for the importance weights of tokens.
 
     With w = pi_old / mu of a token, and W the product of w over its sequence, the weight is, for `none`: 1; `truncate`
@@ -40,13 +40,13 @@ class Correction:
     longer the sequence: rounding noise of 0.05 per token leaves 6 % effective sample size at 1,000 tokens.
     """
 
-    rule: Rule = "truncate"
+    rule: CorrectionRule = "truncate"
     low: float = 0.0
     high: float = 2.0
     geometric_mean_range: tuple[float, float] | None = None
-    """Accepted range of the geometric mean of w over a sequence, such as (0.99, 1.01), outside which the sequence gets
-    weight 0; None: any mean."""
-    mean_k3: float | None = None
+    """Accepted range of the geometric mean of w over a sequence, such as (0.99, 1.01), else weight 0; None: any
+    mean."""
+    max_mean_k3: float | None = None
     """Upper bound of the mean of w - 1 - log w, the k3 estimate of KL(mu || pi_old), over a sequence, above which the
     sequence gets weight 0; None: no bound."""
     max_k3: float | None = None
@@ -57,7 +57,10 @@ class Correction:
 
 @torch.no_grad()
 def importance_weights(
-    old_logprobs_BT: Tensor, rollout_logprobs_BT: Tensor, mask_BT: Tensor, correction: Correction = Correction()
+    old_logprobs_BT: Tensor,
+    rollout_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    correction: WeightCorrection = WeightCorrection(),
 ) -> tuple[Tensor, Metrics]:
     """Return the importance weight of each token where the mask is 1, else 0, and metrics over the masked-in tokens.
 
@@ -87,8 +90,8 @@ def importance_weights(
         mean_ratio_B1 = (log_ratio_BT.sum(-1, keepdim=True) / num_valid_B1).exp()
         accepted_mask_BT = accepted_mask_BT & (mean_ratio_B1 >= low) & (mean_ratio_B1 <= high)
     k3_BT = apply_mask(k3(rollout_logprobs_BT, old_logprobs_BT)[0], valid_mask_BT)
-    if correction.mean_k3 is not None:
-        accepted_mask_BT = accepted_mask_BT & (k3_BT.sum(-1, keepdim=True) / num_valid_B1 <= correction.mean_k3)
+    if correction.max_mean_k3 is not None:
+        accepted_mask_BT = accepted_mask_BT & (k3_BT.sum(-1, keepdim=True) / num_valid_B1 <= correction.max_mean_k3)
     if correction.max_k3 is not None:
         accepted_mask_BT = accepted_mask_BT & (k3_BT.amax(-1, keepdim=True) <= correction.max_k3)
     weights_BT = apply_mask(weights_BT, accepted_mask_BT) / correction.scale
@@ -102,17 +105,17 @@ def importance_weights(
     return weights_BT, metrics
 
 
-def self_normalise(correction: Correction, rows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Correction:
+def self_normalise(correction: WeightCorrection, rows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> WeightCorrection:
     """Return `correction` with the `scale` for which the weights of all trained tokens of a step have the mean 1; with
     sequence rules, the mean over sequences. The mean includes sequences that are rejected later. Each of `rows` has the
     log-probabilities of a sample under the old policy, those under the rollout policy, and the loss mask, shape T."""
-    unlimited_correction = replace(correction, geometric_mean_range=None, mean_k3=None, max_k3=None)
+    token_correction = replace(correction, geometric_mean_range=None, max_mean_k3=None, max_k3=None)
     weight_sum, num_weights = 0.0, 0
-    is_sequence = correction.rule.startswith("sequence")
+    is_per_sequence = correction.rule.startswith("sequence")
     for old_logprobs_T, rollout_logprobs_T, mask_T in rows:
         num_tokens = int(mask_T.sum())
         rows_1T = old_logprobs_T[None], rollout_logprobs_T[None], mask_T[None]
-        sample_weight_sum = importance_weights(*rows_1T, unlimited_correction)[0].sum(dtype=torch.float64).item()
-        weight_sum += sample_weight_sum / (num_tokens + _MEAN_EPSILON) if is_sequence else sample_weight_sum
-        num_weights += min(1, num_tokens) if is_sequence else num_tokens
+        sample_weight_sum = importance_weights(*rows_1T, token_correction)[0].sum(dtype=torch.float64).item()
+        weight_sum += sample_weight_sum / (num_tokens + _COUNT_EPSILON) if is_per_sequence else sample_weight_sum
+        num_weights += min(1, num_tokens) if is_per_sequence else num_tokens
     return replace(correction, scale=weight_sum / num_weights if weight_sum else 1.0)

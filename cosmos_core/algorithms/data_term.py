@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cosmos_core.algorithms.aggregate import denominator
+from cosmos_core.algorithms.aggregate import compute_denominator
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.algorithms.sft import sft_loss
 from cosmos_core.data.sample import Sample
@@ -15,10 +15,10 @@ from cosmos_core.models.base import MicroBatch
 from cosmos_core.types import ScoredGroup
 
 
-def sft_term(samples: Sequence[Sample], weight: float) -> Update:
+def make_sft_update(samples: Sequence[Sample], weight: float) -> Update:
     """Return an update whose loss is `weight` times the mean of -log p over all trained tokens of the samples. The
     metric `data/nll` is the mean without the factor `weight`."""
-    loss_denominator = denominator("token-mean", [sample.num_learned for sample in samples])
+    loss_denominator = compute_denominator("token-mean", [sample.num_learned for sample in samples])
 
     def loss(micro_batch: MicroBatch) -> Loss:
         value, metrics = sft_loss(micro_batch.logprobs_BS, micro_batch.mask_BS, loss_denominator)
@@ -30,12 +30,12 @@ def sft_term(samples: Sequence[Sample], weight: float) -> Update:
 class WithDataTerm(Algorithm):
     """Algorithm that adds a data term (supervised loss on data rows) to each optimizer step of another algorithm."""
 
-    def __init__(self, algorithm: Algorithm, term: Callable[[int], Update]) -> None:
-        """Wrap `algorithm`; `term` returns the data term for the number of an optimizer step, counted from 0 over all
-        train steps."""
+    def __init__(self, algorithm: Algorithm, make_data_term: Callable[[int], Update]) -> None:
+        """Wrap `algorithm`; `make_data_term` returns the data term of an optimizer step, whose number is counted from 0
+        over all train steps."""
         super().__init__(algorithm.config, algorithm.custom, algorithm.sampling)
         self.teacher, self.diffusers = algorithm.teacher, algorithm.diffusers
-        self._algorithm, self._make_data_term = algorithm, term
+        self._algorithm, self._make_data_term = algorithm, make_data_term
         self._num_updates = 0
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
@@ -56,7 +56,7 @@ class WithDataTerm(Algorithm):
         return {"algorithm": self._algorithm.state_dict(), "num_updates": self._num_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned, or the state of the wrapped algorithm from a checkpoint of a
-        training without a data term."""
+        """Restore a state of `state_dict`, or the state of the wrapped algorithm from a training without a data
+        term."""
         self._algorithm.load_state_dict(state.get("algorithm", state))
         self._num_updates = int(state.get("num_updates", 0))

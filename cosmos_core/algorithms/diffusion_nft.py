@@ -13,11 +13,11 @@ import torch
 from cosmos_core.algorithms.base import Loss, TrainerView, Update
 from cosmos_core.algorithms.flow_credit import FlowRollout
 from cosmos_core.algorithms.flow_objectives import NftInputs, nft_loss, optimality_probability
-from cosmos_core.algorithms.flow_rl import FlowRl, SeededSample, random_order, sum_metrics
-from cosmos_core.config.schema.diffusion_nft import OLD_POLICY
+from cosmos_core.algorithms.flow_rl import FlowRl, SeededSample, seeded_permutation, sum_metrics
+from cosmos_core.config.schema.diffusion_nft import OLD_POLICY_WEIGHTS
 from cosmos_core.models.base import MicroBatch
 
-_SEED_BITS = (1 << 63) - 1
+_SEED_MASK = (1 << 63) - 1
 
 
 class DiffusionNft(FlowRl):
@@ -32,39 +32,43 @@ class DiffusionNft(FlowRl):
         config, beta, num_samples = self.config, self.diffusers.nft_beta, float(len(samples))
         low, high, mode = config.advantage_low, config.advantage_high, config.advantage_mode
 
-        def loss(micro: MicroBatch) -> Loss:
-            outputs = micro.outputs
-            advantages_B = torch.tensor([sample.rollout.advantage for sample in micro.samples], dtype=torch.float64)
-            sigma_B = torch.tensor([sample.sigma for sample in micro.samples], dtype=torch.float64)
-            velocities = outputs["velocity"], outputs[f"{OLD_POLICY}/velocity"], outputs.get("reference/velocity")
+        def loss(batch: MicroBatch) -> Loss:
+            outputs = batch.outputs
+            advantages_B = torch.tensor([sample.rollout.advantage for sample in batch.samples], dtype=torch.float64)
+            sigma_B = torch.tensor([sample.sigma for sample in batch.samples], dtype=torch.float64)
+            old_velocity, reference_velocity = (
+                outputs[f"{OLD_POLICY_WEIGHTS}/velocity"],
+                outputs.get("reference/velocity"),
+            )
+            velocities = outputs["velocity"], old_velocity, reference_velocity
             optimality_B = optimality_probability(advantages_B, low, high, mode)
-            inputs = NftInputs(*velocities, outputs["noisy"], outputs["latents"], sigma_B, optimality_B, micro.mask)
+            inputs = NftInputs(*velocities, outputs["noisy"], outputs["latents"], sigma_B, optimality_B, batch.mask)
             loss_terms = nft_loss(inputs, beta, high)
             value = (loss_terms.policy_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
             metrics = sum_metrics(
                 policy_loss=loss_terms.policy_B,
-                unweighted_policy_loss=loss_terms.unweighted_B,
-                old_deviation=loss_terms.deviation_B,
+                unweighted_policy_loss=loss_terms.unscaled_policy_B,
+                old_deviation=loss_terms.old_policy_distance_B,
                 optimality=inputs.optimality_B,
                 x0_norm=outputs["latents"].flatten(1).square().mean(1),
             )
             return Loss(value, metrics | (sum_metrics(kl=loss_terms.kl_B) if self._reference_weights else {}))
 
-        return Update(samples, loss, extra_weights=(OLD_POLICY, *self._reference_weights))
+        return Update(samples, loss, extra_weights=(OLD_POLICY_WEIGHTS, *self._reference_weights))
 
     def after_train_step(self, step: int, view: TrainerView) -> None:
         decay = old_policy_decay(self.diffusers.weight_copy_decay_type, self._num_updates)
-        view.move_towards_policy(OLD_POLICY, 1 - decay)
+        view.move_towards_policy(OLD_POLICY_WEIGHTS, 1 - decay)
         super().after_train_step(step, view)
 
     def _make_samples(self, rollout: FlowRollout) -> list[SeededSample]:
         """Return a training sample for each selected noise level of the rollout; the rollout's seed selects them."""
         sample, embedding = rollout.diffusion_sample, rollout.prompt.embedding
         sigmas, num_frames = sample.sigmas[:-1], sample.num_conditioning_frames
-        num_selected = int(self.diffusers.timesteps_fraction * len(sigmas))
+        num_noise_levels = int(self.diffusers.timesteps_fraction * len(sigmas))
         return [
-            SeededSample(sample.latents, sigmas[i], embedding, rollout, (rollout.seed + 1 + i) & _SEED_BITS, num_frames)
-            for i in random_order(len(sigmas), rollout.seed)[:num_selected]
+            SeededSample(sample.latents, sigmas[i], embedding, rollout, (rollout.seed + 1 + i) & _SEED_MASK, num_frames)
+            for i in seeded_permutation(len(sigmas), rollout.seed)[:num_noise_levels]
         ]
 
 

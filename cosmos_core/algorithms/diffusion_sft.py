@@ -13,21 +13,20 @@ from torch import Tensor
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.models.base import MicroBatch
-from cosmos_core.models.flow import mean_per_sample, velocity
+from cosmos_core.models.flow import compute_velocity, mean_per_sample
 
 
-def flow_error(predicted: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean squared error of the predicted velocity per sample (shape B, at least float32). `mask` is 1 for
-    trained frames and 0 for conditioning frames."""
-    loss_dtype = torch.promote_types(predicted.dtype, torch.float32)
-    return mean_per_sample((predicted.to(loss_dtype) - target.to(loss_dtype)).square(), mask)
+def velocity_error(predicted_velocity: Tensor, target_velocity: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean squared velocity error per sample (B, at least float32); `mask` is 0 for conditioning frames."""
+    loss_dtype = torch.promote_types(predicted_velocity.dtype, torch.float32)
+    return mean_per_sample((predicted_velocity.to(loss_dtype) - target_velocity.to(loss_dtype)).square(), mask)
 
 
 def flow_loss(micro_batch: MicroBatch, num_samples: int) -> Loss:
     """Return the weighted sum of the velocity errors of a micro-batch, divided by `num_samples`, the number of samples
     of the whole optimizer step. SFT has this loss, and RL algorithms can add it as data term."""
-    target = velocity(micro_batch.outputs["latents"], micro_batch.outputs["noise"])
-    error_B = flow_error(micro_batch.outputs["velocity"], target, micro_batch.mask)
+    target_velocity = compute_velocity(micro_batch.outputs["latents"], micro_batch.outputs["noise"])
+    error_B = velocity_error(micro_batch.outputs["velocity"], target_velocity, micro_batch.mask)
     weights_B = torch.tensor(
         [sample.weight for sample in micro_batch.samples], dtype=error_B.dtype, device=error_B.device
     )
@@ -48,7 +47,7 @@ class DiffusionSft(Algorithm):
         for samples in chunks:
             for sample, row in zip(samples, view.evaluate(samples, size=size), strict=True):
                 assert sample.noise is not None
-                error = row["velocity"] - velocity(sample.latents, sample.noise).to(row["velocity"])
+                error = row["velocity"] - compute_velocity(sample.latents, sample.noise).to(row["velocity"])
                 # The first frames of a clip may be conditioning frames; latents of an image have none.
                 error_sum += error[:, sample.num_conditioning_frames :].double().square().mean().item()
                 num_samples += 1

@@ -34,7 +34,7 @@ from cosmos_core.algorithms.base import TrainerView
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.data.sample import Sample, batch_within_token_limit
 from cosmos_core.models.scorer import RequestedOutputs
-from cosmos_core.models.teacher import TEACHER
+from cosmos_core.models.teacher import TEACHER_WEIGHTS
 
 
 class TeacherLoss(NamedTuple):
@@ -64,37 +64,37 @@ def teacher_loss(
         mask_BS: 1 at trained tokens.
         is_sampled_BS: 1 where the policy sampled the token; other tokens get no penalties of later tokens.
     """
-    coefficient, discount = config.kl_penalty_coef, config.kl_discount_factor
+    kl_coef, discount = config.kl_penalty_coef, config.kl_discount_factor
     if not config.top_k:
         penalty_BS = apply_mask(policy_logprobs_BS.detach() - teacher_logprobs_BS, mask_BS)
         penalty_sum_BS = penalty_BS + apply_mask(discounted_sums(penalty_BS, discount), is_sampled_BS)
         metrics = {"teacher/reverse_kl": token_metric(penalty_BS, mask_BS)}
-        return TeacherLoss(-coefficient * penalty_sum_BS, None, metrics)
-    divergence_BS = jensen_shannon(append_rest(policy_logprobs_BS), append_rest(teacher_logprobs_BS), config.jsd_beta)
+        return TeacherLoss(-kl_coef * penalty_sum_BS, None, metrics)
+    policy_BSE, teacher_BSE = map(add_other_tokens, (policy_logprobs_BS, teacher_logprobs_BS))
+    divergence_BS = jensen_shannon(policy_BSE, teacher_BSE, config.jsd_beta)
     divergence_BS = apply_mask(divergence_BS, mask_BS)
     metrics = {"teacher/divergence": token_metric(divergence_BS, mask_BS)}
     later_sum_BS = apply_mask(discounted_sums(divergence_BS.detach(), discount), is_sampled_BS) if discount else None
-    advantages_BS = None if later_sum_BS is None else -coefficient * later_sum_BS
-    return TeacherLoss(advantages_BS, coefficient * divergence_BS, metrics)
+    advantages_BS = None if later_sum_BS is None else -kl_coef * later_sum_BS
+    return TeacherLoss(advantages_BS, kl_coef * divergence_BS, metrics)
 
 
 def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
     """Return for each token the sum over n = 1, 2, ... of discount^n times the value n tokens later."""
-    total_BS, window = values_BS, 1
-    while discount and window < values_BS.shape[1]:  # `total_BS` sums over `window` tokens
-        total_BS = total_BS + discount**window * pad(total_BS[:, window:], (0, window))
-        window *= 2
-    return discount * pad(total_BS[:, 1:], (0, 1))
+    sum_BS, num_summed = values_BS, 1
+    while discount and num_summed < values_BS.shape[1]:  # `sum_BS` sums over `num_summed` tokens
+        sum_BS = sum_BS + discount**num_summed * pad(sum_BS[:, num_summed:], (0, num_summed))
+        num_summed *= 2
+    return discount * pad(sum_BS[:, 1:], (0, 1))
 
 
-def append_rest(logprobs_BSK: Tensor) -> Tensor:
-    """Append the log of the total probability of all other tokens to the log-probabilities of K token ids; the result
-    has the shape BSE and is at least float32. A total probability below the dtype's epsilon is replaced by the epsilon,
-    without gradient."""
+def add_other_tokens(logprobs_BSK: Tensor) -> Tensor:
+    """Append the log of the total probability of all other tokens to the log-probabilities of K token ids; the shape
+    becomes BSE, the dtype at least float32. The total probability is at least the dtype's epsilon."""
     upcast_logprobs_BSK = logprobs_BSK.to(torch.promote_types(logprobs_BSK.dtype, torch.float32))
-    neg_probability_sum_BS1 = -upcast_logprobs_BSK.exp().sum(-1, keepdim=True)
-    rest_BS1 = neg_probability_sum_BS1.clamp(min=torch.finfo(upcast_logprobs_BSK.dtype).eps - 1).log1p()
-    return torch.cat([upcast_logprobs_BSK, rest_BS1], dim=-1)
+    neg_top_probability_BS1 = -upcast_logprobs_BSK.exp().sum(-1, keepdim=True)
+    other_logprob_BS1 = neg_top_probability_BS1.clamp(min=torch.finfo(upcast_logprobs_BSK.dtype).eps - 1).log1p()
+    return torch.cat([upcast_logprobs_BSK, other_logprob_BS1], dim=-1)
 
 
 def jensen_shannon(policy_logprobs_BSE: Tensor, teacher_logprobs_BSE: Tensor, beta: float) -> Tensor:
@@ -118,9 +118,8 @@ def _kl(logprobs_BSE: Tensor, other_logprobs_BSE: Tensor) -> Tensor:
 def score_with_teacher(
     config: DistillationConfig, samples: Sequence[Sample], view: TrainerView, request: RequestedOutputs
 ) -> tuple[list[Sample], list[Tensor]]:
-    """Return the samples and, for each sample, the teacher's log-probabilities of its tokens. With `top_k`, samples are
-    returned with `top_ids`, the K token ids at which policy and teacher are compared, and the log-probabilities are of
-    those ids."""
+    """Return the samples and, for each sample, the teacher's log-probabilities of its tokens; with `top_k`, of the K
+    token ids at which policy and teacher are compared, which the samples get as `top_ids`."""
     teacher_samples, max_batch_tokens = list(samples), config.max_token_len_per_mini_batch
     size = config.mini_batch if max_batch_tokens is None else None
     if config.top_k:
@@ -128,7 +127,7 @@ def score_with_teacher(
         if not config.trainer_token_ids_from_teacher:
             teacher_samples = _set_top_ids(teacher_samples, view.evaluate(teacher_samples, request))
     rows = view.evaluate(
-        batch_within_token_limit(teacher_samples, max_batch_tokens), request, weights=TEACHER, size=size
+        batch_within_token_limit(teacher_samples, max_batch_tokens), request, weights=TEACHER_WEIGHTS, size=size
     )
     if config.top_k and config.trainer_token_ids_from_teacher:
         teacher_samples = _set_top_ids(teacher_samples, rows)

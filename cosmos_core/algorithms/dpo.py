@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from cosmos_core.algorithms.aggregate import Metrics, apply_mask, denominator, means, source_masks
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, compute_denominator, compute_means, source_masks
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.config.schema.dpo import DpoConfig, DpoLossConfig
 from cosmos_core.data.sample import Sample
@@ -33,27 +33,27 @@ class PairLogprobs(NamedTuple):
     reference_chosen: Tensor
     """Log-probabilities of the chosen responses under the reference policy; 0 without a reference policy."""
     reference_rejected: Tensor
-    chosen_tokens: Tensor
+    num_chosen_tokens: Tensor
     """Number of trained tokens of each chosen response."""
-    rejected_tokens: Tensor
+    num_rejected_tokens: Tensor
 
 
 class Denominators(NamedTuple):
     """Denominators of the loss of an optimizer step: the numbers of pairs and of tokens of chosen responses."""
 
     pairs: float
-    chosen_tokens: float
+    num_chosen_tokens: float
 
 
 def preference_loss(pairs: PairLogprobs, config: DpoLossConfig, denominators: Denominators) -> tuple[Tensor, Metrics]:
-    """Return the loss of the pairs of a micro-batch, and metrics that are summed over micro-batches. `denominators` are
-    those of the whole optimizer step."""
+    """Return the loss of the pairs of a micro-batch with the denominators of the optimizer step, and metrics to be
+    summed."""
     chosen_P = config.beta * (pairs.chosen - pairs.reference_chosen)
     rejected_P = config.beta * (pairs.rejected - pairs.reference_rejected)
     loss = pairs.chosen.new_zeros(())
     for name, weight in zip(config.loss_type, config.loss_weights or (1.0,) * len(config.loss_type), strict=True):
         if name in {"sft", "orpo"}:
-            loss = loss - weight * pairs.chosen.sum() / denominators.chosen_tokens
+            loss = loss - weight * pairs.chosen.sum() / denominators.num_chosen_tokens
         if name != "sft":
             loss = loss + weight * _PAIR_LOSSES[name](pairs, chosen_P, rejected_P, config).sum() / denominators.pairs
     values_by_metric = {
@@ -69,11 +69,11 @@ def preference_loss(pairs: PairLogprobs, config: DpoLossConfig, denominators: De
     return loss, metrics
 
 
-def loss_of_sources(pairs: PairLogprobs, sources: Sequence[str], config: DpoLossConfig, total: Denominators) -> Metrics:
-    """Return the mean loss of the pairs of each data set of a mixture, as metric `loss/SOURCE`; `sources` has the label
-    of the data set of each pair. The mean of these losses, weighted by the numbers of pairs, is the loss of the
-    optimizer step with the denominators `total`."""
-    pair_denominators = Denominators(1.0, total.chosen_tokens / total.pairs)
+def source_losses(pairs: PairLogprobs, sources: Sequence[str], config: DpoLossConfig, total: Denominators) -> Metrics:
+    """Return the mean loss of the pairs of each data set, as metric `loss/SOURCE`; `sources` has the data set of each
+    pair. The mean of these losses, weighted by numbers of pairs, is the loss of the optimizer step with denominators
+    `total`."""
+    pair_denominators = Denominators(1.0, total.num_chosen_tokens / total.pairs)
     metrics = {}
     for name, mask_P in source_masks(sources):
         source_pairs = PairLogprobs(*(values_P.detach()[mask_P] for values_P in pairs))
@@ -93,7 +93,7 @@ def _robust_loss(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, conf
 
 def _per_token_margin(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
     """Return chosen - rejected for each pair, after each value is divided by the number of tokens of its response."""
-    return chosen_P / pairs.chosen_tokens.clamp(min=1) - rejected_P / pairs.rejected_tokens.clamp(min=1)
+    return chosen_P / pairs.num_chosen_tokens.clamp(min=1) - rejected_P / pairs.num_rejected_tokens.clamp(min=1)
 
 
 def _simpo_loss(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
@@ -104,7 +104,7 @@ def _simpo_loss(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, confi
 def _orpo_loss(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
     """Return the ORPO loss of the odds p / (1 - p), where p is the geometric mean of the tokens' probabilities."""
     log_odds = []
-    for logps_P, num_tokens_P in ((pairs.chosen, pairs.chosen_tokens), (pairs.rejected, pairs.rejected_tokens)):
+    for logps_P, num_tokens_P in ((pairs.chosen, pairs.num_chosen_tokens), (pairs.rejected, pairs.num_rejected_tokens)):
         mean_P = (logps_P / num_tokens_P.clamp(min=1)).clamp(max=-_MIN_NEG_LOGPROB)
         log_odds.append(mean_P - torch.log(-torch.expm1(mean_P)))
     return -config.beta * logsigmoid(log_odds[0] - log_odds[1])
@@ -132,20 +132,20 @@ class Dpo(Algorithm):
     config: DpoConfig
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
-        num_chosen_tokens = denominator("token-mean", [sample.num_learned for sample in samples[::2]])
+        num_chosen_tokens = compute_denominator("token-mean", [sample.num_learned for sample in samples[::2]])
         denominators = Denominators(max(1.0, len(samples) / 2), num_chosen_tokens)
 
         def loss(micro_batch: MicroBatch) -> Loss:
-            ordered = sorted(micro_batch.indices)
-            assert ordered == [j for i in ordered if i % 2 == 0 for j in (i, i + 1)], "a pair was split"
-            rows = sorted(range(len(ordered)), key=lambda row: micro_batch.indices[row])
+            sorted_indices = sorted(micro_batch.indices)
+            assert sorted_indices == [j for i in sorted_indices if i % 2 == 0 for j in (i, i + 1)], "a pair was split"
+            rows = sorted(range(len(sorted_indices)), key=lambda row: micro_batch.indices[row])
             logps_B = apply_mask(micro_batch.logprobs_BS, micro_batch.mask_BS).sum(-1, dtype=torch.float64)
             reference_B = logps_B.new_tensor([sample.reference_logprob for sample in micro_batch.samples])
-            value_columns = (logps_B, reference_B, micro_batch.mask_BS.sum(-1).to(logps_B))
-            pairs = PairLogprobs(*(values_B[own] for values_B in value_columns for own in (rows[::2], rows[1::2])))
+            tensors_B = (logps_B, reference_B, micro_batch.mask_BS.sum(-1).to(logps_B))
+            pairs = PairLogprobs(*(values_B[indices] for values_B in tensors_B for indices in (rows[::2], rows[1::2])))
             value, metrics = preference_loss(pairs, self.config.dpo, denominators)
             sources = [micro_batch.samples[row].source for row in rows[::2]]
-            return Loss(value, metrics | loss_of_sources(pairs, sources, self.config.dpo, denominators))
+            return Loss(value, metrics | source_losses(pairs, sources, self.config.dpo, denominators))
 
         yield Update(samples, loss)
 
@@ -163,8 +163,8 @@ class Dpo(Algorithm):
         pairs = PairLogprobs(*(values[response_offset::2] for values in columns for response_offset in (0, 1)))
         denominators = Denominators(len(pairs.chosen), float(sum(tokens[::2])))
         loss, metrics = preference_loss(pairs, self.config.dpo, denominators)
-        metrics |= loss_of_sources(pairs, sources, self.config.dpo, denominators)
-        return {"loss": loss.item(), **means(metrics), "pairs": float(len(pairs.chosen))}
+        metrics |= source_losses(pairs, sources, self.config.dpo, denominators)
+        return {"loss": loss.item(), **compute_means(metrics), "pairs": float(len(pairs.chosen))}
 
 
 ALGORITHM = Dpo

@@ -40,74 +40,76 @@ class FlowRollout:
 
 
 @dataclass(frozen=True, slots=True)
-class CreditSettings:
+class AdvantageSettings:
     """Settings of how the rewards of a group are normalized to advantages."""
 
     std_scope: Literal["batch", "group"] = "batch"
     """Whether the standard deviation is taken over all rewards of the train step or over each group."""
     divides_by_std: bool = True
     """Whether to divide by the standard deviation; False: advantages are differences to the mean of the group."""
-    each: Mapping[str, float] = field(default_factory=dict)
+    separate_weights: Mapping[str, float] = field(default_factory=dict)
     """Weights of the reward functions whose values are normalized individually before summing, by metric name; empty:
     the weighted sum of all reward functions is normalized."""
-    keeps_constant: bool = False
+    keeps_equal_groups: bool = False
     """Whether completions of a group with equal rewards get the advantage 0; False: they get None and are excluded."""
 
 
 def diffusion_advantages(
-    groups: Sequence[Sequence[Score]], settings: CreditSettings
+    groups: Sequence[Sequence[Score]], settings: AdvantageSettings
 ) -> tuple[list[list[float | None]], dict[str, float]]:
     """Return the advantage of each completion, (reward - mean of its group) / (std + 1e-4), and metrics of the rewards.
-    The advantage is None if the reward is invalid, or if the group's rewards are all equal without `keeps_constant`."""
+    The advantage is None for an invalid reward and, without `keeps_equal_groups`, in groups of equal rewards."""
     rewards_by_group = [[score.value for score in scores] for scores in groups]
-    normalised = (
-        _sum_normalised_rewards(groups, settings) if settings.each else _normalise_rewards(rewards_by_group, settings)
-    )
+    rows = _normalise_rewards(rewards_by_group, settings)
+    if settings.separate_weights:
+        rows = _sum_normalised_rewards(groups, settings)
     advantages: list[list[float | None]] = [
-        row if any(row) or settings.keeps_constant else [None] * len(row) for row in normalised
+        row if any(row) or settings.keeps_equal_groups else [None] * len(row) for row in rows
     ]
     valid_rewards = [[value for value in values if value is not None] for values in rewards_by_group]
-    constant_flags = [float(not any(row)) for row, values in zip(normalised, valid_rewards, strict=True) if values]
+    constant_flags = [float(not any(row)) for row, values in zip(rows, valid_rewards, strict=True) if values]
     return advantages, {
         "reward/constant_groups": float(np.mean(constant_flags or [0.0])),
         "reward/group_std": float(np.mean([float(np.std(values)) for values in valid_rewards if values] or [0.0])),
     }
 
 
-def _sum_normalised_rewards(groups: Sequence[Sequence[Score]], settings: CreditSettings) -> list[list[float | None]]:
+def _sum_normalised_rewards(groups: Sequence[Sequence[Score]], settings: AdvantageSettings) -> list[list[float | None]]:
     """Return for each completion the weighted sum of the values of reward functions, each normalized individually."""
     normalised_columns = []
-    for name in settings.each:
+    for name in settings.separate_weights:
         rewards = [[s.metrics.get(name) if s.value is not None else None for s in scores] for scores in groups]
         normalised_columns.append(_normalise_rewards(rewards, settings))
     return [
-        [_weighted_total(values, settings.each) for values in zip(*group_columns, strict=True)]
+        [_weighted_sum(values, settings.separate_weights) for values in zip(*group_columns, strict=True)]
         for group_columns in zip(*normalised_columns, strict=True)
     ]
 
 
-def _normalise_rewards(groups: Sequence[Sequence[float | None]], settings: CreditSettings) -> list[list[float | None]]:
+def _normalise_rewards(
+    groups: Sequence[Sequence[float | None]], settings: AdvantageSettings
+) -> list[list[float | None]]:
     """Return (reward - mean of its group) / standard deviation, or exactly 0 in groups of equal rewards."""
-    valid_rewards = [np.array([each for each in rewards if each is not None], dtype=np.float64) for rewards in groups]
+    valid_rewards = [np.array([r for r in rewards if r is not None], dtype=np.float64) for rewards in groups]
     all_rewards = np.concatenate([*valid_rewards, np.zeros(0)])
     normalised_rewards: list[list[float | None]] = []
     for rewards, values_G in zip(groups, valid_rewards, strict=True):
         if not values_G.size or values_G.max() == values_G.min():
-            normalised_rewards.append([None if reward is None else 0.0 for reward in rewards])
+            normalised_rewards.append([None if r is None else 0.0 for r in rewards])
             continue
         std = float((all_rewards if settings.std_scope == "batch" else values_G).std())
         mean, divisor = float(values_G.mean()), std + STD_EPSILON if settings.divides_by_std else 1.0
-        normalised_rewards.append([None if reward is None else (reward - mean) / divisor for reward in rewards])
+        normalised_rewards.append([None if r is None else (r - mean) / divisor for r in rewards])
     return normalised_rewards
 
 
-def _weighted_total(values: Sequence[float | None], weights: Mapping[str, float]) -> float | None:
+def _weighted_sum(values: Sequence[float | None], weights: Mapping[str, float]) -> float | None:
     if all(value is None for value in values):
         return None  # no valid reward; if only some values are None, those functions do not apply to the completion
     return sum(weight * (value or 0.0) for value, weight in zip(values, weights.values(), strict=True))
 
 
-def diversity(groups: Sequence[ScoredGroup]) -> float:
+def compute_diversity(groups: Sequence[ScoredGroup]) -> float:
     """Return the mean over prompts of the root mean square difference between the latents of two completions. A falling
     value shows that the policy generates ever more similar images or videos for different seeds."""
     distances = []
@@ -134,28 +136,28 @@ class RewardMonitor:
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return the monitoring metrics of the groups of a train step, and log a warning if the alarm starts."""
         scores = [score for group in groups for score in group.scores]
-        current = {"reward": _mean([score.value for score in scores]), "diversity": diversity(groups)}
-        current |= {name: _mean([score.metrics.get(name) for score in scores]) for name in self._monitored_rewards}
-        for name, value in current.items():
+        means = {"reward": _valid_mean([score.value for score in scores]), "diversity": compute_diversity(groups)}
+        means |= {name: _valid_mean([score.metrics.get(name) for score in scores]) for name in self._monitored_rewards}
+        for name, value in means.items():
             first_values = self._baseline_values.setdefault(name, [])
             if len(first_values) < self._num_baseline_steps and math.isfinite(value):
                 first_values.append(value)
         baselines = {name: float(np.mean(values)) for name, values in self._baseline_values.items() if values}
-        relative_diversity = current["diversity"] / baselines["diversity"] if baselines.get("diversity") else 1.0
-        is_reward_rising = current["reward"] > baselines.get("reward", math.inf)
+        relative_diversity = means["diversity"] / baselines["diversity"] if baselines.get("diversity") else 1.0
+        is_reward_rising = means["reward"] > baselines.get("reward", math.inf)
         alarm_names = ["diversity"] if relative_diversity < self._min_fraction else []
         for name in self._monitored_rewards if is_reward_rising else ():
-            if name in baselines and current[name] < baselines[name] - (1 - self._min_fraction) * abs(baselines[name]):
+            if name in baselines and means[name] < baselines[name] - (1 - self._min_fraction) * abs(baselines[name]):
                 alarm_names.append(name)
         if alarm_names and not self._is_alarm_on:
-            changes = [f"{name} {baselines[name]:.4g} at first, {current[name]:.4g} now" for name in alarm_names]
+            changes = [f"{name} {baselines[name]:.4g} at first, {means[name]:.4g} now" for name in alarm_names]
             remedy = "look at the samples, raise kl_beta or add a data term"
             logger.warning("the reward may be hacked: %s; %s", ", ".join(changes), remedy)
         self._is_alarm_on = bool(alarm_names)
         return {
-            "watch/diversity": current["diversity"],
+            "watch/diversity": means["diversity"],
             "watch/relative_diversity": relative_diversity,
-            **{f"watch/{name}": current[name] for name in self._monitored_rewards if math.isfinite(current[name])},
+            **{f"watch/{name}": means[name] for name in self._monitored_rewards if math.isfinite(means[name])},
             "watch/alarm": float(bool(alarm_names)),
         }
 
@@ -170,7 +172,7 @@ class RewardMonitor:
         self._is_alarm_on = bool(state.get("is_told", False))
 
 
-def _mean(values: Sequence[float | None]) -> float:
+def _valid_mean(values: Sequence[float | None]) -> float:
     valid_values = [value for value in values if value is not None]
     return float(np.mean(valid_values)) if valid_values else math.nan
 

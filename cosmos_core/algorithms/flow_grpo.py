@@ -7,13 +7,14 @@ velocity into the distribution of the step. The loss is in `flow_objectives`, ad
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.base import Loss, Update
 from cosmos_core.algorithms.flow_credit import FlowRollout
-from cosmos_core.algorithms.flow_objectives import ADVANTAGE_TRANSFORMS, StepInputs, flow_grpo_loss
+from cosmos_core.algorithms.flow_objectives import ADVANTAGE_TRANSFORMS, FlowGrpoInputs, flow_grpo_loss
 from cosmos_core.algorithms.flow_rl import FlowRl, sum_metrics
 from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 from cosmos_core.data.flow_sample import FlowSample
@@ -26,11 +27,11 @@ _STEP_KEY = "step"
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _SamplerStep:
     """One stochastic step of a rollout."""
 
     rollout: FlowRollout
-    n: int
+    index: int
     """Index of the step among the recorded steps of the rollout."""
 
     @property
@@ -38,9 +39,9 @@ class _Step:
         return self.rollout.diffusion_sample
 
     @property
-    def levels(self) -> tuple[float, float, float]:
+    def noise_levels(self) -> tuple[float, float, float]:
         """Return the noise levels before and after the step, and the second noise level of the sampler's schedule."""
-        sigmas, i = self.sample.sigmas, self.sample.steps[self.n]
+        sigmas, i = self.sample.sigmas, self.sample.steps[self.index]
         return sigmas[i], sigmas[i + 1], sigmas[1]
 
 
@@ -53,23 +54,23 @@ class FlowGrpo(FlowRl):
         assert self.sampling is not None and self.sampling.flow is not None
         flow_sampling, config = self.sampling.flow, self.config
         trained_rollouts = [rollout for rollout in rollouts if rollout.advantage]
-        steps = [_Step(rollout, n) for rollout in trained_rollouts for n in range(len(rollout.diffusion_sample.steps))]
+        steps = [_SamplerStep(each, i) for each in trained_rollouts for i in range(len(each.diffusion_sample.steps))]
         if not steps:
             return None
         is_guided = flow_sampling.guidance_scale > 1
         samples = [
             FlowSample(
-                step.sample.before[step.n], step.levels[0], step.rollout.prompt.embedding,
-                negative=self.null_text if is_guided else None,
+                step.sample.before[step.index], step.noise_levels[0], step.rollout.prompt.embedding,
+                negative_text=self.null_text if is_guided else None,
                 num_conditioning_frames=step.sample.num_conditioning_frames, extra={_STEP_KEY: step},
             )
             for step in steps
         ]  # fmt: skip
-        is_guarded, num_samples = self.diffusers.flow_rl.guard, float(len(samples))
+        uses_grpo_guard, num_samples = self.diffusers.flow_rl.guard, float(len(samples))
 
         def loss(micro_batch: MicroBatch) -> Loss:
             inputs = self._make_step_inputs(micro_batch)
-            loss_terms = flow_grpo_loss(inputs, config.epsilon_low, config.epsilon_high, is_guarded=is_guarded)
+            loss_terms = flow_grpo_loss(inputs, config.epsilon_low, config.epsilon_high, has_guard=uses_grpo_guard)
             value = (loss_terms.policy_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
             metrics = sum_metrics(
                 policy_loss=loss_terms.policy_B,
@@ -82,27 +83,28 @@ class FlowGrpo(FlowRl):
         request = RequestedOutputs(flow_sampling.guidance_scale if is_guided else 1.0)
         return Update(samples, loss, request, extra_weights=self._reference_weights)
 
-    def _make_step_inputs(self, micro_batch: MicroBatch) -> StepInputs:
-        steps: list[_Step] = [sample.extra[_STEP_KEY] for sample in micro_batch.samples]
-        x, config = micro_batch.outputs["noisy"], self.config
-        levels = NoiseLevels(*torch.tensor([step.levels for step in steps], dtype=torch.float64, device=x.device).T)
+    def _make_step_inputs(self, micro_batch: MicroBatch) -> FlowGrpoInputs:
+        steps: list[_SamplerStep] = [sample.extra[_STEP_KEY] for sample in micro_batch.samples]
+        noisy, config = micro_batch.outputs["noisy"], self.config
+        options: Any = {"dtype": torch.float64, "device": noisy.device}
+        levels = NoiseLevels(*torch.tensor([step.noise_levels for step in steps], **options).T)
         reference_velocity = micro_batch.outputs.get("reference/velocity")
-        advantages_B = torch.tensor([step.rollout.advantage for step in steps], dtype=torch.float64, device=x.device)
+        advantages_B = torch.tensor([step.rollout.advantage for step in steps], **options)
         clipped_advantages_B = advantages_B.clamp(config.advantage_low, config.advantage_high)
-        has_means = steps[0].sample.means is not None
+        has_old_means = steps[0].sample.means is not None
 
-        def transition(velocity: Tensor) -> Transition:
+        def transition_for(velocity: Tensor) -> Transition:
             assert self.sampling is not None and self.sampling.flow is not None
-            return compute_transition(self.sampling.flow.kernel, x, velocity, levels, self.sampling.flow.eta)
+            return compute_transition(self.sampling.flow.kernel, noisy, velocity, levels, self.sampling.flow.eta)
 
-        return StepInputs(
-            transition(micro_batch.outputs["velocity"]),
-            torch.stack([step.sample.after[step.n] for step in steps]).to(x),
-            torch.tensor([step.sample.log_probs[step.n] for step in steps], dtype=x.dtype, device=x.device),
+        return FlowGrpoInputs(
+            transition_for(micro_batch.outputs["velocity"]),
+            torch.stack([step.sample.after[step.index] for step in steps]).to(noisy),
+            torch.tensor([step.sample.log_probs[step.index] for step in steps], dtype=noisy.dtype, device=noisy.device),
             ADVANTAGE_TRANSFORMS[config.advantage_mode](clipped_advantages_B),
-            torch.stack([step.sample.means[step.n] for step in steps]).to(x) if has_means else None,
-            transition(reference_velocity) if reference_velocity is not None else None,
-            levels.sigma - levels.next,
+            torch.stack([step.sample.means[step.index] for step in steps]).to(noisy) if has_old_means else None,
+            transition_for(reference_velocity) if reference_velocity is not None else None,
+            levels.sigma - levels.next_sigma,
             micro_batch.mask,
         )
 

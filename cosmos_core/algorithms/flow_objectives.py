@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cosmos_core.models.flow import clean_estimate, mean_per_sample
+from cosmos_core.models.flow import estimate_clean_latents, mean_per_sample
 from cosmos_core.models.flow_steps import Transition, log_prob
 
-_MIN_WEIGHT = 1e-5
+_MIN_ABS_ERROR = 1e-5
 
 ADVANTAGE_TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "all": lambda a: a,
@@ -41,12 +41,12 @@ class NftLosses:
 
     policy_B: Tensor
     """Policy loss that is optimized, without the KL term."""
-    unweighted_B: Tensor
+    unscaled_policy_B: Tensor
     """Policy loss without the factor scale / beta: the optimality r times the loss of the positive policy, plus 1 - r
     times the loss of the negative policy."""
     kl_B: Tensor
     """Mean squared distance of the policy's velocity to that of the reference policy; 0 without a reference policy."""
-    deviation_B: Tensor
+    old_policy_distance_B: Tensor
     """Mean squared distance of the policy's velocity to that of the old policy."""
 
 
@@ -80,23 +80,23 @@ def nft_loss(inputs: NftInputs, beta: float, scale: float) -> NftLosses:
     positive_loss_B = _normalised_error(inputs, beta * velocity + (1 - beta) * old_velocity)
     negative_loss_B = _normalised_error(inputs, (1 + beta) * old_velocity - beta * velocity)
     optimality_B = inputs.optimality_B.to(positive_loss_B)
-    unweighted_B = optimality_B * positive_loss_B + (1 - optimality_B) * negative_loss_B
-    kl_B = torch.zeros_like(unweighted_B)
+    unscaled_policy_B = optimality_B * positive_loss_B + (1 - optimality_B) * negative_loss_B
+    kl_B = torch.zeros_like(unscaled_policy_B)
     if inputs.reference is not None:
         kl_B = mean_per_sample((velocity - inputs.reference.detach().float()) ** 2, inputs.mask)
-    deviation_B = mean_per_sample((velocity - old_velocity).detach() ** 2, inputs.mask)
-    return NftLosses(scale * unweighted_B / beta, unweighted_B, kl_B, deviation_B)
+    old_policy_distance_B = mean_per_sample((velocity - old_velocity).detach() ** 2, inputs.mask)
+    return NftLosses(scale * unscaled_policy_B / beta, unscaled_policy_B, kl_B, old_policy_distance_B)
 
 
 def _normalised_error(inputs: NftInputs, velocity: Tensor) -> Tensor:
     """Return per sample the squared error of the clean latents from `velocity`, divided by the mean absolute error."""
-    error = clean_estimate(inputs.x.float(), velocity, inputs.sigma_B) - inputs.x0.float()
-    mean_abs_error_B = mean_per_sample(error.detach().double().abs(), inputs.mask).clamp(min=_MIN_WEIGHT)
+    error = estimate_clean_latents(inputs.x.float(), velocity, inputs.sigma_B) - inputs.x0.float()
+    mean_abs_error_B = mean_per_sample(error.detach().double().abs(), inputs.mask).clamp(min=_MIN_ABS_ERROR)
     return mean_per_sample(error**2, inputs.mask) / mean_abs_error_B.to(error)
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
+class FlowGrpoInputs:
     """Inputs of the FlowGRPO loss: one stochastic step of each sample."""
 
     transition: Transition
@@ -109,14 +109,14 @@ class StepInputs:
     old_mean: Tensor | None = None
     """Mean of the latents after the step under the policy that sampled the rollout; required by GRPO-Guard."""
     reference: Transition | None = None
-    sizes_B: Tensor | None = None
+    step_sizes_B: Tensor | None = None
     """Step size of each sample, the noise level before minus the noise level after; required by GRPO-Guard."""
     mask: Tensor | None = None
     """Mask of video frames: 1 for trained frames, 0 for conditioning frames; None: all frames are trained."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepLosses:
+class FlowGrpoLosses:
     """Terms of the FlowGRPO loss, one value per sample."""
 
     policy_B: Tensor
@@ -127,17 +127,17 @@ class StepLosses:
 
 
 def flow_grpo_loss(
-    inputs: StepInputs, epsilon_low: float, epsilon_high: float, *, is_guarded: bool = False
-) -> StepLosses:
+    inputs: FlowGrpoInputs, epsilon_low: float, epsilon_high: float, *, has_guard: bool = False
+) -> FlowGrpoLosses:
     """Return the clipped loss of a sampler step of each sample (arXiv 2505.05470), and its KL to the reference policy.
 
-    The ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]; a negative width disables the bound. If `is_guarded`,
+    The ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]; a negative width disables the bound. If `has_guard`,
     the log-ratio is normalized as in GRPO-Guard (arXiv 2510.22319). The KL is mean (mu - mu_ref)^2 / (2 rate^2), or
     mean (mu - mu_ref)^2 / 2 for steps without a density, where mu is the mean of the step.
     """
     log_prob_B = log_prob(inputs.transition, inputs.next_latents, inputs.mask)
     log_ratio_B = log_prob_B - inputs.old_log_prob_B.to(inputs.next_latents)
-    if is_guarded:
+    if has_guard:
         assert inputs.old_mean is not None
         std_B = inputs.transition.std.to(log_ratio_B)
         bias_B = mean_per_sample((inputs.transition.mean - inputs.old_mean) ** 2, inputs.mask)
@@ -149,12 +149,13 @@ def flow_grpo_loss(
     max_ratio = 1 + epsilon_high if epsilon_high >= 0 else math.inf
     unclipped_B, clipped_B = -advantages_B * ratio_B, -advantages_B * ratio_B.clamp(min_ratio, max_ratio)
     policy_B = torch.maximum(unclipped_B, clipped_B)
-    if is_guarded:
-        assert inputs.sizes_B is not None
-        policy_B = policy_B / inputs.sizes_B.to(policy_B)
+    if has_guard:
+        assert inputs.step_sizes_B is not None
+        policy_B = policy_B / inputs.step_sizes_B.to(policy_B)
     kl_B = torch.zeros_like(policy_B)
     if inputs.reference is not None:
-        squared_B = mean_per_sample((inputs.transition.mean - inputs.reference.mean.detach()) ** 2, inputs.mask)
-        rate = inputs.transition.rate.to(squared_B) if inputs.transition.has_density else torch.ones_like(squared_B)
-        kl_B = squared_B / (2 * rate**2)
-    return StepLosses(policy_B, kl_B, ratio_B.detach(), clipped_B > unclipped_B)
+        distance_B = mean_per_sample((inputs.transition.mean - inputs.reference.mean.detach()) ** 2, inputs.mask)
+        kl_B = distance_B / 2
+        if inputs.transition.has_density:
+            kl_B = distance_B / (2 * inputs.transition.noise_rate.to(distance_B) ** 2)
+    return FlowGrpoLosses(policy_B, kl_B, ratio_B.detach(), clipped_B > unclipped_B)

@@ -18,7 +18,7 @@ from torch import Tensor
 from cosmos_core.algorithms.aggregate import Metrics
 from cosmos_core.algorithms.base import Algorithm, TrainerView, Update, equal_batches, metric_weights
 from cosmos_core.algorithms.flow_credit import (
-    CreditSettings,
+    AdvantageSettings,
     FlowRollout,
     RewardMonitor,
     diffusion_advantages,
@@ -30,7 +30,7 @@ from cosmos_core.types import Group, Sampling, ScoredGroup
 
 _TRAINING_SEED_OFFSET = 1 << 20
 """Offset of the index of a completion in its training seed, so that training seeds differ from rollout seeds."""
-_MAX_EXPONENT = 100.0
+_MAX_EXP_INPUT = 100.0
 """Upper bound of the exponent with `exp_reward`, against overflow; the loss clips advantages at about 5."""
 
 
@@ -45,7 +45,7 @@ class SeededSample:
     rollout: FlowRollout
     seed: int
     num_conditioning_frames: int = 0
-    negative: Mapping[str, Tensor] | None = None
+    negative_text: Mapping[str, Tensor] | None = None
 
     @property
     def noise(self) -> Tensor:
@@ -73,19 +73,21 @@ class FlowRl(Algorithm):
         whose rewards are all equal are included only if `keeps_equal_groups` is set."""
         if groups:
             self._step = groups[0].group.step
-        settings = CreditSettings(
+        settings = AdvantageSettings(
             std_scope="batch" if self.diffusers.sample.global_std else "group",
             divides_by_std=not self.config.unbiased_advantage,
-            each=self._weights if self.config.normalise_each_reward else {},
-            keeps_constant=self.keeps_equal_groups,
+            separate_weights=self._weights if self.config.normalise_each_reward else {},
+            keeps_equal_groups=self.keeps_equal_groups,
         )
         advantages, metrics = diffusion_advantages([group.scores for group in groups], settings)
         if self.diffusers.flow_rl.exp_reward:
-            advantages = [[None if a is None else -math.exp(min(-a, _MAX_EXPONENT)) for a in row] for row in advantages]
+            advantages = [
+                [None if a is None else -math.exp(min(-a, _MAX_EXP_INPUT)) for a in row] for row in advantages
+            ]
         rollouts = [
-            FlowRollout(completion.diffusion_sample, each.group.prompt, value, self._noise_seed(each.group, k))
-            for each, row in zip(groups, advantages, strict=True)
-            for k, (completion, value) in enumerate(zip(each.group.completions, row, strict=True))
+            FlowRollout(completion.diffusion_sample, group.group.prompt, value, self._noise_seed(group.group, k))
+            for group, row in zip(groups, advantages, strict=True)
+            for k, (completion, value) in enumerate(zip(group.group.completions, row, strict=True))
             if value is not None and completion.diffusion_sample is not None
         ]
         return rollouts, metrics | self._reward_monitor.metrics(groups)
@@ -126,6 +128,6 @@ def sum_metrics(**values_B: Tensor) -> Metrics:
     return {name: torch.stack([v.sum(), v.new_tensor(float(v.numel()))]) for name, v in flat_values.items()}
 
 
-def random_order(count: int, seed: int) -> list[int]:
+def seeded_permutation(count: int, seed: int) -> list[int]:
     """Return a permutation of `range(count)` that depends only on `seed`."""
     return [int(i) for i in np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")]

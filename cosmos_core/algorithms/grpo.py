@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.advantages import advantages, gdpo_advantages, whitened_returns
-from cosmos_core.algorithms.aggregate import Metrics, add_metrics, denominator, token_metric, weighted_sum
+from cosmos_core.algorithms.aggregate import Metrics, add_metrics, aggregate_loss, compute_denominator, token_metric
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update, align_rows, equal_batches, metric_weights
-from cosmos_core.algorithms.correction import Correction, importance_weights, self_normalise
+from cosmos_core.algorithms.correction import WeightCorrection, importance_weights, self_normalise
 from cosmos_core.algorithms.distillation import TeacherLoss, score_with_teacher, teacher_loss, unmask_prompt
-from cosmos_core.algorithms.idle import exclude_idle, has_advantage_factor
+from cosmos_core.algorithms.idle import exclude_idle, is_zero_advantage_idle
 from cosmos_core.algorithms.objectives.base import PolicySettings, probability_ratio
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll_loss
-from cosmos_core.algorithms.selection import high_entropy_masks, shared_prefixes
+from cosmos_core.algorithms.selection import excluded_prefix_lengths, high_entropy_masks
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.sample import Sample, batch_within_token_limit
 from cosmos_core.models.base import MicroBatch
@@ -39,34 +39,32 @@ class _UpdateInputs:
 
     samples: Sequence[Sample]
     all_samples: Sequence[Sample]
-    """All samples of the optimizer step, which determine its denominators; samples without a gradient are included,
-    although they are not run through the model."""
+    """All samples of the optimizer step, for its denominators, including those that are not run through the model."""
     old_logprobs: Sequence[Tensor] | None
     """Log-probabilities before the first update of the train step; None if there is only one update."""
-    reference: Sequence[Tensor] | None
+    reference_logprobs: Sequence[Tensor] | None
     teacher: Sequence[Tensor] | None
     """Log-probabilities of the tokens under the teacher model; None: no teacher."""
     returns: Sequence[Tensor] | None
-    """Per-token advantages, which replace the advantages of completions; None unless the KL penalty is part of the
-    reward."""
+    """Per-token advantages, which replace those of completions; None unless the reward includes the KL penalty."""
     high_entropy: Sequence[Tensor] | None
     """Masks of the high-entropy tokens that the policy loss includes; None: all tokens."""
-    correction: Correction | None
+    correction: WeightCorrection | None
     """Rule for the importance weights of tokens that another policy sampled; None: no weights."""
-    is_first: bool
+    is_first_update: bool
     """Whether this is the first update of the train step."""
 
 
-class _ReferenceLogprobs(NamedTuple):
+class _ComparedLogprobs(NamedTuple):
     """Log-probabilities of a micro-batch that the loss compares with those under the current policy."""
 
-    old_BS: Tensor | None
+    old_logprobs_BS: Tensor | None
     """Log-probabilities before the first update of the train step; None if there is only one update."""
-    before_BS: Tensor
-    """Log-probabilities before the update, without gradient: `old_BS`, or the current ones if `old_BS` is None."""
-    rollout_BS: Tensor | None
-    """Log-probabilities under the rollout distribution, `before_BS` for tokens that were not sampled; None: unknown."""
-    sampled_BS: Tensor
+    logprobs_before_BS: Tensor
+    """Log-probabilities before the update, without gradient; the current ones if `old_logprobs_BS` is None."""
+    rollout_logprobs_BS: Tensor | None
+    """Log-probabilities of the rollouts; `logprobs_before_BS` at tokens that were not sampled; None: unknown."""
+    is_sampled_BS: Tensor
     """Mask of the trained tokens that the policy sampled."""
 
 
@@ -76,11 +74,10 @@ class Grpo(Algorithm):
     config: GrpoConfig
 
     def __init__(self, config: GrpoConfig, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
-        """Store the settings; `sampling`: sampling settings of completions, None: they are sampled from softmax(logits
-        / temperature)."""
+        """Store the settings; without `sampling`, completions are sampled from softmax(logits / temperature)."""
         super().__init__(config, custom, sampling)
         self._requested_outputs = RequestedOutputs(config.temperature)
-        self._correction = _make_correction(config, sampling)
+        self._correction = _make_importance_correction(config, sampling)
         objective = {"grpo": "clip", "dapo": "clip"}.get(config.variant, config.variant)
         objective = _AIPO_OBJECTIVES[config.aipo_form] if config.aipo_rho else objective
         self._settings = PolicySettings(
@@ -93,29 +90,29 @@ class Grpo(Algorithm):
         )  # fmt: skip
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
-        """Return the completions with a valid reward as samples, and metrics; completions with an invalid reward do not
-        affect the advantages of others."""
+        """Return the completions with a valid reward as samples, and metrics; the other completions affect no
+        advantage."""
         config = self.config
         num_ignored_tokens = [self._count_ignored_tokens(group) for group in groups]
-        draft_samples = [
+        all_samples = [
             [
-                make_sample(group.group.prompt, completion, 0.0, score.value or 0.0, num_ignored_first)
-                for completion, score, num_ignored_first in zip(group.group.completions, group.scores, row, strict=True)
+                make_sample(group.group.prompt, completion, 0.0, score.value or 0.0, num_first_tokens)
+                for completion, score, num_first_tokens in zip(group.group.completions, group.scores, row, strict=True)
             ]
             for group, row in zip(groups, num_ignored_tokens, strict=True)
         ]
-        excludes = config.mask_truncated_completions
-        is_truncated = [[excludes and each.finish_reason == "length" for each in g.group.completions] for g in groups]
+        excluded_reason = "length" if config.mask_truncated_completions else None
+        is_excluded = [[each.finish_reason == excluded_reason for each in g.group.completions] for g in groups]
         advantage_rows, constant_fraction = advantages(
             [[score.value for score in group.scores] for group in groups],
             algo="grpo" if config.algo == "gdpo" else config.algo,
             normalise_std=not config.unbiased_advantage,
             num_tokens=[
-                [0 if is_excluded else draft_sample.num_learned for draft_sample, is_excluded in zip(*row, strict=True)]
-                for row in zip(draft_samples, is_truncated, strict=True)
+                [0 if is_dropped else sample.num_learned for sample, is_dropped in zip(*row, strict=True)]
+                for row in zip(all_samples, is_excluded, strict=True)
             ],
         )
-        if config.algo == "gdpo" and (weights := metric_weights(config)):  # there are none with `bypass_reward`
+        if config.algo == "gdpo" and (weights := metric_weights(config)):  # `bypass_reward` has no reward functions
             reward_columns = [
                 [[None if s.value is None else s.metrics.get(name) for s in group.scores] for group in groups]
                 for name in weights
@@ -124,12 +121,12 @@ class Grpo(Algorithm):
         metrics = {"reward/constant_groups": constant_fraction}
         samples, num_ignored, num_sampled, num_invalid, num_completions = [], 0, 0, 0, 0
         for g, group in enumerate(groups):
-            columns = [each[g] for each in (draft_samples, advantage_rows, num_ignored_tokens, is_truncated)]
+            columns = [values[g] for values in (all_samples, advantage_rows, num_ignored_tokens, is_excluded)]
             rows = zip(group.group.completions, *columns, strict=True)
-            for i, (completion, draft, value, num_ignored_first, is_excluded) in enumerate(rows, num_completions):
-                if value is not None and not is_excluded:
-                    samples.append(replace(draft, advantage=value, completion_index=i))
-                    num_ignored += sum(completion.loss_mask[:num_ignored_first])
+            for i, (completion, sample, advantage, num_first_tokens, is_dropped) in enumerate(rows, num_completions):
+                if advantage is not None and not is_dropped:
+                    samples.append(replace(sample, advantage=advantage, completion_index=i))
+                    num_ignored += sum(completion.loss_mask[:num_first_tokens])
                     num_sampled += completion.num_sampled
                     num_invalid += int((~np.isfinite(completion.logprobs)).sum())
                     if self.teacher is not None and self.teacher.include_prompt:
@@ -141,18 +138,18 @@ class Grpo(Algorithm):
         return batch_within_token_limit(samples, config.max_token_len_per_mini_batch), metrics
 
     def _count_ignored_tokens(self, group: ScoredGroup) -> list[int]:
-        """Return for each completion how many of its first tokens are excluded from the loss."""
         completions, min_tokens = group.group.completions, self.config.min_filter_prefix_tokens
         if min_tokens is None:
             return [0] * len(completions)
-        return shared_prefixes([each.token_ids for each in completions], [s.value for s in group.scores], min_tokens)
+        rewards = [score.value for score in group.scores]
+        return excluded_prefix_lengths([each.token_ids for each in completions], rewards, min_tokens)
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         """Yield the optimizer steps of `mu_iterations` passes over the samples."""
         all_samples = [samples[batch] for batch in equal_batches(len(samples), self.config.batch_size_per_optimize)]
-        is_scaled_by_advantage = not self.teacher and has_advantage_factor(self.config, self._settings)
+        is_scaled_by_advantage = not self.teacher and is_zero_advantage_idle(self.config, self._settings)
         may_be_idle = self.has_separate_gradients and is_scaled_by_advantage
-        samples, batches, metrics = exclude_idle(all_samples, may_be_idle=may_be_idle)
+        samples, batches, metrics = exclude_idle(all_samples, skips_zero_advantage=may_be_idle)
         samples = batch_within_token_limit(samples, self.config.max_token_len_per_mini_batch)
 
         def evaluate_logprobs(weights: str) -> list[Tensor]:
@@ -176,13 +173,13 @@ class Grpo(Algorithm):
         teacher_logprobs = None
         if self.teacher is not None:
             samples, teacher_logprobs = score_with_teacher(self.teacher, samples, view, self._requested_outputs)
-        iterations = [*zip(batches, all_samples, strict=True)] * self.config.mu_iterations
-        for iteration_index, (batch, step_samples) in enumerate(iterations):
+        update_batches = [*zip(batches, all_samples, strict=True)] * self.config.mu_iterations
+        for update_index, (batch, step_samples) in enumerate(update_batches):
             inputs = _UpdateInputs(
                 samples[batch], step_samples, old_logprobs and old_logprobs[batch],
                 reference_logprobs and reference_logprobs[batch], teacher_logprobs and teacher_logprobs[batch],
                 returns and returns[batch], self._high_entropy_masks(samples[batch], view), correction,
-                is_first=iteration_index == 0,
+                is_first_update=update_index == 0,
             )  # fmt: skip
             yield replace(self._make_update(inputs), metrics=metrics)
 
@@ -194,59 +191,61 @@ class Grpo(Algorithm):
 
     def _make_update(self, inputs: _UpdateInputs) -> Update:
         config, step_samples = self.config, inputs.all_samples
-        total = denominator(config.loss_type, [s.num_learned for s in step_samples], config.unbiased_loss_max_tokens)
+        max_tokens, num_trained_tokens = config.unbiased_loss_max_tokens, [s.num_learned for s in step_samples]
+        denominator = compute_denominator(config.loss_type, num_trained_tokens, max_tokens)
         num_positive_tokens = float(max(1, sum(s.num_learned for s in step_samples if s.reward > 0)))
 
         def loss(micro_batch: MicroBatch) -> Loss:
-            reference_logprobs = _reference_logprobs(micro_batch, inputs.old_logprobs)
-            loss_BS, metrics = self._policy_loss(micro_batch, inputs, reference_logprobs)
-            value = weighted_sum(loss_BS, micro_batch.mask_BS, config.loss_type, total, config.unbiased_loss_max_tokens)
+            logprobs = _collate_compared_logprobs(micro_batch, inputs.old_logprobs)
+            loss_BS, metrics = self._policy_loss(micro_batch, inputs, logprobs)
+            value = aggregate_loss(loss_BS, micro_batch.mask_BS, config.loss_type, denominator, max_tokens)
             if config.positive_nll_coef:
                 rewards_B = micro_batch.logprobs_BS.new_tensor([sample.reward for sample in micro_batch.samples])
                 nll = positive_nll_loss(micro_batch.logprobs_BS, micro_batch.mask_BS, rewards_B, num_positive_tokens)
                 value = value + config.positive_nll_coef * nll
             if config.use_rollout_logprobs_for_loss:
                 # The engine is compared with the old policy, which is the current policy only in the first update.
-                if not inputs.is_first:
+                if not inputs.is_first_update:
                     return Loss(value, metrics)
-                reference_logprobs = reference_logprobs._replace(before_BS=micro_batch.logprobs_BS.detach())
+                logprobs = logprobs._replace(logprobs_before_BS=micro_batch.logprobs_BS.detach())
             min_ratio, max_ratio = config.rollout_correction_low, config.rollout_correction_high
-            logprob_differences, mismatch_metrics = _compare_with_engine(reference_logprobs, min_ratio, max_ratio)
+            logprob_differences, mismatch_metrics = _engine_mismatch(logprobs, min_ratio, max_ratio)
             return Loss(value, add_metrics(metrics, mismatch_metrics), logprob_differences)
 
         entropy: Literal["", "value", "gradient"] = "value" if config.log_entropy else ""
         top_k = self.teacher.top_k if self.teacher else 0
         entropy = "gradient" if config.entropy_coeff else entropy
         request = RequestedOutputs(config.temperature, entropy=entropy, top_k=top_k)
-        # Micro-batches of all samples of the train step would be filled by this optimizer step only in part.
+        # Micro-batches that were assigned over the whole train step would be only partly filled.
         samples = batch_within_token_limit(inputs.samples, config.max_token_len_per_mini_batch)
         return Update(samples, loss, request, has_constant_gradient=self._has_constant_gradient(inputs))
 
     def _has_constant_gradient(self, inputs: _UpdateInputs) -> bool:
         """Return True if the derivative of the loss with respect to the log-probabilities is independent of them."""
         settings = self._settings
-        factors = (inputs.old_logprobs, inputs.reference, inputs.teacher, inputs.correction)
-        has_factor = any(each is not None for each in (*factors, settings.off_policy_masking_delta))
-        return not has_factor and not settings.entropy_coeff and settings.objective != "aipo"
+        nonlinear_terms = (inputs.old_logprobs, inputs.reference_logprobs, inputs.teacher, inputs.correction,
+                           settings.off_policy_masking_delta, settings.entropy_coeff or None)  # fmt: skip
+        return all(term is None for term in nonlinear_terms) and settings.objective != "aipo"
 
     def _policy_loss(
-        self, micro_batch: MicroBatch, inputs: _UpdateInputs, reference_logprobs: _ReferenceLogprobs
+        self, micro_batch: MicroBatch, inputs: _UpdateInputs, logprobs: _ComparedLogprobs
     ) -> tuple[Tensor, Metrics]:
         """Return the loss of each token, including importance weights and the teacher's contribution, and metrics."""
         metrics: Metrics = {}
         weights_BS = None
         if inputs.correction is not None:
-            _, logprobs_before_BS, rollout_BS, is_sampled_BS = reference_logprobs
-            assert rollout_BS is not None, "weights need the log-probabilities of the rollouts"
-            weights_BS, metrics = importance_weights(logprobs_before_BS, rollout_BS, is_sampled_BS, inputs.correction)
-            weights_BS = torch.where(is_sampled_BS, weights_BS, 1.0)
+            assert logprobs.rollout_logprobs_BS is not None, "weights need the log-probabilities of the rollouts"
+            weights_BS, metrics = importance_weights(
+                logprobs.logprobs_before_BS, logprobs.rollout_logprobs_BS, logprobs.is_sampled_BS, inputs.correction
+            )
+            weights_BS = torch.where(logprobs.is_sampled_BS, weights_BS, 1.0)
         if (high_entropy_BS := _align_micro_batch_rows(inputs.high_entropy, micro_batch)) is not None:
             weights_BS = high_entropy_BS if weights_BS is None else high_entropy_BS * weights_BS
         teacher_terms = TeacherLoss(None, None, {})
         if self.teacher and (teacher_logprobs := _align_micro_batch_rows(inputs.teacher, micro_batch)) is not None:
-            outputs, before_BS = micro_batch.outputs, reference_logprobs.before_BS
-            policy_logprobs = outputs["top_logprobs"] if self.teacher.top_k else before_BS
-            masks = micro_batch.mask_BS, reference_logprobs.sampled_BS
+            has_top_k, outputs = self.teacher.top_k > 0, micro_batch.outputs
+            policy_logprobs = outputs["top_logprobs"] if has_top_k else logprobs.logprobs_before_BS
+            masks = micro_batch.mask_BS, logprobs.is_sampled_BS
             teacher_terms = teacher_loss(self.teacher, policy_logprobs, teacher_logprobs, *masks)
         advantages_B = micro_batch.logprobs_BS.new_tensor([sample.advantage for sample in micro_batch.samples])
         token_advantages_BS = teacher_terms.advantages_BS
@@ -255,9 +254,9 @@ class Grpo(Algorithm):
             token_advantages_BS = returns_BS if token_advantages_BS is None else returns_BS + token_advantages_BS
         policy_inputs = PolicyInputs(
             logprobs_BT=micro_batch.logprobs_BS, advantages_B=advantages_B, mask_BT=micro_batch.mask_BS,
-            weights_BT=weights_BS, old_logprobs_BT=reference_logprobs.old_BS,
-            ref_logprobs_BT=_align_micro_batch_rows(inputs.reference, micro_batch),
-            entropy_BT=micro_batch.outputs.get("entropy"), rollout_logprobs_BT=reference_logprobs.rollout_BS,
+            weights_BT=weights_BS, old_logprobs_BT=logprobs.old_logprobs_BS,
+            ref_logprobs_BT=_align_micro_batch_rows(inputs.reference_logprobs, micro_batch),
+            entropy_BT=micro_batch.outputs.get("entropy"), rollout_logprobs_BT=logprobs.rollout_logprobs_BS,
             token_advantages_BT=token_advantages_BS,
         )  # fmt: skip
         policy = policy_loss(policy_inputs, self._settings)
@@ -286,11 +285,12 @@ def make_sample(
     )
 
 
-def _make_correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | None:
+def _make_importance_correction(config: GrpoConfig, sampling: Sampling | None) -> WeightCorrection | None:
     """Return the rule for the importance weights of tokens that another policy sampled; None: no weights."""
-    off = config.geometric_mask
-    sequence_limits = (None if off is None else (1 - off, 1 + off), config.mean_k3_mask, config.max_k3_mask)
-    correction = Correction("none", 0.0, math.inf, *sequence_limits)
+    deviation = config.geometric_mask
+    mean_range = None if deviation is None else (1 - deviation, 1 + deviation)
+    sequence_limits = (mean_range, config.mean_k3_mask, config.max_k3_mask)
+    correction = WeightCorrection("none", 0.0, math.inf, *sequence_limits)
     # An objective with the ratio to the rollout policy needs no importance weights, which would repeat the ratio.
     has_rollout_ratio = config.use_rollout_logprobs_for_loss or (config.aipo_rho and config.aipo_form == "weighted")
     if config.use_decoupled_loss:
@@ -324,29 +324,28 @@ def _importance_ratio_rows(sample: Sample, old_logprobs_S: Tensor) -> tuple[Tens
     return old_logprobs_S, rollout_logprobs_S, is_sampled_S
 
 
-def _reference_logprobs(micro_batch: MicroBatch, old_logprobs: Sequence[Tensor] | None) -> _ReferenceLogprobs:
-    """Return the log-probabilities of a micro-batch that the loss compares with those under the current policy."""
-    old_BS = _align_micro_batch_rows(old_logprobs, micro_batch)
-    logprobs_before_BS = micro_batch.logprobs_BS.detach() if old_BS is None else old_BS
+def _collate_compared_logprobs(micro_batch: MicroBatch, old_logprobs: Sequence[Tensor] | None) -> _ComparedLogprobs:
+    old_logprobs_BS = _align_micro_batch_rows(old_logprobs, micro_batch)
+    logprobs_before_BS = micro_batch.logprobs_BS.detach() if old_logprobs_BS is None else old_logprobs_BS
     mask_BS = micro_batch.mask_BS.bool()
     if any(sample.rollout_logprobs is None for sample in micro_batch.samples):
-        return _ReferenceLogprobs(old_BS, logprobs_before_BS, None, mask_BS)
-    rollout_BS = torch.zeros_like(micro_batch.logprobs_BS)
+        return _ComparedLogprobs(old_logprobs_BS, logprobs_before_BS, None, mask_BS)
+    rollout_logprobs_BS = torch.zeros_like(micro_batch.logprobs_BS)
     flat_logprobs = [torch.as_tensor(sample.rollout_logprobs) for sample in micro_batch.samples]
-    rollout_BS[mask_BS] = torch.cat(flat_logprobs).to(rollout_BS)
-    is_unknown_BS = rollout_BS.isnan()
-    rollout_BS = torch.where(is_unknown_BS, logprobs_before_BS, rollout_BS)
-    return _ReferenceLogprobs(old_BS, logprobs_before_BS, rollout_BS, mask_BS & ~is_unknown_BS)
+    rollout_logprobs_BS[mask_BS] = torch.cat(flat_logprobs).to(rollout_logprobs_BS)
+    is_unknown_BS = rollout_logprobs_BS.isnan()
+    rollout_logprobs_BS = torch.where(is_unknown_BS, logprobs_before_BS, rollout_logprobs_BS)
+    return _ComparedLogprobs(old_logprobs_BS, logprobs_before_BS, rollout_logprobs_BS, mask_BS & ~is_unknown_BS)
 
 
-def _compare_with_engine(
-    references: _ReferenceLogprobs, min_ratio: float, max_ratio: float
+def _engine_mismatch(
+    logprobs: _ComparedLogprobs, min_ratio: float, max_ratio: float
 ) -> tuple[dict[str, Tensor], Metrics]:
     """Return |log pi_old - log mu| of each sampled token, of trainer (pi_old) and engine (mu), and metrics of the ratio
     pi_old / mu: its mean, its mean square, and the fraction outside `min_ratio` to `max_ratio`."""
-    if references.rollout_BS is None:
+    if logprobs.rollout_logprobs_BS is None:
         return {}, {}
-    log_ratio_BS, is_sampled_BS = references.before_BS - references.rollout_BS, references.sampled_BS
+    log_ratio_BS, is_sampled_BS = logprobs.logprobs_before_BS - logprobs.rollout_logprobs_BS, logprobs.is_sampled_BS
     difference_BS, ratio_BS = log_ratio_BS.abs(), probability_ratio(log_ratio_BS)
     return {"rollout/logprob_difference": difference_BS[is_sampled_BS]}, {
         "rollout/logprob_difference_mean": token_metric(difference_BS, is_sampled_BS),

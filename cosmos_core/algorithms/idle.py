@@ -12,16 +12,17 @@ from cosmos_core.algorithms.policy_loss import scales_with_advantage
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.sample import Sample
 
-METRIC = "train/completions_without_gradient"
+IDLE_METRIC = "train/completions_without_gradient"
 """Name of the metric that counts the completions of a train step whose gradient is exactly 0."""
 MIN_COMPARED_COMPLETIONS = 4
 """Minimum number of completions per optimizer step that run through the model, even if their gradient is 0."""
 
 
-def has_advantage_factor(config: GrpoConfig, settings: PolicySettings) -> bool:
-    """Return whether a completion with an advantage of 0 has no gradient and changes the loss of no other completion. A
-    loss term without the advantage always has a gradient; a reference policy adds such a term or changes the advantages
-    of tokens; entropy quantiles and normalised weights depend on all completions of the step."""
+def is_zero_advantage_idle(config: GrpoConfig, settings: PolicySettings) -> bool:
+    """Return whether a completion with an advantage of 0 has no gradient and changes the loss of no other completion.
+
+    A loss term without the advantage always has a gradient; a reference policy adds such a term or changes the
+    advantages of tokens; entropy quantiles and normalised weights depend on all completions of the step."""
     return (
         scales_with_advantage(settings)
         and "reference" not in config.named_weights
@@ -32,21 +33,21 @@ def has_advantage_factor(config: GrpoConfig, settings: PolicySettings) -> bool:
 
 
 def exclude_idle(
-    steps: Sequence[Sequence[Sample]], *, may_be_idle: bool
+    steps: Sequence[Sequence[Sample]], *, skips_zero_advantage: bool
 ) -> tuple[list[Sample], list[slice], dict[str, float]]:
     """Return a list of the samples to run through the model, the slice of the list for each optimizer step, and the
-    metric `METRIC`. `steps` are the samples of each optimizer step; `may_be_idle`: whether an advantage of 0 means that
-    there is no gradient."""
+    metric `IDLE_METRIC`. `steps` are the samples of each optimizer step. With `skips_zero_advantage`, a sample with an
+    advantage of 0 is idle."""
 
     def is_idle(sample: Sample) -> bool:
-        return may_be_idle and sample.advantage == 0
+        return skips_zero_advantage and sample.advantage == 0
 
-    run_samples = [_select_run_samples(samples, is_idle) for samples in steps]
-    slices = [slice(*slice_bounds) for slice_bounds in pairwise(accumulate(map(len, run_samples), initial=0))]
-    return list(chain(*run_samples)), slices, {METRIC: float(sum(map(is_idle, chain(*steps))))}
+    executed_samples = [_select_executed_samples(samples, is_idle) for samples in steps]
+    slices = [slice(*slice_bounds) for slice_bounds in pairwise(accumulate(map(len, executed_samples), initial=0))]
+    return list(chain(*executed_samples)), slices, {IDLE_METRIC: float(sum(map(is_idle, chain(*steps))))}
 
 
-def _select_run_samples(samples: Sequence[Sample], is_idle: Callable[[Sample], bool]) -> list[Sample]:
+def _select_executed_samples(samples: Sequence[Sample], is_idle: Callable[[Sample], bool]) -> list[Sample]:
     """Return the samples with a gradient, and as many idle samples as needed to have `MIN_COMPARED_COMPLETIONS` samples
     with images and `MIN_COMPARED_COMPLETIONS` without images, where available."""
     selected_indices = {i for i, sample in enumerate(samples) if not is_idle(sample)}

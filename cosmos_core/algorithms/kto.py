@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, apply_mask, means, source_masks
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, compute_means, source_masks
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.config.schema.kto import KtoConfig, KtoLossConfig
 from cosmos_core.data.sample import Sample, swap_responses
@@ -20,8 +20,7 @@ from cosmos_core.models.base import MicroBatch
 
 
 class LabelledLogprobs(NamedTuple):
-    """Log-probabilities of responses, summed over the trained tokens of each, and whether each response is
-    desirable."""
+    """Summed log-probabilities of the trained tokens of each response, and whether the response is desirable."""
 
     logps_B: Tensor
     reference_B: Tensor
@@ -29,7 +28,9 @@ class LabelledLogprobs(NamedTuple):
     is_desirable_B: Tensor
 
 
-def unpaired_loss(responses: LabelledLogprobs, kl: Tensor, config: KtoLossConfig, total: int) -> tuple[Tensor, Metrics]:
+def unpaired_loss(
+    responses: LabelledLogprobs, kl: Tensor, config: KtoLossConfig, num_responses: int
+) -> tuple[Tensor, Metrics]:
     """Return the loss of the responses, and metrics that are summed over micro-batches.
 
     Args:
@@ -42,7 +43,7 @@ def unpaired_loss(responses: LabelledLogprobs, kl: Tensor, config: KtoLossConfig
     is_desirable_B = responses.is_desirable_B
     sigmoid_sign_B = torch.where(is_desirable_B, -1.0, 1.0).to(rewards_B)
     weight_B = rewards_B.new_tensor([config.undesirable_weight, config.desirable_weight])[is_desirable_B.long()]
-    loss = (weight_B * torch.sigmoid(sigmoid_sign_B * (rewards_B - config.beta * kl))).sum() / total
+    loss = (weight_B * torch.sigmoid(sigmoid_sign_B * (rewards_B - config.beta * kl))).sum() / num_responses
     values_by_metric = {"rewards": rewards_B, "logps": responses.logps_B}
     metrics = {
         f"{name}/{label}": torch.stack([values_B.detach()[mask_B].sum(dtype=torch.float64), mask_B.sum().double()])
@@ -52,13 +53,12 @@ def unpaired_loss(responses: LabelledLogprobs, kl: Tensor, config: KtoLossConfig
     return loss, metrics | {"kl": torch.stack([kl.double(), torch.ones_like(kl).double()])}
 
 
-def loss_of_sources(responses: LabelledLogprobs, sources: Sequence[str], kl: Tensor, config: KtoLossConfig) -> Metrics:
-    """Return the mean loss of the responses of each data set of a mixture, as metric `loss/SOURCE`. `sources` has the
-    label of the data set of each response."""
+def source_losses(responses: LabelledLogprobs, sources: Sequence[str], kl: Tensor, config: KtoLossConfig) -> Metrics:
+    """Return the mean loss of the responses of each data set of a mixture, as metric `loss/SOURCE`."""
     metrics = {}
     for name, mask_B in source_masks(sources):
         source_responses = LabelledLogprobs(*(values_B.detach()[mask_B] for values_B in responses))
-        loss, _ = unpaired_loss(source_responses, kl, config, total=1)
+        loss, _ = unpaired_loss(source_responses, kl, config, num_responses=1)
         metrics[f"loss/{name}"] = torch.stack([loss.double(), mask_B.sum().to(loss.device, torch.float64)])
     return metrics
 
@@ -69,8 +69,8 @@ class Kto(Algorithm):
     config: KtoConfig
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
-        reference_logprobs_B, divergence_B = self._evaluate_reference(samples, view)
-        kl = divergence_B.mean().clamp(min=0)
+        reference_logprobs_B, log_ratio_B = self._evaluate_reference_and_log_ratios(samples, view)
+        kl = log_ratio_B.mean().clamp(min=0)
         is_desirable_B = torch.tensor([sample.reward > 0 for sample in samples], device=kl.device)
 
         def loss(micro_batch: MicroBatch) -> Loss:
@@ -79,7 +79,7 @@ class Kto(Algorithm):
             responses = LabelledLogprobs(logps_B, reference_logprobs_B[indices], is_desirable_B[indices])
             value, metrics = unpaired_loss(responses, kl, self.config.kto, len(samples))
             sources = [sample.source for sample in micro_batch.samples]
-            return Loss(value, metrics | loss_of_sources(responses, sources, kl, self.config.kto))
+            return Loss(value, metrics | source_losses(responses, sources, kl, self.config.kto))
 
         yield Update(samples, loss)
 
@@ -89,7 +89,7 @@ class Kto(Algorithm):
         carry their reference log-probabilities. `size`: number of samples in a forward pass."""
         labels: list[bool] = []
         sources: list[str] = []
-        logps, references, divergences = [], [], []
+        logps, references, log_ratios = [], [], []
         for samples in chunks:
             labelled_samples, mismatched_samples = samples[::2], samples[1::2]
             labels += [sample.reward > 0 for sample in labelled_samples]
@@ -98,28 +98,27 @@ class Kto(Algorithm):
             references.append(logps[-1].new_tensor([sample.reference_logprob for sample in labelled_samples]))
             if self.config.kto.loss_type == "kto" and len(mismatched_samples) > 1:  # one row has no mismatched response
                 mismatched_B = logps[-1].new_tensor([sample.reference_logprob for sample in mismatched_samples])
-                divergences.append(_sum_logprobs(view, mismatched_samples, "policy", size) - mismatched_B)
+                log_ratios.append(_sum_logprobs(view, mismatched_samples, "policy", size) - mismatched_B)
         logps_B = torch.cat(logps)
         responses = LabelledLogprobs(logps_B, torch.cat(references), torch.tensor(labels, device=logps_B.device))
-        kl = torch.cat(divergences).mean().clamp(min=0) if divergences else logps_B.new_zeros(())
+        kl = torch.cat(log_ratios).mean().clamp(min=0) if log_ratios else logps_B.new_zeros(())
         loss, metrics = unpaired_loss(responses, kl, self.config.kto, len(labels))
-        metrics |= loss_of_sources(responses, sources, kl, self.config.kto)
-        return {"loss": loss.item(), **means(metrics)}
+        metrics |= source_losses(responses, sources, kl, self.config.kto)
+        return {"loss": loss.item(), **compute_means(metrics)}
 
-    def _evaluate_reference(self, samples: Sequence[Sample], view: TrainerView) -> tuple[Tensor, Tensor]:
+    def _evaluate_reference_and_log_ratios(self, samples: Sequence[Sample], view: TrainerView) -> tuple[Tensor, Tensor]:
         """Return the reference log-probabilities of responses, and the log-ratios of policy to reference of mismatched
-        responses, for the KL estimate; these are 0 for losses without KL and for a step of one row."""
+        responses, for the KL estimate; the log-ratios are 0 for losses without KL and for a step of one row."""
         if self.config.kto.loss_type != "kto" or len(samples) < 2:  # one row has no mismatched response
             reference_logprobs_B = _sum_logprobs(view, samples, "reference")
             return reference_logprobs_B, torch.zeros_like(reference_logprobs_B)
         mismatched_samples = swap_responses(samples, self.max_tokens)
         reference_logprobs_B = _sum_logprobs(view, [*samples, *mismatched_samples], "reference")
-        policy_logprobs_B = _sum_logprobs(view, mismatched_samples, "policy")
-        return reference_logprobs_B[: len(samples)], policy_logprobs_B - reference_logprobs_B[len(samples) :]
+        mismatched_logprobs_B = _sum_logprobs(view, mismatched_samples, "policy")
+        return reference_logprobs_B[: len(samples)], mismatched_logprobs_B - reference_logprobs_B[len(samples) :]
 
 
 def _sum_logprobs(view: TrainerView, samples: Sequence[Sample], weights: str, size: int | None = None) -> Tensor:
-    """Return the log-probability of each response under the weight set named `weights`."""
     rows = view.evaluate(samples, weights=weights, size=size)
     return torch.stack([row["logprobs"].sum(dtype=torch.float64) for row in rows])
 

@@ -1,7 +1,7 @@
 """Policy loss per token: an objective (`objectives/`), importance weights, KL penalty and entropy bonus.
 
 Pure functions from log-probabilities to a loss per token. Not here: rewards to advantages (`advantages`), forward
-passes, the entropy itself, and the sum over tokens (`aggregate.weighted_sum`).
+passes, the entropy itself, and the sum over tokens (`aggregate.aggregate_loss`).
 
 Shapes: B sequences, T tokens.
 """
@@ -52,8 +52,7 @@ class PolicyLoss(NamedTuple):
 
 def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
     """Return the objective's loss per token, plus `kl_beta` times the KL to the reference, minus `entropy_coeff` times
-    entropy. Weights and the off-policy mask apply only to the objective. Gradients reach only `logprobs_BT` and
-    `entropy_BT`."""
+    entropy. Weights and off-policy mask apply to the objective; `logprobs_BT` and `entropy_BT` have gradients."""
     mask_BT = inputs.mask_BT.bool()
     logprobs_BT = apply_mask(inputs.logprobs_BT, mask_BT)
     old_logprobs_BT = inputs.logprobs_BT if inputs.old_logprobs_BT is None else inputs.old_logprobs_BT

@@ -18,15 +18,15 @@ def high_entropy_masks(samples: Sequence[Sample], entropies: Sequence[Tensor], f
     """Return a mask of shape S per sample: True at trained tokens whose entropy reaches the quantile 1 - `fraction`
     over all trained tokens of `samples`, so that masks do not depend on micro-batches."""
     pairs = zip(samples, entropies, strict=True)
-    masks = [torch.as_tensor(sample.loss_mask[1:], device=row_S.device).bool() for sample, row_S in pairs]
-    trained_entropies = torch.cat([row_S[mask_S] for row_S, mask_S in zip(entropies, masks, strict=True)])
+    masks = [torch.as_tensor(sample.loss_mask[1:], device=entropy_S.device).bool() for sample, entropy_S in pairs]
+    trained_entropies = torch.cat([entropy_S[mask_S] for entropy_S, mask_S in zip(entropies, masks, strict=True)])
     if not trained_entropies.numel():
         return masks
     threshold = float(np.quantile(trained_entropies.double().cpu().numpy(), 1 - fraction))
-    return [mask_S & (row_S.double() >= threshold) for row_S, mask_S in zip(entropies, masks, strict=True)]
+    return [mask_S & (entropy_S.double() >= threshold) for entropy_S, mask_S in zip(entropies, masks, strict=True)]
 
 
-def shared_prefixes(
+def excluded_prefix_lengths(
     completions: Sequence[Sequence[int]], rewards: Sequence[float | None], min_tokens: int
 ) -> list[int]:
     """Return for each completion of a group how many of its first tokens are excluded from the loss.
@@ -35,17 +35,17 @@ def shared_prefixes(
     completions share a longer prefix, and their valid rewards differ. A completion that consists only of the prefix is
     kept whole. This is the rule of `min_filter_prefix_tokens` in Cosmos-RL.
     """
-    numbers = range(len(completions))
+    indices = range(len(completions))
 
     def shared_length(i: int, j: int) -> int:
         pairs = zip(completions[i], completions[j], strict=False)
         return 0 if i == j else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-    shared_lengths = [[shared_length(i, j) for j in numbers] for i in numbers]
+    shared_lengths = [[shared_length(i, j) for j in indices] for i in indices]
     excluded_token_counts = [0] * len(completions)
-    for i in numbers:
+    for i in indices:
         longest_shared = max(shared_lengths[i], default=0)
-        sharing_indices = [j for j in numbers if j == i or shared_lengths[i][j] == longest_shared]
+        sharing_indices = [j for j in indices if j == i or shared_lengths[i][j] == longest_shared]
         is_longest = all(shared_lengths[a][b] <= longest_shared for a in sharing_indices for b in sharing_indices)
         if longest_shared >= min_tokens and is_longest and len({rewards[j] for j in sharing_indices} - {None}) > 1:
             excluded_token_counts[i] = longest_shared if len(completions[i]) > longest_shared else 0

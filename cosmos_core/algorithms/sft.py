@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, apply_mask, denominator, source_masks, token_metric
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, compute_denominator, source_masks, token_metric
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
@@ -15,12 +15,12 @@ from cosmos_core.models.base import MicroBatch
 
 def sft_loss(logprobs_BT: Tensor, loss_mask_BT: Tensor, loss_denominator: float) -> tuple[Tensor, Metrics]:
     """Return the sum of -log p over the labels where the mask is 1, divided by `loss_denominator`
-    (`aggregate.denominator`). The metric `nll` is always the mean over tokens in nats."""
+    (`aggregate.compute_denominator`). The metric `nll` is always the mean over tokens in nats."""
     loss = -apply_mask(logprobs_BT, loss_mask_BT).sum() / loss_denominator
     return loss, {"nll": token_metric(-logprobs_BT, loss_mask_BT)}
 
 
-def loss_of_sources(batch: MicroBatch) -> Metrics:
+def source_losses(batch: MicroBatch) -> Metrics:
     """Return the mean negative log-likelihood of the labels of each data set of a mixture, as metric `loss/SOURCE`."""
     return {
         f"loss/{name}": token_metric(-batch.logprobs_BS, batch.mask_BS * mask_B.unsqueeze(-1).to(batch.mask_BS))
@@ -32,11 +32,11 @@ class Sft(Algorithm):
     """Supervised fine-tuning: one optimizer step per train step, with the mean loss over all trained tokens."""
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
-        loss_denominator = denominator("token-mean", [sample.num_learned for sample in samples])
+        loss_denominator = compute_denominator("token-mean", [sample.num_learned for sample in samples])
 
         def loss(batch: MicroBatch) -> Loss:
             value, metrics = sft_loss(batch.logprobs_BS, batch.mask_BS, loss_denominator)
-            return Loss(value, metrics | loss_of_sources(batch))
+            return Loss(value, metrics | source_losses(batch))
 
         yield Update(samples, loss, has_constant_gradient=True)
 

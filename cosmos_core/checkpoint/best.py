@@ -5,8 +5,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-BEST = "best.json"
-_METRIC_SIGNS = {"validation/reward": 1, "validation/loss": -1}  # by priority; 1: higher is better, -1: lower is better
+BEST_STEP_FILE = "best.json"
+_METRIC_DIRECTIONS = {"validation/reward": 1, "validation/loss": -1}
+"""1 if higher values of a metric are better, else -1, by name of the metric; the first metric has priority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +23,9 @@ def select_best(best: BestStep | None, step: int, metrics: Mapping[str, float]) 
     """Return `step` as the new best if its metrics are better than those of `best`, otherwise `best`. On a tie the
     earlier step wins; NaN and infinity never win. If `metrics` has a reward and a loss, the reward alone decides;
     values of different metrics are never compared."""
-    for metric, metric_direction in _METRIC_SIGNS.items():
+    for metric, direction in _METRIC_DIRECTIONS.items():
         value, is_same_metric = metrics.get(metric, math.nan), best is not None and best.metric == metric
-        if math.isfinite(value) and (
-            best is None or not is_same_metric or metric_direction * value > metric_direction * best.value
-        ):
+        if math.isfinite(value) and (best is None or not is_same_metric or direction * value > direction * best.value):
             return BestStep(step, metric, value)
         if is_same_metric or math.isfinite(value):
             return best

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cosmos_core.checkpoint.load_checkpoint_model import pinned_model, pinned_step
-from cosmos_core.config.inputs import source_of
+from cosmos_core.checkpoint.load_checkpoint_model import find_checkpoint_step, load_checkpoint_model
+from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.errors import Preempted, StageFailed
 from cosmos_core.models.export import export_model
 from cosmos_core.models.hf import load_model, load_tokenizer
-from cosmos_core.models.lora import FOLDER
+from cosmos_core.models.lora import ADAPTER_FOLDER
 from cosmos_core.models.processor import processor_files
-from cosmos_core.models.verify_export import auto_class, verify_export
+from cosmos_core.models.verify_export import select_auto_class, verify_export
 from cosmos_core.run.lineage import public_name
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome
@@ -55,21 +55,21 @@ def export_causal_lm(stage: Stage) -> Outcome:
         Preempted: a stop was requested before the verification.
     """
     if not stage.config.checkpoint:
-        return _export(stage, trained_step(stage))
+        return _export_and_verify(stage, num_trained_steps(stage))
     stage.progress.phase("load")
-    revision, folder, step = stage.recipe.policy.model_revision, stage.path / "pinned", pinned_step(stage)
+    revision, folder, step = stage.recipe.policy.model_revision, stage.path / "pinned", find_checkpoint_step(stage)
     chat_template = stage.recipe.policy.chat_template
     tokenizer = load_tokenizer(stage.model, revision, chat_template)
-    files = processor_files(stage.model, revision, chat_template)
-    export_model(pinned_model(stage, step), tokenizer, folder, dtype=None, extra_files=files)
+    extra_files = processor_files(stage.model, revision, chat_template)
+    export_model(load_checkpoint_model(stage, step), tokenizer, folder, dtype=None, extra_files=extra_files)
     stage.model = str(folder)
     try:
-        return _export(stage, step)
+        return _export_and_verify(stage, step)
     finally:
         shutil.rmtree(folder)
 
 
-def _export(stage: Stage, step: int) -> Outcome:
+def _export_and_verify(stage: Stage, step: int) -> Outcome:
     dtype: torch.dtype = getattr(torch, stage.recipe.train.param_dtype)
     revision, chat_template = stage.recipe.policy.model_revision, stage.recipe.policy.chat_template
     stage.progress.phase("load")
@@ -77,39 +77,41 @@ def _export(stage: Stage, step: int) -> Outcome:
     model = load_model(stage.model, revision=revision, dtype=torch.float32)
     target = stage.path / export_folder(step)
     stage.progress.phase("export")
-    adapter = adapter_files(stage)
-    readme_content = model_card(stage, loading_instructions(stage, auto_class(model.config).__name__)).encode()
-    extra_files = {"README.md": readme_content, **adapter, **processor_files(stage.model, revision, chat_template)}
+    copied_files = adapter_files(stage)
+    readme_content = model_card(stage, loading_instructions(stage, select_auto_class(model.config).__name__)).encode()
+    extra_files = {"README.md": readme_content} | copied_files | processor_files(stage.model, revision, chat_template)
     export_model(model, tokenizer, target, dtype=dtype, extra_files=extra_files)
     verify = partial(verify_export, model, target, dtype=dtype, tokenizer=tokenizer)
-    return verified_outcome(stage, step, verify, adapter, target.glob("*.safetensors"), has_adapter=bool(adapter))
+    weight_files = target.glob("*.safetensors")
+    return make_verified_outcome(stage, step, verify, copied_files, weight_files, has_adapter=bool(copied_files))
 
 
-def verified_outcome(
+def make_verified_outcome(
     stage: Stage,
     step: int,
     verify: Callable[[], list[str]],
-    adapter: Mapping[str, bytes],
-    weights: Iterable[Path],
+    copied_files: Mapping[str, bytes],
+    weight_files: Iterable[Path],
     *,
     has_adapter: bool,
 ) -> Outcome:
     """Verify the export of step `step`, and return its outcome; errors are those of `export_causal_lm`. `verify`
-    returns the names of its checks, `adapter` has the copied files of an adapter by path, and `weights` are the
-    export's safetensors files."""
+    returns the names of its checks, `copied_files` has the contents of copied adapter files by path, and `weight_files`
+    are the export's safetensors files."""
     if stage.stop_requested:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
     checks, folder = verify(), export_folder(step)
-    if differing := [name for name, content in adapter.items() if (stage.path / folder / name).read_bytes() != content]:
+    target = stage.path / folder
+    if changed_files := [name for name, content in copied_files.items() if (target / name).read_bytes() != content]:
         remedy = "check the disk and run the stage again"
-        raise StageFailed(f"export {stage.path / folder}: {differing[0]} is not what was copied; {remedy}")
-    if adapter:
+        raise StageFailed(f"export {target}: {changed_files[0]} is not what was copied; {remedy}")
+    if copied_files:
         checks.append("adapter: bytes")
-    logger.info("exported %s %s; checks: %s", stage.path / folder, precision(stage), ", ".join(checks))
-    size, dtype = sum(file.stat().st_size for file in weights), stage.recipe.train.param_dtype
+    logger.info("exported %s %s; checks: %s", target, describe_precision(stage), ", ".join(checks))
+    size, dtype = sum(file.stat().st_size for file in weight_files), stage.recipe.train.param_dtype
     info: dict[str, JsonValue] = {"model": folder, "step": step, "checks": list(checks), "dtype": dtype}
     if has_adapter:
-        info["adapter"] = f"{folder}/{FOLDER}"
+        info["adapter"] = f"{folder}/{ADAPTER_FOLDER}"
     return Outcome(outputs=(folder,), metrics={"export/bytes": float(size)}, info=info)
 
 
@@ -121,15 +123,15 @@ def export_folder(step: int) -> str:
 def loading_instructions(stage: Stage, auto_class_name: str) -> LoadingInstructions:
     """Return the instructions for loading a stage's model; `auto_class_name` names the model's auto class in
     transformers."""
-    reader = "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
+    preprocessor = "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
     return LoadingInstructions(
         "transformers",
         (
-            f"from transformers import {auto_class_name}, Auto{reader}", "",
+            f"from transformers import {auto_class_name}, Auto{preprocessor}", "",
             f'model = {auto_class_name}.from_pretrained(path, dtype="auto")',
-            f"{reader.lower()} = Auto{reader}.from_pretrained(path)",
+            f"{preprocessor.lower()} = Auto{preprocessor}.from_pretrained(path)",
         ),
-        f"The adapter is merged into these weights; `{FOLDER}/` has it alone, in PEFT's format.",
+        f"The adapter is merged into these weights; `{ADAPTER_FOLDER}/` has it alone, in PEFT's format.",
     )  # fmt: skip
 
 
@@ -138,12 +140,12 @@ def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
     origin, base_model_name = stage.origin, public_name(stage.origin.get("base_model", ""))
     revision = origin.get("revision", "")
     metadata = [f"library_name: {instructions.library}", *([f"base_model: {base_model_name}"] if revision else [])]
-    provenance = f"made by `{public_name(origin['made_by'])}`" if origin.get("made_by") else ""
+    maker_text = f"made by `{public_name(origin['made_by'])}`" if origin.get("made_by") else ""
     card_fields = {
-        "Base model": f"`{base_model_name}`" + f" at `{revision}`" * bool(revision) if base_model_name else provenance,
+        "Base model": f"`{base_model_name}`" + f" at `{revision}`" * bool(revision) if base_model_name else maker_text,
         "Data": ", ".join(f"`{public_name(name)}`" for name in origin.get("data", ())),
         "Run": f"`{stage.run_path.name}`",
-        "Precision": precision(stage),
+        "Precision": describe_precision(stage),
         "Fingerprint of this stage": f"`{stage.fingerprint}`",
     }
     lines = [
@@ -152,49 +154,50 @@ def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
         "```python", *instructions.lines, "```", "",
     ]  # fmt: skip
     if adapter_files(stage):
-        lines += [f"{instructions.adapter} Its base is `{_get_adapter_base_model(stage)}`.", ""]
+        lines += [f"{instructions.adapter} Its base is `{_adapter_base_model(stage)}`.", ""]
     for name, stage_result in sorted(stage.inputs.items()):
-        lines += _describe_input(name, stage_result)
+        lines += _describe_upstream_stage(name, stage_result)
     return "\n".join(lines)
 
 
-def _describe_input(name: str, stage_result: Mapping[str, Any]) -> list[str]:
+def _describe_upstream_stage(name: str, stage_result: Mapping[str, Any]) -> list[str]:
     """Return the lines of a model card about the upstream stage `name`: digests, its inputs, and its metrics."""
     lines = [f"## From stage `{name}` ({stage_result['kind']})", ""]
     lines += [f"- {key}: `{stage_result[key]}`" for key in ("digest", "fingerprint")]
-    lines += [f"- made from `{source}`: `{each['digest']}`" for source, each in sorted(stage_result["inputs"].items())]
+    lines += [f"- made from `{key}`: `{result['digest']}`" for key, result in sorted(stage_result["inputs"].items())]
     if metrics := stage_result["metrics"]:
         lines += ["", "| metric | value |", "|---|---|"]
         lines += [f"| {key} | {value:.6g} |" for key, value in sorted(metrics.items())]
     return [*lines, ""]
 
 
-def trained_step(stage: Stage) -> int:
+def num_trained_steps(stage: Stage) -> int:
     """Return the number of steps that the upstream stage trained the model to export; 0 for a base model."""
-    return int(_upstream_info(stage).get("step", 0))
+    return int(_get_upstream_info(stage).get("step", 0))
 
 
-def precision(stage: Stage) -> str:
+def describe_precision(stage: Stage) -> str:
     """Return the dtype of the export as text, followed by the training dtype if the two differ."""
-    dtype, training_dtype = stage.recipe.train.param_dtype, _upstream_info(stage).get("dtype", "")
+    dtype, training_dtype = stage.recipe.train.param_dtype, _get_upstream_info(stage).get("dtype", "")
     return dtype if training_dtype in {"", dtype} else f"{dtype}, cast from {training_dtype}, in which it was trained"
 
 
-def _upstream_info(stage: Stage) -> Mapping[str, Any]:
-    """Return the `info` of the upstream stage that made the model to export; empty for a base model."""
-    info: Mapping[str, Any] = stage.inputs.get(str(source_of(stage.config.model)), {}).get("info", {})
+def _get_upstream_info(stage: Stage) -> Mapping[str, Any]:
+    """Return the recorded information about the upstream stage that made the model; empty for a base model."""
+    info: Mapping[str, Any] = stage.inputs.get(str(referenced_stage(stage.config.model)), {}).get("info", {})
     return info
 
 
 def adapter_files(stage: Stage) -> dict[str, bytes]:
     """Return the content of the adapter files that the upstream stage exported, by path in the export; the adapter's
     config names the base model by its public name instead of a local folder."""
-    files = {f"{FOLDER}/{file.name}": file.read_bytes() for file in sorted(Path(stage.model, FOLDER).glob("*"))}
-    if content := files.get(name := f"{FOLDER}/adapter_config.json"):
-        adapter_config = json.loads(content) | {"base_model_name_or_path": _get_adapter_base_model(stage)}
+    paths = sorted(Path(stage.model, ADAPTER_FOLDER).glob("*"))
+    files = {f"{ADAPTER_FOLDER}/{path.name}": path.read_bytes() for path in paths}
+    if content := files.get(name := f"{ADAPTER_FOLDER}/adapter_config.json"):
+        adapter_config = json.loads(content) | {"base_model_name_or_path": _adapter_base_model(stage)}
         files[name] = json.dumps(adapter_config, indent=2, sort_keys=True).encode()
     return files
 
 
-def _get_adapter_base_model(stage: Stage) -> str:
-    return str(_upstream_info(stage).get("base") or public_name(stage.origin.get("base_model", "")))
+def _adapter_base_model(stage: Stage) -> str:
+    return str(_get_upstream_info(stage).get("base") or public_name(stage.origin.get("base_model", "")))

@@ -12,18 +12,18 @@ from cosmos_core.checkpoint.export import (
     LoadingInstructions,
     adapter_files,
     export_folder,
+    make_verified_outcome,
     model_card,
-    trained_step,
-    verified_outcome,
+    num_trained_steps,
 )
-from cosmos_core.checkpoint.load_checkpoint_model import pinned_model, pinned_step, training_of
+from cosmos_core.checkpoint.load_checkpoint_model import find_checkpoint_step, load_checkpoint_model, upstream_training
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.export_pipeline import ADAPTER_FILE, export_pipeline
 from cosmos_core.models.families import open_family
 from cosmos_core.models.freeze import mark_trained_weights
-from cosmos_core.models.lora import FOLDER, is_adapted
+from cosmos_core.models.lora import ADAPTER_FOLDER, has_lora_adapter
 from cosmos_core.models.verify_pipeline_export import verify_pipeline
-from cosmos_core.run.loading import pipeline_arguments, pipeline_needs
+from cosmos_core.run.loading import render_extra_packages, render_pipeline_arguments
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
@@ -34,21 +34,22 @@ def run(stage: Stage) -> Outcome:
     stage.progress.phase("load")
     policy = stage.recipe.policy
     if stage.config.checkpoint:
-        step, training_stage = pinned_step(stage), training_of(stage)
+        step, training_stage = find_checkpoint_step(stage), upstream_training(stage)
         family = open_family(training_stage.model, policy)
-        model: Any = pinned_model(stage, step, lambda training_stage: _load_initial_denoiser(family, training_stage))
+        model: Any = load_checkpoint_model(stage, step, partial(_load_initial_denoiser, family))
     else:
-        step = trained_step(stage)
+        step = num_trained_steps(stage)
         family = open_family(stage.model, policy)
         model = family.load_denoiser(torch.float32)
     target, dtype = stage.path / export_folder(step), getattr(torch, stage.recipe.train.param_dtype)
     stage.progress.phase("export")
-    adapter = {} if stage.config.checkpoint else adapter_files(stage)
+    copied_files = {} if stage.config.checkpoint else adapter_files(stage)
     readme_content = model_card(stage, _loading_instructions(family)).encode()
-    export_pipeline(family, model, target, dtype=dtype, extra_files={"README.md": readme_content, **adapter})
+    export_pipeline(family, model, target, dtype=dtype, extra_files={"README.md": readme_content, **copied_files})
     verify = partial(verify_pipeline, family, model, target, dtype=dtype, model_class=policy.model_class)
-    has_adapter = bool(adapter) or is_adapted(model)
-    return verified_outcome(stage, step, verify, adapter, target.rglob("*.safetensors"), has_adapter=has_adapter)
+    has_adapter = bool(copied_files) or has_lora_adapter(model)
+    weight_files = target.rglob("*.safetensors")
+    return make_verified_outcome(stage, step, verify, copied_files, weight_files, has_adapter=has_adapter)
 
 
 def _load_initial_denoiser(family: DiffusionModel, training_stage: Stage) -> Any:
@@ -60,10 +61,10 @@ def _load_initial_denoiser(family: DiffusionModel, training_stage: Stage) -> Any
 
 def _loading_instructions(family: DiffusionModel) -> LoadingInstructions:
     model_index = family.folder.index
-    load_call = f"DiffusionPipeline.from_pretrained(path{pipeline_arguments(model_index)})"
+    load_call = f"DiffusionPipeline.from_pretrained(path{render_pipeline_arguments(model_index)})"
     return LoadingInstructions(
         "diffusers",
-        ("from diffusers import DiffusionPipeline", "", f"pipeline = {load_call}{pipeline_needs(model_index)}"),
-        f"The adapter is merged into these weights; `{FOLDER}/{ADAPTER_FILE}` has it alone: load it onto the base "
-        f"model with `pipeline.load_lora_weights`.",
+        ("from diffusers import DiffusionPipeline", "", f"pipeline = {load_call}{render_extra_packages(model_index)}"),
+        f"The adapter is merged into these weights; `{ADAPTER_FOLDER}/{ADAPTER_FILE}` has it alone: load it onto the "
+        f"base model with `pipeline.load_lora_weights`.",
     )

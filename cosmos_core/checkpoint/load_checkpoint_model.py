@@ -13,55 +13,55 @@ from transformers import PreTrainedModel
 
 from cosmos_core.checkpoint.resume import resume_obstacle, saved_steps, step_folder
 from cosmos_core.checkpoint.state import TrainState, named_tensors
-from cosmos_core.config.inputs import source_of
+from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.errors import ModelError
 from cosmos_core.models.disk import unwrap_checkpoint_errors
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import load_model
-from cosmos_core.run.stage import Stage, load_stage, maker_of
+from cosmos_core.run.stage import Stage, find_stage_that_made, load_stage
 
 
-def pinned_step(stage: Stage) -> int:
+def find_checkpoint_step(stage: Stage) -> int:
     """Return the step of the upstream checkpoint that a stage's setting `checkpoint` (a number or `best`) selects;
     raise a `ModelError` if it is not complete or, without validation, no step is the best."""
-    choice, name = stage.config.checkpoint, source_of(stage.config.model)
-    key = f"checkpoint = {choice!r} of stage {name!r}"
+    selection, name = stage.config.checkpoint, referenced_stage(stage.config.model)
+    key = f"checkpoint = {selection!r} of stage {name!r}"
     upstream_result = stage.inputs[str(name)]
-    if choice == "best":
-        if not (best_record := upstream_result["info"].get("best")):
+    if selection == "best":
+        if not (best_step_record := upstream_result["info"].get("best")):
             raise ModelError(f"{key}: it was not validated, so no step is the best; set validation.enable = true")
-        choice = best_record["step"]
-    step, folder = int(choice), maker_of(Path(upstream_result["path"])) / "checkpoints"
+        selection = best_step_record["step"]
+    step, folder = int(selection), find_stage_that_made(Path(upstream_result["path"])) / "checkpoints"
     if step not in saved_steps(folder):
         steps = ", ".join(map(str, saved_steps(folder))) or "none"
         raise ModelError(
-            f"{key}: there is no checkpoint of step {choice}, only {steps}; train with "
+            f"{key}: there is no checkpoint of step {selection}, only {steps}; train with "
             f"train.ckpt.enable_checkpoint = true, and raise train.ckpt.max_keep to keep more; a finished training is "
             f"made again with --from-stage {name}"
         )
-    if reason := resume_obstacle(folder, step, None):
-        raise ModelError(f"{key}: {step_folder(folder, step)}: {reason}; choose another step")
+    if obstacle := resume_obstacle(folder, step, None):
+        raise ModelError(f"{key}: {step_folder(folder, step)}: {obstacle}; choose another step")
     return step
 
 
-def pinned_model(stage: Stage, step: int, load_initial_model: Callable[[Stage], Any] | None = None) -> Any:
+def load_checkpoint_model(stage: Stage, step: int, load_initial_model: Callable[[Stage], Any] | None = None) -> Any:
     """Return the model of the upstream training after `step` steps, on the CPU in its training dtype, with the moving
     average of the weights if the training kept one.
 
     `load_initial_model` loads the initial model of the training stage; None: a causal language model. Raise a
     `ModelError` if the initial model cannot be loaded, or has changed.
     """
-    training_stage = training_of(stage)
+    training_stage = upstream_training(stage)
     train = training_stage.recipe.train
-    torch.manual_seed(training_stage.seed)  # so that LoRA adapters have the same initial weights as in the training
+    torch.manual_seed(training_stage.seed)  # LoRA adapters get the same initial weights as in the training
     model = (load_initial_model or _load_causal_lm)(training_stage)
     folder = step_folder(training_stage.path / "checkpoints", step) / "policy"
     storage_reader = dcp.HuggingFaceStorageReader(str(folder))
     saved_names = storage_reader.read_metadata().state_dict_metadata.keys()
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    ema_weights = {name: torch.empty_like(p, dtype=torch.float32) for name, p in trained.items() if train.ema_enable}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    ema_weights = {name: torch.empty_like(p, dtype=torch.float32) for name, p in parameters.items() if train.ema_enable}
     # An SGD optimizer without momentum has no state, so only weights are read from the checkpoint.
-    tensors = named_tensors(TrainState(model, torch.optim.SGD(trained.values()), named_weights={"ema": ema_weights}))
+    tensors = named_tensors(TrainState(model, torch.optim.SGD(parameters.values()), named_weights={"ema": ema_weights}))
     if missing_names := sorted(tensors.keys() - saved_names):
         raise ModelError(
             f"checkpoint {folder} has no {missing_names[0]!r}: it is of another model than {training_stage.model}"
@@ -70,13 +70,13 @@ def pinned_model(stage: Stage, step: int, load_initial_model: Callable[[Stage], 
         dcp.load(tensors, storage_reader=storage_reader, no_dist=True)
     with torch.no_grad():
         for name, ema_weight in ema_weights.items():
-            trained[name].copy_(ema_weight)
+            parameters[name].copy_(ema_weight)
     return model
 
 
-def training_of(stage: Stage) -> Stage:
+def upstream_training(stage: Stage) -> Stage:
     """Return the upstream training stage of the model whose checkpoint `stage` names."""
-    return load_stage(maker_of(Path(stage.inputs[str(source_of(stage.config.model))]["path"])))
+    return load_stage(find_stage_that_made(Path(stage.inputs[str(referenced_stage(stage.config.model))]["path"])))
 
 
 def _load_causal_lm(training_stage: Stage) -> PreTrainedModel:

@@ -19,19 +19,21 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cosmos_core.config.inputs import source_of
+from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.schema.merge import MergeConfig
 from cosmos_core.errors import ConfigError, ModelError, Preempted
 from cosmos_core.models.disk import translate_disk_errors
 from cosmos_core.models.model_files import weight_files
 from cosmos_core.models.sharded_load import init_on_meta
-from cosmos_core.run.files import replaced_folder
+from cosmos_core.run.files import replace_folder
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
 _MODEL_FOLDER = "model"
 _AVERAGING_METHODS = {"linear", "dare_linear"}
-_METHODS: Mapping[str, Callable[..., Tensor]] = {"ties": ties, "dare_linear": dare_linear, "dare_ties": dare_ties}
+_TASK_VECTOR_METHODS: Mapping[str, Callable[..., Tensor]] = {
+    "ties": ties, "dare_linear": dare_linear, "dare_ties": dare_ties
+}  # fmt: skip
 
 
 def run(stage: Stage) -> Outcome:
@@ -43,26 +45,26 @@ def run(stage: Stage) -> Outcome:
         Preempted: a stop was requested; nothing is written.
     """
     config, revision = stage.recipe.merge, stage.recipe.policy.model_revision
-    sources = _get_upstream_results(stage)
-    folders = [Path(source["path"]) / str(source["info"]["model"]) for source in sources]
-    weights = model_weights(config, len(folders))
+    upstream_results = _get_upstream_results(stage)
+    folders = [Path(result["path"]) / str(result["info"]["model"]) for result in upstream_results]
+    weights = merge_weights(config, len(folders))
     stage.progress.phase("export")
     target = stage.path / _MODEL_FOLDER
     with (
         translate_disk_errors(f"merge {target}", lambda: "nothing is left of it"),
-        replaced_folder(target) as temporary_folder,
-        ExitStack() as stack,
+        replace_folder(target) as temporary_folder,
+        ExitStack() as exit_stack,
     ):
-        models = [_Tensors(str(folder), None, stack) for folder in folders]
-        base_model = _Tensors(stage.model, revision, stack) if config.method in _METHODS else None
+        models = [_ModelTensors(str(folder), None, exit_stack) for folder in folders]
+        base_model = _ModelTensors(stage.model, revision, exit_stack) if config.method in _TASK_VECTOR_METHODS else None
         for other_model in models[1:]:
             _check_same_tensors(models[0], other_model)
         if base_model is not None:
-            _check_same_tensors(models[0], base_model, allow_extra_tensors=True)
-        for number, (file, names) in enumerate(models[0].files.items(), start=1):
-            merged = {name: combine_tensors(config, weights, models, base_model, name, stage.seed) for name in names}
-            save_file(merged, temporary_folder / Path(file).name, metadata={"format": "pt"})
-            stage.progress.step(number, len(models[0].files))
+            _check_same_tensors(models[0], base_model, allow_extra=True)
+        for file_number, (file, names) in enumerate(models[0].files.items(), start=1):
+            tensors = {name: combine_tensors(config, weights, models, base_model, name, stage.seed) for name in names}
+            save_file(tensors, temporary_folder / Path(file).name, metadata={"format": "pt"})
+            stage.progress.step(file_number, len(models[0].files))
             if stage.stop_requested:
                 raise Preempted(f"stage {stage.name!r} was asked to stop; run again to merge")
         for other_file in folders[0].iterdir():
@@ -72,13 +74,13 @@ def run(stage: Stage) -> Outcome:
     # init_on_meta raises an error if tensors of the merged model and of its transformers class differ in name or shape.
     init_on_meta(str(target), dtype=torch.float32, device=torch.device("cpu"))
     num_bytes = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    merged_names = [Path(source["path"]).name for source in sources]
+    merged_names = [Path(result["path"]).name for result in upstream_results]
     info: dict[str, Any] = {"model": _MODEL_FOLDER, "checks": ["keys"], "merged": merged_names}
     metrics = {"merge/bytes": float(num_bytes), "merge/models": float(len(folders))}
     return Outcome(outputs=(_MODEL_FOLDER,), metrics=metrics, info=info)
 
 
-class _Tensors:
+class _ModelTensors:
     """The tensors of a model folder by name, read one at a time."""
 
     def __init__(self, model: str, revision: str | None, exit_stack: ExitStack) -> None:
@@ -104,8 +106,8 @@ class _Tensors:
 def combine_tensors(
     config: MergeConfig,
     weights: Sequence[float],
-    models: Sequence[Mapping[str, Tensor] | _Tensors],
-    base_model: Mapping[str, Tensor] | _Tensors | None,
+    models: Sequence[Mapping[str, Tensor] | _ModelTensors],
+    base_model: Mapping[str, Tensor] | _ModelTensors | None,
     name: str,
     seed: int,
 ) -> Tensor:
@@ -127,7 +129,7 @@ def combine_tensors(
         task_vectors = [tensor - base_tensor for tensor in tensors]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1)
-            merged_tensor = base_tensor + _METHODS[config.method](task_vectors, weights_M, config.density)
+            merged_tensor = base_tensor + _TASK_VECTOR_METHODS[config.method](task_vectors, weights_M, config.density)
     merged_tensor = merged_tensor.to(first_tensor.dtype)  # a sum may overflow in float16
     if not torch.isfinite(merged_tensor).all():
         raise ModelError(f"merge: {name} has values that are not finite; look for them in the merged models")
@@ -136,16 +138,16 @@ def combine_tensors(
 
 def _get_upstream_results(stage: Stage) -> list[dict[str, Any]]:
     """Return the results of the stages to merge: all stages in `after` with a model, except that of the base model."""
-    base, after = source_of(stage.config.model), stage.config.after
-    results = [stage.inputs[name] for name in after if name != base and stage.inputs[name]["info"].get("model")]
+    base_stage, after = referenced_stage(stage.config.model), stage.config.after
+    results = [stage.inputs[name] for name in after if name != base_stage and stage.inputs[name]["info"].get("model")]
     if len(results) < 2:
-        notice = f" besides the base {base!r}" if base in after else ""
+        base_text = f" besides the base {base_stage!r}" if base_stage in after else ""
         problem = f"after = {json.dumps(after)} names {len(results)} models to merge"
-        raise ConfigError(f"stage {stage.name!r}: {problem}; name at least two{notice}")
+        raise ConfigError(f"stage {stage.name!r}: {problem}; name at least two{base_text}")
     return results
 
 
-def model_weights(config: MergeConfig, num_models: int) -> Sequence[float]:
+def merge_weights(config: MergeConfig, num_models: int) -> Sequence[float]:
     """Return the weight of each of `num_models` models; without configured weights all have the same. Raise a
     `ConfigError` if the number of configured weights is not `num_models`."""
     if not config.weights:
@@ -155,15 +157,15 @@ def model_weights(config: MergeConfig, num_models: int) -> Sequence[float]:
     return config.weights
 
 
-def _check_same_tensors(first_model: _Tensors, other_model: _Tensors, *, allow_extra_tensors: bool = False) -> None:
-    """Check that two models have tensors of the same names and shapes; with `allow_extra_tensors`, `other_model` may
-    have further tensors, such as an output layer that is stored although it is tied to the embedding."""
-    shapes, others = first_model.shapes(), other_model.shapes()
-    names = shapes.keys() if allow_extra_tensors else {*shapes, *others}
-    if differing := sorted(name for name in names if shapes.get(name) != others.get(name)):
-        name = differing[0]
+def _check_same_tensors(first_model: _ModelTensors, other_model: _ModelTensors, *, allow_extra: bool = False) -> None:
+    """Check that two models have tensors of the same names and shapes; with `allow_extra`, `other_model` may have
+    further tensors, such as an output layer that is stored although it is tied to the embedding."""
+    shapes, other_shapes = first_model.shapes(), other_model.shapes()
+    names = shapes.keys() if allow_extra else {*shapes, *other_shapes}
+    if differing_names := sorted(name for name in names if shapes.get(name) != other_shapes.get(name)):
+        name = differing_names[0]
         raise ModelError(
-            f"merge: {len(differing)} tensors differ, such as {name}: {shapes.get(name, 'missing')} in "
-            f"{first_model.model}, {others.get(name, 'missing')} in {other_model.model}; merge models of one "
+            f"merge: {len(differing_names)} tensors differ, such as {name}: {shapes.get(name, 'missing')} in "
+            f"{first_model.model}, {other_shapes.get(name, 'missing')} in {other_model.model}; merge models of one "
             f"architecture"
         )

@@ -21,7 +21,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 from cosmos_core.parallel.fsdp import local_shard, shard_bounds
 from cosmos_core.parallel.mesh import all_gather_object, rank_number
 
-EXTRA_FILE = "extra.json"
+FIRST_RANK_JSON_FILE = "extra.json"
 _DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 _CHUNK_BYTES = 1 << 24
 
@@ -34,37 +34,37 @@ class LocalTensor(NamedTuple):
     """Offsets of the first element of the shard in the full tensor, one for each dimension."""
 
 
-def owned_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalTensor]:
+def select_owned_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalTensor]:
     """Return the local tensors that this rank writes, by name; the lowest rank with a replica of a tensor writes it.
     The function is collective: every rank calls it."""
     local_tensors = {
-        name: LocalTensor(shard, tuple(bound.start for bound in shard_bounds(tensor)))
+        name: LocalTensor(shard, tuple(bounds.start for bounds in shard_bounds(tensor)))
         for name, tensor in tensors.items()
         if (shard := local_shard(tensor)).numel() or not tensor.numel()
     }
     shards_by_rank = all_gather_object([(name, local.offsets) for name, local in local_tensors.items()])
-    shards_of_lower_ranks = {shard for shards in shards_by_rank[: rank_number()] for shard in shards}
-    return {name: each for name, each in local_tensors.items() if (name, each.offsets) not in shards_of_lower_ranks}
+    shards_of_lower_ranks = {shard for rank_shards in shards_by_rank[: rank_number()] for shard in rank_shards}
+    return {name: local for name, local in local_tensors.items() if (name, local.offsets) not in shards_of_lower_ranks}
 
 
-def write_rank(folder: Path, tensors: Mapping[str, LocalTensor], extra_json: str) -> dict[str, dict[str, object]]:
+def write_rank_files(folder: Path, tensors: Mapping[str, LocalTensor], extra_json: str) -> dict[str, dict[str, object]]:
     """Write this rank's files to the disk; return size and digest of each file, by file name. `extra_json` is the
     content of the JSON file; without `tensors` no safetensors file is written."""
     rank = rank_number()
     folder.mkdir(parents=True, exist_ok=True)
-    file_records = {extra_name(rank): _write_file(folder / extra_name(rank), [extra_json.encode()])}
+    file_records = {json_file_name(rank): _write_file(folder / json_file_name(rank), [extra_json.encode()])}
     if tensors:
-        offsets = {name: {SAVED_OFFSETS_KEY: local.offsets} for name, local in tensors.items()}
+        offsets = {name: {SAVED_OFFSETS_KEY: local_tensor.offsets} for name, local_tensor in tensors.items()}
         metadata = {"format": "pt", CUSTOM_METADATA_KEY: json.dumps(offsets)}
-        blocks = safetensors_blocks({name: local.tensor for name, local in tensors.items()}, metadata)
-        file = folder / f"rank_{rank}.safetensors"
-        file_records[file.name] = _write_file(file, blocks)
+        blocks = safetensors_blocks({name: local_tensor.tensor for name, local_tensor in tensors.items()}, metadata)
+        tensor_file = folder / f"rank_{rank}.safetensors"
+        file_records[tensor_file.name] = _write_file(tensor_file, blocks)
     return file_records
 
 
-def extra_name(rank: int) -> str:
+def json_file_name(rank: int) -> str:
     """Return the name of the JSON file of a rank, with its state other than tensors, such as random generators."""
-    return f"extra_{rank}.json" if rank else EXTRA_FILE
+    return f"extra_{rank}.json" if rank else FIRST_RANK_JSON_FILE
 
 
 def safetensors_blocks(
@@ -85,11 +85,11 @@ def safetensors_blocks(
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write_file(file: Path, blocks: Iterable[memoryview | bytes]) -> dict[str, object]:
+def _write_file(file: Path, byte_blocks: Iterable[memoryview | bytes]) -> dict[str, object]:
     """Write a file, wait until it is on the disk, and return its size and digest."""
     digest, num_bytes = hashlib.sha256(), 0
     with open(file, "wb") as output_file, ThreadPoolExecutor(1) as hash_executor:
-        for block in blocks:
+        for block in byte_blocks:
             for start in range(0, len(block), _CHUNK_BYTES):
                 chunk = block[start : start + _CHUNK_BYTES]
                 hash_future = hash_executor.submit(digest.update, chunk)  # a thread hashes the chunk during the write

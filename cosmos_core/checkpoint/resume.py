@@ -17,21 +17,21 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
-from cosmos_core.checkpoint.rank_files import EXTRA_FILE, extra_name
+from cosmos_core.checkpoint.rank_files import FIRST_RANK_JSON_FILE, json_file_name
 from cosmos_core.checkpoint.state import (
     TrainState,
-    adopt_optimizer_tensors,
     allocate_tensors,
     init_missing_weight_sets,
+    load_optimizer_tensors,
     restore_json_values,
 )
 from cosmos_core.errors import ModelError
 from cosmos_core.models.disk import unwrap_checkpoint_errors
 from cosmos_core.parallel.mesh import broadcast_object, first_error_of_ranks, is_first, num_ranks, rank_number
-from cosmos_core.run.files import read_object, sha256
+from cosmos_core.run.files import read_json_object, sha256
 
 MANIFEST = "manifest.json"
-OTHER_CONFIGURATION = "it belongs to another configuration"
+OTHER_CONFIGURATION_REASON = "it belongs to another configuration"
 _STEP_FOLDER_PATTERN = re.compile(r"step_(\d+)")
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of a step, below the folder of all checkpoints."""
+    """Return the folder of the checkpoint of train step `step` in `folder`."""
     return folder / f"step_{step}"
 
 
@@ -50,35 +50,37 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in map(_STEP_FOLDER_PATTERN.fullmatch, names) if match)
 
 
-def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool = False) -> str | None:
+def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_verified: bool = False) -> str | None:
     """Return the reason why training cannot resume from the checkpoint of a step in `folder`; None: it is intact. With
-    a `fingerprint`, the checkpoint must have this one. `is_hashed`: whether to compare only sizes of files and no
+    a `fingerprint`, the checkpoint must have this one. `is_verified`: whether to compare only sizes of files and no
     digests, because this process wrote the files."""
     policy_folder = step_folder(folder, step) / "policy"
     manifest = read_manifest(policy_folder)
     if not manifest:
         return f"{MANIFEST} is missing or damaged: it was not written to the end"
     if fingerprint is not None and manifest.get("fingerprint") != fingerprint:
-        return OTHER_CONFIGURATION
+        return OTHER_CONFIGURATION_REASON
     if manifest.get("step") != step:
         return f"{MANIFEST} is of step {manifest.get('step')}"
     if not _has_complete_records(manifest):
         return f"{MANIFEST} is damaged: it does not say how many ranks saved which files, of which size and digest"
     files = manifest["files"].items()
-    problems = (_find_file_problem(policy_folder / name, record, is_hashed=is_hashed) for name, record in files)
+    problems = (_find_file_problem(policy_folder / name, record, is_verified=is_verified) for name, record in files)
     return next(filter(None, problems), None)
 
 
 def read_manifest(policy_folder: Path) -> dict[str, Any]:
     """Return the manifest in the folder `policy_folder` of a checkpoint; empty if it is missing or damaged."""
-    return read_object(policy_folder / MANIFEST)
+    return read_json_object(policy_folder / MANIFEST)
 
 
 def _has_complete_records(manifest: dict[str, Any]) -> bool:
-    file_records, ranks = manifest.get("files"), manifest.get("ranks", 1)
-    if not isinstance(file_records, dict) or EXTRA_FILE not in file_records or not isinstance(ranks, int) or ranks < 1:
+    records, num_saved_ranks = manifest.get("files"), manifest.get("ranks", 1)
+    if not isinstance(records, dict) or FIRST_RANK_JSON_FILE not in records:
         return False
-    return all(isinstance(record, dict) and record.keys() >= {"size", "sha256"} for record in file_records.values())
+    if not isinstance(num_saved_ranks, int) or num_saved_ranks < 1:
+        return False
+    return all(isinstance(record, dict) and record.keys() >= {"size", "sha256"} for record in records.values())
 
 
 def newest_complete_step(folder: Path, steps: Sequence[int], find_obstacle: Callable[[int], str | None]) -> int | None:
@@ -107,26 +109,26 @@ def resume_obstacle_on_ranks(
 ) -> str | None:
     """Return the result of `resume_obstacle` on every rank, as a collective. Every rank hashes only some of the files,
     because a single rank would take longer than the timeout of a collective."""
-    reason = broadcast_object(resume_obstacle(folder, step, fingerprint, is_hashed=True) if is_first() else None)
+    reason = broadcast_object(resume_obstacle(folder, step, fingerprint, is_verified=True) if is_first() else None)
     policy_folder = step_folder(folder, step) / "policy"
     return reason or first_error_of_ranks(find_damaged_file(policy_folder, rank_number(), num_ranks(), send_heartbeat))
 
 
 def find_damaged_file(
-    policy: Path, rank: int, num_ranks: int, send_heartbeat: Callable[[], None] = lambda: None
+    policy_folder: Path, rank: int, num_ranks: int, send_heartbeat: Callable[[], None] = lambda: None
 ) -> str | None:
     """Return what is wrong with the first file of a checkpoint that differs from its digest; None: no file differs.
     Rank `rank` checks only every `num_ranks`-th file, and calls `send_heartbeat` before each."""
-    if (file_records := read_manifest(policy).get("files")) is None:
+    if (file_records := read_manifest(policy_folder).get("files")) is None:
         return f"{MANIFEST} is gone"
-    for name, record in sorted(file_records.items())[rank::num_ranks]:
+    for name, file_record in sorted(file_records.items())[rank::num_ranks]:
         send_heartbeat()
-        if reason := _find_file_problem(policy / name, record, is_hashed=False):
+        if reason := _find_file_problem(policy_folder / name, file_record, is_verified=False):
             return reason
     return None
 
 
-def load_from(policy_folder: Path, state: TrainState, send_heartbeat: Callable[[], None] = lambda: None) -> int:
+def load_checkpoint(policy_folder: Path, state: TrainState, send_heartbeat: Callable[[], None] = lambda: None) -> int:
     """Load the checkpoint in the folder `policy_folder` (`.../step_N/policy`), of any configuration, into `state` on
     every rank, and return its step N; call `send_heartbeat` before each file is hashed.
 
@@ -138,15 +140,15 @@ def load_from(policy_folder: Path, state: TrainState, send_heartbeat: Callable[[
     if reason := resume_obstacle_on_ranks(policy_folder.parent.parent, step, None, send_heartbeat):
         raise ModelError(f"checkpoint {policy_folder}: {reason}; {remedy}")
     try:
-        fill_state(state, policy_folder)
-    except Exception as error:  # of several types if another run, which still trains, has deleted its checkpoint
+        load_state(state, policy_folder)
+    except Exception as error:  # another run that still trains may have deleted its checkpoint
         if policy_folder.is_dir():
             raise
         raise ModelError(f"checkpoint {policy_folder}: {policy_folder.parent.name} is gone; {remedy}") from error
     return step
 
 
-def fill_state(state: TrainState, policy_folder: Path) -> None:
+def load_state(state: TrainState, policy_folder: Path) -> None:
     """Load the intact checkpoint in the folder `policy_folder` into `state` on every rank.
 
     `state.extra` becomes the values that this rank saved, or, if the number of ranks has changed, the values of the
@@ -155,24 +157,25 @@ def fill_state(state: TrainState, policy_folder: Path) -> None:
     """
     storage_reader = dcp.HuggingFaceStorageReader(str(policy_folder))
     metadata: dict[str, Any] = storage_reader.read_metadata().state_dict_metadata
-    tensors = allocate_tensors(state, {name: (each.size, each.properties.dtype) for name, each in metadata.items()})
+    tensors = allocate_tensors(state, {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items()})
     with unwrap_checkpoint_errors():
         dcp.load(tensors, storage_reader=storage_reader, no_dist=True)
-    adopt_optimizer_tensors(state, tensors)
+    load_optimizer_tensors(state, tensors)
     init_missing_weight_sets(state, tensors)
-    restore_json_values(state, _read_extra(policy_folder), tensors)
+    restore_json_values(state, _read_json_values(policy_folder), tensors)
 
 
-def _read_extra(policy: Path) -> dict[str, Any]:
+def _read_json_values(policy_folder: Path) -> dict[str, Any]:
     """Return the JSON values that this rank saved. If the number of ranks has changed, return the first rank's values
     without the states of its random generators."""
-    saved_ranks, ranks = read_manifest(policy).get("ranks", 1), num_ranks()
-    file = policy / (extra_name(rank_number()) if saved_ranks == ranks else EXTRA_FILE)
-    values: dict[str, Any] = json.loads(file.read_bytes())  # the digest was verified before
-    if saved_ranks != ranks:
-        logger.info("%s was saved by %d ranks, here are %d: random numbers begin anew", policy, saved_ranks, ranks)
-        values["rng"] = None
-    return values
+    num_saved_ranks, num_current_ranks = read_manifest(policy_folder).get("ranks", 1), num_ranks()
+    file_name = json_file_name(rank_number() if num_saved_ranks == num_current_ranks else 0)
+    json_values: dict[str, Any] = json.loads((policy_folder / file_name).read_bytes())  # its digest is verified
+    if num_saved_ranks != num_current_ranks:
+        message = "%s was saved by %d ranks, here are %d: random numbers begin anew"
+        logger.info(message, policy_folder, num_saved_ranks, num_current_ranks)
+        json_values["rng"] = None
+    return json_values
 
 
 def refuse_pickled_shards(policy_folder: Path) -> None:
@@ -185,10 +188,10 @@ def refuse_pickled_shards(policy_folder: Path) -> None:
         )
 
 
-def _find_file_problem(file: Path, record: dict[str, Any], *, is_hashed: bool) -> str | None:
+def _find_file_problem(file: Path, file_record: dict[str, Any], *, is_verified: bool) -> str | None:
     if os.path.isfile(file):  # unlike Path.is_file, os.path.isfile returns False for an invalid file name
-        with suppress(FileNotFoundError):  # another run that still trains may delete its checkpoint meanwhile
-            if (size := file.stat().st_size) != record["size"]:
-                return f"{file.name} has {size} bytes instead of {record['size']}"
-            return None if is_hashed or sha256(file) == record["sha256"] else f"{file.name} was altered"
+        with suppress(FileNotFoundError):  # another run that still trains may delete its checkpoint now
+            if (size := file.stat().st_size) != file_record["size"]:
+                return f"{file.name} has {size} bytes instead of {file_record['size']}"
+            return None if is_verified or sha256(file) == file_record["sha256"] else f"{file.name} was altered"
     return f"{file.name} is gone"

@@ -24,15 +24,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from cosmos_core.checkpoint import resume
-from cosmos_core.checkpoint.best import BEST, BestStep
-from cosmos_core.checkpoint.rank_files import LocalTensor, owned_tensors, write_rank
+from cosmos_core.checkpoint.best import BEST_STEP_FILE, BestStep
+from cosmos_core.checkpoint.rank_files import LocalTensor, select_owned_tensors, write_rank_files
 from cosmos_core.checkpoint.resume import MANIFEST, saved_steps, step_folder
 from cosmos_core.checkpoint.state import TrainState, json_values, named_tensors
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.disk import translate_disk_errors
 from cosmos_core.parallel import exchange
 from cosmos_core.parallel.mesh import broadcast_object, is_first, is_single_rank
-from cosmos_core.run.files import replaced_folder, write_json
+from cosmos_core.run.files import replace_folder, write_json
 
 _UNFINISHED_FOLDER = re.compile(r"\.(step_\d+)\.(?:\d+|parts)\.(tmp|old)")
 _SLOWEST_RANK_TIMEOUT = timedelta(hours=6)
@@ -53,16 +53,16 @@ class Checkpointer:
         max_keep: int,
         asynchronous: bool,
         on_saved: Callable[[int], None] | None = None,
-        beat: Callable[[], None] = lambda: None,
+        heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         """Create the folder, and clean up files that a killed process left in it.
 
         `fingerprint` is that of the configuration, recorded in each manifest. `max_keep`: maximum number of
         checkpoints; -1: no limit. `asynchronous`: whether a background thread writes them. The first rank calls
-        `on_saved` with the step after a checkpoint is complete; `beat` is called before each file is hashed.
+        `on_saved` with the step after a checkpoint is complete; `heartbeat` is called before each file is hashed.
         """
         self._folder, self._fingerprint, self._max_keep = folder, fingerprint, max_keep
-        self._on_saved, self._send_heartbeat = on_saved, beat
+        self._on_saved, self._send_heartbeat = on_saved, heartbeat
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
         # Steps whose files this process wrote or verified: to hash them again at a stop would cost its grace period.
@@ -87,20 +87,20 @@ class Checkpointer:
         self.wait()
         if is_first():
             shutil.rmtree(self._temporary_folder(step), ignore_errors=True)
-        tensors = owned_tensors({name: tensor.detach() for name, tensor in named_tensors(state).items()})
+        tensors = select_owned_tensors({name: tensor.detach() for name, tensor in named_tensors(state).items()})
         extra_json = json.dumps(json_values(state))
         if self._writer is None:
-            self._write_checkpoint(step, tensors, extra_json, best)
+            self._write_files(step, tensors, extra_json, best)
         else:  # the writer thread gets copies, because the optimizer changes the tensors in place
-            copies = self._copy_to_host(tensors)
-            self._pending = self._writer.submit(self._write_checkpoint, step, copies, extra_json, best)
+            host_tensors = self._copy_to_host(tensors)
+            self._pending = self._writer.submit(self._write_files, step, host_tensors, extra_json, best)
 
     def wait(self) -> None:
         """Wait until no rank is writing a checkpoint; raise a `StageFailed` if the last asynchronous save failed."""
         self._wait_for_pending_save()
         broadcast_object(None)  # a barrier: if one rank exited now, ranks that are still writing files would be killed
 
-    def latest(self) -> int | None:
+    def latest_step(self) -> int | None:
         """Return the step of the newest complete checkpoint, from which training can resume; None: no checkpoint."""
         return broadcast_object(self._newest_complete_step() if is_first() else None)
 
@@ -109,14 +109,14 @@ class Checkpointer:
         `ModelError` if it is of another model, or was written by Cosmos-RL."""
         step = resume.newest_complete_step_on_ranks(self._folder, self._fingerprint, self._send_heartbeat)
         if step is not None:
-            resume.fill_state(state, step_folder(self._folder, step) / "policy")
+            resume.load_state(state, step_folder(self._folder, step) / "policy")
             self._hashed_steps.add(step)
         return step
 
-    def name_best(self, best: BestStep | None) -> None:
+    def write_best_step(self, best: BestStep | None) -> None:
         """Write the best step to `best.json`, in the parent folder of the checkpoints; remove the file if `best` is
         None, or if the checkpoint of the best step is gone."""
-        file = self._folder.parent / BEST
+        file = self._folder.parent / BEST_STEP_FILE
         if best is not None and is_first() and step_folder(self._folder, best.step).exists():
             write_json(file, asdict(best))
         elif is_first():
@@ -137,32 +137,32 @@ class Checkpointer:
         if pending_save is not None:
             pending_save.result()
 
-    def _write_checkpoint(self, step: int, tensors: dict[str, LocalTensor], extra: str, best: BestStep | None) -> None:
+    def _write_files(self, step: int, tensors: dict[str, LocalTensor], extra_json: str, best: BestStep | None) -> None:
         """Write this rank's files of a checkpoint, and wait until the files of all ranks are on the disk. The first
         rank then commits the checkpoint, records the best step, deletes old checkpoints, and calls `on_saved`. If the
         disk of a rank is full or broken, all ranks raise the same `StageFailed`."""
         folder, name = self._temporary_folder(step), f"checkpoint step_{step} in {self._folder}"
-        records, problem = dict[str, dict[str, object]](), ""
+        file_records, problem = dict[str, dict[str, object]](), ""
         try:
             with translate_disk_errors(name, self._describe_newest_complete):
-                records = write_rank(folder, tensors, extra)
+                file_records = write_rank_files(folder, tensors, extra_json)
         except StageFailed as error:
             problem = str(error)
-        results = [(records, problem)]
+        results = [(file_records, problem)]
         if self._process_group is not None:
-            results = exchange.all_gather((records, problem), self._process_group)
+            results = exchange.all_gather((file_records, problem), self._process_group)
         try:
             if problem := next((message for _, message in results if message), ""):
                 raise StageFailed(problem)
             if not is_first():
                 return
             with translate_disk_errors(name, self._describe_newest_complete):
-                self._commit(step, [rank_records for rank_records, _ in results])
+                self._commit_checkpoint(step, [rank_records for rank_records, _ in results])
         finally:
             if is_first():
                 shutil.rmtree(folder, ignore_errors=True)
-        with translate_disk_errors(f"{BEST} in {self._folder.parent}", self._describe_newest_complete):
-            self.name_best(best)
+        with translate_disk_errors(f"{BEST_STEP_FILE} in {self._folder.parent}", self._describe_newest_complete):
+            self.write_best_step(best)
         self._delete_old_checkpoints(step, best)
         if self._on_saved is not None:
             self._on_saved(step)
@@ -173,15 +173,15 @@ class Checkpointer:
         if self._stager is None:
             return {name: local._replace(tensor=local.tensor.to("cpu", copy=True)) for name, local in tensors.items()}
         torch.cuda.current_stream().synchronize()  # the stager's CUDA stream does not wait for the current one
-        staged: Any = self._stager.stage({name: local.tensor for name, local in tensors.items()})
-        host_tensors = staged.result()
+        staging_future: Any = self._stager.stage({name: local.tensor for name, local in tensors.items()})
+        host_tensors = staging_future.result()
         return {name: local._replace(tensor=host_tensors[name]) for name, local in tensors.items()}
 
-    def _commit(self, step: int, records: list[dict[str, Any]]) -> None:
-        """Move the files of all ranks into the folder of the checkpoint, and write its manifest. `records` has, for
-        each rank, the size and digest of its files by name."""
+    def _commit_checkpoint(self, step: int, records_by_rank: list[dict[str, Any]]) -> None:
+        """Move the files of all ranks into the folder of the checkpoint, and write its manifest. `records_by_rank` has,
+        for each rank, the size and digest of its files by name."""
         target = step_folder(self._folder, step)
-        with replaced_folder(target) as temporary_folder:
+        with replace_folder(target) as temporary_folder:
             policy_folder = temporary_folder / "policy"
             self._temporary_folder(step).rename(policy_folder)
             manifest = {
@@ -189,38 +189,38 @@ class Checkpointer:
                 "fingerprint": self._fingerprint,
                 "created": time.time(),
                 "versions": {"torch": torch.__version__, "numpy": np.__version__},
-                "ranks": len(records),
-                "files": {name: file_record for file_records in records for name, file_record in file_records.items()},
+                "ranks": len(records_by_rank),
+                "files": {name: record for records in records_by_rank for name, record in records.items()},
             }
             write_json(policy_folder / MANIFEST, manifest)
         self._hashed_steps.add(step)
         logger.info("saved checkpoint %s", target)
 
     def _temporary_folder(self, step: int) -> Path:
-        """Return the temporary folder into which the ranks write the files of a step."""
         return self._folder / f".step_{step}.parts.tmp"
 
-    def _delete_old_checkpoints(self, newest: int, best: BestStep | None) -> None:
+    def _delete_old_checkpoints(self, newest_step: int, best: BestStep | None) -> None:
         """Delete the oldest checkpoints beyond `max_keep`, except that of the best step, if the checkpoint of step
-        `newest`, just written, is complete. Later steps and other configurations are neither counted nor deleted."""
+        `newest_step`, just written, is complete. Later steps and other configurations are not counted or deleted."""
         if self._max_keep == -1:
             return
-        policies = {n: step_folder(self._folder, n) / "policy" for n in saved_steps(self._folder) if n <= newest}
-        steps = [n for n, p in policies.items() if resume.read_manifest(p).get("fingerprint") == self._fingerprint]
+        folders = {n: step_folder(self._folder, n) / "policy" for n in saved_steps(self._folder) if n <= newest_step}
+        steps = [n for n, p in folders.items() if resume.read_manifest(p).get("fingerprint") == self._fingerprint]
         deleted_steps = [step for step in steps[: -self._max_keep] if best is None or step != best.step]
-        if deleted_steps and resume.resume_obstacle(self._folder, newest, self._fingerprint, is_hashed=True) is None:
-            for step in deleted_steps:
-                # The rename is atomic, so a killed process leaves no partially deleted checkpoint.
-                deleted_folder = self._folder / f".step_{step}.{os.getpid()}.tmp"
-                try:
-                    os.rename(step_folder(self._folder, step), deleted_folder)
-                    shutil.rmtree(deleted_folder)
-                except OSError as error:  # such as EBUSY of NFS, where other processes still read files
-                    logger.warning("checkpoint step_%d in %s cannot be deleted: %s", step, self._folder, error)
+        if not deleted_steps or resume.resume_obstacle(self._folder, newest_step, self._fingerprint, is_verified=True):
+            return
+        for step in deleted_steps:
+            # The rename is atomic, so a killed process leaves no partially deleted checkpoint.
+            deleted_folder = self._folder / f".step_{step}.{os.getpid()}.tmp"
+            try:
+                os.rename(step_folder(self._folder, step), deleted_folder)
+                shutil.rmtree(deleted_folder)
+            except OSError as error:  # for example EBUSY on NFS, if other processes still read files
+                logger.warning("checkpoint step_%d in %s cannot be deleted: %s", step, self._folder, error)
 
     def _newest_complete_step(self) -> int | None:
         def find_obstacle(step: int) -> str | None:
-            return resume.resume_obstacle(self._folder, step, self._fingerprint, is_hashed=step in self._hashed_steps)
+            return resume.resume_obstacle(self._folder, step, self._fingerprint, is_verified=step in self._hashed_steps)
 
         return resume.newest_complete_step(self._folder, saved_steps(self._folder), find_obstacle)
 

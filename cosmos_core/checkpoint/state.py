@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _MODEL_PREFIX = "model."
 _OPTIMIZER_PREFIX = "optimizer."
 _STATE_FIELDS = ("feed", "algorithm")
-COPIES_OF_POLICY = ("ema", "old")
+POLICY_COPY_NAMES = ("ema", "old")
 """Names of the weight sets (moving average, old policy) that are copied from the policy if a checkpoint lacks them.
 
 Other weight sets, such as `reference`, keep the weights that the stage loaded.
@@ -62,8 +62,8 @@ def named_tensors(state: TrainState) -> dict[str, Tensor]:
     tensors = model_tensors(state.model) | _flatten_named_weights(state)
     for name, parameter in state.model.named_parameters():
         for slot, value in state.optimizer.state.get(parameter, {}).items():
-            parts = _split_optimizer_tensor(value).items()
-            tensors |= {f"{_OPTIMIZER_PREFIX}{slot}{suffix}.{name}": tensor for suffix, tensor in parts}
+            plain_tensors = _split_optimizer_tensor(value).items()
+            tensors |= {f"{_OPTIMIZER_PREFIX}{slot}{suffix}.{name}": tensor for suffix, tensor in plain_tensors}
     for field_name in _STATE_FIELDS:
         _extract_tensors(getattr(state, field_name), field_name, tensors)
     return tensors
@@ -100,10 +100,10 @@ def allocate_tensors(
     saved_shapes = {name: shape for name, (shape, _) in saved_metadata.items() if name.startswith(_MODEL_PREFIX)}
     if expected_shapes != saved_shapes:
         names = expected_shapes.keys() | saved_shapes.keys()
-        differing = sorted(name for name in names if expected_shapes.get(name) != saved_shapes.get(name))
+        differing_names = sorted(name for name in names if expected_shapes.get(name) != saved_shapes.get(name))
         raise ModelError(
-            f"the checkpoint is of another model: {len(differing)} tensors differ in name or shape, "
-            f"first {differing[0].removeprefix(_MODEL_PREFIX)!r}; start from one of this model, or from none"
+            f"the checkpoint is of another model: {len(differing_names)} tensors differ in name or shape, "
+            f"first {differing_names[0].removeprefix(_MODEL_PREFIX)!r}; start from one of this model, or from none"
         )
     current_tensors: dict[str, Tensor] = {}
     for field_name in _STATE_FIELDS:
@@ -114,15 +114,15 @@ def allocate_tensors(
         if name in named_weights:
             target_tensors[name] = named_weights[name]
         elif name.startswith(_OPTIMIZER_PREFIX) and parameter is not None:
-            template = parameter if parameter.shape == shape else torch.empty(shape)
-            target_tensors[name] = torch.empty_like(template, dtype=dtype, requires_grad=False)
+            like_tensor = parameter if parameter.shape == shape else torch.empty(shape)
+            target_tensors[name] = torch.empty_like(like_tensor, dtype=dtype, requires_grad=False)
         elif name.partition(".")[0] in _STATE_FIELDS:
             is_sharded = isinstance(current_tensors.get(name), DTensor)
             target_tensors[name] = current_tensors[name] if is_sharded else torch.empty(shape, dtype=dtype)
     return target_tensors
 
 
-def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
+def load_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
     """Load `tensors`, a result of `allocate_tensors` filled from a checkpoint, into the optimizer of `state`, without
     moments that it cannot continue, because another kind of optimizer saved them."""
     groups = state.optimizer.state_dict()["param_groups"]
@@ -147,9 +147,9 @@ def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) ->
 
 
 def init_missing_weight_sets(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
-    """Copy the policy's weights into each of the weight sets `COPIES_OF_POLICY` that the loaded checkpoint lacks."""
+    """Copy the policy's weights into each of the weight sets `POLICY_COPY_NAMES` that the loaded checkpoint lacks."""
     parameters = dict(state.model.named_parameters())
-    for set_name in COPIES_OF_POLICY:
+    for set_name in POLICY_COPY_NAMES:
         for name, tensor in state.named_weights.get(set_name, {}).items():
             if f"{set_name}.{name}" not in tensors:
                 tensor.copy_(parameters[name].detach())
@@ -157,35 +157,36 @@ def init_missing_weight_sets(state: TrainState, tensors: Mapping[str, Tensor]) -
 
 def capture_rng() -> dict[str, JsonValue]:
     """Return the states of the random generators of Python, NumPy and torch (CPU and each GPU)."""
-    version, state_words, gauss_next = random.getstate()
-    _, key_words, position, has_gauss, cached_gauss = np.random.get_state(legacy=True)
+    version, python_words, next_gauss = random.getstate()
+    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
-        "python": [version, list(state_words), gauss_next],
-        "numpy": [np.asarray(key_words).tolist(), int(position), int(has_gauss), float(cached_gauss)],
+        "python": [version, list(python_words), next_gauss],
+        "numpy": [np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)],
         "torch": _encode_rng_state(torch.get_rng_state()),
-        "cuda": [_encode_rng_state(each) for each in torch.cuda.get_rng_state_all()],
+        "cuda": [_encode_rng_state(rng_state) for rng_state in torch.cuda.get_rng_state_all()],
     }
 
 
 def restore_rng(rng_states: Mapping[str, Any]) -> None:
     """Restore the random generators from a result of `capture_rng`; of GPUs only those that were present at capture."""
-    version, state_words, gauss_next = rng_states["python"]
-    random.setstate((version, tuple(state_words), gauss_next))
-    key_words, position, has_gauss, cached_gauss = rng_states["numpy"]
-    np.random.set_state(("MT19937", np.array(key_words, dtype=np.uint32), position, has_gauss, cached_gauss))
+    version, python_words, next_gauss = rng_states["python"]
+    random.setstate((version, tuple(python_words), next_gauss))
+    keys, position, has_gauss, gauss = rng_states["numpy"]
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
     torch.set_rng_state(_decode_rng_state(rng_states["torch"]))
     for device, encoded_state in enumerate(rng_states["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(_decode_rng_state(encoded_state), device)
 
 
-def seed_rng(seed: int, step: int, rank: int, *, keeps_torch: bool = False) -> None:
-    """Seed the random generators of Python and NumPy with a digest of `seed` and `step`, and those of torch, unless
-    `keeps_torch`, also of `rank`. Those of Python and NumPy are equal on all ranks, which call the algorithm, user
-    code, with the same samples and need the same results."""
-    digest, rank_digest = (hashlib.sha256(repr(each).encode()).digest() for each in ((seed, step), (seed, step, rank)))
+def seed_rng(seed: int, step: int, rank: int, *, keeps_torch_rng: bool = False) -> None:
+    """Seed the random generators of Python and NumPy with a digest of `seed` and `step`, and, unless `keeps_torch_rng`,
+    those of torch with a digest of `seed`, `step` and `rank`. Python and NumPy have equal generators on all ranks,
+    because all ranks call the algorithm, user code, with the same samples and need equal results."""
+    seeds = (seed, step), (seed, step, rank)
+    digest, rank_digest = (hashlib.sha256(repr(each).encode()).digest() for each in seeds)
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[:4]))
-    if not keeps_torch:
+    if not keeps_torch_rng:
         torch.manual_seed(int.from_bytes(rank_digest[:7]))
 
 
@@ -193,11 +194,11 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the trained weights and persistent buffers of a model by name; tied weights have their first name only.
     Weights that are not trained are left out, because a resumed stage loads them with its initial model."""
     tensors: dict[str, Tensor] = {}
-    seen_ids: set[int] = set()
+    seen_tensor_ids: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-        if id(tensor) not in seen_ids and not is_frozen:
-            seen_ids.add(id(tensor))
+        if id(tensor) not in seen_tensor_ids and not is_frozen:
+            seen_tensor_ids.add(id(tensor))
             tensors[_MODEL_PREFIX + name] = tensor.detach()
     return tensors
 
@@ -234,11 +235,13 @@ def _restore_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _split_optimizer_tensor(state_tensor: Tensor) -> dict[str, Tensor]:
-    """Return the plain tensors that represent a tensor of optimizer state, by suffix of its slot name: three of an
-    8-bit state of torchao, and any other tensor itself with an empty suffix."""
+    """Return the plain tensors that represent a tensor of optimizer state, by suffix of its slot name. An 8-bit state
+    of torchao has three; any other tensor represents itself, with an empty suffix."""
     if not hasattr(state_tensor, "qmap"):
         return {"": state_tensor}
-    return {f":{attribute}": getattr(state_tensor, attribute) for attribute in ("codes", "scale", "qmap")}
+    return {
+        f":{attribute_name}": getattr(state_tensor, attribute_name) for attribute_name in ("codes", "scale", "qmap")
+    }
 
 
 def _merge_slots(slot_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ _MAX_CONCURRENT_CALLS = 32
 class ActorGroup:
     """Description of the actors that run alongside the ranks of a group."""
 
-    make: Callable[[], Any]
+    make_object: Callable[[], Any]
     """Picklable function that creates the object in the process of each actor, at each start of the process."""
     target_size: Callable[[], int]
     """Function that returns the current target number of actors."""
@@ -34,9 +34,9 @@ class ActorGroup:
     """Name of the actors' processes in `ps` and Ray: `ray::NAME`."""
     shares_gpus: bool = False
     """Whether an actor with n processes uses the GPUs of n ranks instead of additional GPUs."""
-    processes: int = 1
+    processes_per_actor: int = 1
     """Number of compute processes per actor, on one machine with one GPU each; the actor counts if it computes."""
-    overlaps: bool = True
+    overlaps_ranks: bool = True
     """Whether the actors compute at the same time as the ranks; False: only while the ranks wait."""
 
 
@@ -45,7 +45,7 @@ class _ObjectActor:
     the process, 0: the default. `visible_devices`: value of `CUDA_VISIBLE_DEVICES`, empty: the value that Ray sets."""
 
     def __init__(self, make_object: Callable[[], Any], num_threads: int, visible_devices: str = "") -> None:
-        if visible_devices:  # Ray allocated these GPUs to ranks and does not make them visible to this process
+        if visible_devices:  # GPUs that Ray allocated to ranks, invisible to this process
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
         if num_threads:
             os.environ["OMP_NUM_THREADS"] = str(num_threads)  # child processes inherit the number of threads
@@ -102,55 +102,55 @@ def _find_bundle_gpus(scheduling_strategies: Sequence[Any], gpus_per_bundle: int
     return list(ray.get([get_gpus.options(scheduling_strategy=each).remote() for each in scheduling_strategies]))
 
 
-class Actors:
+class ActorSupervisor:
     """Actors of a worker group, managed by the process that starts them."""
 
     def __init__(
-        self, actor_group: ActorGroup, *, is_embedded: bool, threads: int = 0, placements: Sequence[Any] = ()
+        self, actor_group: ActorGroup, *, is_embedded: bool, num_threads: int = 0, placements: Sequence[Any] = ()
     ) -> None:
-        """Start the actors that `actor_group` describes, each with `threads` CPU threads (0: the default), on a cluster
-        that this process started (`is_embedded`) or on another one. `placements` are Ray's scheduling strategies that
-        start the first actors in reserved bundles; one for each possible actor if actors share the GPUs of ranks."""
-        self._actor_group, self._num_threads = actor_group, threads
+        """Start the actors that `actor_group` describes, each with `num_threads` CPU threads (0: the default), on an
+        embedded or another Ray cluster. `placements` are Ray's scheduling strategies that start the first actors in
+        reserved bundles; there is one for each possible actor if actors share the GPUs of ranks."""
+        self._actor_group, self._num_threads = actor_group, num_threads
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         shares_gpus = has_gpus and actor_group.shares_gpus
-        gpus_per_actor = SHARED_GPU_FRACTION if shares_gpus else float(actor_group.processes * has_gpus)
+        gpus_per_actor = SHARED_GPU_FRACTION if shares_gpus else float(actor_group.processes_per_actor * has_gpus)
         self._placements = placements if has_gpus or not actor_group.shares_gpus else ()
         self._max_actors = len(placements) if shares_gpus else math.inf
         self._visible_devices = [""] * len(placements)
-        if shares_gpus and actor_group.processes > 1:
+        if shares_gpus and actor_group.processes_per_actor > 1:
             # Ray cannot allocate fractions of several GPUs to an actor. Therefore ranks get whole GPUs, and an
             # environment variable makes the same GPUs visible to the actors.
-            gpus_per_actor, self._visible_devices = 0.0, _find_bundle_gpus(placements, actor_group.processes)
+            gpus_per_actor, self._visible_devices = 0.0, _find_bundle_gpus(placements, actor_group.processes_per_actor)
         ray_remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
         # On an embedded cluster actors reserve no CPU cores, so that more actors can start later.
-        num_cpus, actor_class = 0 if is_embedded else actor_group.processes, type(actor_group.name, (_ObjectActor,), {})
+        num_cpus = 0 if is_embedded else actor_group.processes_per_actor
         self._remote_class = ray_remote(
             num_cpus=num_cpus, num_gpus=gpus_per_actor, max_restarts=-1, max_concurrency=_MAX_CONCURRENT_CALLS
-        )(actor_class)
+        )(type(actor_group.name, (_ObjectActor,), {}))
         self.handles: list[ActorHandle] = []
         self._num_requested = 0
         self.resize(lambda handles: None)
 
-    def resize(self, on_change: Callable[[list[ActorHandle]], object]) -> None:
-        """Start or kill actors until their number is the target number of the group. If the number changes, `on_change`
+    def resize(self, on_resize: Callable[[list[ActorHandle]], object]) -> None:
+        """Start or kill actors until their number is the target number of the group. If the number changes, `on_resize`
         is called to pass the new handles to the ranks; surplus actors are killed after it has returned."""
         num_requested, previous_count = max(0, self._actor_group.target_size()), len(self.handles)
-        target = int(min(num_requested, self._max_actors))
-        if num_requested > target and num_requested != self._num_requested:
+        target_count = int(min(num_requested, self._max_actors))
+        if num_requested > target_count and num_requested != self._num_requested:
             message = "%d processes are asked for; each shares GPUs of ranks, so there are %d"
-            logger.warning(message, num_requested, target)
+            logger.warning(message, num_requested, target_count)
         self._num_requested = num_requested
-        if target == previous_count:
+        if target_count == previous_count:
             return
-        for index in range(previous_count, target):
-            is_placed = index < len(self._placements)
-            options = {"scheduling_strategy": self._placements[index]} if is_placed else {}
-            arguments = (self._actor_group.make, self._num_threads, self._visible_devices[index] if is_placed else "")
+        for index in range(previous_count, target_count):
+            has_bundle, make_object = index < len(self._placements), self._actor_group.make_object
+            options = {"scheduling_strategy": self._placements[index]} if has_bundle else {}
+            arguments = (make_object, self._num_threads, self._visible_devices[index] if has_bundle else "")
             self.handles.append(ActorHandle(self._remote_class.options(**options).remote(*arguments)))
-        surplus_handles, self.handles = self.handles[target:], self.handles[:target]
-        on_change(self.handles)
+        surplus_handles, self.handles = self.handles[target_count:], self.handles[:target_count]
+        on_resize(self.handles)
         for handle in surplus_handles:
             ray.kill(handle.actor, no_restart=True)
         if previous_count:
-            logger.info("%d processes beside the ranks in place of %d", target, previous_count)
+            logger.info("%d processes beside the ranks in place of %d", target_count, previous_count)

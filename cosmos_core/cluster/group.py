@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 from cosmos_core.cluster.join import join_cluster
-from cosmos_core.cluster.placement import POLL_SECONDS, ranks_of_bundle, reserve_bundles, resource_bundles
-from cosmos_core.cluster.properties import variables_of_ranks
-from cosmos_core.cluster.rank import Messages, Program, Rank, Rendezvous
+from cosmos_core.cluster.placement import POLL_SECONDS, count_ranks_per_bundle, reserve_bundles, resource_bundles
+from cosmos_core.cluster.properties import rank_variables
+from cosmos_core.cluster.rank import Rank, RankMessages, RankProgram, Rendezvous
 from cosmos_core.errors import CosmosError, ProgramError, StageFailed, first_line
 from cosmos_core.transient import is_transient
 
@@ -68,11 +68,14 @@ class WorkerGroup:
     """Actors that run alongside the ranks and continue when ranks are restarted; None: no actors."""
 
     def run(
-        self, program: Program, should_stop: Callable[[], bool] = lambda: False, poll: Callable[[], None] = lambda: None
+        self,
+        program: RankProgram,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_poll: Callable[[], None] = lambda: None,
     ) -> Any:
         """Run `program` on all ranks and return its value on the first rank.
 
-        `should_stop` returns True when ranks must stop; `poll` is called while the cluster lacks resources.
+        `should_stop` returns True when ranks must stop; `on_poll` is called while the cluster lacks resources.
 
         Raises:
             CosmosError: the first error of this package that a rank raised.
@@ -81,16 +84,16 @@ class WorkerGroup:
         size, actor_group = self.size, self.actors
         with _connect_to_cluster(size, actor_group) as (ray, is_embedded, actor_threads):
             bundles = resource_bundles(ray, size, actor_group, is_embedded=is_embedded)
-            placements = reserve_bundles(ray, bundles, should_stop, poll)
-            ranks_per_bundle = ranks_of_bundle(actor_group, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
+            placements = reserve_bundles(ray, bundles, should_stop, on_poll)
+            ranks_per_bundle = count_ranks_per_bundle(actor_group, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
             rank_placements = [placements[rank // ranks_per_bundle] for rank in range(size)]
             gpu_fraction = 0.5 if actor_group is not None and actor_group.shares_gpus and ranks_per_bundle == 1 else 1
             start_ranks = _make_rank_starter(ray, rank_placements, gpu_fraction)
             actors = None
             if actor_group is not None:
                 actor_placements = placements if actor_group.shares_gpus else placements[size:]
-                actors = importlib.import_module("cosmos_core.cluster.actors").Actors(
-                    actor_group, is_embedded=is_embedded, threads=actor_threads, placements=actor_placements
+                actors = importlib.import_module("cosmos_core.cluster.actors").ActorSupervisor(
+                    actor_group, is_embedded=is_embedded, num_threads=actor_threads, placements=actor_placements
                 )
             for attempt in range(_MAX_RESTARTS + 1):
                 rank_actors, run_refs = start_ranks(program)
@@ -100,8 +103,8 @@ class WorkerGroup:
                     must_restart = isinstance(error, RanksMustRestart) or _has_dead_rank(ray, run_refs)
                     if actors is None or attempt == _MAX_RESTARTS or not must_restart:
                         raise
-                    notice = "%s; the ranks start again from their newest checkpoint, and those beside them stay"
-                    logger.warning(notice, error)
+                    message = "%s; the ranks start again from their newest checkpoint, and those beside them stay"
+                    logger.warning(message, error)
                     for rank_actor in rank_actors:
                         ray.kill(rank_actor)
 
@@ -122,11 +125,11 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
     if torch.cuda.is_available():
         torch.cuda.set_device(rendezvous.device)
         backend = "cpu:gloo,cuda:nccl"
-    # Ranks that form a smaller group meet in the store, for which some may load or compile for minutes longer.
+    # Long timeout: ranks also form smaller groups through the store, and some may load or compile for minutes longer.
     tcp_store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.size, timeout=dist.default_pg_timeout)
     dist.init_process_group(backend, store=tcp_store, rank=rendezvous.rank, world_size=rendezvous.size)
     yield
-    dist.destroy_process_group()  # not called after an error, because closing the group makes other ranks fail
+    dist.destroy_process_group()  # not after an error: closing the group makes other ranks fail
 
 
 def network_interface_to(address: str) -> str | None:
@@ -137,8 +140,8 @@ def network_interface_to(address: str) -> str | None:
         except OSError:
             return None
         source_address = probe_socket.getsockname()[0]
-    for name, entries in psutil.net_if_addrs().items():
-        if source_address in {each.address.split("%")[0] for each in entries}:
+    for name, addresses in psutil.net_if_addrs().items():
+        if source_address in {each.address.split("%")[0] for each in addresses}:
             return name
     return None
 
@@ -155,7 +158,7 @@ def open_store(address: str, size: int) -> dist.TCPStore:
     return dist.TCPStore(address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-def run_as_rank(program: Program, messages: Messages, rendezvous: Rendezvous) -> tuple[bool, Any]:
+def run_as_rank(program: RankProgram, messages: RankMessages, rendezvous: Rendezvous) -> tuple[bool, Any]:
     """Run the program as one rank; return True and its value (None except on rank 0), or False and its error."""
     try:
         with process_group(rendezvous):
@@ -183,12 +186,13 @@ def _connect_to_cluster(size: int, actor_group: ActorGroup | None) -> Iterator[t
     with join_cluster():
         try:
             if not is_embedded:
-                ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables_of_ranks()})
+                ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": rank_variables()})
             else:
                 if actor_group is not None and not actor_group.shares_gpus:
-                    num_actors = actor_group.target_size() * actor_group.processes
-                    threads = num_threads(torch.get_num_threads(), size, num_actors, overlaps=actor_group.overlaps)
-                    os.environ["OMP_NUM_THREADS"], actor_threads = str(threads[0]), threads[1]  # ranks inherit it
+                    num_actors = actor_group.target_size() * actor_group.processes_per_actor
+                    num_cores, overlaps = torch.get_num_threads(), actor_group.overlaps_ranks
+                    rank_threads, actor_threads = split_threads(num_cores, size, num_actors, overlaps=overlaps)
+                    os.environ["OMP_NUM_THREADS"] = str(rank_threads)  # the processes of the ranks inherit the variable
                     # Ranks and actors share cores, so a waiting OpenMP thread must release its core at once.
                     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
                 ray.init(
@@ -196,23 +200,24 @@ def _connect_to_cluster(size: int, actor_group: ActorGroup | None) -> Iterator[t
                     logging_level=logging.WARNING, log_to_driver=True,
                     object_store_memory=_OBJECT_STORE_BYTES if actor_group else 128 << 20,
                 )  # fmt: skip
-            signal.signal(signal.SIGTERM, sigterm_handler)  # the handler that ray.init sets ends this process
+            signal.signal(signal.SIGTERM, sigterm_handler)  # replace the handler of `ray.init`, which ends this process
             yield ray, is_embedded, actor_threads
         finally:
             ray.shutdown()
 
 
-def num_threads(cores: int, num_ranks: int, num_actors: int, *, overlaps: bool) -> tuple[int, int]:
-    """Return the number of threads of a rank and of an actor process, on one machine with `cores` CPU cores: all cores,
-    because engines (the actors) pause often, but half for engines that overlap with ranks. A second thread speeds up
-    decoding little and takes a core from a rank: training on uneven completions is a fifth faster (docs/benchmarks.md).
+def split_threads(num_cores: int, num_ranks: int, num_actors: int, *, overlaps: bool) -> tuple[int, int]:
+    """Return the number of threads per rank and per actor process, on one machine with `num_cores` CPU cores.
+
+    Ranks and engines (the actors) each get all cores, because engines pause often. Engines that overlap with ranks get
+    half: a second thread speeds up decoding little, but takes a core from a rank (docs/benchmarks.md).
     """
-    return max(1, cores // max(num_ranks, num_actors)), max(1, cores // max(1, num_actors * (1 + overlaps)))
+    return max(1, num_cores // max(num_ranks, num_actors)), max(1, num_cores // max(1, num_actors * (1 + overlaps)))
 
 
 def _make_rank_starter(
     ray: Any, placements: list[Any], gpu_fraction: float
-) -> Callable[[Program], tuple[list[Any], list[Any]]]:
+) -> Callable[[RankProgram], tuple[list[Any], list[Any]]]:
     """Return a function that starts a program on all ranks and returns their Ray actors and pending calls. `placements`
     are Ray scheduling strategies, one per rank; `gpu_fraction` is the fraction of a GPU per rank, if there are GPUs."""
     size, gpus_per_rank = len(placements), gpu_fraction if ray.cluster_resources().get("GPU", 0) else 0
@@ -221,14 +226,17 @@ def _make_rank_starter(
     address = ray.util.get_node_ip_address()
     tcp_stores = []  # stores stay open, so that no other process reuses a port to which a dead rank may connect
 
-    def start(program: Program) -> tuple[list[Any], list[Any]]:
+    def start_program(program: RankProgram) -> tuple[list[Any], list[Any]]:
         rank_actors = [rank_actor_class.options(scheduling_strategy=placement).remote() for placement in placements]
         tcp_stores.append(open_store(address, size))
         # Each rank computes on device 0, because Ray makes one GPU visible to it.
-        points = [Rendezvous(rank, size, address, tcp_stores[-1].port, 0) for rank in range(size)]
-        return rank_actors, [each.run.remote(program, point) for each, point in zip(rank_actors, points, strict=True)]
+        port = tcp_stores[-1].port
+        return rank_actors, [
+            rank_actor.run.remote(program, Rendezvous(rank, size, address, port, 0))
+            for rank, rank_actor in enumerate(rank_actors)
+        ]
 
-    return start
+    return start_program
 
 
 def _restrict_ray_access() -> None:
@@ -261,7 +269,7 @@ def _wait_for_ranks(
         RankFailed: a rank died.
         StageFailed: the embedded cluster has died, so that ranks cannot be restarted.
     """
-    pending_refs, is_stop_sent, first_rank_value, last_poll = list(run_refs), False, None, time.monotonic()
+    pending_refs, is_stop_sent, first_rank_value, last_poll_time = list(run_refs), False, None, time.monotonic()
     if actors is not None:
         rank_actors[0].set_actors.remote(actors.handles)
     while pending_refs:
@@ -273,11 +281,11 @@ def _wait_for_ranks(
             actors.resize(lambda handles: ray.wait([rank_actors[0].set_actors.remote(handles)], timeout=_REPLY_SECONDS))
         finished_refs, _ = ray.wait(pending_refs, timeout=POLL_SECONDS)
         reply_refs = {run_ref: run_ref for run_ref in finished_refs}
-        if not finished_refs and time.monotonic() - last_poll > _REPLY_SECONDS:
+        if not finished_refs and time.monotonic() - last_poll_time > _REPLY_SECONDS:
             if is_embedded and _is_cluster_dead(ray):
                 raise StageFailed("the Ray cluster that the stage started has died; a retry starts another one")
             reply_refs = {run_ref: rank_actors[run_refs.index(run_ref)].outcome.remote() for run_ref in pending_refs}
-            last_poll = time.monotonic()
+            last_poll_time = time.monotonic()
         for run_ref, reply_ref in reply_refs.items():
             try:
                 outcome = ray.get(reply_ref, timeout=_REPLY_SECONDS)
@@ -289,7 +297,7 @@ def _wait_for_ranks(
                 pending_refs.remove(run_ref)
                 is_successful, value = outcome
                 if not is_successful:
-                    ray.wait(run_refs[:1], timeout=_REPLY_SECONDS)  # it closes its metric sinks after an error
+                    ray.wait(run_refs[:1], timeout=_REPLY_SECONDS)  # the first rank closes its metric sinks
                     raise value
                 first_rank_value = value if run_ref is run_refs[0] else first_rank_value
     return first_rank_value

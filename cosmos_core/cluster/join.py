@@ -18,12 +18,12 @@ from typing import Any
 
 import psutil
 
-from cosmos_core.environment import masked
+from cosmos_core.environment import mask_text
 from cosmos_core.errors import StageFailed
 
 logger = logging.getLogger(__name__)
 # Maximum seconds for the node to start, and to end; Ray drains an ending node for up to 30 seconds.
-_START_SECONDS, _END_SECONDS = 120.0, 40.0
+_START_TIMEOUT_SECONDS, _END_TIMEOUT_SECONDS = 120.0, 40.0
 _OBJECT_STORE_BYTES = 128 << 20
 _GCS_ADDRESS_FLAG = "--gcs-address="
 
@@ -32,7 +32,7 @@ def is_cluster_node(address: str) -> bool:
     """Return True if this machine runs a raylet of the cluster with the address `host:port`."""
     cluster_address = _resolve_address(address)
     local_addresses = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
-    if cluster_address[0].startswith("127.") or cluster_address[0] in local_addresses:  # the head node of the cluster
+    if cluster_address[0].startswith("127.") or cluster_address[0] in local_addresses:  # this machine is the head node
         return True
     arguments = (each for process in psutil.process_iter(["cmdline"]) for each in process.info["cmdline"] or ())
     addresses = (each.removeprefix(_GCS_ADDRESS_FLAG) for each in arguments if each.startswith(_GCS_ADDRESS_FLAG))
@@ -61,7 +61,7 @@ def join_cluster(has_joined: Callable[[str], bool] = is_cluster_node) -> Iterato
         finally:
             node_process.terminate()
             try:
-                node_process.wait(_END_SECONDS)
+                node_process.wait(_END_TIMEOUT_SECONDS)
             except subprocess.TimeoutExpired:
                 node_process.kill()
                 node_process.wait()
@@ -69,7 +69,7 @@ def join_cluster(has_joined: Callable[[str], bool] = is_cluster_node) -> Iterato
 
 def _wait_until_running(node_process: subprocess.Popen[bytes], output_file: Any, address: str) -> None:
     """Wait until the output of the process `node_process` reports that the Ray node is running."""
-    deadline = time.monotonic() + _START_SECONDS
+    deadline = time.monotonic() + _START_TIMEOUT_SECONDS
     while True:
         output_file.seek(0)
         output_text = output_file.read().decode(errors="replace")
@@ -79,7 +79,7 @@ def _wait_until_running(node_process: subprocess.Popen[bytes], output_file: Any,
         if node_process.poll() is not None or time.monotonic() > deadline:
             lines = [line.strip() for line in output_text.splitlines() if line.strip()] or ["it says nothing"]
             raise StageFailed(
-                f"RAY_ADDRESS = {address!r}: this machine cannot join the cluster: {masked(lines[-1])[:300]}; its "
+                f"RAY_ADDRESS = {address!r}: this machine cannot join the cluster: {mask_text(lines[-1])[:300]}; its "
                 f"network, its version of Ray and Python, and RAY_AUTH_MODE and RAY_AUTH_TOKEN must be the cluster's"
             )
         time.sleep(0.1)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cosmos_core.cluster.actors import ActorGroup
 
 POLL_SECONDS = 0.2
+"""Seconds between two polls whether Ray has started or finished a task."""
 
 
 def resource_bundles(ray: Any, size: int, actor_group: ActorGroup | None, *, is_embedded: bool) -> list[dict[str, int]]:
@@ -25,9 +26,10 @@ def resource_bundles(ray: Any, size: int, actor_group: ActorGroup | None, *, is_
     num_gpus, num_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
     gpus_per_rank, actor_gpus, actor_cpus = min(num_gpus, 1), 0, 0
     if actor_group is not None:
-        actor_gpus, actor_cpus = actor_group.processes * gpus_per_rank, 0 if is_embedded else actor_group.processes
+        num_processes = actor_group.processes_per_actor
+        actor_gpus, actor_cpus = num_processes * gpus_per_rank, 0 if is_embedded else num_processes
     if actor_group is not None and actor_group.shares_gpus:
-        count = ranks_of_bundle(actor_group, has_gpus=gpus_per_rank > 0)
+        count = count_ranks_per_bundle(actor_group, has_gpus=gpus_per_rank > 0)
         required_bundles = [{"CPU": count + actor_cpus * gpus_per_rank, "GPU": gpus_per_rank * count}] * (size // count)
     else:
         required_bundles = [{"CPU": 1, "GPU": gpus_per_rank}] * size + [{"CPU": actor_cpus, "GPU": actor_gpus}]
@@ -45,30 +47,30 @@ def resource_bundles(ray: Any, size: int, actor_group: ActorGroup | None, *, is_
             f"{size} ranks and what is beside them take {total_cpus} CPUs, of {num_cpus} that the Ray "
             f"cluster has; give it more, or make policy.parallelism smaller"
         )
-    largest, machines = bundles[-1].items(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fits_machine = any(all(machine.get(name, 0) >= count for name, count in largest) for machine in machines)
+    largest_bundle, machines = bundles[-1].items(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fits_machine = any(all(machine.get(name, 0) >= count for name, count in largest_bundle) for machine in machines)
     if actor_group is not None and not fits_machine:
-        amounts_text = " and ".join(f"{count} {name}s" for name, count in largest)
+        resources_text = " and ".join(f"{count} {name}s" for name, count in largest_bundle)
         raise ConfigError(
-            f"rollout.parallelism.tp_size = {actor_group.processes}: an engine takes {amounts_text} of one machine, "
-            f"and no machine of the Ray cluster has them; make it smaller"
+            f"rollout.parallelism.tp_size = {actor_group.processes_per_actor}: an engine takes {resources_text} of one "
+            f"machine, and no machine of the Ray cluster has them; make it smaller"
         )
     return bundles
 
 
-def ranks_of_bundle(actor_group: ActorGroup | None, *, has_gpus: bool) -> int:
+def count_ranks_per_bundle(actor_group: ActorGroup | None, *, has_gpus: bool) -> int:
     """Return the number of ranks per resource bundle: the ranks that share their GPUs with one actor, otherwise 1."""
-    return actor_group.processes if actor_group is not None and actor_group.shares_gpus and has_gpus else 1
+    return actor_group.processes_per_actor if actor_group is not None and actor_group.shares_gpus and has_gpus else 1
 
 
 def reserve_bundles(
-    ray: Any, bundles: list[dict[str, int]], should_stop: Callable[[], bool], poll: Callable[[], None]
+    ray: Any, bundles: list[dict[str, int]], should_stop: Callable[[], bool], on_poll: Callable[[], None]
 ) -> list[Any]:
     """Reserve all resource bundles at once, and return Ray's scheduling strategy for each bundle; of equal bundles,
     those on one machine are neighbours.
 
-    `should_stop` and `poll` are called repeatedly while the cluster lacks free resources. Raises `Preempted` if a stop
-    was requested while this function waited.
+    `should_stop` and `on_poll` are called repeatedly while the cluster lacks free resources. Raises `Preempted` if a
+    stop was requested while this function waited.
     """
     from ray.util.placement_group import placement_group, placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -76,7 +78,7 @@ def reserve_bundles(
     group = placement_group(bundles, strategy="PACK")
     ready_ref = group.ready()
     while not ray.wait([ready_ref], timeout=POLL_SECONDS)[0]:
-        poll()
+        on_poll()
         if should_stop():
             raise Preempted("asked to stop while the ranks wait for room in the Ray cluster")
     ray.get(ready_ref)

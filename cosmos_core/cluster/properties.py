@@ -11,15 +11,15 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from cosmos_core.cluster.join import join_cluster
-from cosmos_core.machine_properties import MachineProperties, measure
+from cosmos_core.machine_properties import MachineProperties, measure_machine
 
-_VARIABLE_NAMES = frozenset({
+_RANK_VARIABLE_NAMES = frozenset({
     "CUBLAS_WORKSPACE_CONFIG", "HF_HOME", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_OFFLINE", "MKL_NUM_THREADS",
     "OMP_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM",
     "TRANSFORMERS_OFFLINE",
 })  # fmt: skip
-_VARIABLE_PREFIXES = ("GLOO_", "NCCL_", "TORCH", "VLLM_")
-_SERVICE_PREFIXES = ("COSMOS_", "HF_", "MLFLOW_", "REMOTE_REWARD_", "TRACKIO_", "WANDB_")
+_RANK_VARIABLE_PREFIXES = ("GLOO_", "NCCL_", "TORCH", "VLLM_")
+_SERVICE_VARIABLE_PREFIXES = ("COSMOS_", "HF_", "MLFLOW_", "REMOTE_REWARD_", "TRACKIO_", "WANDB_")
 
 
 def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
@@ -28,7 +28,7 @@ def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
     import ray
 
     with join_cluster():
-        ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env={"env_vars": variables_of_ranks()})
+        ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env={"env_vars": rank_variables()})
         try:
             num_gpus = int(ray.cluster_resources().get("GPU", 0))
             ray_remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
@@ -36,7 +36,7 @@ def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
             best_node = max(nodes, key=lambda node: [node["Resources"].get(name, 0) for name in ("GPU", "CPU")])
             # Request no CPU or GPU of the node, because another training may hold all of them for days.
             node_resource = f"node:{best_node['NodeManagerAddress']}"
-            measure_node = ray_remote(num_cpus=0, resources={node_resource: 0.001})(measure)
+            measure_node = ray_remote(num_cpus=0, resources={node_resource: 0.001})(measure_machine)
             node_properties: MachineProperties = ray.get(measure_node.remote(list(libraries)))
         finally:
             ray.shutdown()
@@ -44,25 +44,25 @@ def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
     return replace(node_properties, gpus=(gpu_model,) * num_gpus)
 
 
-def variables_of_ranks() -> dict[str, str]:
-    """Return the environment variables of this process that ranks and actors on other machines need: those that a
-    worker sets for its stage, and the user's settings of numeric libraries."""
-    return _select_variables(_VARIABLE_NAMES, _VARIABLE_PREFIXES)
+def rank_variables() -> dict[str, str]:
+    """Return the environment variables of this process that ranks and actors on other machines need: variables that a
+    worker sets for its stage, and settings of numeric libraries."""
+    return _select_variables(_RANK_VARIABLE_NAMES, _RANK_VARIABLE_PREFIXES)
 
 
 def service_variables(names: Collection[str]) -> dict[str, str]:
     """Return the environment variables of this process with which ranks and actors reach services and metric sinks, and
     those in `names`. They may be secrets, so they are arguments of a call: Ray logs its runtime environment."""
-    return _select_variables(names, _SERVICE_PREFIXES)
+    return _select_variables(names, _SERVICE_VARIABLE_PREFIXES)
 
 
 def _select_variables(names: Collection[str], prefixes: tuple[str, ...]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name in names or name.startswith(prefixes)}
 
 
-def call_with_environment(variables: Mapping[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
+def call_with_environment(environment: Mapping[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
     """Set environment variables in this process, then call a function and return its result."""
-    os.environ.update(variables)
+    os.environ.update(environment)
     return function(*arguments)
 
 

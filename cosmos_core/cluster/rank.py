@@ -12,8 +12,8 @@ from typing import Any
 from cosmos_core.imports import without_garbage_collection
 
 
-class Messages(threading.Event):
-    """Messages to the program of a rank while it runs; the event is set when the program must stop."""
+class RankMessages(threading.Event):
+    """Messages to the running program of a rank: the current actors, and as an event the request to stop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Messages(threading.Event):
         """Handles (`actors.ActorHandle`) of the actors that run alongside the ranks; their number may change."""
 
 
-Program = Callable[[Messages], Any]
+RankProgram = Callable[[RankMessages], Any]
 """Type of the picklable function that every rank runs."""
 
 
@@ -44,10 +44,10 @@ class Rank:
     def __init__(self) -> None:
         self._import_stack = ExitStack()
         self._import_stack.enter_context(without_garbage_collection())
-        self._sent_messages = Messages()
+        self._sent_messages = RankMessages()
         self._outcome: tuple[bool, Any] | None = None
 
-    def run(self, program: Program, rendezvous: Rendezvous) -> tuple[bool, Any]:
+    def run(self, program: RankProgram, rendezvous: Rendezvous) -> tuple[bool, Any]:
         """Run the program as this rank; return True and the value of the program, or False and its error."""
         from cosmos_core.cluster.group import run_as_rank
 
@@ -56,7 +56,7 @@ class Rank:
         return self._outcome
 
     def outcome(self) -> tuple[bool, Any] | None:
-        """Return the result of `run` once more, in case its reply was lost; None: the program is still running."""
+        """Return the result of `run` again, in case the reply of `run` was lost; None: the program is still running."""
         return self._outcome
 
     def stop(self) -> None:

@@ -20,37 +20,37 @@ import tomli_w
 from cosmos_core.config.compat.translate import with_algorithm_keys, with_current_keys
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.files import read_config
-from cosmos_core.config.inputs import STAGE_PREFIX, Input, existing_path, inputs_of, source_of
+from cosmos_core.config.inputs import STAGE_PREFIX, StageInput, existing_path, referenced_stage, stage_inputs
 from cosmos_core.config.load import (
     MAX_FILE_BYTES,
-    Values,
-    describe_unusable,
+    TomlTable,
+    describe_unsupported_value,
     escape_controls,
     merge,
     parse,
     shorten_message,
     without_none,
 )
-from cosmos_core.config.media import with_absolute_media
+from cosmos_core.config.media import with_absolute_media_paths
 from cosmos_core.config.override import (
-    IMPLIED_SUFFIX,
-    drop_dead,
-    notices_of_grid,
-    parse_setting,
-    sort_settings,
-    values_for_all_stages,
+    IMPLIED_STAGE_SUFFIX,
+    drop_ineffective_overrides,
+    grid_override_notices,
+    group_overrides,
+    parse_override,
+    recipe_overrides,
 )
-from cosmos_core.config.schema.clean import BENCHMARKS
-from cosmos_core.config.schema.marks import NamedThing
-from cosmos_core.config.schema.pipeline import STAGE_NAME_LENGTH, PipelineConfig, StageConfig
+from cosmos_core.config.schema.clean import BENCHMARKS_KEY
+from cosmos_core.config.schema.marks import ReferenceKind
+from cosmos_core.config.schema.pipeline import MAX_STAGE_NAME_LENGTH, PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import convert_named_things
+from cosmos_core.config.schema.table import convert_references
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.config.sweep import with_sweeps
+from cosmos_core.config.sweep import with_expanded_sweeps
 from cosmos_core.config.target import absolute_target
-from cosmos_core.config.uploads import with_uploads
+from cosmos_core.config.uploads import with_upload_stages
 from cosmos_core.errors import ConfigError
-from cosmos_core.registry import suggestion
+from cosmos_core.registry import suggest_names
 from cosmos_core.types import StageKind
 
 _DEFAULT_OUTPUT_DIR: str = TrainConfig.model_fields["output_dir"].default
@@ -90,33 +90,31 @@ class Pipeline:
             if stage.name == name:
                 return stage
         names = [stage.name for stage in self.stages]
-        raise ConfigError(f"{self.source}: no stage {name!r} in this pipeline{suggestion(name, names)}")
+        raise ConfigError(f"{self.source}: no stage {name!r} in this pipeline{suggest_names(name, names)}")
 
-    def kind_of(self, stage: StageConfig) -> StageKind:
+    def stage_kind(self, stage: StageConfig) -> StageKind:
         """Return the properties of the kind of a stage."""
         return self.kinds[stage.kind]
 
-    def inputs(self, stage: StageConfig) -> tuple[Input, ...]:
-        """Return the models, rows, files and code that a stage reads but does not make; see `inputs.inputs_of`."""
-        return inputs_of(stage, self.recipes[stage.name], self.kind_of(stage))
+    def inputs(self, stage: StageConfig) -> tuple[StageInput, ...]:
+        """Return the models, rows, files and code that a stage reads but does not make."""
+        return stage_inputs(stage, self.recipes[stage.name], self.stage_kind(stage))
 
-    def starts_from(self, stage: StageConfig) -> str:
-        """Return the reference to the model that a stage starts from; if the stage chooses a branch of a sweep, to the
-        model of the first branch."""
+    def initial_model(self, stage: StageConfig) -> str:
+        """Return the key `model` of a stage: the model that the stage starts from. For a stage that selects a branch of
+        a sweep, return `stage:NAME` of the first branch's model."""
         if stage.sweep is None or not stage.sweep.branches:
             return stage.model
         names = stage.sweep.branches[0].stages
-        model_stage_names = [name for name in names if self.kind_of(self.stage(name)).makes == "model"] or names[:1]
+        model_stage_names = [name for name in names if self.stage_kind(self.stage(name)).makes == "model"] or names[:1]
         return f"{STAGE_PREFIX}{model_stage_names[-1]}"
 
-    def branch_selector(self, name: str) -> StageConfig | None:
-        """Return the stage that chooses among branches, one of which contains the stage `name`; None if none does."""
-        for stage in self.stages:
-            if stage.sweep is not None and any(name in branch.stages for branch in stage.sweep.branches):
-                return stage
-        return None
+    def find_selecting_stage(self, name: str) -> StageConfig | None:
+        """Return the stage that selects the best branch of the sweep in which the stage `name` runs; None: no sweep."""
+        sweep_stages = ((stage, stage.sweep.branches) for stage in self.stages if stage.sweep is not None)
+        return next((stage for stage, branches in sweep_stages if any(name in each.stages for each in branches)), None)
 
-    def with_dependents(self, name: str) -> set[str]:
+    def stage_and_dependents(self, name: str) -> set[str]:
         """Return the names of the stage `name` and of every stage that depends on it."""
         names = {self.stage(name).name}
         for stage in self.stages:  # one pass is enough, because stages are in topological order
@@ -125,11 +123,11 @@ class Pipeline:
         return names
 
     def with_stages(self, stages: Iterable[StageConfig], recipes: dict[str, Recipe] | None = None) -> Pipeline:
-        """Return a copy of the pipeline with other stages and, unless `recipes` is None, with other recipes."""
+        """Return a copy of the pipeline with its stages and, unless `recipes` is None, its recipes replaced."""
         config = self.config.model_copy(update={"stages": tuple(stages)})
         return replace(self, config=config, recipes=self.recipes if recipes is None else recipes)
 
-    def as_toml(self) -> Values:
+    def as_toml(self) -> TomlTable:
         """Return the resolved pipeline as TOML tables, from which it can be loaded again without any other file."""
         pipeline = self.config.model_dump()
         for stage in pipeline["stages"]:
@@ -150,12 +148,12 @@ def load_pipeline(
     """
     notices: list[str] = []
     with _shorten_errors():
-        shared_tables, folders = read_config(path, notices, overriding_files)
-        folders = [path.parent, *folders]
-        return _check_serializable(_compose_pipeline(path, shared_tables, overrides, kinds, notices, folders))
+        shared_tables, base_folders = read_config(path, notices, overriding_files)
+        base_folders = [path.parent, *base_folders]
+        return _check_serializable(_compose_pipeline(path, shared_tables, overrides, kinds, notices, base_folders))
 
 
-def with_stage(pipeline: Pipeline, stage: Values, tables: Values, source: Path) -> Pipeline:
+def with_stage(pipeline: Pipeline, stage: TomlTable, tables: TomlTable, source: Path) -> Pipeline:
     """Return the pipeline with one more stage and with the stages that it implies, such as one that prepares its rows.
 
     Args:
@@ -172,8 +170,8 @@ def with_stage(pipeline: Pipeline, stage: Values, tables: Values, source: Path) 
         values = pipeline.as_toml()
         tables = with_current_keys(tables, f"{source}: stage {stage['name']!r}", notices)
         values["pipeline"].setdefault("stages", []).append({**stage, "overrides": tables})
-        folders = [source.parent] if source.suffix == ".py" else read_config(source, [])[1]
-        return _check_serializable(_compose_pipeline(source, values, (), pipeline.kinds, notices, folders))
+        base_folders = [source.parent] if source.suffix == ".py" else read_config(source, [])[1]
+        return _check_serializable(_compose_pipeline(source, values, (), pipeline.kinds, notices, base_folders))
 
 
 @contextmanager
@@ -187,7 +185,7 @@ def _shorten_errors() -> Iterator[None]:
 def _check_serializable(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline after a check that a run can save it and read it again."""
     saved_tables = pipeline.as_toml()
-    problem = describe_unusable(saved_tables)
+    problem = describe_unsupported_value(saved_tables)
     if not problem and len(tomli_w.dumps(saved_tables).encode()) > MAX_FILE_BYTES:
         problem = f"more than {MAX_FILE_BYTES} bytes once it is written out for {len(pipeline.stages)} stages"
     if problem:
@@ -196,37 +194,37 @@ def _check_serializable(pipeline: Pipeline) -> Pipeline:
 
 
 def _compose_pipeline(
-    path: Path, shared: Values, overrides: Sequence[str], kinds: StageKinds, notices: list[str], folders: Sequence[Path]
+    path: Path, tables: TomlTable, overrides: Sequence[str], kinds: StageKinds, notices: list[str], folders: list[Path]
 ) -> Pipeline:
-    pipeline_table = shared.pop("pipeline", {})
-    parsed_settings = drop_dead([parse_setting(text) for text in overrides], notices)
+    pipeline_table = tables.pop("pipeline", {})
+    parsed_overrides = drop_ineffective_overrides([parse_override(text) for text in overrides], notices)
     entries = _read_stage_entries(path, pipeline_table)
     if not entries:
-        tables = with_algorithm_keys(merge(shared, values_for_all_stages(parsed_settings)), [])
-        recipe = parse(Recipe, tables, source=str(path), notices=[])
-        entries = [stage.model_dump(exclude_defaults=True) for stage in _stages_of_recipe(recipe, kinds)]
+        recipe_tables = with_algorithm_keys(merge(tables, recipe_overrides(parsed_overrides)), [])
+        recipe = parse(Recipe, recipe_tables, source=str(path), notices=[])
+        entries = [stage.model_dump(exclude_defaults=True) for stage in _default_stages(recipe, kinds)]
     names = [entry["name"] for entry in entries if isinstance(entry.get("name"), str)]
-    settings = sort_settings(parsed_settings, names)
-    values = merge({"name": path.stem, **{k: v for k, v in pipeline_table.items() if k != "stages"}}, settings.pipeline)
-    config = parse(PipelineConfig, values, source=str(path), prefix="pipeline")
+    grouped_overrides = group_overrides(parsed_overrides, names)
+    settings = {"name": path.stem, **{key: value for key, value in pipeline_table.items() if key != "stages"}}
+    config = parse(PipelineConfig, merge(settings, grouped_overrides.pipeline), source=str(path), prefix="pipeline")
     stages, recipes, tables_by_stage, recipe_folders = [], {}, {}, {"": list[Path]()}
-    for number, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         name = entry.get("name")
-        location = f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{number}]"
-        stage = parse(StageConfig, merge(entry, settings.entries.get(str(name), {})), source=location)
+        location = f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{index}]"
+        stage = parse(StageConfig, merge(entry, grouped_overrides.stage_entries.get(str(name), {})), source=location)
         recipe_values, recipe_folders[stage.recipe] = _read_recipe_file(path, stage, notices)
-        tables = tables_by_stage[stage.name] = merge(merge(shared, recipe_values), stage.overrides)
-        recipe_note = f" (recipe {stage.recipe})" if stage.recipe else ""
-        location = f"{path}: stage {stage.name!r}{recipe_note}"
-        recipes[stage.name] = parse(Recipe, with_algorithm_keys(tables, notices), source=location, notices=notices)
-        notices += notices_of_grid(parsed_settings, stage)
+        stage_tables = tables_by_stage[stage.name] = merge(merge(tables, recipe_values), stage.overrides)
+        location = f"{path}: stage {stage.name!r}" + (f" (recipe {stage.recipe})" if stage.recipe else "")
+        recipe_tables = with_algorithm_keys(stage_tables, notices)
+        recipes[stage.name] = parse(Recipe, recipe_tables, source=location, notices=notices)
+        notices += grid_override_notices(parsed_overrides, stage)
         stages.append(stage)
-    full_config = config.model_copy(update={"stages": tuple(stages)})
-    pipeline = Pipeline(path, full_config, recipes, kinds, tuple(dict.fromkeys(map(escape_controls, notices))))
+    resolved_config = config.model_copy(update={"stages": tuple(stages)})
+    pipeline = Pipeline(path, resolved_config, recipes, kinds, tuple(dict.fromkeys(map(escape_controls, notices))))
     _check_stages(pipeline)
     pipeline = _with_output_dir(pipeline)
-    pipeline = with_sweeps(_sort_topologically(_with_prepared_data(pipeline)), tables_by_stage)
-    pipeline = with_uploads(_sort_topologically(pipeline))
+    pipeline = with_expanded_sweeps(_sort_topologically(_with_prepared_data(pipeline)), tables_by_stage)
+    pipeline = with_upload_stages(_sort_topologically(pipeline))
     return _with_absolute_paths(_inherit_export_dtype(_sort_topologically(pipeline)), folders, recipe_folders)
 
 
@@ -240,36 +238,36 @@ def _read_stage_entries(path: Path, pipeline_table: Any) -> list[Mapping[str, An
     return entries
 
 
-def _read_recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> tuple[Values, list[Path]]:
+def _read_recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> tuple[TomlTable, list[Path]]:
     if not stage.recipe:
         return {}, []
     recipe_path = path.parent / stage.recipe
     if not os.path.exists(recipe_path):  # os.path.exists returns False for an invalid path; Path.exists raises
         raise ConfigError(f"{path}: stage {stage.name!r}: recipe = {stage.recipe!r}: no such file ({recipe_path})")
-    values, folders = read_config(recipe_path, notices)
+    values, base_folders = read_config(recipe_path, notices)
     if "pipeline" in values:
         raise ConfigError(f"{recipe_path}: a recipe used by a stage cannot have a [pipeline] of its own")
-    return values, folders
+    return values, base_folders
 
 
-def _stages_of_recipe(recipe: Recipe, kinds: StageKinds) -> tuple[StageConfig, ...]:
-    """Return one stage for each step that a recipe without `[pipeline]` needs, named like its kind."""
-    prepare, train = _find_kind_name(kinds, makes="data"), _find_kind_name(kinds, feed=_required_feed(recipe))
+def _default_stages(recipe: Recipe, kinds: StageKinds) -> tuple[StageConfig, ...]:
+    """Return the stages of a recipe without `[pipeline]`, each with the name of its kind."""
+    prepare, train = _find_stage_kind(kinds, makes="data"), _find_stage_kind(kinds, feed=_required_feed(recipe))
     data = f"{STAGE_PREFIX}{prepare}"
     stages = [StageConfig(name=prepare, kind=prepare), StageConfig(name=train, kind=train, after=(prepare,), data=data)]
-    model_settings: Values = {"after": (train,), "model": f"{STAGE_PREFIX}{train}"}
+    model_settings: TomlTable = {"after": (train,), "model": f"{STAGE_PREFIX}{train}"}
     if recipe.validation.enable:
-        measure_kind = _find_kind_name(kinds, makes="metrics", reads_data="prepared")
-        stages.append(StageConfig(name=measure_kind, kind=measure_kind, data=data, **model_settings))
+        validate_kind = _find_stage_kind(kinds, makes="metrics", reads_data="prepared")
+        stages.append(StageConfig(name=validate_kind, kind=validate_kind, data=data, **model_settings))
     if recipe.train.ckpt.export_safetensors:
-        export_kind = _find_kind_name(kinds, makes="model", feed="", selects_branch=False, required_keys={})
+        export_kind = _find_stage_kind(kinds, makes="model", feed="", selects_branch=False, required_keys={})
         stages.append(StageConfig(name=export_kind, kind=export_kind, **model_settings))
     return tuple(stages)
 
 
-def _find_kind_name(kinds: StageKinds, **policy: object) -> str:
-    """Return the name of the first stage kind whose properties have these values."""
-    return next(name for name, kind in kinds.items() if all(getattr(kind, key) == policy[key] for key in policy))
+def _find_stage_kind(kinds: StageKinds, **attributes: object) -> str:
+    """Return the name of the first stage kind whose attributes have the given values."""
+    return next(n for n, kind in kinds.items() if all(getattr(kind, key) == value for key, value in attributes.items()))
 
 
 def stage_references(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[tuple[str, str]]:
@@ -278,40 +276,40 @@ def stage_references(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) 
     yield "data", stage.data
     if stage_kind.reads_data == "source":
         yield from _row_references(recipe)
-    if teacher := recipe.teacher_of(stage_kind):
+    if teacher := recipe.stage_teacher(stage_kind):
         yield "distillation.model_name_or_path", teacher.model_name_or_path
 
 
 def _row_references(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield each key of a recipe's data sets that may refer to another stage, with its value."""
     for key, dataset in recipe.datasets.items():
-        if key.startswith(BENCHMARKS):
+        if key.startswith(BENCHMARKS_KEY):
             yield f"{key}.name", dataset.name
         yield f"{key}.pass_rates", dataset.pass_rates
 
 
 def _required_feed(recipe: Recipe) -> str:
-    """Return the value of `StageKind.feed` that the recipe's algorithm needs."""
+    """Return the value of `StageKind.feed`, the source of training samples, that the recipe's algorithm needs."""
     return "rollouts" if recipe.train.train_policy.has_rollouts else "dataset"
 
 
 def _check_stages(pipeline: Pipeline) -> None:
     kinds = pipeline.kinds
     names = [stage.name for stage in pipeline.stages]
-    known_stages = [stage for stage in pipeline.stages if stage.kind in kinds]
-    training_names = [stage.name for stage in known_stages if kinds[stage.kind].trains_model]
-    export_names = [stage.name for stage in known_stages if kinds[stage.kind].reads_key("export.formats")]
+    stages_of_known_kind = [stage for stage in pipeline.stages if stage.kind in kinds]
+    training_names = [stage.name for stage in stages_of_known_kind if kinds[stage.kind].trains_model]
+    export_names = [stage.name for stage in stages_of_known_kind if kinds[stage.kind].reads_key("export.formats")]
     for stage in pipeline.stages:
         location = f"{pipeline.source}: stage {stage.name!r}"
         if names.count(stage.name) > 1:
             raise ConfigError(f"{location}: the name is used twice; stage names are unique")
         if stage.kind not in kinds:
-            raise ConfigError(f"{location}: unknown kind {stage.kind!r}{suggestion(stage.kind, list(kinds))}")
+            raise ConfigError(f"{location}: unknown kind {stage.kind!r}{suggest_names(stage.kind, list(kinds))}")
         _check_stage_kind(location, stage, pipeline.recipes[stage.name], kinds)
-        model_stage = source_of(stage.model)
-        if stage.checkpoint and model_stage not in training_names:
+        model_stage_name = referenced_stage(stage.model)
+        if stage.checkpoint and model_stage_name not in training_names:
             raise ConfigError(f'{location}: checkpoint = {stage.checkpoint!r} needs model = "stage:NAME" of a training')
-        formats = pipeline.recipes[model_stage].export.formats if model_stage in export_names else ()
+        formats = pipeline.recipes[model_stage_name].export.formats if model_stage_name in export_names else ()
         if stage.format and stage.format not in formats:
             raise ConfigError(
                 f"{location}: format = {stage.format!r} is not among export.formats of model = {stage.model!r}"
@@ -319,10 +317,11 @@ def _check_stages(pipeline: Pipeline) -> None:
         recipe = pipeline.recipes[stage.name]
         inputs = (*stage_references(stage, recipe, kinds[stage.kind]), *_row_references(recipe))
         references = [("after", name, name) for name in stage.after]
-        references += [(key, text, name) for key, text in inputs if (name := source_of(text)) is not None]
+        references += [(key, text, name) for key, text in inputs if (name := referenced_stage(text)) is not None]
         for key, text, name in references:
             if name not in names:
-                raise ConfigError(f"{location}: {key} = {text!r} is no stage of this pipeline{suggestion(name, names)}")
+                hint = suggest_names(name, names)
+                raise ConfigError(f"{location}: {key} = {text!r} is no stage of this pipeline{hint}")
 
 
 def _check_stage_kind(location: str, stage: StageConfig, recipe: Recipe, kinds: StageKinds) -> None:
@@ -338,16 +337,16 @@ def _check_stage_kind(location: str, stage: StageConfig, recipe: Recipe, kinds: 
     if stage_kind.trains_model and stage_kind.feed != _required_feed(recipe):
         raise ConfigError(
             f"{location}: kind {stage_kind.name!r} does not train with train.train_policy.type = "
-            f"{recipe.train.train_policy.type!r}; take kind = {_find_kind_name(kinds, feed=_required_feed(recipe))!r}"
+            f"{recipe.train.train_policy.type!r}; take kind = {_find_stage_kind(kinds, feed=_required_feed(recipe))!r}"
         )
 
 
 def _with_output_dir(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with the `output_dir` that its recipes set; refuse recipes that set different folders."""
     if folder := pipeline.config.output_dir:
-        others = {recipe.train.output_dir for recipe in pipeline.recipes.values()} - {folder, _DEFAULT_OUTPUT_DIR}
-        effect = f"has no effect here: pipeline.output_dir = {folder!r}"
-        notices = sorted(f"train.output_dir = {each!r} {effect}" for each in others)
+        train_folders = {recipe.train.output_dir for recipe in pipeline.recipes.values()} - {_DEFAULT_OUTPUT_DIR}
+        reason = f"has no effect here: pipeline.output_dir = {folder!r}"
+        notices = sorted(f"train.output_dir = {ignored!r} {reason}" for ignored in train_folders - {folder})
         return replace(pipeline, notices=(*pipeline.notices, *notices))
     stage_by_folder: dict[str, str] = {}
     for name, recipe in pipeline.recipes.items():
@@ -367,14 +366,14 @@ def _sort_topologically(pipeline: Pipeline) -> Pipeline:
     pipeline, sorted_stages = pipeline.with_stages(_topological_order(pipeline)), []
     for stage in pipeline.stages:
         predecessors = list(stage.after)
-        for key, reference in stage_references(stage, pipeline.recipes[stage.name], pipeline.kind_of(stage)):
-            upstream_stage = source_of(reference)
-            if upstream_stage is not None and stage.name not in pipeline.with_dependents(upstream_stage):
+        for key, reference in stage_references(stage, pipeline.recipes[stage.name], pipeline.stage_kind(stage)):
+            referenced_name = referenced_stage(reference)
+            if referenced_name is not None and stage.name not in pipeline.stage_and_dependents(referenced_name):
                 raise ConfigError(
-                    f"{pipeline.source}: stage {stage.name!r}: {key} = {reference!r} but {upstream_stage!r} is not in "
-                    f'its `after`; write after = ["{upstream_stage}"]'
+                    f"{pipeline.source}: stage {stage.name!r}: {key} = {reference!r} but {referenced_name!r} is not in "
+                    f'its `after`; write after = ["{referenced_name}"]'
                 )
-            predecessors += [upstream_stage] if upstream_stage else []
+            predecessors += [referenced_name] if referenced_name else []
         updated_fields = {"after": tuple(dict.fromkeys(predecessors)), "target": _find_gate_target(pipeline, stage)}
         sorted_stages.append(stage.model_copy(update=updated_fields))
     return pipeline.with_stages(sorted_stages)
@@ -384,7 +383,7 @@ def _inherit_export_dtype(pipeline: Pipeline) -> Pipeline:
     """Set the missing `train.param_dtype` of an export to the value of the stage whose model it exports."""
     recipes = dict(pipeline.recipes)
     for stage in pipeline.stages:
-        stage_kind, source, recipe = pipeline.kind_of(stage), source_of(stage.model), recipes[stage.name]
+        stage_kind, source, recipe = pipeline.stage_kind(stage), referenced_stage(stage.model), recipes[stage.name]
         is_export = stage_kind.makes == "model" and not stage_kind.trains_model
         if is_export and source and "param_dtype" not in recipe.train.model_fields_set:
             source_dtype = recipes[source].train.param_dtype
@@ -411,10 +410,10 @@ def _topological_order(pipeline: Pipeline) -> list[StageConfig]:
 
 
 def _find_gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
-    """Return the publication target of a gate, by default that of the first upload stage that depends on the gate."""
-    dependents = pipeline.with_dependents(stage.name) if stage.require else set[str]()
-    uploads = [each for each in pipeline.stages if pipeline.kind_of(each).makes == "publication"]
-    target = stage.target or next((each.target for each in uploads if each.name in dependents), "")
+    """Return the publication target of a gate, by default the target of the first upload stage that depends on it."""
+    dependents = pipeline.stage_and_dependents(stage.name) if stage.require else set[str]()
+    upload_stages = [each for each in pipeline.stages if pipeline.stage_kind(each).makes == "publication"]
+    target = stage.target or next((each.target for each in upload_stages if each.name in dependents), "")
     if not target and any(parse_condition(text).needs_published_model for text in stage.require):
         raise ConfigError(
             f"{pipeline.source}: stage {stage.name!r}: require compares with `published`, but there is no target to "
@@ -428,40 +427,38 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
     stages: list[StageConfig] = []
     recipes = dict(pipeline.recipes)
     stages_by_name = {stage.name: stage for stage in pipeline.stages}
-    kinds = {stage.name: pipeline.kind_of(stage) for stage in pipeline.stages}
+    kinds = {stage.name: pipeline.stage_kind(stage) for stage in pipeline.stages}
 
-    def prepared(stage: StageConfig) -> str:
-        """Return the name of the stage that prepares the rows of a stage; empty if there is none."""
-        name = source_of(stage.data) or ""
+    def find_prepare_stage(stage: StageConfig) -> str:
+        """Return the name of the prepare stage that `stage.data` refers to; empty if it refers to none."""
+        name = referenced_stage(stage.data) or ""
         return name if name in kinds and kinds[name].makes == "data" else ""
 
     for stage in pipeline.stages:
-        if kinds[stage.name].reads_data != "prepared" or prepared(stage):
+        if kinds[stage.name].reads_data != "prepared" or find_prepare_stage(stage):
             stages.append(stage)
             continue
-        trained = stages_by_name.get(source_of(stage.model) or "")
-        if trained is not None and kinds[trained.name].makes == "model" and not kinds[trained.name].trains_model:
-            trained = stages_by_name.get(source_of(trained.model) or "")
-        is_training = trained is not None and kinds[trained.name].trains_model
-        if trained is not None and is_training and kinds[stage.name].makes == "metrics" and not stage.data:
-            name = prepared(trained) or f"{trained.name}{IMPLIED_SUFFIX}"
+        training = stages_by_name.get(referenced_stage(stage.model) or "")
+        if training and kinds[training.name].makes == "model" and not kinds[training.name].trains_model:
+            training = stages_by_name.get(referenced_stage(training.model) or "")
+        if training and kinds[training.name].trains_model and kinds[stage.name].makes == "metrics" and not stage.data:
+            name = find_prepare_stage(training) or f"{training.name}{IMPLIED_STAGE_SUFFIX}"
             stages.append(_add_data_dependency(stage, name))
             continue
-        name = f"{stage.name}{IMPLIED_SUFFIX}"
-        if len(name) > STAGE_NAME_LENGTH:
+        name = f"{stage.name}{IMPLIED_STAGE_SUFFIX}"
+        if len(name) > MAX_STAGE_NAME_LENGTH:
             raise ConfigError(
                 f"{pipeline.source}: stage {stage.name!r}: the name of the stage that prepares its rows, NAME-data, "
-                f"may have {STAGE_NAME_LENGTH} characters; shorten the name, or name a prepare stage in data"
+                f"may have {MAX_STAGE_NAME_LENGTH} characters; shorten the name, or name a prepare stage in data"
             )
         if name in stages_by_name:
-            raise ConfigError(
-                f"{pipeline.source}: stage {name!r}: the name is taken by the data of stage {stage.name!r}"
-            )
-        model = _find_origin_model(pipeline, stages_by_name, stage)
-        prepare_kind = _find_kind_name(pipeline.kinds, makes="data")
+            location = f"{pipeline.source}: stage {name!r}"
+            raise ConfigError(f"{location}: the name is taken by the data of stage {stage.name!r}")
+        model = _find_tokenizer_model(pipeline, stages_by_name, stage)
+        prepare_kind = _find_stage_kind(pipeline.kinds, makes="data")
         prepare_stage = StageConfig(name=name, kind=prepare_kind, model=model, data=stage.data, recipe=stage.recipe)
         references = stage_references(prepare_stage, recipes[stage.name], pipeline.kinds[prepare_kind])
-        predecessors = dict.fromkeys(source for _, reference in references if (source := source_of(reference)))
+        predecessors = dict.fromkeys(source for _, reference in references if (source := referenced_stage(reference)))
         stages.append(prepare_stage.model_copy(update={"after": tuple(predecessors)}))
         recipes[name] = recipes[stage.name]
         stages.append(_add_data_dependency(stage, name))
@@ -472,56 +469,59 @@ def _add_data_dependency(stage: StageConfig, name: str) -> StageConfig:
     return stage.model_copy(update={"data": f"stage:{name}", "after": tuple(dict.fromkeys((*stage.after, name)))})
 
 
-def _find_origin_model(pipeline: Pipeline, stages_by_name: Mapping[str, StageConfig], stage: StageConfig) -> str:
-    """Return the model with the tokenizer of a stage. Training does not change it, so rows are prepared earlier."""
+def _find_tokenizer_model(pipeline: Pipeline, stages_by_name: Mapping[str, StageConfig], stage: StageConfig) -> str:
+    """Return the model whose tokenizer prepares the rows of a stage (empty: that of its recipe). For a trained model it
+    is the model that the training started from, which has the same tokenizer, so that rows are prepared earlier."""
     recipes, model, visited = pipeline.recipes, stage.model, {stage.name}
-    while (name := source_of(model)) is not None and pipeline.kind_of(stages_by_name[name]).makes == "model":
+    while (name := referenced_stage(model)) is not None and pipeline.stage_kind(stages_by_name[name]).makes == "model":
         if name in visited:
-            break  # `_topological_order` reports the cycle of stages
+            break  # `_topological_order` refuses the cycle later
         visited.add(name)
-        model = pipeline.starts_from(stages_by_name[name]) or recipes[name].policy.model_name_or_path
+        model = pipeline.initial_model(stages_by_name[name]) or recipes[name].policy.model_name_or_path
     return "" if model == recipes[stage.name].policy.model_name_or_path else model
 
 
 def _with_absolute_paths(
-    pipeline: Pipeline, folders: Sequence[Path], recipe_folders: Mapping[str, Sequence[Path]]
+    pipeline: Pipeline, base_folders: Sequence[Path], recipe_folders: Mapping[str, Sequence[Path]]
 ) -> Pipeline:
     """Return the pipeline with absolute local paths, so that a run can be resumed from any folder.
 
-    A path is relative to the current folder, else to that of the pipeline's file, else to that of another file of the
-    stage's settings; `folders` are those of all files except recipe files, the pipeline's file first, and
-    `recipe_folders` those of each recipe file.
+    A path is relative to the current folder, otherwise to the folder of the pipeline's file, otherwise to the folder of
+    another configuration file of the stage. `base_folders` are the folders of all files except recipe files, that of
+    the pipeline's file first; `recipe_folders` are the folders of each recipe file and of the files that it extends.
     """
     stages, recipes = [], dict(pipeline.recipes)
     for stage in pipeline.stages:
-        to_absolute = partial(_absolute_path, (Path.cwd(), folders[0], *recipe_folders[stage.recipe], *folders[1:]))
-        convert = partial(_convert_named_thing, to_absolute)
-        stages.append(convert_named_things(stage, convert))
-        recipe = convert_named_things(recipes[stage.name], convert)
-        recipes[stage.name] = recipe.derive(custom=with_absolute_media(recipe.custom, to_absolute))
+        search_folders = (Path.cwd(), base_folders[0], *recipe_folders[stage.recipe], *base_folders[1:])
+        to_absolute = partial(_absolute_path, search_folders)
+        convert_reference = partial(_convert_reference, to_absolute)
+        stages.append(convert_references(stage, convert_reference))
+        recipe = convert_references(recipes[stage.name], convert_reference)
+        recipes[stage.name] = recipe.derive(custom=with_absolute_media_paths(recipe.custom, to_absolute))
     python = pipeline.config.python
-    if os.sep in python and not any(stage.work_pool for stage in stages):  # machines of pools have their own
+    # The path of an interpreter on the machines of a work pool is unknown here.
+    if os.sep in python and not any(stage.work_pool for stage in stages):
         # Links are not resolved, because the link in a virtual environment selects the environment.
         pipeline = replace(pipeline, config=pipeline.config.derive(python=os.path.abspath(os.path.expanduser(python))))
     return pipeline.with_stages(stages, recipes)
 
 
-def _absolute_path(folders: Sequence[Path], text: str) -> str:
-    """Return the absolute path of `text` in the first of the folders that contains it, with links resolved; else
-    `text`. A link to a file with another suffix keeps its name, because the suffix selects the format: files in the
-    Hub's cache have no suffix."""
-    paths = (None if source_of(text) is not None else existing_path(text, folder) for folder in folders)
+def _absolute_path(base_folders: Sequence[Path], text: str) -> str:
+    """Return the absolute path of `text` in the first of the folders that contains it, with links resolved; if none
+    does, return `text`. A link to a file with another suffix is not resolved, because the suffix selects the format:
+    files in the Hub's cache have no suffix."""
+    paths = (None if referenced_stage(text) is not None else existing_path(text, folder) for folder in base_folders)
     path = next(filter(None, paths), None)
     if path is None:
         return text
-    is_target_named = path.is_dir() or path.resolve().suffix == path.suffix
-    return str(path.resolve() if is_target_named else path.parent.resolve() / path.name)
+    keeps_suffix = path.is_dir() or path.resolve().suffix == path.suffix
+    return str(path.resolve() if keeps_suffix else path.parent.resolve() / path.name)
 
 
-def _convert_named_thing(to_absolute: Callable[[str], str], named_thing: NamedThing, text: str) -> str:
-    if named_thing is NamedThing.PUBLISHED:
+def _convert_reference(to_absolute: Callable[[str], str], reference_kind: ReferenceKind, text: str) -> str:
+    if reference_kind is ReferenceKind.PUBLICATION_TARGET:
         return absolute_target(text, to_absolute)
     file_path, separator, object_name = text.rpartition(":")
     if file_path.endswith(".py"):
         return f"{to_absolute(file_path)}{separator}{object_name}"
-    return to_absolute(text) if named_thing is NamedThing.PATH and text else text
+    return to_absolute(text) if reference_kind is ReferenceKind.PATH and text else text

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from statistics import NormalDist
 
-PUBLISHED = "published"
-STDERR = "_stderr"
+_PUBLISHED_KEYWORD = "published"
+STDERR_SUFFIX = "_stderr"
 """Suffix of the name of a metric that is the standard error of another metric."""
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt,
@@ -31,34 +31,34 @@ class MetricCondition:
 
     text: str
     metric: str
-    comparison: str
-    bound: str
-    offset: float = 0.0
+    operator: str
+    threshold_text: str
+    published_offset: float = 0.0
     """Number that is added to the metric of the published model."""
 
     @property
     def needs_published_model(self) -> bool:
         """Return True if the condition compares with the published model."""
-        return self.bound == PUBLISHED
+        return self.threshold_text == _PUBLISHED_KEYWORD
 
-    def limit(self, published: float | None) -> float | None:
-        """Return the threshold of the condition; None if the threshold is the metric of the published model and no
-        model was published yet. `published` is the value of the metric of the published model."""
+    def threshold(self, published_value: float | None) -> float | None:
+        """Return the number with which the condition compares its metric; None if no model was published to compare
+        with. `published_value` is the value of the metric of the published model."""
         if not self.needs_published_model:
-            return float(self.bound)
+            return float(self.threshold_text)
         # The sum is rounded, because 0.1 + 0.2 is above 0.3.
-        return None if published is None else round(published + self.offset, 12)
+        return None if published_value is None else round(published_value + self.published_offset, 12)
 
     def matches_metric(self, name: str) -> bool:
         """Return True if the condition applies to a metric; a pattern with `*` does not match a standard error."""
-        is_pattern = "*" in self.metric and not name.endswith(STDERR)
+        is_pattern = "*" in self.metric and not name.endswith(STDERR_SUFFIX)
         return name == self.metric or (is_pattern and fnmatchcase(name, self.metric))
 
-    def is_satisfied(self, value: float, limit: float | None, margin: float = 0.0) -> bool:
-        """Return True if `value`, worsened by `margin`, compares with `limit` as the condition requires. If `limit` is
-        None (no model was published yet), any value passes; NaN never passes."""
-        worse_value = value - margin if self.comparison.startswith(">") else value + margin
-        return not math.isnan(value) and (limit is None or _OPERATORS[self.comparison](worse_value, limit))
+    def is_satisfied(self, value: float, threshold: float | None, margin: float = 0.0) -> bool:
+        """Return True if the metric satisfies the condition even if it is worse than `value` by `margin`. If
+        `threshold` is None (no model was published yet), any value satisfies it; NaN never does."""
+        worst_value = value - margin if self.operator.startswith(">") else value + margin
+        return not math.isnan(value) and (threshold is None or _OPERATORS[self.operator](worst_value, threshold))
 
 
 def parse_condition(text: str) -> MetricCondition:
@@ -68,22 +68,22 @@ def parse_condition(text: str) -> MetricCondition:
         ValueError: the text has none of the forms of a condition.
     """
     if match := _NOT_WORSE_PATTERN.fullmatch(text):
-        metric, offset_text, bound_text = match[1], match[2] or "0", None
+        metric, offset, number = match[1], match[2] or "0", None
         is_lower_better = any(word in metric.rpartition("/")[2].lower() for word in LOWER_IS_BETTER)
-        comparison, offset_sign = ("<=", "+") if is_lower_better else (">=", "-")
+        comparison, sign = ("<=", "+") if is_lower_better else (">=", "-")
     elif match := _COMPARISON_PATTERN.fullmatch(text):
-        metric, comparison, bound_text = match[1], match[2], match[5]
-        offset_sign, offset_text = match[3] or "+", match[4] or "0"
-    if not match or not _is_number(offset_text) or (bound_text is not None and not _is_number(bound_text)):
+        metric, comparison, number = match[1], match[2], match[5]
+        sign, offset = match[3] or "+", match[4] or "0"
+    if not match or not _is_number(offset) or (number is not None and not _is_number(number)):
         raise ValueError(
-            f"condition {text!r} must be METRIC >= NUMBER, METRIC >= {PUBLISHED}, METRIC >= {PUBLISHED} - NUMBER (also "
-            f">, <=, <, ==) or METRIC not worse than {PUBLISHED} by NUMBER"
+            f"condition {text!r} must be METRIC >= NUMBER, METRIC >= published, METRIC >= published - NUMBER (also >, "
+            f"<=, <, ==) or METRIC not worse than published by NUMBER"
         )
-    return MetricCondition(text, metric, comparison, bound_text or PUBLISHED, float(f"{offset_sign}{offset_text}"))
+    return MetricCondition(text, metric, comparison, number or _PUBLISHED_KEYWORD, float(f"{sign}{offset}"))
 
 
-def parse_range(text: str) -> Callable[[float], bool]:
-    """Parse a range such as `0.1 <= pass_rate <= 0.9` to a function that returns True for a pass rate in the range.
+def parse_pass_rate_range(text: str) -> Callable[[float], bool]:
+    """Return a function that tests whether a pass rate is in a range such as `0.1 <= pass_rate <= 0.9`.
 
     Raises:
         ValueError: the text is no range of pass rates.
@@ -98,26 +98,25 @@ def parse_range(text: str) -> Callable[[float], bool]:
     )
 
 
-def noise_margin(name: str, confidence: float, *measurements: Mapping[str, float]) -> float | None:
-    """Return how much two measurements of the metric `name` must differ so that the difference is noise with a
-    probability of at most 1 - `confidence`; None if the standard error of a measurement is unknown.
+def significance_margin(name: str, confidence: float, *measurements: Mapping[str, float]) -> float | None:
+    """Return the smallest difference between two measurements of the metric `name` that is significant at the given
+    `confidence` level (one-sided); None if the standard error of a measurement is unknown.
 
     The standard error is the metric `NAME_stderr`. For a fraction of held-out prompts it is computed from the number of
     prompts, with one success and one failure added, because a fraction of 0 or 1 of few prompts is not certain.
     """
-    errors = [_standard_error(name, metrics) for metrics in measurements]
-    known_errors = [error for error in errors if error is not None]
-    return NormalDist().inv_cdf(confidence) * math.hypot(*known_errors) if len(known_errors) == len(errors) else None
+    errors = [error for metrics in measurements if (error := _standard_error(name, metrics)) is not None]
+    return NormalDist().inv_cdf(confidence) * math.hypot(*errors) if len(errors) == len(measurements) else None
 
 
 def _standard_error(name: str, metrics: Mapping[str, float]) -> float | None:
-    if (error := metrics.get(name + STDERR)) is not None:
+    if (error := metrics.get(name + STDERR_SUFFIX)) is not None:
         return error
-    metric_prefix, _, metric_name = name.rpartition("/")
-    num_prompts = metrics.get(f"{metric_prefix}/prompts", 0.0)
+    prefix, _, metric_name = name.rpartition("/")
+    num_prompts = metrics.get(f"{prefix}/prompts", 0.0)
     if num_prompts < 1 or not (metric_name == "accuracy" or metric_name.startswith("pass@")):
         return None
-    if metrics[name] < 0 or metrics[name] > 1:  # a percentage, for example, is not a fraction
+    if metrics[name] < 0 or metrics[name] > 1:  # the metric is not a fraction, but a percentage, for example
         return None
     smoothed_fraction = (metrics[name] * num_prompts + 1) / (num_prompts + 2)
     return math.sqrt(smoothed_fraction * (1 - smoothed_fraction) / num_prompts)

@@ -17,22 +17,22 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from cosmos_core.config.compat import trl
-from cosmos_core.config.compat.translate import RENAMED_KEYS, UNUSED_KEYS, current_name
+from cosmos_core.config.compat.translate import INEFFECTIVE_KEYS, RENAMED_KEYS, current_key
 from cosmos_core.config.load import shorten_message
-from cosmos_core.config.schema.marks import IntroducedIn, Status, StatusName, SupportedValues, UnitMark, find_mark
+from cosmos_core.config.schema.marks import IntroducedIn, KeyStatus, StatusName, SupportedValues, UnitMark, find_mark
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import Table, all_fields, status, tables_in
+from cosmos_core.config.schema.table import Table, all_fields, support_status, tables_in
 from cosmos_core.errors import ConfigError
 from cosmos_core.types import StageKind
 
-_GENERATION_LABELS = {"first": "Cosmos-RL", "later": "later Cosmos-RL", "ours": "ours"}
-_MAX_NAME = 200
+_LABEL_BY_GENERATION = {"first": "Cosmos-RL", "later": "later Cosmos-RL", "ours": "ours"}
+_MAX_COMPARED_LENGTH = 200
 _TOML_TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "string"}
 
 
 @dataclass(frozen=True)
-class Key:
+class KeyDescription:
     """Description of one key of the schema."""
 
     name: str
@@ -50,27 +50,27 @@ class Key:
 
 
 @cache
-def all_keys() -> tuple[Key, ...]:
+def all_keys() -> tuple[KeyDescription, ...]:
     """Return the description of every key of a recipe, then of `[pipeline]`, in the order of the schema."""
     fields = [*all_fields(Recipe), *all_fields(PipelineConfig, "pipeline.")]
-    table_statuses = {name: status(field) for name, _, field in fields if tables_in(field.annotation)}
-    keys = {(name, table): _describe_field(name, table, field, table_statuses) for name, table, field in fields}
+    status_by_table = {name: support_status(field) for name, _, field in fields if tables_in(field.annotation)}
+    keys = {(name, table): _describe_field(name, table, field, status_by_table) for name, table, field in fields}
     return tuple(keys.values())
 
 
-def find_key(name: str) -> list[Key]:
-    """Return the descriptions of a key by its current name, an older name or its name in TRL; for a name without a
-    table, the descriptions of the key in all tables. Names with a stage, `STAGE.KEY`, are not supported.
+def find_key(name: str) -> list[KeyDescription]:
+    """Return the descriptions of a key by its current name, an older name or its name in TRL. A name without a table
+    stands for the keys of this name in all tables; a name with a stage, `STAGE.KEY`, is unknown.
 
     Raises:
         ConfigError: there is no such key; the message suggests similar keys, or the replacement for a key of TRL.
     """
-    key_name = RENAMED_KEYS.get(name) or current_name(name)
+    key_name, trl_keys = RENAMED_KEYS.get(name) or current_key(name), trl.keys_for_trl_name(name)
     keys = [key for key in all_keys() if key.name == key_name]
-    is_short_name = "." not in name and any(key.name.rpartition(".")[2] == name for key in all_keys())
-    if key_name in UNUSED_KEYS and not is_short_name and not trl.keys_of(name):
-        raise ConfigError(f"{name} does nothing in any version; it would have meant {UNUSED_KEYS[key_name]}")
-    keys = keys or [key for key in all_keys() if key.name in trl.keys_of(name) or key.name.rpartition(".")[2] == name]
+    keys_of_name = [key for key in all_keys() if key.name.rpartition(".")[2] == name]
+    if key_name in INEFFECTIVE_KEYS and not keys_of_name and not trl_keys:
+        raise ConfigError(f"{name} does nothing in any version; it would have meant {INEFFECTIVE_KEYS[key_name]}")
+    keys = keys or [key for key in all_keys() if key.name in trl_keys or key in keys_of_name]
     if not keys:
         hint = trl.describe_equivalent_key(name) or _suggest_keys(name)
         raise ConfigError(shorten_message(f"{name}: unknown key{hint}"))
@@ -78,18 +78,19 @@ def find_key(name: str) -> list[Key]:
 
 
 def _suggest_keys(name: str) -> str:
-    """Return the text of suggestions for an unknown key: the same name in other tables, otherwise similar names."""
+    """Return a hint for an unknown key: the keys of the same name in other tables, otherwise the most similar key."""
     names = sorted({key.name for key in all_keys()})
     similar_keys = [key for key in names if key.rpartition(".")[2] == name.rpartition(".")[2]]
-    if not similar_keys and len(name) <= _MAX_NAME:  # the comparison of a very long name is slow
-        same_depth_keys = [key for key in names if key.count(".") == name.count(".")]  # excludes tables such as `train`
-        matches = (difflib.get_close_matches(name, keys, n=1) for keys in (same_depth_keys, names))
-        similar_keys = next(filter(None, matches), [])
+    if not similar_keys and len(name) <= _MAX_COMPARED_LENGTH:  # the comparison of a very long name is slow
+        # Keys with as many parts are preferred, so that no table such as `train` is suggested for a key.
+        same_depth_keys = [key for key in names if key.count(".") == name.count(".")]
+        match_lists = (difflib.get_close_matches(name, keys, n=1) for keys in (same_depth_keys, names))
+        similar_keys = next(filter(None, match_lists), [])
     suggestion_text = " or ".join(map(repr, similar_keys))
     return f"; did you mean {suggestion_text}?" if similar_keys else "; `cosmos config coverage` lists them all"
 
 
-def find_kinds_that_read_key(key: Key, kinds: Mapping[str, StageKind]) -> list[str]:
+def find_kinds_that_read_key(key: KeyDescription, kinds: Mapping[str, StageKind]) -> list[str]:
     """Return the names of the stage kinds that read a key."""
     if key.name.startswith("pipeline."):
         return []
@@ -98,12 +99,12 @@ def find_kinds_that_read_key(key: Key, kinds: Mapping[str, StageKind]) -> list[s
 
 @cache
 def effect_tests() -> Mapping[str, str]:
-    """Return the name of the test that shows an effect of changing a key, for each key."""
-    tests = tomllib.loads(files("cosmos_core.config").joinpath("effects.toml").read_text(encoding="utf-8"))
-    return {key: test for test, keys in tests.items() for key in keys}
+    """Return the name of the test that shows the effect of each key, by key."""
+    keys_by_test = tomllib.loads(files("cosmos_core.config").joinpath("effects.toml").read_text(encoding="utf-8"))
+    return {key: test for test, keys in keys_by_test.items() for key in keys}
 
 
-def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
+def explain_key(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
     """Yield lines that describe a key: type, default, unit, meaning, status.
 
     Raises:
@@ -111,9 +112,9 @@ def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
     """
     for key in find_key(name):
         yield f"{key.name}  ({key.table.__name__})"
-        if key.name in {RENAMED_KEYS.get(name), current_name(name)} - {name}:
+        if key.name in {RENAMED_KEYS.get(name), current_key(name)} - {name}:
             yield f"  was       {name}"
-        elif key.name in trl.keys_of(name):
+        elif key.name in trl.keys_for_trl_name(name):
             yield f"  in TRL    {name.rpartition('.')[2]}"
         yield f"  {key.meaning}"
         key_properties = {
@@ -128,33 +129,34 @@ def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
         yield from (f"  {label:<9} {text}" for label, text in key_properties.items() if text)
 
 
-def _describe_field(name: str, table: type[Table], field: FieldInfo, table_statuses: Mapping[str, Status]) -> Key:
-    """Return the description of a field. The field of a table that this version does not use, by `table_statuses`, is
-    described as not used."""
+def _describe_field(
+    name: str, table: type[Table], field: FieldInfo, status_by_table: Mapping[str, KeyStatus]
+) -> KeyDescription:
+    """Return the description of a field. If `status_by_table` says that its table has no effect, the field has none."""
     unit_mark: UnitMark | None = find_mark(field, UnitMark)
     introduced_in: IntroducedIn | None = find_mark(field, IntroducedIn)
     supported_values: SupportedValues | None = find_mark(field, SupportedValues)
-    key_status = status(field)
+    key_status = support_status(field)
     if key_status.name == "used":
-        key_status = table_statuses.get(name.rpartition(".")[0], key_status)
-    is_own_key = name.startswith("pipeline") or (introduced_in is not None and introduced_in.generation == "ours")
-    return Key(
+        key_status = status_by_table.get(name.rpartition(".")[0], key_status)
+    generation = "ours" if name.startswith("pipeline") else introduced_in.generation if introduced_in else "first"
+    return KeyDescription(
         name=name,
         table=table,
-        type=type_name(field.annotation),
+        type=toml_type_name(field.annotation),
         default="required" if field.is_required() else toml_text(field.get_default(call_default_factory=True)),
         unit=unit_mark.name if unit_mark else "",
         meaning=" ".join((field.description or _field_docstrings(table).get(name.rpartition(".")[2], "")).split()),
         status=key_status.name,
         note=key_status.note or (supported_values.note if supported_values else ""),
-        since=_GENERATION_LABELS["ours" if is_own_key else introduced_in.generation if introduced_in else "first"],
+        since=_LABEL_BY_GENERATION[generation],
         is_table=bool(tables_in(field.annotation)),
     )
 
 
 @cache
 def _field_docstrings(table: type[Table]) -> Mapping[str, str]:
-    """Return the docstring of each field of a table, parsed on request, not in each process that imports the schema."""
+    """Return the docstring of each field of a table, parsed on request, because most processes do not need them."""
     docstrings: dict[str, str] = {}
     for base in reversed(table.__mro__):
         docstrings |= _class_docstrings(base.__module__).get(base.__name__, {}) if issubclass(base, Table) else {}
@@ -192,20 +194,20 @@ def toml_text(value: Any) -> str:
     return str(value)
 
 
-def type_name(annotation: Any) -> str:
+def toml_type_name(annotation: Any) -> str:
     """Return the TOML name of a Python type, such as `list of strings`."""
     type_origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in _TOML_TYPE_NAMES:
         return _TOML_TYPE_NAMES[annotation]
     if type_origin is Annotated:
-        return type_name(arguments[0])
+        return toml_type_name(arguments[0])
     if type_origin is Literal:
         return " or ".join(toml_text(value) for value in arguments)
     if type_origin in {Union, types.UnionType}:
-        return " or ".join(type_name(argument) for argument in arguments if argument is not type(None))
+        return " or ".join(toml_type_name(argument) for argument in arguments if argument is not type(None))
     if type_origin is tuple:
-        member_types = [type_name(argument) for argument in arguments if argument is not Ellipsis]
-        return f"list of {member_types[0]}s" if Ellipsis in arguments else f"[{', '.join(member_types)}]"
+        item_types = [toml_type_name(argument) for argument in arguments if argument is not Ellipsis]
+        return f"list of {item_types[0]}s" if Ellipsis in arguments else f"[{', '.join(item_types)}]"
     if type_origin is dict:
-        return f"table of {type_name(arguments[1])}s" if arguments[1] is not Any else "table"
+        return f"table of {toml_type_name(arguments[1])}s" if arguments[1] is not Any else "table"
     return "table" if tables_in(annotation) else "any value"

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
-from cosmos_core.config.compat.translate import RENAMED_KEYS, UNUSED_KEYS
+from cosmos_core.config.compat.translate import INEFFECTIVE_KEYS, RENAMED_KEYS
 from cosmos_core.config.describe import all_keys
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -18,23 +18,23 @@ class _ConfigFile(Recipe):
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a configuration file (dialect 2020-12); its descriptions mark keys that have no effect
-    or are not supported."""
+    """Return the JSON schema (dialect 2020-12) of a configuration file. The descriptions of keys say whether they have
+    an effect and are supported."""
     schema = _ConfigFile.model_json_schema()
-    _make_type_optional(schema)
+    _make_policy_type_optional(schema)
     schema |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Configuration", "description": ""}
     for key in all_keys():
         properties = schema["$defs"].get(key.table.__name__, schema)["properties"]
         note = f" [{key.status}: {key.note}]" if key.note else ""
         properties[key.name.rpartition(".")[2]]["description"] = key.meaning + note
     renamed_keys = {old_key: f"today's {new_key}" for old_key, new_key in RENAMED_KEYS.items()}
-    for old_key, description in (renamed_keys | UNUSED_KEYS).items():
+    for old_key, description in (renamed_keys | INEFFECTIVE_KEYS).items():
         _add_deprecated_key(schema, old_key, description)
     return schema
 
 
-def _make_type_optional(schema: dict[str, Any]) -> None:
-    """Make `type` of `train_policy` optional, since an extended file may set it, or other keys may imply it."""
+def _make_policy_type_optional(schema: dict[str, Any]) -> None:
+    """Make `type` of `train_policy` optional, since a file named in `extends` may set it, or other keys imply it."""
     for name in ("SftConfig", "DpoConfig", "KtoConfig"):
         schema["$defs"][name]["required"].remove("type")
     field = schema["$defs"]["TrainConfig"]["properties"]["train_policy"]
@@ -54,6 +54,6 @@ def _add_deprecated_key(schema: dict[str, Any], key: str, description: str) -> N
 
 
 def _referenced_schemas(schema: dict[str, Any], field: dict[str, Any]) -> list[dict[str, Any]]:
-    alternatives = [field, *field.get("anyOf", []), *field.get("oneOf", []), *field.get("allOf", [])]
-    names = [alternative["$ref"].rpartition("/")[2] for alternative in alternatives if "$ref" in alternative]
+    union_members = [field, *field.get("anyOf", []), *field.get("oneOf", []), *field.get("allOf", [])]
+    names = [member["$ref"].rpartition("/")[2] for member in union_members if "$ref" in member]
     return [schema["$defs"][name] for name in names]

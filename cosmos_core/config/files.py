@@ -5,66 +5,66 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cosmos_core.config.compat.translate import with_current_keys
-from cosmos_core.config.load import MAX_DEPTH, Values, merge, read_toml
+from cosmos_core.config.load import MAX_NESTING_DEPTH, TomlTable, merge, read_toml
 from cosmos_core.errors import ConfigError
 
 
-def read_config(path: Path, notices: list[str], overriding_files: Sequence[Path] = ()) -> tuple[Values, list[Path]]:
-    """Return the tables of `path` merged over the files that it `extends`, with the files `overriding_files` merged
-    over the result and with current key names, and the folders of all these files by precedence.
+def read_config(path: Path, notices: list[str], overriding_files: Sequence[Path] = ()) -> tuple[TomlTable, list[Path]]:
+    """Return the merged tables of `path`, the files that it `extends` and `overriding_files`, with current key names;
+    also return the folders of all these files, that of the file with the highest precedence first.
 
-    `extends` is a file or a list of files, relative to the file that contains it; later files take precedence.
+    `extends` is a file or a list of files, relative to the file that contains it. A file takes precedence over the
+    files that it extends, later over earlier files of a list, and `overriding_files` over all others.
 
     Raises:
         ConfigError: a file cannot be read, or the files extend each other in a circle.
     """
-    values, folders = _read_with_bases(path, notices, ())
+    values, folders = _read_with_extends(path, notices, ())
     for file in overriding_files:
-        overriding_values, overriding_folders = _read_with_bases(file, notices, ())
-        values = merge(values, _resolve_recipe_files(overriding_values, file))
+        overriding_values, overriding_folders = _read_with_extends(file, notices, ())
+        values = merge(values, _with_absolute_recipe_paths(overriding_values, file))
         folders = overriding_folders + folders
     return values, folders
 
 
-def _read_with_bases(path: Path, notices: list[str], including_files: tuple[Path, ...]) -> tuple[Values, list[Path]]:
+def _read_with_extends(path: Path, notices: list[str], parents: tuple[Path, ...]) -> tuple[TomlTable, list[Path]]:
     resolved_path = Path(os.path.realpath(path))  # Path.resolve raises an error for a cycle of links
-    if len(including_files) == MAX_DEPTH:
-        raise ConfigError(f"{path}: behind {MAX_DEPTH} files that extend each other, the most that there may be")
-    if resolved_path in including_files:
-        extends_cycle = " -> ".join(str(file) for file in (*including_files, resolved_path))
+    if (depth := len(parents)) == MAX_NESTING_DEPTH:
+        raise ConfigError(f"{path}: behind {depth} files that extend each other, the most that there may be")
+    if resolved_path in parents:
+        extends_cycle = " -> ".join(str(file) for file in (*parents, resolved_path))
         raise ConfigError(f"{path}: extends itself: {extends_cycle}")
     values = with_current_keys(read_toml(path), str(path), notices)
-    for stage in _find_stage_tables(values):
+    for stage in _list_stage_tables(values):
         if isinstance(stage.get("overrides"), dict):
             location = f"{path}: stage {stage.get('name')!r}: overrides"
             stage["overrides"] = with_current_keys(stage["overrides"], location, notices)
-    bases = values.pop("extends", [])
-    bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
-        raise ConfigError(f"{path}: extends = {bases!r}: must be a file or a list of files, relative to this one")
-    merged_values: Values = {}
+    names = values.pop("extends", [])
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"{path}: extends = {names!r}: must be a file or a list of files, relative to this one")
+    merged_values: TomlTable = {}
     folders: list[Path] = []
-    for base in bases:
-        file = path.parent / base
+    for name in names:
+        file = path.parent / name
         if not os.path.exists(file):  # os.path.exists returns False for an invalid path; Path.exists raises
-            raise ConfigError(f"{path}: extends = {base!r}: no such file ({file})")
-        base_values, base_folders = _read_with_bases(file, notices, (*including_files, resolved_path))
-        merged_values = merge(merged_values, _resolve_recipe_files(base_values, file))
+            raise ConfigError(f"{path}: extends = {name!r}: no such file ({file})")
+        base_values, base_folders = _read_with_extends(file, notices, (*parents, resolved_path))
+        merged_values = merge(merged_values, _with_absolute_recipe_paths(base_values, file))
         folders = base_folders + folders
     return merge(merged_values, values), [path.parent, *folders]
 
 
-def _resolve_recipe_files(values: Values, config_file: Path) -> Values:
-    """Return the values with the recipe files of their stages as absolute paths, resolved from the folder of
-    `config_file`."""
-    for stage in _find_stage_tables(values):
+def _with_absolute_recipe_paths(values: TomlTable, config_file: Path) -> TomlTable:
+    """Make the keys `recipe` of the stages in `values` absolute, relative to the folder of `config_file`."""
+    for stage in _list_stage_tables(values):
         if isinstance(stage.get("recipe"), str) and stage["recipe"]:
             stage["recipe"] = os.path.realpath(config_file.parent / stage["recipe"])
     return values
 
 
-def _find_stage_tables(values: Values) -> list[Values]:
-    """Return the tables among the entries of `[[pipeline.stages]]`; the schema reports all other entries."""
+def _list_stage_tables(values: TomlTable) -> list[TomlTable]:
+    """Return the tables in `[[pipeline.stages]]`; the schema refuses entries that are not tables."""
     pipeline = values.get("pipeline")
     stages = pipeline.get("stages") if isinstance(pipeline, dict) else None
     return [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []

@@ -1,8 +1,8 @@
 """Inputs of a stage: everything that the stage reads but does not make, each with its location.
 
 The inputs are computed from the recipe, the entry of the stage and its kind, without torch and without importing user
-code. Missing files are not reported here, but by `run.inputs.check_located`. Pinning, digests, downloads, credentials,
-lineage and checks use this list.
+code. Missing files are not reported here, but by `run.inputs.check_local_inputs`. Pinning, digests, downloads,
+credentials, lineage and checks use this list.
 """
 
 import glob
@@ -16,17 +16,17 @@ from typing import Any, Literal
 import yaml
 
 from cosmos_core.config.load import read_toml
-from cosmos_core.config.media import Media, media_settings
+from cosmos_core.config.media import ImageSettings, image_settings
 from cosmos_core.config.prompt_sets import KNOWN_PROMPT_SETS, find_prompt_set
-from cosmos_core.config.schema.dataset import data_suffix, generator_of
-from cosmos_core.config.schema.marks import NamedThing, find_mark
-from cosmos_core.config.schema.modality import ALL, TOKENIZER_FILES
-from cosmos_core.config.schema.pipeline import BLOCK, StageConfig
+from cosmos_core.config.schema.dataset import data_suffix, reasoning_gym_generator
+from cosmos_core.config.schema.marks import ReferenceKind, find_mark
+from cosmos_core.config.schema.modality import ALL_FILES, TOKENIZER_FILES
+from cosmos_core.config.schema.pipeline import BLOCK_PREFIX, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import active_fields, affects_result
 from cosmos_core.config.target import split_target
 from cosmos_core.errors import ConfigError, DataError
-from cosmos_core.registry import code_file, is_code, is_import_path
+from cosmos_core.registry import is_import_path, is_user_code, locate_code
 from cosmos_core.types import StageKind
 
 STAGE_PREFIX = "stage:"
@@ -38,181 +38,185 @@ TRAINING_FILES = (
 files, such as `generation_config.json` or a licence, affect exported models only."""
 _EXCLUDED_TRAINING_FILES = tuple(f"!{pattern}" for pattern in TRAINING_FILES)
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
-ANNOTATIONS, MEDIA = "custom.dataset.annotation_path", "custom.dataset.media_path"
-TASK_FILES = ("!*.pyc",)
+ANNOTATION_PATH_KEY, MEDIA_PATH_KEY = "custom.dataset.annotation_path", "custom.dataset.media_path"
+LM_EVAL_TASK_FILES = ("!*.pyc",)
 """Patterns of the files of a folder of lm-eval tasks: all except Python's bytecode."""
 _TRAIN_DATASET_KEY = "train.train_policy.dataset"
-EVALUATION_PROMPTS, EVALUATION_REWARDS = "evaluate.prompts", "evaluate.rewards"
+EVALUATION_PROMPTS_KEY, EVALUATION_REWARDS_KEY = "evaluate.prompts", "evaluate.rewards"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
-Role = Literal[
+InputRole = Literal[
     "model", "carried", "end_tokens", "weights", "teacher", "resume", "adapter", "data", "media", "chat_template",
     "template", "entry", "target", "code", "hook", "reward", "data_code", "reward_service", "rewards",
 ]  # fmt: skip
-LocationForm = Literal["folder", "hub", "store", "stage", "code", "literal"]
+LocationType = Literal["folder", "hub", "store", "stage", "code", "literal"]
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class StageInput:
     """Input of a stage: a model, data set, file or code that the stage reads and does not make."""
 
     key: str
     """Configuration key of the input; for a part of a reward service, its name in the service's configuration file."""
-    role: Role
+    role: InputRole
     """Use of the input. `carried`: files of the model that training does not read and exports copy. `end_tokens`: file
     with the tokens that end a generation. `hook`: user code that does not change the result. `rewards`: code and models
     of a reward service, or models of a built-in reward."""
     location: str
     """Location of the input: a path, URL, Hub id, `stage:NAME` or import path, or the name of a built-in module or of a
     row generator."""
-    form: LocationForm
+    form: LocationType
     """Form of the location; `folder` is a file or folder on this machine, which may be missing."""
-    patterns: tuple[str, ...] = ALL
+    patterns: tuple[str, ...] = ALL_FILES
     """Patterns of the files of a folder that are read; see `run.content.matches_patterns`."""
     revision: str | None = None
     """Revision of a model or data set on the Hub; None means the newest revision."""
 
 
-def source_of(input_reference: str) -> str | None:
+def referenced_stage(input_reference: str) -> str | None:
     """Return `NAME` of a reference `stage:NAME`; None for a text of any other form."""
     return input_reference.removeprefix(STAGE_PREFIX) if input_reference.startswith(STAGE_PREFIX) else None
 
 
-def is_remote(name: str) -> bool:
+def is_s3_url(name: str) -> bool:
     """Return True if the name of a model or data set is the URL of an S3 store."""
     return name.startswith("s3://")
 
 
-def existing_path(text: str, base: Path) -> Path | None:
-    """Return the path of a file or folder, relative to `base`; None if it does not exist, as for a Hub id."""
+def existing_path(text: str, base_folder: Path) -> Path | None:
+    """Return the path of a file or folder, relative to `base_folder`; None if it does not exist, as for a Hub id."""
     try:
-        path = base / Path(text).expanduser()
+        path = base_folder / Path(text).expanduser()
         return path if path.exists() else None
     except (OSError, RuntimeError):  # the path is too long, or the user of `~USER` is unknown
         return None
 
 
-def inputs_of(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[Input, ...]:
+def stage_inputs(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[StageInput, ...]:
     """Return the inputs of a stage, models first, then rows, files and code.
 
     Raises:
-        ConfigError: as `config.media.media_settings`.
+        ConfigError: as `config.media.image_settings`.
     """
-    model_inputs = tuple(_models(stage, recipe, kind))
+    model_inputs = tuple(_model_inputs(stage, recipe, kind))
     row_inputs = _row_inputs(stage, recipe, kind, next((each for each in model_inputs if each.role == "model"), None))
     file_inputs = (*_benchmark_inputs(recipe, kind), *_file_inputs(stage, recipe))
     return (*model_inputs, *row_inputs, *file_inputs, *_code_inputs(stage, recipe, kind))
 
 
-def _models(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[Input]:
-    policy, has_weights = recipe.policy, stage_kind.reads_model == "weights"
+def _model_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[StageInput]:
+    policy, reads_weights = recipe.policy, stage_kind.reads_model == "weights"
     may_read_any_file = not stage_kind.entry or bool(policy.model_class)  # user code may read any file
-    patterns = ALL if may_read_any_file else TRAINING_FILES
+    patterns = ALL_FILES if may_read_any_file else TRAINING_FILES
     if stage_kind.reads_model == "tokenizer":
         patterns = policy.modality.encoder_files
     key, name = "policy.model_name_or_path", policy.model_name_or_path if stage_kind.reads_model else ""
     if stage.model:
         key, name = "model", stage.model
     if name:
-        model = Input(key, "model", *_locate_input(name), patterns, policy.model_revision)
+        model = StageInput(key, "model", *_locate_model_or_dataset(name), patterns, policy.model_revision)
         yield model
         if model.form == "folder" and not may_read_any_file:
-            yield Input(key, "end_tokens", f"{model.location}/generation_config.json", "folder")
-            if has_weights:
+            yield StageInput(key, "end_tokens", f"{model.location}/generation_config.json", "folder")
+            if reads_weights:
                 yield replace(model, role="carried", patterns=_EXCLUDED_TRAINING_FILES)
-        if has_weights and model.form != "stage" and policy.model_safetensor_path:
+        if reads_weights and model.form != "stage" and policy.model_safetensor_path:
             yield from _weight_inputs(policy.model_safetensor_path)
-    if teacher := recipe.teacher_of(stage_kind):
-        location = _locate_input(teacher.model_name_or_path)
-        yield Input("distillation.model_name_or_path", "teacher", *location, patterns, teacher.model_revision)
+    if teacher := recipe.stage_teacher(stage_kind):
+        location = _locate_model_or_dataset(teacher.model_name_or_path)
+        yield StageInput("distillation.model_name_or_path", "teacher", *location, patterns, teacher.model_revision)
     # The manifest of a checkpoint contains the digests of its other files.
     if stage_kind.trains_model and isinstance(recipe.train.resume, str):
-        yield Input("train.resume", "resume", f"{_resolve_if_exists(recipe.train.resume)}/manifest.json", "folder")
+        yield StageInput("train.resume", "resume", f"{_to_existing_path(recipe.train.resume)}/manifest.json", "folder")
     if stage_kind.trains_model and policy.lora is not None and policy.lora.lora_path is not None:
-        yield Input("policy.lora.lora_path", "adapter", _resolve_if_exists(policy.lora.lora_path), "folder")
+        yield StageInput("policy.lora.lora_path", "adapter", _to_existing_path(policy.lora.lora_path), "folder")
 
 
-def _weight_inputs(name: str) -> Iterator[Input]:
-    """Yield the files that replace the weights in the model folder; yield `name` if it contains no such file."""
+def _weight_inputs(name: str) -> Iterator[StageInput]:
+    """Yield the weights files in the folder `name`, or `name` itself if it is a file or contains no such files."""
     path = Path(os.path.expanduser(name))  # Path.expanduser raises an error for an unknown user
-    candidates = [path] if os.path.isfile(path) else sorted(path.iterdir()) if os.path.isdir(path) else []
-    files = [str(file) for file in candidates if file.name.endswith(WEIGHTS_SUFFIXES)]
-    yield from (Input("policy.model_safetensor_path", "weights", file, "folder") for file in files or [name])
+    candidate_files = [path] if os.path.isfile(path) else sorted(path.iterdir()) if os.path.isdir(path) else []
+    files = [str(file) for file in candidate_files if file.name.endswith(WEIGHTS_SUFFIXES)]
+    yield from (StageInput("policy.model_safetensor_path", "weights", file, "folder") for file in files or [name])
 
 
-def _row_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind, model: Input | None) -> Iterator[Input]:
-    """Yield the data sets of a stage, and the folder to which image paths in their rows are relative."""
-    media_config, modality = media_settings(recipe), recipe.policy.modality
+def _row_inputs(
+    stage: StageConfig, recipe: Recipe, stage_kind: StageKind, model: StageInput | None
+) -> Iterator[StageInput]:
+    """Yield the data sets that a stage reads, and the folder of their images."""
+    images, modality = image_settings(recipe), recipe.policy.modality
     # A user function (`entry`) may read any file of a folder.
-    data_files, media_files = (ALL, ALL) if stage.entry else (modality.data_files, modality.media_files)
-    has_source_rows, training_sources = stage_kind.reads_data == "source", recipe.train.train_policy.sources
-    annotations = media_config.annotation_path
-    is_annotated = (has_source_rows and not stage.data) or (stage.entry and existing_path(annotations, Path.cwd()))
-    names_by_key = {"data": stage.data, ANNOTATIONS: annotations if is_annotated else ""}
-    for dataset_key, dataset in recipe.datasets.items() if has_source_rows else ():
-        if dataset_key not in training_sources or not stage.data:
+    data_files, media_files = (ALL_FILES, ALL_FILES) if stage.entry else (modality.data_files, modality.media_files)
+    reads_raw_rows, policy_by_dataset = stage_kind.reads_data == "source", recipe.train.train_policy.tables_by_dataset
+    annotations = images.annotation_path
+    is_annotated = (reads_raw_rows and not stage.data) or (stage.entry and existing_path(annotations, Path.cwd()))
+    names_by_key = {"data": stage.data, ANNOTATION_PATH_KEY: annotations if is_annotated else ""}
+    for dataset_key, dataset in recipe.datasets.items() if reads_raw_rows else ():
+        if dataset_key not in policy_by_dataset or not stage.data:
             key = "local_dir" if getattr(dataset, "local_dir", "") else "name"
             names_by_key[f"{dataset_key}.{key}"] = getattr(dataset, key)
         names_by_key[f"{dataset_key}.pass_rates"] = dataset.pass_rates
-    datasets = [source.dataset for source in training_sources.values()]
+    datasets = [source.dataset for source in policy_by_dataset.values()]
     has_dataset_name = any(dataset.name or getattr(dataset, "local_dir", "") for dataset in datasets)
-    if has_source_rows and not (stage.data or annotations or has_dataset_name):
-        yield Input(f"{_TRAIN_DATASET_KEY}.name", "data", "", "folder")
+    if reads_raw_rows and not (stage.data or annotations or has_dataset_name):
+        yield StageInput(f"{_TRAIN_DATASET_KEY}.name", "data", "", "folder")
     for key, name in names_by_key.items():
         if name:
-            rows = _dataset_input(key, name, data_files, allows_prompt_sets=modality.names_prompt_sets)
+            rows = _dataset_input(key, name, data_files, allows_prompt_sets=modality.accepts_prompt_set_names)
             table = recipe.datasets.get(key.removesuffix(".name"))
             yield replace(rows, revision=table.revision or None) if table and rows.form != "folder" else rows
-    if (has_source_rows or stage.entry) and (media_folder := _find_media_folder(stage, recipe, media_config, model)):
-        needs_media_path = has_source_rows and not stage.data and bool(media_config.media_path)
+    if (reads_raw_rows or stage.entry) and (media_folder := _find_media_folder(stage, recipe, images, model)):
+        needs_media_path = reads_raw_rows and not stage.data and bool(images.media_path)
         if needs_media_path or os.path.isdir(media_folder):
-            yield Input(MEDIA, "media", media_folder, "folder", media_files)
+            yield StageInput(MEDIA_PATH_KEY, "media", media_folder, "folder", media_files)
 
 
-def _dataset_input(key: str, name: str, patterns: tuple[str, ...], *, allows_prompt_sets: bool) -> Input:
-    if generator_of(name):
-        return Input(key, "data", name, "literal")
-    location, location_form = _locate_input(name)
-    if location_form in {"folder", "hub"} and not existing_path(name, Path.cwd()):
+def _dataset_input(key: str, name: str, patterns: tuple[str, ...], *, allows_prompt_sets: bool) -> StageInput:
+    if reasoning_gym_generator(name):
+        return StageInput(key, "data", name, "literal")
+    location, location_type = _locate_model_or_dataset(name)
+    if location_type in {"folder", "hub"} and not existing_path(name, Path.cwd()):
         if allows_prompt_sets and name in KNOWN_PROMPT_SETS:
-            location_form = "folder"
+            location_type = "folder"
             with suppress(DataError):
                 location = str(find_prompt_set(name, key))
-        elif is_code(name):
-            location_form = "code"
+        elif is_user_code(name):
+            location_type = "code"
             with suppress(ConfigError):
-                location, location_form = str(code_file(name)), "folder"
-        elif key in {"data", ANNOTATIONS} or key.endswith((".local_dir", ".pass_rates")) or data_suffix(name):
-            location_form = "folder"
-    return Input(key, "data", location, location_form, patterns)
+                location, location_type = str(locate_code(name)), "folder"
+        elif key in {"data", ANNOTATION_PATH_KEY} or key.endswith((".local_dir", ".pass_rates")) or data_suffix(name):
+            location_type = "folder"
+    return StageInput(key, "data", location, location_type, patterns)
 
 
-def _find_media_folder(stage: StageConfig, recipe: Recipe, media_config: Media, model: Input | None) -> str:
+def _find_media_folder(stage: StageConfig, recipe: Recipe, images: ImageSettings, model: StageInput | None) -> str:
     """Return the folder to which image paths in the rows are relative; empty if there is no such folder, or if the
     model reads only text.
 
     Before a Hub model is downloaded, it is unknown whether the model reads images. A changed image is still noticed in
     training, because prepared rows hold the digest of each image.
     """
-    if media_config.media_path:
-        return _resolve_if_exists(media_config.media_path)
-    rows_path = media_config.annotation_path
+    if images.media_path:
+        return _to_existing_path(images.media_path)
+    rows_path = images.annotation_path
     model_folder = model.location if model and model.form == "folder" else ""
     if model_folder and any(os.path.isfile(Path(model_folder, name)) for name in _PROCESSOR_FILES):
-        rows_path = rows_path or stage.data or next(iter(recipe.train.train_policy.sources.values())).dataset.name
+        first_dataset = next(iter(recipe.datasets.values()))
+        rows_path = rows_path or stage.data or first_dataset.name
     path = existing_path(rows_path, Path.cwd()) if rows_path else None
     return str(path.parent if path.is_file() else path) if path is not None else ""
 
 
-def _benchmark_inputs(recipe: Recipe, stage_kind: StageKind) -> Iterator[Input]:
+def _benchmark_inputs(recipe: Recipe, stage_kind: StageKind) -> Iterator[StageInput]:
     """Yield the user's lm-eval tasks with the local data files that they name, and prompt sets of a diffusion model."""
-    if stage_kind.reads_key(EVALUATION_PROMPTS):
+    if stage_kind.reads_key(EVALUATION_PROMPTS_KEY):
         for name in recipe.evaluate.prompts:
-            yield replace(_dataset_input(EVALUATION_PROMPTS, name, ALL, allows_prompt_sets=True), form="folder")
+            prompts = _dataset_input(EVALUATION_PROMPTS_KEY, name, ALL_FILES, allows_prompt_sets=True)
+            yield replace(prompts, form="folder")
     key = "evaluate.include_path"
     if stage_kind.reads_key(key) and (folder := recipe.evaluate.include_path):
-        yield Input(key, "data", location := _resolve_if_exists(folder), "folder", TASK_FILES)
-        yield from (Input(key, "data", str(file), "folder") for file in _local_data_files(Path(location)))
+        yield StageInput(key, "data", location := _to_existing_path(folder), "folder", LM_EVAL_TASK_FILES)
+        yield from (StageInput(key, "data", str(file), "folder") for file in _local_data_files(Path(location)))
 
 
 class _TaskYamlLoader(yaml.SafeLoader):
@@ -242,34 +246,35 @@ def _find_data_patterns(task_file: Path) -> Iterator[str]:
     if isinstance(task, dict):
         arguments = task.get("dataset_kwargs")
         arguments = arguments if isinstance(arguments, dict) else {}
-        yield from _strings_in([task.get("dataset_path"), arguments.get("data_files"), arguments.get("data_dir")])
+        yield from _find_strings([task.get("dataset_path"), arguments.get("data_files"), arguments.get("data_dir")])
 
 
-def _strings_in(value: Any) -> Iterator[str]:
+def _find_strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _strings_in(item)
+            yield from _find_strings(item)
 
 
-def _file_inputs(stage: StageConfig, recipe: Recipe) -> Iterator[Input]:
+def _file_inputs(stage: StageConfig, recipe: Recipe) -> Iterator[StageInput]:
     """Yield the chat templates of a stage, and its reward service with the code and models that the service uses."""
     multi_turn_config, chat_template = recipe.rollout.multi_turn_config, recipe.policy.chat_template
     if multi_turn_config.enable and (template_path := multi_turn_config.custom_chat_template_path) is not None:
         key = "rollout.multi_turn_config.custom_chat_template_path"
-        yield Input(key, "chat_template", _resolve_if_exists(template_path), "folder")
+        yield StageInput(key, "chat_template", _to_existing_path(template_path), "folder")
     if chat_template:
-        is_file = os.path.isfile(path := _resolve_if_exists(chat_template))
-        yield Input("policy.chat_template", "template", *((path, "folder") if is_file else (chat_template, "literal")))
-    if stage.reward_service and not stage.reward_service.startswith(BLOCK):
-        service_path = _resolve_if_exists(stage.reward_service)
-        yield Input("reward_service", "reward_service", service_path, "folder")
-        for name, part_path in _service_files(Path(service_path)):
-            yield Input(name, "rewards", str(part_path), "folder")
+        is_file = os.path.isfile(path := _to_existing_path(chat_template))
+        form: LocationType = "folder" if is_file else "literal"
+        yield StageInput("policy.chat_template", "template", path if is_file else chat_template, form)
+    if stage.reward_service and not stage.reward_service.startswith(BLOCK_PREFIX):
+        service_path = _to_existing_path(stage.reward_service)
+        yield StageInput("reward_service", "reward_service", service_path, "folder")
+        for name, input_path in _list_service_files(Path(service_path)):
+            yield StageInput(name, "rewards", str(input_path), "folder")
 
 
-def _service_files(config_file: Path) -> Iterator[tuple[str, Path]]:
+def _list_service_files(config_file: Path) -> Iterator[tuple[str, Path]]:
     """Yield the user code and the model folders in the configuration of a reward service, by name. Paths that do not
     exist here are left out, because the service may run on another machine."""
     try:
@@ -282,49 +287,49 @@ def _service_files(config_file: Path) -> Iterator[tuple[str, Path]]:
         module_name, _, _ = name.rpartition(":") if is_import_path(name) else (name, "", "")
         path = existing_path(module_name, Path.cwd()) or existing_path(module_name, config_file.parent)
         with suppress(ConfigError):
-            path = path or (code_file(name) if is_import_path(name) else None)
+            path = path or (locate_code(name) if is_import_path(name) else None)
         if path is not None:
             yield name, path
 
 
-def _code_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[Input]:
+def _code_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[StageInput]:
     """Yield the user code of a stage, and the built-in reward functions that the stage uses."""
     if stage.entry:
-        yield Input("entry", "entry", stage.entry, "code")
+        yield StageInput("entry", "entry", stage.entry, "code")
     if is_import_path(target := split_target(stage.target)[0]):
-        yield Input("target", "target", target, "code")
+        yield StageInput("target", "target", target, "code")
     policy, held_out_rewards = recipe.train.train_policy, recipe.validation.reward_function
     for key, field, value, _ in active_fields(recipe):
-        if find_mark(field, NamedThing) is NamedThing.CODE:
+        if find_mark(field, ReferenceKind) is ReferenceKind.CODE:
             names = (value,) if isinstance(value, str) else value or ()
-            role: Role = "code" if affects_result(field) else "hook"
-            reward_functions = {*policy.held_out_rewards, *held_out_rewards, *recipe.evaluate.rewards}
-            yield from (Input(key, role, n, "code") for n in names if is_import_path(n) and n not in reward_functions)
+            role: InputRole = "code" if affects_result(field) else "hook"
+            rewards = {*policy.held_out_rewards, *held_out_rewards, *recipe.evaluate.rewards}
+            yield from (StageInput(key, role, n, "code") for n in names if is_import_path(n) and n not in rewards)
     reward_names: dict[str, Iterable[str]] = {
         "train.train_policy.reward_function": policy.held_out_rewards, "validation.reward_function": held_out_rewards
     }  # fmt: skip
-    if stage_kind.reads_key(EVALUATION_REWARDS):
-        reward_names = {EVALUATION_REWARDS: recipe.evaluate.rewards}
+    if stage_kind.reads_key(EVALUATION_REWARDS_KEY):
+        reward_names = {EVALUATION_REWARDS_KEY: recipe.evaluate.rewards}
     for key, names in reward_names.items():
-        yield from (Input(key, "reward", n, "code" if is_import_path(n) else "literal") for n in names)
-    runs_rewards = stage_kind.scores or stage_kind.trains_model or EVALUATION_REWARDS in reward_names
-    for name in dict.fromkeys(name for names in reward_names.values() for name in names if runs_rewards):
+        yield from (StageInput(key, "reward", n, "code" if is_import_path(n) else "literal") for n in names)
+    runs_reward_functions = stage_kind.scores or stage_kind.trains_model or EVALUATION_REWARDS_KEY in reward_names
+    for name in dict.fromkeys(name for names in reward_names.values() for name in names if runs_reward_functions):
         reward_table = recipe.custom.get(name)
-        for option, value in reward_table.items() if isinstance(reward_table, dict) else ():
+        for custom_key, value in reward_table.items() if isinstance(reward_table, dict) else ():
             if isinstance(value, str) and value and (path := existing_path(value, Path.cwd())):
-                yield Input(f"custom.{name}.{option}", "rewards", str(path), "folder")
+                yield StageInput(f"custom.{name}.{custom_key}", "rewards", str(path), "folder")
     if stage_kind.reads_data == "source":
-        dataset_names = [source.dataset.name for source in policy.sources.values()]
-        dataset_classes = [name for name in (*dataset_names, recipe.validation.dataset.name) if is_code(name)]
+        dataset_names = [source.dataset.name for source in policy.tables_by_dataset.values()]
+        dataset_classes = [name for name in (*dataset_names, recipe.validation.dataset.name) if is_user_code(name)]
         for name in (*dataset_classes, *filter(None, (policy.data_packer,))):
-            yield Input(f"{_TRAIN_DATASET_KEY}.name", "data_code", name, "code")
+            yield StageInput(f"{_TRAIN_DATASET_KEY}.name", "data_code", name, "code")
 
 
-def _locate_input(name: str) -> tuple[str, LocationForm]:
+def _locate_model_or_dataset(name: str) -> tuple[str, LocationType]:
     """Return location and form of a model or data set; a name that neither exists nor looks like a path is a Hub id."""
-    if source_of(name) is not None:
+    if referenced_stage(name) is not None:
         return name, "stage"
-    if is_remote(name):
+    if is_s3_url(name):
         return name, "store"
     path = existing_path(name, Path.cwd())
     # Hub ids have at most one slash and no leading dot.
@@ -332,6 +337,6 @@ def _locate_input(name: str) -> tuple[str, LocationForm]:
     return str(path or name), "folder" if path or is_path else "hub"
 
 
-def _resolve_if_exists(name: str) -> str:
+def _to_existing_path(name: str) -> str:
     """Return the path of a file or folder relative to the current folder, or the name itself if it does not exist."""
     return str(existing_path(name, Path.cwd()) or name)

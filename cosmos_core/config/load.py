@@ -15,10 +15,10 @@ from cosmos_core.config.compat import trl
 from cosmos_core.config.schema.table import Table, TableT, all_fields, tables_in
 from cosmos_core.errors import ConfigError
 
-Values = dict[str, Any]
+TomlTable = dict[str, Any]
 
 # Pydantic's messages name Python types; messages for users name TOML types.
-_TYPE_DESCRIPTIONS = {
+_TOML_TYPE_BY_ERROR_TYPE = {
     "model_type": "a table", "model_attributes_type": "a table", "dict_type": "a table", "tuple_type": "an array",
     "string_type": "a string", "int_type": "an integer", "float_type": "a number", "bool_type": "true or false",
 }  # fmt: skip
@@ -28,14 +28,14 @@ _UNION_MEMBER_PATTERN = re.compile(
     r"(constrained-)?(float|int|str|bool)|(tuple|dict|list|literal|function-\w+|nullable)\[.*\]"
 )
 
-_FORMAT_NAMES = {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
+_FORMAT_BY_SUFFIX = {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
 MAX_FILE_BYTES = 16 << 20
-MAX_DEPTH = 32  # maximum depth of nested tables, above that of the schema and below Python's recursion limit
-_MAX_NAMED_KEYS = 3
-MAX_LINE = 1000  # maximum length of an error message in characters, about one screen
+MAX_NESTING_DEPTH = 32  # maximum depth of nested tables, above that of the schema and below Python's recursion limit
+_MAX_KEYS_IN_MESSAGE = 3
+MAX_MESSAGE_LENGTH = 1000  # maximum length of an error message in characters, about one screen
 
 
-def read_toml(path: Path) -> Values:
+def read_toml(path: Path) -> TomlTable:
     """Parse a TOML file. The result is cached by content and shared between callers, which must not change it.
 
     Raises:
@@ -54,21 +54,21 @@ def read_toml(path: Path) -> Values:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text at byte {error.start}") from error
     except RecursionError:
-        raise ConfigError(f"{path}: nested more than {MAX_DEPTH} tables deep") from None
+        raise ConfigError(f"{path}: nested more than {MAX_NESTING_DEPTH} tables deep") from None
     except ValueError as error:  # invalid TOML, or an integer with more digits than Python parses
-        format_name = _FORMAT_NAMES.get(path.suffix.lower())
+        format_name = _FORMAT_BY_SUFFIX.get(path.suffix.lower())
         usage = f"a configuration is TOML, not {format_name}; write [table] and key = value"
         problem = usage if format_name else "not valid TOML"
         raise ConfigError(f"{path}: {problem}: {_join_lines(str(error))}") from error
     if values is None:
         raise ConfigError(f"{path}: more than {MAX_FILE_BYTES} bytes, the most that a configuration may have")
-    if problem := describe_unusable(values):
+    if problem := describe_unsupported_value(values):
         raise ConfigError(f"{path}: {problem}")
     return values
 
 
 @lru_cache(maxsize=4)  # the state file of a large run has half a megabyte and is read several times
-def _parse_toml(content: bytes) -> Values:
+def _parse_toml(content: bytes) -> TomlTable:
     return tomllib.loads(content.decode("utf-8-sig"))
 
 
@@ -85,18 +85,18 @@ def parse(
     except ValidationError as error:
         # Report a misspelt key first, because it often causes the other errors.
         validation_errors = sorted(error.errors(include_url=False), key=lambda each: each["type"] != "extra_forbidden")
-        locations = [[str(key) for key in _keys(table, each)] for each in validation_errors]
-        # Of a value with several possible forms, report the error of the form that fits best.
-        nested = [i for i, keys in enumerate(locations) if keys[: len(locations[0])] == locations[0]]
-        reported = max(nested, key=lambda i: len(locations[i]))
-        message = _explain_error(table, validation_errors[reported], locations[reported], prefix, values)
+        locations = [[str(key) for key in _error_location_keys(table, each)] for each in validation_errors]
+        # Pydantic reports an error for each type that a value may have; the most deeply nested error fits best.
+        indices = [i for i, keys in enumerate(locations) if keys[: len(locations[0])] == locations[0]]
+        location, details = max(((locations[i], validation_errors[i]) for i in indices), key=lambda pair: len(pair[0]))
+        message = _describe_validation_error(table, details, location, prefix, values)
         keys = dict.fromkeys(_printable_key(each, prefix) for each in locations)
-        other_keys = [key for key in keys if key != _printable_key(locations[reported], prefix)]
-        raise ConfigError(f"{source}: {message}{_mention_other_keys(other_keys)}") from error
+        other_keys = [key for key in keys if key != _printable_key(location, prefix)]
+        raise ConfigError(f"{source}: {message}{_format_other_keys(other_keys)}") from error
 
 
 class OverrideTable(dict[str, Any]):
-    """Table that is created for a dotted key; when it is merged over a table, the other keys of the table remain."""
+    """Table made from a dotted key such as `a.b = 1`; merged over another table, it keeps that table's other keys."""
 
 
 def nest_value(keys: Sequence[str], value: Any) -> Any:
@@ -106,7 +106,7 @@ def nest_value(keys: Sequence[str], value: Any) -> Any:
     return value
 
 
-def merge(base: Mapping[str, Any], overriding_values: Mapping[str, Any], table: str = "") -> Values:
+def merge(base: Mapping[str, Any], overriding_values: Mapping[str, Any], table: str = "") -> TomlTable:
     """Return `base` with `overriding_values` merged into it: tables are merged, and all other values are replaced,
     including maps of names to values.
 
@@ -114,33 +114,33 @@ def merge(base: Mapping[str, Any], overriding_values: Mapping[str, Any], table: 
     """
     merged_values = type(base)(base) if isinstance(base, dict) else dict(base)
     for name, value in overriding_values.items():
-        old, key = merged_values.get(name), f"{table}.{name}".removeprefix(".").removeprefix("overrides.")
-        if isinstance(old, Mapping) and isinstance(value, Mapping) and not _replaces_table(key, old, value):
-            merged_values[name] = merge(old, value, key)
+        old_value, key = merged_values.get(name), f"{table}.{name}".removeprefix(".").removeprefix("overrides.")
+        if isinstance(old_value, Mapping) and isinstance(value, Mapping) and not _replaces_table(key, old_value, value):
+            merged_values[name] = merge(old_value, value, key)
         else:
             merged_values[name] = value
     return merged_values
 
 
-def _replaces_table(key: str, base_value: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+def _replaces_table(key: str, old_value: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
     if key == "train.train_policy":  # a table with another `type` has other keys, so it replaces the old table
-        return "type" in value and value["type"] != base_value.get("type", value["type"])
-    return key in _free_mapping_keys() and not isinstance(value, OverrideTable)
+        return "type" in value and value["type"] != old_value.get("type", value["type"])
+    return key in _keys_of_free_mappings() and not isinstance(value, OverrideTable)
 
 
 @cache
-def _free_mapping_keys() -> frozenset[str]:
-    """Return the keys of a recipe whose values are maps with free names, such as weights of rewards, not tables."""
+def _keys_of_free_mappings() -> frozenset[str]:
+    """Return the recipe keys whose values map names that the user chooses to values, such as rewards to weights."""
     from cosmos_core.config.schema.recipe import Recipe
 
-    return frozenset(key for key, _, field in all_fields(Recipe) if _has_mapping_type(field.annotation))
+    return frozenset(key for key, _, field in all_fields(Recipe) if _is_free_mapping(field.annotation))
 
 
-def _has_mapping_type(annotation: Any) -> bool:
+def _is_free_mapping(annotation: Any) -> bool:
     arguments = get_args(annotation)
     if get_origin(annotation) is dict:
         return arguments[1] is not Any  # the table `[custom]` may contain nested tables
-    return any(map(_has_mapping_type, arguments))
+    return any(map(_is_free_mapping, arguments))
 
 
 def without_none(value: Any) -> Any:
@@ -152,26 +152,26 @@ def without_none(value: Any) -> Any:
     return value
 
 
-def describe_unusable(values: Values) -> str:
-    """Return a description of the first value that parses but cannot be used later, such as a 65-bit integer; empty if
-    there is none. The search is not recursive, because tables may be nested too deeply."""
-    level_values: list[Any] = [values]
-    for _ in range(MAX_DEPTH):
-        lists = ([*value, *value.values()] if isinstance(value, dict) else value for value in level_values)
-        nested_values = list(chain.from_iterable(lists))
+def describe_unsupported_value(values: TomlTable) -> str:
+    """Return a description of the first value that a configuration must not have although it parses, such as a 65-bit
+    integer; empty if there is none. The search is not recursive, because tables may be nested too deeply."""
+    values_at_depth: list[Any] = [values]
+    for _ in range(MAX_NESTING_DEPTH):
+        child_lists = ([*value, *value.values()] if isinstance(value, dict) else value for value in values_at_depth)
+        nested_values = list(chain.from_iterable(child_lists))
         if any(isinstance(item, int) and not -(1 << 63) <= item < 1 << 63 for item in nested_values):
             return "an integer of more than 64 bits, the most that TOML has"
         # Command line arguments and file names may contain any bytes.
-        texts = [item for item in nested_values if isinstance(item, str)]
-        if any("\0" in text or text.encode("utf-8", "ignore").decode() != text for text in texts):
+        strings = [item for item in nested_values if isinstance(item, str)]
+        if any("\0" in text or text.encode("utf-8", "ignore").decode() != text for text in strings):
             return "a text with null characters or with bytes that are not UTF-8"
-        level_values = [item for item in nested_values if isinstance(item, dict | list)]
-    return f"nested more than {MAX_DEPTH} tables deep" if level_values else ""
+        values_at_depth = [item for item in nested_values if isinstance(item, dict | list)]
+    return f"nested more than {MAX_NESTING_DEPTH} tables deep" if values_at_depth else ""
 
 
-def _mention_other_keys(keys: Sequence[str]) -> str:
-    """Return the end of an error message that names other keys with errors; empty if there are none."""
-    shortened_keys = [key if len(key) <= 60 else f"{key[:57]}..." for key in keys[:_MAX_NAMED_KEYS]]
+def _format_other_keys(keys: Sequence[str]) -> str:
+    """Return the end of an error message that names the other keys with errors; empty if there are none."""
+    shortened_keys = [key if len(key) <= 60 else f"{key[:57]}..." for key in keys[:_MAX_KEYS_IN_MESSAGE]]
     if len(keys) > len(shortened_keys):
         shortened_keys.append(f"{len(keys) - len(shortened_keys)} more")
     return f" (and {', '.join(shortened_keys)})" if shortened_keys else ""
@@ -183,11 +183,11 @@ def _printable_key(keys: Sequence[str], prefix: str) -> str:
     return ".".join([prefix, *printable_names] if prefix else printable_names)
 
 
-def _explain_error(table: type[Table], error_details: Any, keys: list[str], prefix: str, values: Any) -> str:
-    key, value = _printable_key(keys, prefix), short_text(error_details.get("input"))
-    error_type, context = error_details["type"], error_details.get("ctx", {})
+def _describe_validation_error(table: type[Table], details: Any, keys: list[str], prefix: str, values: Any) -> str:
+    key, value = _printable_key(keys, prefix), short_text(details.get("input"))
+    error_type, context = details["type"], details.get("ctx", {})
     if error_type == "extra_forbidden":
-        return f"{key}: unknown key{_suggest_key(table, keys, prefix, values)}"
+        return f"{key}: unknown key{_suggest_known_key(table, keys, prefix, values)}"
     if error_type == "missing":
         return f"{key}: is required"
     if error_type == "union_tag_not_found":
@@ -195,11 +195,11 @@ def _explain_error(table: type[Table], error_details: Any, keys: list[str], pref
     if error_type == "union_tag_invalid":
         tag_key, tag = f"{key}.{context['discriminator'].strip(chr(39))}", short_text(context["tag"])
         return f"{tag_key} = {tag}: must be one of {context['expected_tags']}"
-    if error_type in _TYPE_DESCRIPTIONS:
-        is_unquoted = error_type == "string_type" and not isinstance(error_details["input"], dict | list)
+    if error_type in _TOML_TYPE_BY_ERROR_TYPE:
+        is_unquoted = error_type == "string_type" and not isinstance(details["input"], dict | list)
         remedy = f", in quotes (with --set: '{key}=\"...\"')" if is_unquoted and not keys[-1].isdigit() else ""
-        return f"{key} = {value}: must be {_TYPE_DESCRIPTIONS[error_type]}{remedy}"
-    message = _join_lines(error_details["msg"].removeprefix("Value error, "))
+        return f"{key} = {value}: must be {_TOML_TYPE_BY_ERROR_TYPE[error_type]}{remedy}"
+    message = _join_lines(details["msg"].removeprefix("Value error, "))
     message = message[:1].lower() + message[1:]
     if error_type != "value_error":
         return f"{key} = {value}: {message}"
@@ -209,73 +209,74 @@ def _explain_error(table: type[Table], error_details: Any, keys: list[str], pref
     return f"{key}: {message}" if key else message
 
 
-def _keys(table: type[Table], error_details: Any) -> Iterator[int | str]:
-    """Yield the location of an error without pydantic's names of union members, which are not part of the file."""
-    current_tables: list[type[Table]] = [table]
-    location, last_key = error_details["loc"], ()
-    if error_details["type"] == "extra_forbidden":
-        location, last_key = location[:-1], location[-1:]  # an unknown key may equal the name of a union member
+def _error_location_keys(table: type[Table], details: Any) -> Iterator[int | str]:
+    """Yield the keys to the value of a pydantic error, without the names of union members, which no file contains."""
+    tables_at_location: list[type[Table]] = [table]
+    location, last_key = details["loc"], ()
+    if details["type"] == "extra_forbidden":
+        location, last_key = location[:-1], location[-1:]  # an unknown key may be called like a union member: `int`
     for key in location:
-        fields = {name: field for model in current_tables for name, field in model.model_fields.items()}
+        fields = {name: field for model in tables_at_location for name, field in model.model_fields.items()}
         if key in fields:
-            current_tables = tables_in(fields[str(key)].annotation)
+            tables_at_location = tables_in(fields[str(key)].annotation)
             yield key
-        elif isinstance(key, str) and any(key in _union_tags(model) for model in current_tables):
-            current_tables = [model for model in current_tables if key in _union_tags(model)]
+        elif isinstance(key, str) and any(key in _discriminator_values(model) for model in tables_at_location):
+            tables_at_location = [model for model in tables_at_location if key in _discriminator_values(model)]
         elif not (isinstance(key, str) and _UNION_MEMBER_PATTERN.fullmatch(key)):
             yield key
     yield from last_key
 
 
-def _union_tags(model: type[Table]) -> set[str]:
+def _discriminator_values(model: type[Table]) -> set[str]:
     tag = model.model_fields.get("type")
     return {getattr(model, "algorithm", ""), *(get_args(tag.annotation) if tag else ())}
 
 
-def _suggest_key(table: type[Table], keys: list[str], prefix: str, values: Any) -> str:
+def _suggest_known_key(table: type[Table], keys: list[str], prefix: str, values: Any) -> str:
     """Return the end of an error message with a suggestion for an unknown key: the equivalent of a TRL name, otherwise
     a similar name in the same table, the same name in another table, or a similar path."""
     names = sorted({key for key, *_ in all_fields(table)})
     dotted_key = ".".join(keys)
     if dotted_key in names:
-        owners = [model.model_fields for key, model, _ in all_fields(table) if key == dotted_key]
-        type_names = [kind for fields in owners if "type" in fields for kind in get_args(fields["type"].annotation)]
-        type_choices = " or ".join(dict.fromkeys(f'"{kind}"' for kind in type_names))
+        fields_by_owner = [model.model_fields for key, model, _ in all_fields(table) if key == dotted_key]
+        type_fields = [fields["type"] for fields in fields_by_owner if "type" in fields]
+        type_names = dict.fromkeys(f'"{name}"' for field in type_fields for name in get_args(field.annotation))
+        type_choices = " or ".join(type_names)
         type_key = f"{'.'.join(keys[:-1])}.type"
-        if not _has_type_or_value(values, keys[:-1]):
+        if not _sets_type_or_no_table(values, keys[:-1]):
             return f" here; set {type_key} = {type_choices}"
         return f" here; it belongs to {type_key} = {type_choices}" if type_choices else " here"
     if equivalent_key := trl.describe_equivalent_key(dotted_key):
         return equivalent_key
-    if (intended_key := _closest_trl_key(keys[-1], names)) and not prefix:
+    if (intended_key := _correct_trl_name(keys[-1], names)) and not prefix:
         return f"; did you mean {intended_key}?"
-    parent = dotted_key.rpartition(".")[0]
-    sibling_keys = [candidate_key for candidate_key in names if candidate_key.rpartition(".")[0] == parent]
+    parent_key = dotted_key.rpartition(".")[0]
+    sibling_keys = [key for key in names if key.rpartition(".")[0] == parent_key]
     similar_keys = (
         difflib.get_close_matches(dotted_key, sibling_keys, n=1, cutoff=0.75)
-        or [candidate_key for candidate_key in names if candidate_key.rpartition(".")[2] == keys[-1]]
+        or [key for key in names if key.rpartition(".")[2] == keys[-1]]
         or difflib.get_close_matches(dotted_key, names, n=1, cutoff=0.8)
     )
     return f"; did you mean {f'{prefix}.' if prefix else ''}{similar_keys[0]}?" if similar_keys else ""
 
 
-def _closest_trl_key(name: str, known_keys: Sequence[str]) -> str:
+def _correct_trl_name(name: str, known_keys: Sequence[str]) -> str:
     """Return the key to which a misspelt name of transformers or TRL corresponds; empty if a key of this schema is at
     least as similar.
 
     Example: the letters of `optm_learnrate` are closer to `optm_name` than to `optm_lr`, which is the learning rate.
     """
-    own_names = {_normalise_key(key.rpartition(".")[2]) for key in known_keys}
-    trl_names = {_normalise_key(trl_name): keys[0] for trl_name, keys in trl.NAMES.items() if keys[0] in known_keys}
-    [similar_name] = difflib.get_close_matches(_normalise_key(name), [*own_names, *trl_names], n=1, cutoff=0.75) or [""]
-    return trl_names[similar_name] if similar_name in trl_names and similar_name not in own_names else ""
+    schema_names = {_normalise_key(key.rpartition(".")[2]) for key in known_keys}
+    trl_keys = {_normalise_key(name): keys[0] for name, keys in trl.KEYS_BY_TRL_NAME.items() if keys[0] in known_keys}
+    matches = difflib.get_close_matches(_normalise_key(name), [*schema_names, *trl_keys], n=1, cutoff=0.75)
+    return "" if not matches or matches[0] in schema_names else trl_keys[matches[0]]
 
 
 def _normalise_key(name: str) -> str:
     return name.removeprefix("optm_").replace("_", "")
 
 
-def _has_type_or_value(values: Any, keys: list[str]) -> bool:
+def _sets_type_or_no_table(values: Any, keys: list[str]) -> bool:
     """Return True if the table at the path `keys` sets `type`, or if the value at this path is not a table."""
     for key in keys:
         values = values.get(key) if isinstance(values, Mapping) else None
@@ -300,4 +301,4 @@ def escape_controls(text: str) -> str:
 def shorten_message(message: str) -> str:
     """Return an error message on one line; the middle of a long message is omitted."""
     line = escape_controls(message)
-    return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 300]} ... {line[-295:]}"
+    return line if len(line) <= MAX_MESSAGE_LENGTH else f"{line[: MAX_MESSAGE_LENGTH - 300]} ... {line[-295:]}"

@@ -10,14 +10,14 @@ from typing import Any
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 
-MEDIA_PATHS = ("annotation_path", "media_path")
-PIXEL_KEYS = ("min_pixels", "max_pixels")
+MEDIA_PATH_NAMES = ("annotation_path", "media_path")
+PIXEL_LIMIT_KEYS = ("min_pixels", "max_pixels")
 _VIDEO_KEYS = ("fps", "nframes", "min_frames", "max_frames", "total_pixels")
 
 
 @dataclass(frozen=True)
-class Media:
-    """Settings of a recipe about images; a field is empty if the recipe does not set it."""
+class ImageSettings:
+    """Settings of the images in rows; a field is empty if the recipe does not set it."""
 
     annotation_path: str = ""
     """File with rows in the format of LLaVA, in place of `train_policy.dataset.name`."""
@@ -26,46 +26,42 @@ class Media:
     pixels: tuple[tuple[str, int], ...] = ()
     """Bounds of the image size that the recipe sets, as pairs of `min_pixels` or `max_pixels` and a number."""
     ignored_keys: tuple[str, ...] = ()
-    """Dotted keys about videos that the recipe sets and that have no effect."""
+    """Keys of videos in `[custom.vision]` that the recipe sets, which have no effect."""
 
 
-def media_settings(recipe: Recipe) -> Media:
-    """Return the settings of a recipe about images.
+def image_settings(recipe: Recipe) -> ImageSettings:
+    """Return the settings of the images in the rows of a recipe.
 
     Raises:
         ConfigError: a value has the wrong type, or the recipe names two sources of rows.
     """
     dataset_table, vision_table = recipe.custom.get("dataset"), recipe.custom.get("vision")
     dataset_table, vision_table = (table if isinstance(table, dict) else {} for table in (dataset_table, vision_table))
-    paths = {key: dataset_table.get(key) or "" for key in MEDIA_PATHS}
+    paths = {key: dataset_table.get(key) or "" for key in MEDIA_PATH_NAMES}
     for key, path in paths.items():
         if not isinstance(path, str):
             raise ConfigError(f"custom.dataset.{key} = {path!r} must be a path")
-    name = next(iter(recipe.train.train_policy.sources.values())).dataset.name
+    name = next(iter(recipe.train.train_policy.tables_by_dataset.values())).dataset.name
     if paths["annotation_path"] and name:
         raise ConfigError(
             f"train.train_policy.dataset.name = {name!r} and custom.dataset.annotation_path = "
             f"{paths['annotation_path']!r} both name rows; leave one out"
         )
-    return Media(
+    limits = {key: vision_table[key] for key in PIXEL_LIMIT_KEYS if vision_table.get(key) is not None}
+    for key, value in limits.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"custom.vision.{key} = {value!r} must be a number of pixels, at least 1")
+    return ImageSettings(
         **paths,
-        pixels=tuple(
-            (key, _check_pixel_count(key, vision_table[key])) for key in PIXEL_KEYS if vision_table.get(key) is not None
-        ),
+        pixels=tuple(limits.items()),
         ignored_keys=tuple(f"custom.vision.{key}" for key in _VIDEO_KEYS if key in vision_table),
     )
 
 
-def with_absolute_media(custom: dict[str, Any], to_absolute: Callable[[str], str]) -> dict[str, Any]:
+def with_absolute_media_paths(custom: dict[str, Any], to_absolute: Callable[[str], str]) -> dict[str, Any]:
     """Return the table `[custom]` with the paths in `[custom.dataset]` converted by `to_absolute`."""
-    media = custom.get("dataset")
-    if not isinstance(media, dict):
+    table = custom.get("dataset")
+    if not isinstance(table, dict):
         return custom
-    paths = {key: to_absolute(media[key]) for key in MEDIA_PATHS if isinstance(media.get(key), str) and media[key]}
-    return custom | {"dataset": media | paths}
-
-
-def _check_pixel_count(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"custom.vision.{key} = {value!r} must be a number of pixels, at least 1")
-    return value
+    paths = {key: to_absolute(table[key]) for key in MEDIA_PATH_NAMES if isinstance(table.get(key), str) and table[key]}
+    return custom | {"dataset": table | paths}

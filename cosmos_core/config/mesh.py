@@ -1,5 +1,5 @@
-"""Validate device meshes: sizes must divide each other, the GPUs must exist, and heads and experts must be divisible;
-assign GPUs to training and generation, with the default of `mode` on a machine.
+"""Check that device meshes fit the available GPUs and the sizes of the model; choose the mesh sizes and the `mode` that
+depend on the number of GPUs.
 
 Every error message names the nearest possible size. The sizes of a model are read from its `config.json`; a size that
 the file does not contain is not checked.
@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.inputs import existing_path, source_of
+from cosmos_core.config.inputs import existing_path, referenced_stage
 from cosmos_core.config.schema.parallelism import ParallelismConfig
+from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from cosmos_core.machine_properties import measure_worker_machine
@@ -25,10 +26,10 @@ _LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> int:
+def check_mesh(recipe: Recipe, num_gpus: int | None, model: Mapping[str, Any]) -> int:
     """Return the number of GPUs that a training stage uses, including the GPUs of its rollout engines.
 
-    `gpus` is the number of available GPUs (None: unknown), `model` the text part of config.json; see `model_facts`.
+    `num_gpus` is the number of available GPUs (None: unknown), `model` the result of `read_text_model_config`.
 
     Raises:
         ConfigError: the mesh is not possible; the message names the nearest possible size.
@@ -36,13 +37,13 @@ def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> in
     _check_mesh_sizes("policy.parallelism", recipe.policy.parallelism, model)
     if recipe.train.train_policy.has_rollouts:
         _check_mesh_sizes("rollout.parallelism", recipe.rollout.parallelism, model)
-    resolved_recipe = with_dp_shard_size(recipe, gpus)
+    resolved_recipe = with_dp_shard_size(recipe, num_gpus)
     mesh = resolved_recipe.policy.parallelism
     _check_batch_size(recipe, abs(mesh.dp_shard_size))
-    required_gpus = resolved_recipe.num_gpus(has_rollouts=recipe.train.train_policy.has_rollouts)
-    if gpus is not None and required_gpus > gpus:
-        raise ConfigError(_too_many_gpus_message(mesh, required_gpus, gpus))
-    return required_gpus
+    num_required_gpus = resolved_recipe.num_gpus(has_rollouts=recipe.train.train_policy.has_rollouts)
+    if num_gpus is not None and num_required_gpus > num_gpus:
+        raise ConfigError(_too_many_gpus_message(mesh, num_required_gpus, num_gpus))
+    return num_required_gpus
 
 
 def check_meshes(pipeline: Pipeline) -> dict[str, int]:
@@ -51,98 +52,98 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
     Raises:
         ConfigError: a mesh is not possible.
     """
-    gpus_by_stage = {}
+    num_gpus_by_stage = {}
     for stage in pipeline.stages:
-        if not pipeline.kind_of(stage).has_mesh:
+        if not pipeline.stage_kind(stage).has_mesh:
             continue
         recipe = pipeline.recipes[stage.name]
         model = stage.model or recipe.policy.model_name_or_path
-        folder = None if source_of(model) else existing_path(model, Path.cwd())
+        folder = None if referenced_stage(model) else existing_path(model, Path.cwd())
         try:
-            gpus_by_stage[stage.name] = check_mesh(recipe, pipeline.config.gpus, model_facts(folder) if folder else {})
+            num_gpus_by_stage[stage.name] = check_mesh(recipe, pipeline.config.gpus, read_text_model_config(folder))
         except ConfigError as error:
             raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
-    return gpus_by_stage
+    return num_gpus_by_stage
 
 
-def resolve_gpus(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with each `dp_shard_size = -1` replaced by the number of ranks that the other sizes leave of
-    `pipeline.gpus`, or of the GPUs of the machine that runs the stages. Without GPUs, -1 remains and means 1. A `mode`
-    that depends on the number of GPUs is set.
+def resolve_gpu_settings(pipeline: Pipeline) -> Pipeline:
+    """Return the pipeline with the settings filled in that depend on the number of GPUs, which is `pipeline.gpus` or
+    that of the machine that runs the stages: `dp_shard_size = -1` (without GPUs it remains and means 1), and a `mode`
+    that a recipe for Cosmos-RL leaves out.
 
     Raises:
         ConfigError: the other sizes do not divide the number of GPUs.
     """
     recipes, notices = dict(pipeline.recipes), list(pipeline.notices)
     for stage in pipeline.stages:
-        kind, recipe = pipeline.kind_of(stage), recipes[stage.name]
+        kind, recipe = pipeline.stage_kind(stage), recipes[stage.name]
         if not kind.has_mesh:
             continue
-        if _is_open(recipe, kind):
-            is_remote = bool(stage.work_pool) and not pipeline.config.gpus
-            recipe, notice = _choose_default_mode(recipe, None if is_remote else gpus_of_workers(pipeline))
+        has_text_rollouts = kind.feed == "rollouts" and recipe.policy.modality.has_text_engines
+        if has_text_rollouts and "mode" not in recipe.model_fields_set and recipe.has_cosmos_rl_keys:
+            has_unknown_gpus = bool(stage.work_pool) and not pipeline.config.gpus
+            recipe, notice = _choose_default_mode(recipe, None if has_unknown_gpus else num_worker_gpus(pipeline))
             notices += [notice] if notice else []
         elif kind.makes == "metrics" and (recipe.mode == "disaggregated" or recipe.has_cosmos_rl_keys):
-            recipe, change_text = _with_engines_in_ranks(recipe)
-            notices += [f"stage {stage.name!r}: {change_text}, because its ranks generate"] if change_text else []
+            recipe, change = _with_colocated_engine_size(recipe)
+            notices += [f"stage {stage.name!r}: {change}, because its ranks generate"] if change else []
         if recipe.policy.parallelism.dp_shard_size == -1:
             try:
-                recipe = with_dp_shard_size(recipe, gpus_of_workers(pipeline) or None)
+                recipe = with_dp_shard_size(recipe, num_worker_gpus(pipeline) or None)
             except ConfigError as error:
                 raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
-        if (gpu_settings := _needs_gpu(recipe, kind)) and not stage.work_pool and not gpus_of_workers(pipeline):
+        if (gpu_settings := _gpu_only_settings(recipe, kind)) and not stage.work_pool and not num_worker_gpus(pipeline):
             notices.append(f"{', '.join(gpu_settings)}: there is no GPU; numbers are those of train.param_dtype here")
         recipes[stage.name] = recipe
     return replace(pipeline, recipes=recipes, notices=tuple(dict.fromkeys(notices)))
 
 
-def gpus_of_workers(pipeline: Pipeline) -> int:
+def num_worker_gpus(pipeline: Pipeline) -> int:
     """Return `pipeline.gpus` or, if unset, the number of GPUs of the machine or cluster that runs the stages."""
     return pipeline.config.gpus or len(measure_worker_machine(python=pipeline.config.python, is_group=True).gpus)
 
 
-def placements(pipeline: Pipeline) -> list[str]:
+def describe_placements(pipeline: Pipeline) -> list[str]:
     """Return one line of text for each stage with a mesh, which tells which GPUs train and which generate."""
-    stages = [stage for stage in pipeline.stages if pipeline.kind_of(stage).has_mesh]
-    has_gpus = any(stage.work_pool for stage in stages) or (bool(stages) and gpus_of_workers(pipeline) > 0)
-    recipes = pipeline.recipes
-    return [f"{s.name}: {_placement(recipes[s.name], pipeline.kind_of(s), has_gpus=has_gpus)}" for s in stages]
+    stages = [stage for stage in pipeline.stages if pipeline.stage_kind(stage).has_mesh]
+    has_gpus = any(stage.work_pool for stage in stages) or (bool(stages) and num_worker_gpus(pipeline) > 0)
+    return [f"{stage.name}: {_describe_placement(pipeline, stage, has_gpus=has_gpus)}" for stage in stages]
 
 
-def with_dp_shard_size(recipe: Recipe, gpus: int | None) -> Recipe:
+def with_dp_shard_size(recipe: Recipe, num_gpus: int | None) -> Recipe:
     """Return the recipe with `dp_shard_size = -1` replaced by the number of GPUs that the other sizes leave; unchanged
-    if `gpus` is None.
+    if `num_gpus` is None.
 
     Raises:
         ConfigError: the other sizes do not divide the number of GPUs.
     """
     mesh = recipe.policy.parallelism
-    if mesh.dp_shard_size != -1 or gpus is None:
+    if mesh.dp_shard_size != -1 or num_gpus is None:
         return recipe
     has_rollouts = recipe.train.train_policy.has_rollouts
-    engine_gpus = recipe.num_gpus(has_rollouts=has_rollouts) - recipe.num_gpus(has_rollouts=False)
-    ranks_per_shard, gpus_per_replica = _ranks_per_shard(mesh), (gpus - engine_gpus) // mesh.n_init_replicas
-    shard_size = max(1, gpus_per_replica // ranks_per_shard)
-    if shard_size * ranks_per_shard != gpus_per_replica:
-        engines_text = " without those of the engines" if engine_gpus else ""
+    num_engine_gpus = recipe.num_gpus(has_rollouts=has_rollouts) - recipe.num_gpus(has_rollouts=False)
+    ranks_per_shard, num_replica_gpus = _ranks_per_shard(mesh), (num_gpus - num_engine_gpus) // mesh.n_init_replicas
+    shard_size = max(1, num_replica_gpus // ranks_per_shard)
+    if shard_size * ranks_per_shard != num_replica_gpus:
+        engines_text = " without those of the engines" if num_engine_gpus else ""
         raise ConfigError(
-            f"policy.parallelism.dp_shard_size = -1: {gpus_per_replica} GPUs{engines_text} are no multiple of the "
+            f"policy.parallelism.dp_shard_size = -1: {num_replica_gpus} GPUs{engines_text} are no multiple of the "
             f"{ranks_per_shard} that the other sizes take; the nearest is dp_shard_size = {shard_size}, with "
-            f"{shard_size * ranks_per_shard * mesh.n_init_replicas + engine_gpus} GPUs"
+            f"{shard_size * ranks_per_shard * mesh.n_init_replicas + num_engine_gpus} GPUs"
         )
     parallelism = mesh.derive(dp_shard_size=shard_size)
     return recipe.derive(policy=recipe.policy.derive(parallelism=parallelism))
 
 
-def model_facts(folder: Path) -> dict[str, Any]:
-    """Return the table of the text model in config.json; empty if the file is missing or damaged, as for a Hub id."""
+def read_text_model_config(folder: Path | None) -> dict[str, Any]:
+    """Return the settings of the text model in config.json of a model folder; empty: none, as for a Hub id."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
     except (OSError, ValueError):  # a later check of the model reports a damaged config.json
         return {}
     text_config = config.get("text_config") if isinstance(config, dict) else None
-    model_table = text_config if isinstance(text_config, dict) else config
-    return model_table if isinstance(model_table, dict) else {}
+    text_model_config = text_config if isinstance(text_config, dict) else config
+    return text_model_config if isinstance(text_model_config, dict) else {}
 
 
 def _ranks_per_shard(mesh: ParallelismConfig) -> int:
@@ -152,24 +153,24 @@ def _ranks_per_shard(mesh: ParallelismConfig) -> int:
 
 def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model: Mapping[str, Any]) -> None:
     """Check that the mesh sizes tp, cp, pp and ep divide the heads, vocabulary, layers and experts of the model."""
-    spellings = (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
-    num_heads, num_layers = (next((model[key] for key in keys if key in model), None) for keys in spellings)
+    key_lists = (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
+    num_heads, num_layers = (next((model[key] for key in keys if key in model), None) for keys in key_lists)
     num_kv_heads, vocab_size = model.get("num_key_value_heads"), model.get("vocab_size")
     if key_prefix == "rollout.parallelism":  # vLLM pads the vocabulary, and copies key-value heads to several ranks
         vocab_size = None
-        has_copies = isinstance(num_kv_heads, int) and num_kv_heads > 0 and mesh.tp_size % num_kv_heads == 0
-        num_kv_heads = None if has_copies else num_kv_heads
-    quantities = (
+        copies_kv_heads = isinstance(num_kv_heads, int) and num_kv_heads > 0 and mesh.tp_size % num_kv_heads == 0
+        num_kv_heads = None if copies_kv_heads else num_kv_heads
+    divisible_counts = (
         ("attention heads", num_heads),
         ("key-value heads", num_kv_heads),
         ("features of the feed-forward part", model.get("intermediate_size")),
         ("vocabulary entries", vocab_size),
     )
-    for quantity_name, count in quantities:
-        _check_divisibility(f"{key_prefix}.tp_size", mesh.tp_size, quantity_name, count)
+    for item_name, count in divisible_counts:
+        _check_divisibility(f"{key_prefix}.tp_size", mesh.tp_size, item_name, count)
     if isinstance(num_heads, int):
-        quantity_name = f"attention heads of tp_size = {mesh.tp_size}"
-        _check_divisibility(f"{key_prefix}.cp_size", mesh.cp_size, quantity_name, num_heads // mesh.tp_size)
+        item_name = f"attention heads of tp_size = {mesh.tp_size}"
+        _check_divisibility(f"{key_prefix}.cp_size", mesh.cp_size, item_name, num_heads // mesh.tp_size)
     num_experts = next((model[key] for key in _EXPERT_COUNT_KEYS if isinstance(model.get(key), int)), None)
     if mesh.ep_size > 1 and model and num_experts is None:
         raise ConfigError(f"{key_prefix}.ep_size = {mesh.ep_size}: the model has no experts; set it to 1")
@@ -181,25 +182,26 @@ def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model: Mapping[s
         _check_pipeline_stages(key_prefix, mesh, num_layers)
 
 
-def _check_pipeline_stages(key_prefix: str, mesh: ParallelismConfig, layers: int) -> None:
+def _check_pipeline_stages(key_prefix: str, mesh: ParallelismConfig, num_layers: int) -> None:
     """Check that every pipeline-parallel stage gets at least one layer of the model."""
-    if mesh.pp_size > layers:
+    if mesh.pp_size > num_layers:
         raise ConfigError(
-            f"{key_prefix}.pp_size = {mesh.pp_size}: the model has {layers} layers; the nearest is {layers}"
+            f"{key_prefix}.pp_size = {mesh.pp_size}: the model has {num_layers} layers; the nearest is {num_layers}"
         )
-    if (num_stages := mesh.num_stages(layers)) > layers:
-        sizes = range(mesh.pp_layers_per_stage + 1, layers + 1)
-        nearest = next(each for each in sizes if mesh.derive(pp_layers_per_stage=each).num_stages(layers) <= layers)
+    if (num_stages := mesh.num_pipeline_stages(num_layers)) > num_layers:
+        sizes = range(mesh.pp_layers_per_stage + 1, num_layers + 1)
+        meshes = (mesh.derive(pp_layers_per_stage=size) for size in sizes)
+        nearest_size = next(m.pp_layers_per_stage for m in meshes if m.num_pipeline_stages(num_layers) <= num_layers)
         raise ConfigError(
             f"{key_prefix}.pp_layers_per_stage = {mesh.pp_layers_per_stage} makes {num_stages} stages of the model's "
-            f"{layers} layers; the nearest is {nearest}"
+            f"{num_layers} layers; the nearest is {nearest_size}"
         )
 
 
-def _check_divisibility(key: str, size: int, quantity_name: str, count: Any) -> None:
+def _check_divisibility(key: str, size: int, item_name: str, count: Any) -> None:
     if isinstance(count, int) and count > 0 and count % size:
         nearest_size = max(divisor for divisor in range(1, size + 1) if count % divisor == 0)
-        raise ConfigError(f"{key} = {size} does not divide the {count} {quantity_name}; the nearest is {nearest_size}")
+        raise ConfigError(f"{key} = {size} does not divide the {count} {item_name}; the nearest is {nearest_size}")
 
 
 def _check_batch_size(recipe: Recipe, num_shards: int) -> None:
@@ -217,46 +219,37 @@ def _check_batch_size(recipe: Recipe, num_shards: int) -> None:
     )
 
 
-def _too_many_gpus_message(mesh: ParallelismConfig, required_gpus: int, gpus: int) -> str:
-    engine_gpus = required_gpus - mesh.world_size * mesh.n_init_replicas
-    max_shards = (gpus - engine_gpus) // (_ranks_per_shard(mesh) * mesh.n_init_replicas)
+def _too_many_gpus_message(mesh: ParallelismConfig, num_required_gpus: int, num_gpus: int) -> str:
+    num_engine_gpus = num_required_gpus - mesh.world_size * mesh.n_init_replicas
+    max_shards = (num_gpus - num_engine_gpus) // (_ranks_per_shard(mesh) * mesh.n_init_replicas)
     nearest_setting = f"policy.parallelism.dp_shard_size = {max_shards}"
-    if max_shards < 1 and engine_gpus:
-        nearest_setting = f"mode = 'colocated', without the {engine_gpus} GPUs of the engines"
+    if max_shards < 1 and num_engine_gpus:
+        nearest_setting = f"mode = 'colocated', without the {num_engine_gpus} GPUs of the engines"
     elif max_shards == 0:
-        tp_size = max(size for size in range(1, mesh.tp_size + 1) if mesh.tp_size % size == 0 and size <= gpus)
+        tp_size = max(size for size in range(1, mesh.tp_size + 1) if mesh.tp_size % size == 0 and size <= num_gpus)
         nearest_setting = f"policy.parallelism.tp_size = {tp_size} with the other sizes 1"
-    return f"the mesh takes {required_gpus} GPUs, of {gpus} that there are; the nearest is {nearest_setting}"
+    return f"the mesh takes {num_required_gpus} GPUs, of {num_gpus} that there are; the nearest is {nearest_setting}"
 
 
-def _is_open(recipe: Recipe, kind: StageKind) -> bool:
-    """Return True if `mode` depends on the number of GPUs, as in a recipe for Cosmos-RL that leaves `mode` out; the
-    default of Cosmos-RL is `disaggregated`."""
-    may_be_disaggregated = kind.feed == "rollouts" and recipe.policy.modality.has_engines_of_text
-    return may_be_disaggregated and "mode" not in recipe.model_fields_set and recipe.has_cosmos_rl_keys
-
-
-def _choose_default_mode(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
-    """Return the recipe with the `mode` that fits `gpus` GPUs, and a notice if this is not `disaggregated`, the default
-    of Cosmos-RL. If `gpus` is None, another machine runs the stage and is assumed to have enough GPUs.
-
-    In `colocated` mode, `tp_size` of the engines is changed to a divisor of the number of ranks.
-    """
+def _choose_default_mode(recipe: Recipe, num_gpus: int | None) -> tuple[Recipe, str]:
+    """Return the recipe with `mode` set to `disaggregated`, the default of Cosmos-RL, or, with a notice, to `colocated`
+    if that takes more than `num_gpus` GPUs (None: another machine runs the stage, and it has enough). In `colocated`
+    mode, `tp_size` of the engines is changed to a divisor of the number of ranks."""
     disaggregated_recipe = recipe.derive(mode="disaggregated")
-    num_required = disaggregated_recipe.num_gpus(has_rollouts=True)
-    if gpus is None or num_required <= gpus:
+    num_required_gpus = disaggregated_recipe.num_gpus(has_rollouts=True)
+    if num_gpus is None or num_required_gpus <= num_gpus:
         return disaggregated_recipe, ""
-    colocated_recipe, change_text = _with_engines_in_ranks(recipe)
+    colocated_recipe, change = _with_colocated_engine_size(recipe)
     return colocated_recipe.derive(mode="colocated"), (
-        f"mode is left out, which means 'disaggregated' in a recipe of Cosmos-RL and takes {num_required} GPUs, and "
-        f"there are {gpus}: mode = 'colocated'{change_text and f' and {change_text}'}, so that ranks train and "
-        f"generate in turns; set mode to choose"
+        f"mode is left out, which means 'disaggregated' in a recipe of Cosmos-RL and takes {num_required_gpus} GPUs, "
+        f"and there are {num_gpus}: mode = 'colocated'{change and f' and {change}'}, so that ranks train and generate "
+        f"in turns; set mode to choose"
     )
 
 
-def _with_engines_in_ranks(recipe: Recipe) -> tuple[Recipe, str]:
-    """Return the recipe with a `tp_size` of the rollout engines that divides the number of ranks, and a description of
-    the change, which is empty if nothing changed."""
+def _with_colocated_engine_size(recipe: Recipe) -> tuple[Recipe, str]:
+    """Return the recipe with a `tp_size` of the rollout engines that divides the number of ranks, and the changed
+    setting as text (empty: no change)."""
     num_ranks, engine_mesh = recipe.policy.parallelism.world_size, recipe.rollout.parallelism
     if num_ranks % engine_mesh.tp_size == 0:
         return recipe, ""
@@ -265,8 +258,8 @@ def _with_engines_in_ranks(recipe: Recipe) -> tuple[Recipe, str]:
     return recipe.derive(rollout=rollout), f"rollout.parallelism.tp_size = {parallelism.tp_size}"
 
 
-def _needs_gpu(recipe: Recipe, kind: StageKind) -> list[str]:
-    """Return the settings of a stage that select number formats for GPUs only; a CPU ignores these settings."""
+def _gpu_only_settings(recipe: Recipe, kind: StageKind) -> list[str]:
+    """Return the settings of a stage that select number formats which only GPUs have; a CPU ignores these settings."""
     settings = []
     if kind.trains_model and recipe.train.fp8.enable_fp8:
         settings.append("train.fp8.enable_fp8 = true")
@@ -275,12 +268,13 @@ def _needs_gpu(recipe: Recipe, kind: StageKind) -> list[str]:
     return settings
 
 
-def _placement(recipe: Recipe, kind: StageKind, *, has_gpus: bool) -> str:
+def _describe_placement(pipeline: Pipeline, stage: StageConfig, *, has_gpus: bool) -> str:
     """Return a text with the GPUs (or processes, on a machine without GPUs) on which a stage trains and generates."""
-    unit_name = "GPU" if has_gpus else "process"
+    recipe, kind = pipeline.recipes[stage.name], pipeline.stage_kind(stage)
+    device_name = "GPU" if has_gpus else "process"
     mesh, engine_mesh, num_engines = recipe.policy.parallelism, recipe.rollout.parallelism, recipe.num_engines
     num_ranks = mesh.world_size * mesh.n_init_replicas
-    ranks_text = _format_range(unit_name, 0, num_ranks)
+    ranks_text = _format_range(device_name, 0, num_ranks)
     if kind.feed != "rollouts":
         return f"{ranks_text} {'train' if kind.trains_model else 'generate' if kind.completes_prompts else 'measure'}"
     if recipe.mode == "colocated":
@@ -292,15 +286,15 @@ def _placement(recipe: Recipe, kind: StageKind, *, has_gpus: bool) -> str:
     if recipe.mode == "colocated_separated":
         return f"{ranks_text} train, and generate in turns ({engines_text} in processes of their own)"
     return (
-        f"{ranks_text} train, {_format_range(unit_name, num_ranks, num_engines * engine_mesh.tp_size)} generate "
+        f"{ranks_text} train, {_format_range(device_name, num_ranks, num_engines * engine_mesh.tp_size)} generate "
         f"({engines_text})"
     )
 
 
-def _format_range(unit_name: str, first_index: int, count: int) -> str:
+def _format_range(device_name: str, first_index: int, count: int) -> str:
     if count == 1:
-        return f"{unit_name} {first_index}"
-    return f"{unit_name}{'es' if unit_name.endswith('s') else 's'} {first_index}-{first_index + count - 1}"
+        return f"{device_name} {first_index}"
+    return f"{device_name}{'es' if device_name.endswith('s') else 's'} {first_index}-{first_index + count - 1}"
 
 
 def _describe_engines(num_engines: int, engine_size: int) -> str:

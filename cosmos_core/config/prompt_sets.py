@@ -1,5 +1,4 @@
-"""Prompt sets: lists of prompts from papers on reinforcement learning of diffusion models, under the names used in the
-papers.
+"""Prompt sets: lists of prompts of papers on reinforcement learning of diffusion models, which have the papers' names.
 
 A prompt set is a folder with one file per split. It is selected by its path or, below the folder of prompt sets, by its
 name: `ocr`, `pickscore`, `geneval`, `dance_grpo_t2v`. Nothing is downloaded.
@@ -19,32 +18,32 @@ KNOWN_PROMPT_SETS = {
     "dance_grpo_t2v": "https://github.com/XueZeyue/DanceGRPO/tree/main/assets",
 }
 """URL of the files of each known prompt set, by name of the set."""
-FOLDER = Path("data") / "prompts"
+PROMPT_SETS_FOLDER = Path("data") / "prompts"
 """Folder of downloaded prompt sets, relative to the current folder."""
 _FILE_PATTERNS = ("{}.txt", "{}_metadata.jsonl", "{}_prompts.txt")
-_QUOTED_TEXT = re.compile(r"[\"“](.+?)[\"”]")
+_QUOTED_TEXT_PATTERN = re.compile(r"[\"“](.+?)[\"”]")
 
 
 def find_prompt_set(name: str, key: str) -> Path | None:
-    """Return the folder or file of a known prompt set by its name; None if there is no known set of this name.
+    """Return the folder or file of the known prompt set `name`; None if `name` is not a known set.
 
     Raises:
         DataError: the prompt set is known, but is not on this machine.
     """
     if name not in KNOWN_PROMPT_SETS:
         return None
-    for path in (FOLDER / name, FOLDER / f"{name}.txt"):
+    for path in (PROMPT_SETS_FOLDER / name, PROMPT_SETS_FOLDER / f"{name}.txt"):
         if path.exists():
             return path
     raise DataError(
         f"{key} = {name!r} is a known prompt set and not on this machine; download {KNOWN_PROMPT_SETS[name]} to "
-        f"{FOLDER / name}, or give the path of a folder or a file"
+        f"{PROMPT_SETS_FOLDER / name}, or give the path of a folder or a file"
     )
 
 
 def prompt_files(path: Path, split: str) -> list[Path]:
-    """Return the files with one prompt per line at a path: the path itself, or the file of a split in a folder; empty
-    if the rows at the path have another form."""
+    """Return the prompt file, with one prompt per line, at a path: the path itself or the file of the split in a
+    folder. The list is empty if the rows at the path have another format."""
     if path.is_file():
         return [path] if path.suffix.lower() == ".txt" else []
     if not path.is_dir():
@@ -54,9 +53,9 @@ def prompt_files(path: Path, split: str) -> list[Path]:
     return [file for file in candidate_files if file.is_file()][:1]
 
 
-def metadata_of(prompt: str, path: Path) -> dict[str, Any]:
-    """Return the metadata of a prompt for rewards: in the set `ocr`, the quoted text that the image must show."""
-    if not any(path_part.name == "ocr" or path_part.stem == "ocr" for path_part in (path, path.parent)):
+def prompt_metadata(prompt: str, path: Path) -> dict[str, Any]:
+    """Return the metadata of a prompt that rewards read: in the set `ocr`, the quoted text that the image must show."""
+    if not {path.name, path.stem, path.parent.name, path.parent.stem} & {"ocr"}:
         return {}
-    match = _QUOTED_TEXT.search(prompt)
+    match = _QUOTED_TEXT_PATTERN.search(prompt)
     return {"text": match[1]} if match else {}

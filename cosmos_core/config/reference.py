@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from functools import partial
 from importlib.resources import files
-from itertools import groupby
 
 from jinja2 import Environment, StrictUndefined
 
-from cosmos_core.config.compat.translate import RENAMED_KEYS, UNUSED_KEYS
-from cosmos_core.config.describe import Key, all_keys, find_kinds_that_read_key
+from cosmos_core.config.compat.translate import INEFFECTIVE_KEYS, RENAMED_KEYS
+from cosmos_core.config.describe import KeyDescription, all_keys, find_kinds_that_read_key
 from cosmos_core.types import StageKind
 
 
@@ -20,26 +19,23 @@ def render_config_reference(kinds: Mapping[str, StageKind]) -> str:
     environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
     template = environment.from_string(files("cosmos_core.config").joinpath("reference.md.j2").read_text("utf-8"))
     status = partial(_describe_status, kinds=kinds)
-    return template.render(tables=_group_keys_by_table(), moved=RENAMED_KEYS, dead=UNUSED_KEYS, status=status)
+    return template.render(tables=_group_keys_by_table(), moved=RENAMED_KEYS, dead=INEFFECTIVE_KEYS, status=status)
 
 
 def _group_keys_by_table() -> list[dict[str, object]]:
     """Return the keys of the schema grouped by table, without keys that are tables themselves."""
-    keys = [key for key in all_keys() if not key.is_table or key.default]
-    table_order = list(dict.fromkeys(map(_table_of, keys)))
-    table_groups = groupby(sorted(keys, key=lambda key: table_order.index(_table_of(key))), key=_table_of)
+    keys_by_table: dict[tuple[str, type], list[KeyDescription]] = {}
+    for key in all_keys():
+        if not key.is_table or key.default:
+            keys_by_table.setdefault((key.name.rpartition(".")[0], key.table), []).append(key)
     return [
         {
             "heading": _table_heading(path, table.__name__),
             "about": " ".join((table.__doc__ or "").partition("\n\n")[0].split()),
-            "rows": list(table_keys),
+            "rows": keys,
         }
-        for (path, table), table_keys in table_groups
+        for (path, table), keys in keys_by_table.items()
     ]
-
-
-def _table_of(key: Key) -> tuple[str, type]:
-    return key.name.rpartition(".")[0], key.table
 
 
 def _table_heading(path: str, table: str) -> str:
@@ -48,7 +44,7 @@ def _table_heading(path: str, table: str) -> str:
     return f"`[{path}]`" if path else "Top level"
 
 
-def _describe_status(key: Key, kinds: Mapping[str, StageKind]) -> str:
+def _describe_status(key: KeyDescription, kinds: Mapping[str, StageKind]) -> str:
     if key.status != "used":
         return f"{key.status}: {key.note}" if key.note else key.status
     return "; ".join(filter(None, (", ".join(find_kinds_that_read_key(key, kinds)), key.note)))

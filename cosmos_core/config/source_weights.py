@@ -1,12 +1,13 @@
-"""Reward function weights by data source. Pydantic is not imported, so that reward processes start fast."""
+"""Weights of reward functions by data set. Pydantic is not imported, so that reward processes start fast."""
 
 from collections.abc import Mapping
 
 from cosmos_core.errors import ConfigError
 
 
-class SourceWeights(dict[str, float]):
-    """Weights of all reward functions; `by_source` has the weights for each data source, "" for all other rows."""
+class RewardWeightsBySource(dict[str, float]):
+    """Weights of all reward functions of a recipe; `by_source` has the weights for each data set by its label, and
+    under "" those for all other rows."""
 
     def __init__(self, weights_by_source: Mapping[str, Mapping[str, float]]) -> None:
         super().__init__({name: weight for weights in weights_by_source.values() for name, weight in weights.items()})
@@ -16,13 +17,13 @@ class SourceWeights(dict[str, float]):
         return repr(self.by_source)
 
 
-def weights_of(weights: Mapping[str, float], source: str) -> Mapping[str, float]:
-    """Return the weights of the reward functions that score rows of a source.
+def reward_weights_of_source(weights: Mapping[str, float], source: str) -> Mapping[str, float]:
+    """Return the weights of the reward functions that score rows of the data set with the label `source`.
 
     Raises:
-        ConfigError: the recipe has data sets, and none of them is the source.
+        ConfigError: the recipe has several data sets, and none of them has this label.
     """
-    if not isinstance(weights, SourceWeights):
+    if not isinstance(weights, RewardWeightsBySource):
         return weights
     if source not in weights.by_source:
         source_names = ", ".join(map(repr, filter(None, weights.by_source)))

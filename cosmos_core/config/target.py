@@ -3,10 +3,10 @@
 import os
 from collections.abc import Callable
 
-from cosmos_core.registry import is_code
+from cosmos_core.registry import is_user_code
 
 TARGETS_FOLDER = "cosmos_core.upload"
-FOLDER = "file"
+FOLDER_TARGET = "file"
 """Name of the publication target that is a local folder, and the default for a target without a name."""
 
 
@@ -15,16 +15,15 @@ def split_target(target: str) -> tuple[str, str]:
     name, separator, location = target.partition("://")
     if separator:
         return name, location
-    return (target, "") if is_code(target) else (FOLDER, target)
+    return (target, "") if is_user_code(target) else (FOLDER_TARGET, target)
 
 
 def absolute_target(target: str, to_absolute: Callable[[str], str]) -> str:
-    """Return a publication target with the path of its folder made absolute; for user code, the function `to_absolute`
-    makes the path of the file absolute."""
+    """Return a publication target with an absolute folder; `to_absolute` converts the path of a file with user code."""
     if not target:
         return ""
     name, location = split_target(target)
-    if name == FOLDER:
+    if name == FOLDER_TARGET:
         return os.path.abspath(os.path.expanduser(location))
     file_path, separator, object_name = name.rpartition(":")
     name = f"{to_absolute(file_path)}{separator}{object_name}" if file_path.endswith(".py") else name

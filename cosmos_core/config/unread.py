@@ -4,34 +4,35 @@ import re
 from collections.abc import Iterator, Sequence
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.inputs import source_of
+from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import active_fields, affects_result, as_toml
+from cosmos_core.config.schema.table import active_fields, affects_result, short_toml
 from cosmos_core.types import is_at_or_below
 
-_IDENTIFYING_KEYS = ("policy.is_diffusers", "policy.model_class", "train.train_policy.type", "export.formats")
+_IMPLICITLY_READ_KEYS = ("policy.is_diffusers", "policy.model_class", "train.train_policy.type", "export.formats")
 """Keys that stages use without being declared to read them, such as the modality of the model."""
-_SAMPLING_KEYS = tuple(
+_VALIDATION_SAMPLING_KEYS = tuple(
     f"validation.{name}" for name in ("temperature", "top_p", "top_k", "repetition_penalty", "max_response_length")
 )
-_TEXT_KEYS = (
-    *_SAMPLING_KEYS, "policy.model_max_length", "policy.aux_loss_coeff", "train.logprob_dtype", "train.transfer_dtype",
-    "train.sync_weight_interval", "rollout.sampling_config", "rollout.parallelism", "train.train_policy.temperature",
-    "train.train_policy.max_token_len_per_mini_batch",
+_TEXT_MODEL_KEYS = (
+    *_VALIDATION_SAMPLING_KEYS, "policy.model_max_length", "policy.aux_loss_coeff", "train.logprob_dtype",
+    "train.transfer_dtype", "train.sync_weight_interval", "rollout.sampling_config", "rollout.parallelism",
+    "train.train_policy.temperature", "train.train_policy.max_token_len_per_mini_batch",
 )  # fmt: skip
 
 
 def disabled_keys(pipeline: Pipeline, stage: StageConfig) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield each setting of a stage that disables keys, with the prefixes of the keys, which its fingerprint omits."""
-    kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
+    """Yield each setting of a stage that disables other keys, as text, and the prefixes of these keys. The fingerprint
+    of the stage omits them."""
+    kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
     if kind.trains_model and not recipe.validation.enable:
         names = type(recipe.validation).model_fields
         yield "validation.enable is off", [f"validation.{name}" for name in names if name != "enable"]
-    if recipe.teacher_of(kind) is None:
+    if recipe.stage_teacher(kind) is None:
         names = type(recipe.distillation).model_fields
         yield "distillation.enable is off", [f"distillation.{name}" for name in names if name != "enable"]
-    if not _completes_prompts(pipeline, stage):
+    if not _may_complete_prompts(pipeline, stage):
         yield "nothing is generated", ["rollout"]
     if not recipe.uses_judge:
         yield "no reward function is judge", ["judge"]
@@ -42,64 +43,64 @@ def disabled_keys(pipeline: Pipeline, stage: StageConfig) -> Iterator[tuple[str,
         yield "export.formats has no quantised format", ["export.formats", "export.unproven"]
 
 
-def _completes_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
-    """Return True if rows of the stage may be prompts for rollouts, by the recipe of the stage that prepares them."""
-    kind, data_stage_name = pipeline.kind_of(stage), source_of(stage.data)
+def _may_complete_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
+    """Return True if the stage may generate completions for its rows; the recipe that prepares the rows decides."""
+    kind, data_stage_name = pipeline.stage_kind(stage), referenced_stage(stage.data)
     if kind.feed == "rollouts" or kind.has_engine:
         return True
     if kind.trains_model and not pipeline.recipes[stage.name].validation.enable:
         return False
     if kind.reads_data == "prepared":
-        if data_stage_name is None or pipeline.kind_of(pipeline.stage(data_stage_name)).makes != "data":
-            return True  # without a prepare stage, rows may be prompts
+        if data_stage_name is None or pipeline.stage_kind(pipeline.stage(data_stage_name)).makes != "data":
+            return True  # without a prepare stage, it is unknown whether the rows are prompts
         stage = pipeline.stage(data_stage_name)
     recipe = pipeline.recipes[stage.name]
     return recipe.train.train_policy.has_rollouts or bool(recipe.validation.reward_function)
 
 
-def unread_keys(pipeline: Pipeline) -> Iterator[str]:
-    """Yield notices about keys that are set, change results, and are read by no stage whose recipe sets them. The
-    pipeline must have all its stages, unlike that of a Python flow."""
-    if any(stage.entry for stage in pipeline.stages):  # a user function receives the whole recipe
+def unread_key_notices(pipeline: Pipeline) -> Iterator[str]:
+    """Yield notices about keys that change results, but are set only in recipes of stages that do not read them. The
+    pipeline must be complete; a Python flow adds its stages one by one."""
+    if any(stage.entry for stage in pipeline.stages):  # a user function may read any key of the recipe
         return
-    swept_keys = [key for s in pipeline.stages if s.sweep for branch in s.sweep.branches for key in branch.settings]
+    grid_keys = [key for s in pipeline.stages if s.sweep for branch in s.sweep.branches for key in branch.settings]
     read_settings: set[str] = set()
     reasons: dict[str, str] = {}
     for stage in pipeline.stages:
-        kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
-        conditions = [*disabled_keys(pipeline, stage), *_ignored_keys(recipe)]
+        kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
+        disabling_settings = [*disabled_keys(pipeline, stage), *_further_disabled_keys(recipe)]
         for key, field, value, is_set in active_fields(recipe):
             if not is_set or not affects_result(field) or isinstance(value, dict):
                 continue
-            if is_at_or_below(key, _IDENTIFYING_KEYS):
+            if is_at_or_below(key, _IMPLICITLY_READ_KEYS):
                 continue
-            schema_key, setting = re.sub(r"\.\d+\.", ".", key), f"{key} = {as_toml(value)}"
+            schema_key, setting = re.sub(r"\.\d+\.", ".", key), f"{key} = {short_toml(value)}"
             readers = [each for each in pipeline.kinds.values() if each.reads_key(schema_key)]
-            reason = next((reason for reason, keys in conditions if is_at_or_below(key, keys)), "")
+            reason = next((reason for reason, keys in disabling_settings if is_at_or_below(key, keys)), "")
             if kind in readers and not reason:
                 read_settings.add(setting)
             elif kind in readers:
                 reasons[setting] = reason
             elif readers and not (
-                any(each.endswith(key) for each in swept_keys)  # the branches have other values
+                any(each.endswith(key) for each in grid_keys)  # the branches of the sweep have other values of the key
                 or (kind.reads_data == "prepared" and all(each.reads_data == "source" for each in readers))
             ):
                 names = " or ".join(repr(each.name) for each in readers)
                 reasons.setdefault(setting, f"only stages of kind {names} read it")
     for reason in dict.fromkeys(reasons.values()):
-        if settings := [each for each in reasons if reasons[each] == reason and each not in read_settings]:
+        if settings := [key for key in reasons if reasons[key] == reason and key not in read_settings]:
             yield f"{', '.join(settings)} {'has' if len(settings) == 1 else 'have'} no effect here: {reason}"
 
 
-def _ignored_keys(recipe: Recipe) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield further settings that disable keys, which fingerprints include all the same."""
+def _further_disabled_keys(recipe: Recipe) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield further settings that disable other keys, and prefixes of these keys. Fingerprints include them."""
     policy = recipe.train.train_policy
-    if not recipe.policy.modality.has_engines_of_text:
-        yield "policy.is_diffusers is on", _TEXT_KEYS
-    elif not recipe.completes_held_out:
-        yield "held-out rows are not completed", [*_SAMPLING_KEYS, "validation.n_generation"]
+    if not recipe.policy.modality.has_text_engines:
+        yield "policy.is_diffusers is on", _TEXT_MODEL_KEYS
+    elif not recipe.completes_held_out_rows:
+        yield "held-out rows are not completed", [*_VALIDATION_SAMPLING_KEYS, "validation.n_generation"]
     if not policy.has_rollouts:
         yield "no rollouts are trained on", ["train.sync_weight_interval"]
-    if recipe.mode != "disaggregated" and policy.lookahead[0]:
+    if recipe.mode != "disaggregated" and policy.rollout_lookahead[0]:
         names = ("allowed_outdated_steps", "max_inflight_steps")
         yield f"mode = {recipe.mode!r}", [f"train.train_policy.{name}" for name in names]

@@ -12,7 +12,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Budget:
+class BatchingSettings:
     """Rules for filling a micro-batch with rows."""
 
     max_tokens: int
@@ -21,36 +21,36 @@ class Budget:
     """Number of upcoming rows, in training order, among which the next row of a micro-batch is chosen."""
     is_packed: bool
     prefers_closest: bool
-    """Whether, of several rows that fit equally well, the row closest in length to the longest row of the micro-batch
-    is chosen; False: the first row."""
+    """Whether, of rows that fit equally well, the one closest in length to the longest row of the micro-batch is
+    chosen."""
 
 
-def fill_batches(lengths: Sequence[int], order: Sequence[int], budget: Budget) -> list[list[int]]:
+def fill_batches(lengths: Sequence[int], order: Sequence[int], settings: BatchingSettings) -> list[list[int]]:
     """Divide the rows of `order` into micro-batches, each row once. A micro-batch starts with the first row of the
     pool. While rows fit into the token budget, the row is added that leaves the micro-batch with the fewest tokens."""
     remaining_rows = iter(order)
-    candidate_rows = list(islice(remaining_rows, budget.pool_size))
+    candidate_rows = list(islice(remaining_rows, settings.pool_size))
     batches = []
     while candidate_rows:
         batch = [candidate_rows.pop(0)]
-        while (candidate_index := _select_next_candidate(lengths, batch, candidate_rows, budget)) is not None:
+        while (candidate_index := _select_next_candidate(lengths, batch, candidate_rows, settings)) is not None:
             batch.append(candidate_rows.pop(candidate_index))
         batches.append(batch)
-        candidate_rows += islice(remaining_rows, budget.pool_size - len(candidate_rows))
+        candidate_rows += islice(remaining_rows, settings.pool_size - len(candidate_rows))
     return batches
 
 
 def _select_next_candidate(
-    lengths: Sequence[int], batch: list[int], candidate_rows: list[int], budget: Budget
+    lengths: Sequence[int], batch: list[int], candidate_rows: list[int], settings: BatchingSettings
 ) -> int | None:
     batch_lengths = [lengths[row_index] for row_index in batch]
     max_length, total_length = max(batch_lengths), sum(batch_lengths)
     fitting_candidates = []
     for candidate_index, row_index in enumerate(candidate_rows):
         length = lengths[row_index]
-        num_tokens = total_length + length if budget.is_packed else max(max_length, length) * (len(batch) + 1)
-        if num_tokens <= budget.max_tokens:
-            length_gap = abs(max_length - length) if budget.prefers_closest else 0
+        num_tokens = total_length + length if settings.is_packed else max(max_length, length) * (len(batch) + 1)
+        if num_tokens <= settings.max_tokens:
+            length_gap = abs(max_length - length) if settings.prefers_closest else 0
             fitting_candidates.append((num_tokens, length_gap, candidate_index))
     return min(fitting_candidates)[2] if fitting_candidates else None
 
@@ -62,7 +62,7 @@ class BalancedStepPlan:
         self,
         lengths: np.ndarray,
         epoch_order_fn: Callable[[int], np.ndarray],
-        budget: Budget,
+        settings: BatchingSettings,
         *,
         batches_per_step: int,
         num_epochs: int,
@@ -70,7 +70,7 @@ class BalancedStepPlan:
     ) -> None:
         """Plan at most `max_steps` steps; `epoch_order_fn(epoch)` returns the rows of an epoch in training order."""
         self._row_lengths: list[int] = lengths.tolist()
-        self._epoch_order_fn, self._budget, self._batches_per_step = epoch_order_fn, budget, batches_per_step
+        self._epoch_order_fn, self._settings, self._batches_per_step = epoch_order_fn, settings, batches_per_step
         self._newest_step: tuple[int, list[list[int]]] = (-1, [])
         self._epoch_start_steps = [0]
         """Number of the first step of each epoch, and of the step after the last epoch."""
@@ -98,5 +98,5 @@ class BalancedStepPlan:
     def _plan_micro_batches(self, epoch: int) -> list[list[int]]:
         if self._newest_step[0] != epoch:
             order = self._epoch_order_fn(epoch).tolist()
-            self._newest_step = epoch, fill_batches(self._row_lengths, order, self._budget)
+            self._newest_step = epoch, fill_batches(self._row_lengths, order, self._settings)
         return self._newest_step[1]

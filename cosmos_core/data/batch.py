@@ -12,40 +12,41 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
-class Rows(NamedTuple):
-    """Inputs of a model, with the index of each row's first predicted token in the flattened grid."""
+class CollatedRows(NamedTuple):
+    """Rows of token ids, collated to the inputs of a model."""
 
     inputs: dict[str, Any]
     """`input_ids` and `position_ids` of a model, with `attention_mask` (1: no padding) and shape BT if padded, or with
-    the values of `packed_bounds` and shape 1P if packed."""
-    starts: list[int]
+    the values of `packed_attention_kwargs` and shape 1P if packed."""
+    first_predicted: list[int]
     """Index of each row's first predicted token (its second token) in the flattened grid BS, or 1S if packed."""
 
 
-class Bounds:
+class SequenceBounds:
     """Boundaries of packed sequences in host memory, wrapped so that torch.compile does not treat them as an input."""
 
-    __slots__ = ("ends", "prompts")
+    __slots__ = ("boundaries", "prompt_indices")
 
-    def __init__(self, ends: np.ndarray, prompts: Sequence[int] | None = None) -> None:
-        """Store the boundaries `ends` of the B sequences, int32, (B + 1), beginning with 0. `prompts` has for each
-        sequence the index of the sequence that it continues and attends to; -1, or None for all: it is whole."""
-        self.ends, self.prompts = ends, prompts or [-1] * (len(ends) - 1)
+    def __init__(self, boundaries: np.ndarray, prompt_indices: Sequence[int] | None = None) -> None:
+        """Store the boundaries of B sequences, int32, (B + 1), beginning with 0. `prompt_indices` has for each sequence
+        the index of the sequence that it continues and attends to, or -1 if it is whole; None: all are whole."""
+        self.boundaries, self.prompt_indices = boundaries, prompt_indices or [-1] * (len(boundaries) - 1)
 
 
-def rows_of(
+def collate_rows(
     rows: Sequence[np.ndarray],
     pad_id: int,
     *,
     packed: bool,
-    num_tokens_of: Callable[[int], int] = lambda length: length,
-) -> Rows:
-    """Collate rows of token ids: padded on the right, or packed. `num_tokens_of` maps the number of tokens of the
+    padded_length_fn: Callable[[int], int] = lambda length: length,
+) -> CollatedRows:
+    """Collate rows of token ids: padded on the right, or packed. `padded_length_fn` maps the number of tokens of the
     longest row, or of all packed rows together, to the length after padding."""
     if packed:
-        return shared_rows(rows, [([row_number], 0) for row_number in range(len(rows))], pad_id, num_tokens_of)
+        groups = [([row_index], 0) for row_index in range(len(rows))]
+        return collate_shared_prompts(rows, groups, pad_id, padded_length_fn)
     lengths = [len(ids) for ids in rows]
-    padded_length = num_tokens_of(max(lengths))
+    padded_length = padded_length_fn(max(lengths))
     is_real_token_BT = torch.arange(padded_length) < torch.tensor(lengths).unsqueeze(1)
     inputs = {
         "input_ids": torch.stack(
@@ -54,50 +55,50 @@ def rows_of(
         "attention_mask": is_real_token_BT.long(),
         "position_ids": torch.arange(padded_length).expand(len(rows), -1),
     }
-    return Rows(inputs, [row_index * (padded_length - 1) for row_index in range(len(rows))])
+    return CollatedRows(inputs, [row_index * (padded_length - 1) for row_index in range(len(rows))])
 
 
-def shared_rows(
+def collate_shared_prompts(
     rows: Sequence[np.ndarray],
     groups: Sequence[tuple[Sequence[int], int]],
     pad_id: int,
     padded_length_fn: Callable[[int], int],
-) -> Rows:
+) -> CollatedRows:
     """Collate rows of token ids, packed, with the common first tokens (prompt) of each group of rows only once.
-    `groups` has the row indices and the prompt length of each group. For `pad_id` and `padded_length_fn` see
-    `rows_of`."""
-    segments: list[tuple[int, int, int, int]] = []  # row index, start, end, index of the prompt's entry or -1
-    numbers = {}
+    `groups` has the row indices and the prompt length of each group; for other arguments see `collate_rows`."""
+    segments: list[tuple[int, int, int, int]] = []  # row, start, end, segment of the prompt or -1
+    indices = {}
     for row_indices, prompt_length in groups:
         prompt_segment = len(segments) if prompt_length else -1
         segments += [(row_indices[0], 0, prompt_length, -1)] if prompt_length else []
         for row_index in row_indices:
-            numbers[row_index] = len(segments)
+            indices[row_index] = len(segments)
             segments.append((row_index, prompt_length, len(rows[row_index]), prompt_segment))
     segment_bounds = np.cumsum([0, *(end - start for _, start, end, _ in segments)])
-    missing = padded_length_fn(int(segment_bounds[-1])) - int(segment_bounds[-1])
+    num_padding = padded_length_fn(int(segment_bounds[-1])) - int(segment_bounds[-1])
     id_tensors = [*(torch.as_tensor(rows[row_index][start:end]).long() for row_index, start, end, _ in segments)]
     position_tensors = [torch.arange(start, end) for _, start, end, _ in segments]
     prompt_segments = [prompt_segment for *_, prompt_segment in segments]
-    if missing:
-        id_tensors.append(torch.full((missing,), pad_id))
-        position_tensors.append(torch.arange(missing))
-        segment_bounds = np.append(segment_bounds, segment_bounds[-1] + missing)
+    if num_padding:
+        id_tensors.append(torch.full((num_padding,), pad_id))
+        position_tensors.append(torch.arange(num_padding))
+        segment_bounds = np.append(segment_bounds, segment_bounds[-1] + num_padding)
         prompt_segments.append(-1)
     ids_1P, positions_1P = torch.cat(id_tensors).unsqueeze(0), torch.cat(position_tensors).unsqueeze(0)
-    inputs = {"input_ids": ids_1P, "position_ids": positions_1P, **packed_bounds(segment_bounds, prompt_segments)}
-    return Rows(inputs, [int(segment_bounds[numbers[i]]) - segments[numbers[i]][1] for i in range(len(rows))])
+    inputs = {"input_ids": ids_1P, "position_ids": positions_1P}
+    inputs |= packed_attention_kwargs(segment_bounds, prompt_segments)
+    return CollatedRows(inputs, [int(segment_bounds[indices[i]]) - segments[indices[i]][1] for i in range(len(rows))])
 
 
-def packed_bounds(bounds: np.ndarray, prompts: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return the boundaries of packed sequences as keyword arguments of attention: `sequence_bounds` (`Bounds`) on the
-    host, so that no layer synchronises with the device to read them, and transformers' arguments of flash attention."""
-    bounds = np.asarray(bounds, dtype=np.int32)
-    max_length, bounds_tensor = int(np.diff(bounds).max()), torch.from_numpy(bounds)
+def packed_attention_kwargs(boundaries: np.ndarray, prompts: Sequence[int] | None = None) -> dict[str, Any]:
+    """Return the boundaries of packed sequences as keyword arguments of attention: `sequence_bounds` in host memory, so
+    that no layer synchronises with the device to read them, and transformers' arguments of flash attention."""
+    boundaries = np.asarray(boundaries, dtype=np.int32)
+    max_length, cu_seqlens = int(np.diff(boundaries).max()), torch.from_numpy(boundaries)
     return {
-        "sequence_bounds": Bounds(bounds, prompts),
-        "cu_seq_lens_q": bounds_tensor,
-        "cu_seq_lens_k": bounds_tensor,
+        "sequence_bounds": SequenceBounds(boundaries, prompts),
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
         "max_length_q": max_length,
         "max_length_k": max_length,
     }

@@ -15,15 +15,15 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
-from cosmos_core.data.bounds import limit_resources
 from cosmos_core.data.messages import Message
-from cosmos_core.data.spans import num_shared
-from cosmos_core.data.tool_calls import with_texts
+from cosmos_core.data.spans import common_prefix_length
+from cosmos_core.data.template_limits import limit_resources
+from cosmos_core.data.tool_calls import with_string_arguments
 from cosmos_core.errors import DataError, ModelError
-from cosmos_core.tools.base import ToolCall, ToolResult, parse_calls
+from cosmos_core.tools.base import ToolCall, ToolResult, parse_tool_calls
 from cosmos_core.tools.runner import ToolRunner
 
-_CONFIG_KEY = "rollout.multi_turn_config"
+_MULTI_TURN_KEY = "rollout.multi_turn_config"
 _USER_TURN = {"role": "user", "content": "?"}
 _ASSISTANT_FORMS: tuple[Message, ...] = (
     {"role": "assistant", "content": ""},
@@ -48,7 +48,7 @@ class PromptRendering:
     """Flag `enable_thinking` of the template; None does not pass it."""
 
     @property
-    def options(self) -> dict[str, Any]:
+    def template_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `apply_chat_template` other than messages, tools and the generation prompt."""
         template_arguments = {
             "chat_template": self.template,
@@ -62,7 +62,9 @@ DEFAULT_RENDERING = PromptRendering()
 """Rendering with the tokenizer's own template, with a generation prompt and without tools."""
 
 
-def prompt_rendering(config: MultiTurnRolloutConfig, tools: Sequence[dict[str, Any]] | None = None) -> PromptRendering:
+def make_prompt_rendering(
+    config: MultiTurnRolloutConfig, tools: Sequence[dict[str, Any]] | None = None
+) -> PromptRendering:
     """Return a recipe's settings for rendering prompts; if `tools` is None, describe the tools that the recipe names.
     Raise ConfigError if a tool cannot be called, and DataError if the template file cannot be read."""
     if not config.enable:
@@ -72,16 +74,16 @@ def prompt_rendering(config: MultiTurnRolloutConfig, tools: Sequence[dict[str, A
     try:
         template = None if path is None else Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{_CONFIG_KEY}.custom_chat_template_path = {path!r} cannot be read: {error}") from error
+        raise DataError(f"{_MULTI_TURN_KEY}.custom_chat_template_path = {path!r} cannot be read: {error}") from error
     return PromptRendering(
         tuple(tools), template, config.add_generation_prompt, config.continue_final_message, config.enable_thinking
     )
 
 
-def open_tools(
+def make_tool_runner(
     config: MultiTurnRolloutConfig, num_workers: int | None = None, beat: Callable[[], None] = lambda: None
 ) -> ToolRunner:
-    """Return a `ToolRunner` for the tools of a recipe, whose context is not entered yet."""
+    """Return a `ToolRunner` for the tools of a recipe, a context manager that the caller enters."""
     return ToolRunner(
         config.enabled_tools, timeout_seconds=config.tool_timeout_seconds, env=config.tool_env, num_workers=num_workers,
         beat=beat,
@@ -92,26 +94,23 @@ def load_tool_schemas(config: MultiTurnRolloutConfig) -> list[dict[str, Any]]:
     """Return the descriptions of the tools that a recipe names, in the form that the chat template gets."""
     if not config.enabled_tools:
         return []
-    with open_tools(config, num_workers=1) as runner:
+    with make_tool_runner(config, num_workers=1) as runner:
         return runner.schemas()
 
 
-def renders_tools(tokenizer: PreTrainedTokenizerBase, render_settings: PromptRendering) -> bool:
+def template_uses_tools(tokenizer: PreTrainedTokenizerBase, render_settings: PromptRendering) -> bool:
     """Return whether the chat template uses the tools that are passed to it."""
     template = render_settings.template or tokenizer.get_chat_template(tools=list(render_settings.tools))
     return "tools" in str(template)
 
 
-class ToolText:
+class ToolResultTokens:
     """Tokens that the chat template writes between two assistant turns: the tool results and the text around them.
 
     Only the text between the turns is tokenised. The assistant's tokens stay as they were sampled, even if the template
     would render the turns differently.
-
-    Raises:
-        ModelError: the template renders earlier turns differently when a tool result follows, leaves the result out, or
-            writes calls in a form that `parse_calls` does not read.
-    """
+    Raise ModelError if the template renders earlier turns differently when a tool result follows, leaves the result
+    out, or writes calls in a form that `parse_tool_calls` does not read."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, render_settings: PromptRendering, end_ids: Sequence[int]
@@ -121,16 +120,16 @@ class ToolText:
         self._end_tokens = {str(tokenizer.decode([token])): token for token in end_ids}
         special_tokens = [re.escape(token) for token in tokenizer.all_special_tokens if len(token) > 2]
         self._special_tokens = re.compile("|".join(sorted(special_tokens, key=len, reverse=True)) or "(?!)")
-        with limit_resources(f"{_CONFIG_KEY}: the chat template"):
+        with limit_resources(f"{_MULTI_TURN_KEY}: the chat template"):
             self._assistant_form = self._select_assistant_form()
-            self._check_calls()
+            self._check_call_format()
 
-    def ids(self, results: Sequence[tuple[str, ToolResult]]) -> tuple[int, ...]:
-        """Return the tokens from the end of an assistant turn to the next one, after the `results`, pairs of tool name
-        and result; raise ModelError if the template renders the assistant turn differently when the results follow."""
+    def tokenise_results(self, results: Sequence[tuple[str, ToolResult]]) -> tuple[int, ...]:
+        """Return the tokens between an assistant turn and the next one, with the tool results between them; `results`
+        are pairs of tool name and result. Raise ModelError if the results change how the first turn is rendered."""
         end_token_and_text = self._render_text_after_call(self._assistant_form, results)
         if end_token_and_text is None:
-            raise _changed_turn_error(self._tokenizer)
+            raise _make_changed_turn_error(self._tokenizer)
         end_token, text = end_token_and_text
         # Some tokenizers insert a space before the first word, so tokenise the text together with the end token.
         ids = list(self._tokenizer(end_token + text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -151,30 +150,30 @@ class ToolText:
                 reason = " (it leaves out what a tool says)"
             elif end_token_and_text is not None:
                 return assistant_form
-        raise _changed_turn_error(self._tokenizer, reason)
+        raise _make_changed_turn_error(self._tokenizer, reason)
 
-    def _check_calls(self) -> None:
-        """Refuse a template that writes tool calls in a form that `parse_calls` does not read: the policy writes calls
-        in that form, so no tool would be called. A template that leaves out tool calls is accepted."""
+    def _check_call_format(self) -> None:
+        """Raise ModelError if the template writes tool calls in a form that `parse_tool_calls` cannot read: the model
+        writes calls in that form, so no tool would be called. A template may leave out tool calls."""
         expected_call = ToolCall("look_up_word", {"word": "forty-two"})
         function_fields = {"name": expected_call.name, "arguments": expected_call.arguments}
         tool_calls = [{"type": "function", "id": "call00000", "function": function_fields}]
         call_text = ""
-        for call_variant in (tool_calls, with_texts(tool_calls)):
+        for call_variant in (tool_calls, with_string_arguments(tool_calls)):
             with suppress(TemplateError, ValueError, TypeError):
-                prompt_text = self._render([_USER_TURN], add_generation_prompt=False)
+                prompt_text = self._render_template([_USER_TURN], add_generation_prompt=False)
                 assistant_turn = {"role": "assistant", "content": "", "tool_calls": call_variant}
-                text = self._render([_USER_TURN, assistant_turn], add_generation_prompt=False)
-                text = text[num_shared(prompt_text, text) :]
-                if parse_calls(text) == [expected_call]:
+                text = self._render_template([_USER_TURN, assistant_turn], add_generation_prompt=False)
+                text = text[common_prefix_length(prompt_text, text) :]
+                if parse_tool_calls(text) == [expected_call]:
                     return
                 call_text = text if expected_call.name in text else call_text
         if call_text:
             raise ModelError(
-                f"{_CONFIG_KEY}.enable_tools: the chat template of {self._tokenizer.name_or_path!r} writes a tool "
+                f"{_MULTI_TURN_KEY}.enable_tools: the chat template of {self._tokenizer.name_or_path!r} writes a tool "
                 f"call as {call_text.strip()[:200]!r}, which is not read; calls are read as Hermes writes them, "
                 f'<tool_call>{{"name": ..., "arguments": ...}}</tool_call>: give a template that writes that with '
-                f"{_CONFIG_KEY}.custom_chat_template_path, or take another model"
+                f"{_MULTI_TURN_KEY}.custom_chat_template_path, or take another model"
             )
 
     def _render_text_after_call(
@@ -182,35 +181,35 @@ class ToolText:
     ) -> tuple[str, str] | None:
         """Return the end token of an assistant turn, and the text after it, in which the tool results are rendered;
         None if the chat template renders the assistant turn differently when tool results follow."""
-        ids = [f"call{number:05d}" for number in range(len(results))]  # Mistral requires call ids of nine characters
+        call_ids = [f"call{i:05d}" for i in range(len(results))]  # Mistral requires call ids of nine characters
         tool_calls = [
             {"type": "function", "id": call_id, "function": {"name": name, "arguments": {}}}
-            for call_id, (name, _) in zip(ids, results, strict=True)
+            for call_id, (name, _) in zip(call_ids, results, strict=True)
         ]
         turn = assistant_form if assistant_form["content"] else {**assistant_form, "tool_calls": tool_calls}
         tool_turns = [
             {"role": "tool", "name": name, "tool_call_id": call_id, "content": self._escape_special_tokens(result.text)}
-            for call_id, (name, result) in zip(ids, results, strict=True)
+            for call_id, (name, result) in zip(call_ids, results, strict=True)
         ]
-        without = self._render([_USER_TURN, turn], add_generation_prompt=False)
-        full_text = self._render(
+        text_without_results = self._render_template([_USER_TURN, turn], add_generation_prompt=False)
+        text_with_results = self._render_template(
             [_USER_TURN, turn, *tool_turns], add_generation_prompt=self._render_settings.add_generation_prompt
         )
         for end_token in self._end_tokens:
-            turn_text = without[: without.rfind(end_token) + len(end_token)]
-            is_last = end_token in without and not without[len(turn_text) :].strip()
-            if is_last and full_text.startswith(turn_text):
-                return end_token, full_text[len(turn_text) :]
+            turn_text = text_without_results[: text_without_results.rfind(end_token) + len(end_token)]
+            is_at_end = end_token in text_without_results and not text_without_results[len(turn_text) :].strip()
+            if is_at_end and text_with_results.startswith(turn_text):
+                return end_token, text_with_results[len(turn_text) :]
         return None
 
-    def _render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
-        options = replace(self._render_settings, continue_final_message=False).options
+    def _render_template(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
+        template_kwargs = replace(self._render_settings, continue_final_message=False).template_kwargs
         text: Any = self._tokenizer.apply_chat_template(
             messages,
             tools=list(self._render_settings.tools) or None,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
-            **options,
+            **template_kwargs,
         )
         return str(text)
 
@@ -219,9 +218,9 @@ class ToolText:
         return self._special_tokens.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
 
-def _changed_turn_error(tokenizer: PreTrainedTokenizerBase, reason: str = "") -> ModelError:
+def _make_changed_turn_error(tokenizer: PreTrainedTokenizerBase, reason: str = "") -> ModelError:
     return ModelError(
-        f"{_CONFIG_KEY}: the chat template of {tokenizer.name_or_path!r} does not keep what it has written of an "
+        f"{_MULTI_TURN_KEY}: the chat template of {tokenizer.name_or_path!r} does not keep what it has written of an "
         f"assistant's turn, up to its end token, when a tool result follows{reason}; give another with "
         "custom_chat_template_path"
     )

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cosmos_core.config.schema.clean import BENCHMARKS, BenchmarkRowsConfig, CleanConfig
+from cosmos_core.config.schema.clean import BENCHMARKS_KEY, BenchmarkRowsConfig, CleanConfig
 from cosmos_core.data.images import images_in_columns
-from cosmos_core.data.kinds.registry import tokenised_kind
+from cosmos_core.data.kinds.registry import load_tokenised_kind
 from cosmos_core.data.messages import Row
-from cosmos_core.data.ngrams import MinHashBands, hashes_of, ngrams, normalised, remove_signs, split_words
+from cosmos_core.data.ngrams import MinHashBands, hash_ngrams, hash_words, normalise_text, remove_operators, split_words
 from cosmos_core.data.rows import Rows, load_rows
 from cosmos_core.data.user_dataset import UserDatasetLoader
 from cosmos_core.errors import DataError, Preempted
@@ -35,42 +35,43 @@ from cosmos_core.run.stage import Stage
 
 logger = logging.getLogger(__name__)
 
-FILE = "clean.jsonl"
+MATCHES_FILE = "clean.jsonl"
 _SHINGLE_SIZE = 2  # number of words per shingle, the unit of comparison of two rows
 _MIN_BENCHMARK_WORDS = 8  # minimum words of a benchmark text that is searched for, as in GPT-3 (arXiv 2005.14165)
 _MAX_CANDIDATES = 32  # maximum number of candidates with which a row is compared
 _MAX_TEXT_CHARACTERS = 2_000
-_NUM_EXAMPLES = 3
+_MAX_EXAMPLES = 3
 _RowPacker = Callable[[Row, str], Row]
 
 
 def clean_training_rows(
-    stage: Stage, rows: Rows, held_out_sets: Sequence[Rows], folder: Path, loader: UserDatasetLoader
+    stage: Stage, rows: Rows, held_out_sets: Sequence[Rows], folder: Path, dataset_loader: UserDatasetLoader
 ) -> tuple[Rows, dict[str, float], list[str]]:
     """Write the duplicates and benchmark texts among the training rows to a file in `folder`, and drop these rows if
     the recipe sets `action = "drop"`; rows that match held-out rows are only reported. Return the kept rows, metrics
-    and notices. Raise DataError if a benchmark is missing or has no text, or no row remains, and Preempted if a stop
-    was requested."""
+    and notices. Raise DataError for a benchmark without text, or if no row remains, and Preempted if a stop was
+    requested."""
     config = stage.recipe.train.train_policy.clean
     assert config is not None
     counts: Counter[str] = Counter()
     examples: list[str] = []
     is_dropped = np.zeros(len(rows), dtype=bool)
-    with open(folder / FILE, "w", encoding="utf-8") as file:
-        for row_number, should_remove, match in _find_matches(stage, config, rows, held_out_sets, loader.packer()):
+    with open(folder / MATCHES_FILE, "w", encoding="utf-8") as file:
+        pack_row = dataset_loader.make_packer()
+        for row_number, should_remove, match in _find_matches(stage, config, rows, held_out_sets, pack_row):
             match["dropped"] = should_remove and config.action == "drop"
             is_dropped[row_number] |= match["dropped"]
             counts[match["match"]] += 1
-            if counts[match["match"]] <= _NUM_EXAMPLES:
+            if counts[match["match"]] <= _MAX_EXAMPLES:
                 examples.append(f"{match['row']}: {match['match']} of {match['of']}: {match['text'][:80]!r}")
             file.write(json.dumps(match, ensure_ascii=False) + "\n")
-    kept_rows = rows.where(~is_dropped)
+    kept_rows = rows.select(~is_dropped)
     if not len(kept_rows):
         raise DataError(f"train.train_policy.clean drops all {len(rows)} rows; set action = 'report' to see why")
     counts["dropped"] = int(is_dropped.sum())
     count_names = ("exact_duplicate", "near_duplicate", "benchmark_text", "held_out_row", "dropped")
     summary = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in count_names)
-    notices = [f"clean: {summary}, of {len(rows)} rows; data/{FILE} has them", *examples] if examples else []
+    notices = [f"clean: {summary}, of {len(rows)} rows; data/{MATCHES_FILE} has them", *examples] if examples else []
     for notice in notices:
         logger.warning("%s", notice)
     return kept_rows, {f"data/clean_{name}": float(counts[name]) for name in count_names}, notices
@@ -79,12 +80,12 @@ def clean_training_rows(
 def _find_matches(
     stage: Stage, config: CleanConfig, rows: Rows, held_out_sets: Sequence[Rows], pack_row: _RowPacker | None
 ) -> Iterator[tuple[int, bool, dict[str, Any]]]:
-    """Yield the number of each training row with a match, whether the match is a reason to drop the row, and the match.
-    Matches with benchmarks and held-out rows come first, then duplicates."""
+    """Yield the number of each training row that repeats another text, whether that is a reason to drop the row, and
+    the match, a line of `clean.jsonl`. Matches with benchmarks and held-out rows come first, then duplicates."""
     benchmarks = Benchmarks(config.decontaminate_against, config.ngram)
     bands = MinHashBands(config.near_duplicates) if config.near_duplicates else None
     row_numbers, hash_keys = array("Q"), array("Q")
-    held_out_rows, held_out_index = list[ComparedRow](), _KeyIndex()
+    held_out_rows, held_out_index = list[ComparedRow](), _RowIndex()
     for held_out_set in held_out_sets:
         for _, location, texts, has_images in _iterate_readable_rows(stage, held_out_set, pack_row):
             if not has_images:
@@ -103,7 +104,7 @@ def _find_matches(
             if has_images:  # one question may be asked about many images
                 continue
             row_keys = row.keys(bands)
-            candidates = map(held_out_rows.__getitem__, held_out_index.candidates(enumerate(row_keys)))
+            candidates = map(held_out_rows.__getitem__, held_out_index.find_rows(enumerate(row_keys)))
             if match := row.match(candidates, config.near_duplicates):
                 yield row_number, False, {**match, "match": "held_out_row"}
             compared_rows.add(row)
@@ -117,8 +118,8 @@ def _find_matches(
 def _iterate_readable_rows(
     stage: Stage, rows: Rows, pack_row: _RowPacker | None
 ) -> Iterator[tuple[int, str, list[str], bool]]:
-    """Yield number, location and texts of each readable row, and whether it shows images; others are counted later."""
-    policy, row_kind = stage.recipe.train.train_policy, tokenised_kind(stage.recipe.train.train_policy.rows)
+    """Yield number, location and texts of each row, and whether it shows images; unreadable rows are skipped."""
+    policy, row_kind = stage.recipe.train.train_policy, load_tokenised_kind(stage.recipe.train.train_policy.rows)
     for row_number, (location, row) in enumerate(rows):
         if row_number % 256 == 0:
             stage.progress.beat()
@@ -127,11 +128,10 @@ def _iterate_readable_rows(
         with suppress(DataError):
             packed_row = pack_row(row, location) if pack_row else row
             value = row_kind.read(packed_row, location, policy)
-            yield row_number, location, list(texts_of(value)), _shows_images(packed_row, value)
+            yield row_number, location, list(iterate_texts(value)), _shows_images(packed_row, value)
 
 
 def _shows_images(row: Row, value: Any) -> bool:
-    """Return whether a row shows images: in a column, or in one of the turns of `value`, which was read from it."""
     parts = value if isinstance(value, tuple) else (value,)
     turns = chain.from_iterable(part for part in parts if isinstance(part, list))
     return bool(images_in_columns(row)) or any(isinstance(turn["content"], list) for turn in turns)
@@ -139,75 +139,76 @@ def _shows_images(row: Row, value: Any) -> bool:
 
 def _make_compared_row(location: str, texts: list[str]) -> tuple["ComparedRow", list[list[str]]]:
     """Return a row reduced to what the search for duplicates compares, and the normalised words of each text."""
-    normalised_texts = list(map(normalised, texts))
+    normalised_texts = list(map(normalise_text, texts))
     text_words = list(map(split_words, normalised_texts))
     digest = blake2b("\0".join(normalised_texts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-    ngram_hashes = np.unique(ngrams(hashes_of([*chain.from_iterable(text_words)]), _SHINGLE_SIZE))
+    ngram_hashes = np.unique(hash_ngrams(hash_words([*chain.from_iterable(text_words)]), _SHINGLE_SIZE))
     text = "\n".join(texts)[:_MAX_TEXT_CHARACTERS].encode("utf-8", "replace").decode()
     return ComparedRow(digest, location, text, ngram_hashes), text_words
 
 
-def texts_of(value: Any) -> Iterator[str]:
+def iterate_texts(value: Any) -> Iterator[str]:
     """Yield the texts in a value that a kind of rows has read from a row, except the texts of system turns."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         if value.get("role") not in {"system", "developer"}:
-            yield from texts_of([element for name, element in value.items() if name not in {"role", "type"}])
+            yield from iterate_texts([element for name, element in value.items() if name not in {"role", "type"}])
     elif isinstance(value, list | tuple):
         for element in value:
-            yield from texts_of(element)
+            yield from iterate_texts(element)
 
 
 class ComparedRow(NamedTuple):
     """Row of a data set, reduced to what the search for duplicates compares."""
 
     digest: bytes
-    where: str
+    location: str
     text: str
     """Beginning of the row's text, in valid UTF-8."""
-    grams: np.ndarray
+    ngram_hashes: np.ndarray
     """Sorted hashes of the row's n-grams, uint64."""
 
     def similarity(self, other_row: "ComparedRow") -> float:
         """Return the Jaccard similarity of the n-grams of two rows."""
-        num_common_ngrams = np.intersect1d(self.grams, other_row.grams, assume_unique=True).size
-        return num_common_ngrams / max(1, self.grams.size + other_row.grams.size - num_common_ngrams)
+        num_common_ngrams = np.intersect1d(self.ngram_hashes, other_row.ngram_hashes, assume_unique=True).size
+        return num_common_ngrams / max(1, self.ngram_hashes.size + other_row.ngram_hashes.size - num_common_ngrams)
 
     def keys(self, bands: MinHashBands | None) -> list[int]:
         """Return the hash of the row's text and, with `bands`, a key per band; similar rows very likely share a key."""
-        return [int.from_bytes(self.digest[:8]), *(bands.keys(self.grams).tolist() if bands else ())]
+        return [int.from_bytes(self.digest[:8]), *(bands.keys(self.ngram_hashes).tolist() if bands else ())]
 
-    def match(self, others: Iterable["ComparedRow"], threshold: float) -> dict[str, Any] | None:
-        """Return the match with the most similar row; None if none is equal or as similar as `threshold` (0: equal
-        only)."""
+    def match(self, other_rows: Iterable["ComparedRow"], threshold: float) -> dict[str, Any] | None:
+        """Return the match with the most similar row; None if no text is equal, and no similarity reaches `threshold`
+        (0: off)."""
         best_row, best_similarity = None, threshold or 2.0
-        for other_row in others:
+        for other_row in other_rows:
             other_similarity = 2.0 if self.digest == other_row.digest else self.similarity(other_row)
             if other_similarity > best_similarity or (other_similarity == best_similarity and best_row is None):
                 best_row, best_similarity = other_row, other_similarity
         if best_row is None:
             return None
         return {
-            "row": self.where, "match": "exact_duplicate" if best_similarity == 2.0 else "near_duplicate",
-            "similarity": min(best_similarity, 1.0), "text": self.text, "of": best_row.where, "of_text": best_row.text,
+            "row": self.location, "match": "exact_duplicate" if best_similarity == 2.0 else "near_duplicate",
+            "similarity": min(best_similarity, 1.0), "text": self.text,
+            "of": best_row.location, "of_text": best_row.text,
         }  # fmt: skip
 
 
-class _KeyIndex:
+class _RowIndex:
     """Index of row numbers by hash keys, with at most `_MAX_CANDIDATES` rows per key."""
 
     def __init__(self) -> None:
         self._rows_by_key: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
 
     def add(self, row_number: int, keys: Iterable[tuple[int, int]]) -> None:
-        """Add a row under its keys, each with the number of its column."""
+        """Add a row under its hash keys, pairs of column number and hash."""
         for key in keys:
             if len(self._rows_by_key[key]) < _MAX_CANDIDATES:
                 self._rows_by_key[key].append(row_number)
 
-    def candidates(self, keys: Iterable[tuple[int, int]]) -> list[int]:
-        """Return the sorted indices of the rows that have at least one of the hash keys `keys`."""
+    def find_rows(self, keys: Iterable[tuple[int, int]]) -> list[int]:
+        """Return the sorted numbers of the rows that have at least one of the hash keys."""
         return sorted({row_number for key in keys for row_number in self._rows_by_key.get(key, ())})
 
 
@@ -220,8 +221,9 @@ class ComparedRows:
     def add(self, row: ComparedRow) -> None:
         """Append a row to the file."""
         self._offsets.append(self._file.tell())
-        location = row.where.encode("utf-8", "replace").decode()  # a file name may not be UTF-8, unlike `clean.jsonl`
-        pickle.dump(row._replace(where=location), self._file)
+        # A file name may not be UTF-8, unlike `clean.jsonl`.
+        location = row.location.encode("utf-8", "replace").decode()
+        pickle.dump(row._replace(location=location), self._file)
 
     def __getitem__(self, index: int) -> ComparedRow:
         self._file.seek(self._offsets[index])
@@ -230,18 +232,18 @@ class ComparedRows:
 
 
 def find_duplicates(keys: np.ndarray, rows: ComparedRows, threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the position and the match of each row that duplicates an earlier row, which is no duplicate itself: its
-    text is equal, or its similarity is at least `threshold` (0: equal rows only). `keys` has shape (rows, keys), with a
-    hash of the text in the first column; rows with an equal key in a column are compared."""
+    """Yield the position and the match of each row that duplicates an earlier row, which is no duplicate itself: their
+    texts are equal, or their similarity is at least `threshold` (0: equal texts only). `keys` are the hash keys of the
+    rows, shape (rows, keys); rows with an equal key in a column are compared."""
     is_key_shared = np.zeros(keys.shape, dtype=bool)
     for column in range(keys.shape[1]):
         _, inverse_indices, key_counts = np.unique(keys[:, column], return_inverse=True, return_counts=True)
         is_key_shared[:, column] = key_counts[inverse_indices] > 1
-    index = _KeyIndex()
+    index = _RowIndex()
     for position in np.flatnonzero(is_key_shared.any(axis=1)).tolist():
         shared_columns = np.flatnonzero(is_key_shared[position]).tolist()
         row_keys = [(column, int(keys[position, column])) for column in shared_columns]
-        if match := rows[position].match(map(rows.__getitem__, index.candidates(row_keys)), threshold):
+        if match := rows[position].match(map(rows.__getitem__, index.find_rows(row_keys)), threshold):
             yield position, match
         else:
             index.add(position, row_keys)
@@ -253,46 +255,48 @@ class Benchmarks:
     def __init__(self, benchmark_configs: Sequence[BenchmarkRowsConfig], ngram_size: int) -> None:
         self._ngram_size, self._min_words = ngram_size, min(ngram_size, _MIN_BENCHMARK_WORDS)
         self._texts: list[tuple[str, str]] = []
-        grams, owners = array("Q"), array("I")
+        ngram_hashes, text_indices = array("Q"), array("I")
         self._ngram_sizes: set[int] = set()
         for index, benchmark_config in enumerate(benchmark_configs):
             num_texts_before = len(self._texts)
-            for location, row in load_rows(benchmark_config.dataset, f"{BENCHMARKS}.{index}"):
-                for text in texts_of(row):
-                    if len(words := remove_signs(split_words(normalised(text)))) >= self._min_words:
+            for location, row in load_rows(benchmark_config.dataset, f"{BENCHMARKS_KEY}.{index}"):
+                for text in iterate_texts(row):
+                    if len(words := remove_operators(split_words(normalise_text(text)))) >= self._min_words:
                         self._ngram_sizes.add(min(ngram_size, len(words)))
-                        grams.extend(ngrams(hashes_of(words), ngram_size).tolist())
-                        owners.extend([len(self._texts)] * (len(grams) - len(owners)))
+                        ngram_hashes.extend(hash_ngrams(hash_words(words), ngram_size).tolist())
+                        text_indices.extend([len(self._texts)] * (len(ngram_hashes) - len(text_indices)))
                         self._texts.append((location, text))
             if len(self._texts) == num_texts_before:
-                raise DataError(f"{BENCHMARKS}.{index}: no text of at least {self._min_words} words; name rows of text")
-        order = np.argsort(np.frombuffer(grams, dtype=np.uint64), kind="stable")
-        self._grams, self._owners = np.frombuffer(grams, dtype=np.uint64)[order], np.frombuffer(owners, "I")[order]
+                problem = f"no text of at least {self._min_words} words"
+                raise DataError(f"{BENCHMARKS_KEY}.{index}: {problem}; name rows of text")
+        hashes = np.frombuffer(ngram_hashes, dtype=np.uint64)
+        sorted_indices = np.argsort(hashes, kind="stable")
+        self._hashes, self._text_indices = hashes[sorted_indices], np.frombuffer(text_indices, "I")[sorted_indices]
 
     def match(self, turns: Sequence[list[str]]) -> dict[str, Any] | None:
-        """Return the match of a row, whose turns are lists of words, with the benchmark text that the row repeats most;
-        None if it repeats none. `similarity` is the fraction of the benchmark's words in common n-grams; `text` is the
-        longest common passage."""
-        turns = [remove_signs(words) for words in turns] if self._texts else []
-        turn_hashes = [*map(hashes_of, turns)]
+        """Return the match of a row, whose turns are lists of words, with the benchmark text that it repeats most;
+        None: no text. `similarity` is the fraction of the benchmark's words in common n-grams; `text` is the longest
+        common passage."""
+        turns = [remove_operators(words) for words in turns] if self._texts else []
+        hashes_by_turn = [*map(hash_words, turns)]
         ngram_hashes = [
-            ngrams(each, ngram_size)
-            for each in turn_hashes
+            hash_ngrams(hashes, ngram_size)
+            for hashes in hashes_by_turn
             for ngram_size in self._ngram_sizes
-            if len(each) >= ngram_size
+            if len(hashes) >= ngram_size
         ]
         if not ngram_hashes:
             return None
         row_hashes = np.concatenate(ngram_hashes)
-        first_positions = np.minimum(np.searchsorted(self._grams, row_hashes), len(self._grams) - 1)
-        text_counts: Counter[int] = Counter()
-        for start in first_positions[self._grams[first_positions] == row_hashes].tolist():
+        first_positions = np.minimum(np.searchsorted(self._hashes, row_hashes), len(self._hashes) - 1)
+        match_counts: Counter[int] = Counter()
+        for start in first_positions[self._hashes[first_positions] == row_hashes].tolist():
             end = start + _MAX_CANDIDATES
-            text_counts.update(self._owners[start:end][self._grams[start:end] == self._grams[start]].tolist())
+            match_counts.update(self._text_indices[start:end][self._hashes[start:end] == self._hashes[start]].tolist())
         best_match: tuple[float, int, list[str]] | None = None
-        for text_index, _ in text_counts.most_common(_MAX_CANDIDATES):
-            benchmark_words = remove_signs(split_words(normalised(self._texts[text_index][1])))
-            overlap, passage = self._compute_overlap(turns, benchmark_words)
+        for text_index, _ in match_counts.most_common(_MAX_CANDIDATES):
+            benchmark_words = remove_operators(split_words(normalise_text(self._texts[text_index][1])))
+            overlap, passage = self._compare_with_turns(turns, benchmark_words)
             if passage and (best_match is None or overlap > best_match[0]):
                 best_match = overlap, text_index, passage
         if best_match is None:
@@ -302,8 +306,8 @@ class Benchmarks:
         return {"match": "benchmark_text", "similarity": round(overlap, 4), "text": " ".join(passage),
                 "of": location, "of_text": text[:_MAX_TEXT_CHARACTERS]}  # fmt: skip
 
-    def _compute_overlap(self, turns: Sequence[list[str]], benchmark_words: list[str]) -> tuple[float, list[str]]:
-        """Return the fraction of `benchmark_words` in n-grams that a turn has too, and the longest common passage."""
+    def _compare_with_turns(self, turns: Sequence[list[str]], benchmark_words: list[str]) -> tuple[float, list[str]]:
+        """Return the fraction of `benchmark_words` that are in an n-gram of a turn, and the longest common passage."""
         ngram_size = min(self._ngram_size, len(benchmark_words))
         turn_ngrams = {tuple(turn[i : i + ngram_size]) for turn in turns for i in range(len(turn) - ngram_size + 1)}
         is_in_turn = np.zeros(len(benchmark_words) + 1, dtype=bool)

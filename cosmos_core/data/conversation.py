@@ -16,10 +16,10 @@ from cosmos_core.data.rendering import Tools, render
 from cosmos_core.data.spans import Span
 from cosmos_core.errors import DataError
 
-NO_COMPLETION_ROOM = "with a prompt that leaves no room for a completion in policy.model_max_length"
+NO_ROOM_FOR_COMPLETION = "with a prompt that leaves no room for a completion in policy.model_max_length"
 
 
-def conversation_tokens(
+def tokenise_conversation(
     tokenizer: PreTrainedTokenizerBase,
     conversation: list[Message] | str,
     location: str,
@@ -34,27 +34,28 @@ def conversation_tokens(
     are all tokens, including the final end token.
     """
     if isinstance(conversation, str):
-        return _tokenise_without_mask(tokenizer, conversation)
+        return _tokenise_plain_text(tokenizer, conversation)
     rendered_text, spans = find_learned_spans(tokenizer, conversation, location, tools, end_ids)
-    return _masked_tokens(tokenizer, rendered_text, spans, location)
+    return _tokenise_with_loss_mask(tokenizer, rendered_text, spans, location)
 
 
-def mask_of_span(span: Span, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def span_token_mask(span: Span, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Return a mask of the tokens that have a character inside the span, from the character offsets of tokens."""
     start, end = span
     # Byte-level tokenizers that trim offsets report a whitespace token as an empty span at the token's end.
     return (ends > start) & ((starts < end) | ((starts == ends) & (ends <= end)))
 
 
-def continued_tokens(
+def tokenise_prompt_and_completion(
     tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str, location: str
 ) -> tuple[list[int], list[int]]:
-    """Return token ids and loss mask of a plain prompt and completion, of which completion and end token are learned. A
-    token that crosses the border is learned; without character offsets it is refused by a DataError."""
-    plain_ids, _ = _tokenise_without_mask(tokenizer, prompt + completion)
-    ids, mask = _masked_tokens(tokenizer, prompt + completion, [(len(prompt), len(prompt) + len(completion))], location)
-    start = next(i for i in range(len(plain_ids)) if plain_ids[i : i + len(ids)] == ids)
-    return plain_ids, [0] * start + mask + [1] * (len(plain_ids) - start - len(ids))
+    """Return token ids and loss mask of a prompt and completion of plain text. Completion and end token are learned,
+    and a token with characters of both texts; raise DataError if such a token has no character offsets."""
+    text = prompt + completion
+    all_ids, _ = _tokenise_plain_text(tokenizer, text)
+    ids, mask = _tokenise_with_loss_mask(tokenizer, text, [(len(prompt), len(text))], location)
+    offset = next(i for i in range(len(all_ids)) if all_ids[i : i + len(ids)] == ids)
+    return all_ids, [0] * offset + mask + [1] * (len(all_ids) - offset - len(ids))
 
 
 def truncate_tokens(tokens: tuple[list[int], list[int]], max_length: int, location: str) -> tuple[list[int], list[int]]:
@@ -68,7 +69,7 @@ def truncate_tokens(tokens: tuple[list[int], list[int]], max_length: int, locati
     return ids[:max_length], mask[:max_length]
 
 
-def tokenize_prompt(
+def tokenise_prompt(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
     max_length: int,
@@ -79,27 +80,27 @@ def tokenize_prompt(
     the chat template if `render_settings.add_generation_prompt` is set.
 
     `max_length` is the maximum number of tokens: `policy.model_max_length` minus one for a completion. Errors are those
-    of `render` and `tokenize_text`.
+    of `render` and `tokenise_rendered_prompt`.
     """
     _, text = render(
         tokenizer, messages, location, add_generation_prompt=render_settings.add_generation_prompt,
         tools=list(render_settings.tools) or None,
-        options=render_settings.options,
+        template_kwargs=render_settings.template_kwargs,
     )  # fmt: skip
-    return tokenize_text(tokenizer, text, max_length, location)
+    return tokenise_rendered_prompt(tokenizer, text, max_length, location)
 
 
-def tokenize_text(
+def tokenise_rendered_prompt(
     tokenizer: PreTrainedTokenizerBase, text: str, max_length: int, location: str
 ) -> tuple[list[int], str]:
     """Return token ids and text of a rendered prompt; raise SkippedRow if it is longer than `max_length`."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) > max_length:
-        raise SkippedRow(location, NO_COMPLETION_ROOM)
+        raise SkippedRow(location, NO_ROOM_FOR_COMPLETION)
     return ids, text
 
 
-def _tokenise_without_mask(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
+def _tokenise_plain_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
     ids = tokenizer(text, verbose=False)["input_ids"]
     end_token_id = tokenizer.eos_token_id
     if end_token_id is not None and ids[-1:] != [end_token_id]:
@@ -107,7 +108,7 @@ def _tokenise_without_mask(tokenizer: PreTrainedTokenizerBase, text: str) -> tup
     return ids, [1] * len(ids)
 
 
-def _masked_tokens(
+def _tokenise_with_loss_mask(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], location: str
 ) -> tuple[list[int], list[int]]:
     """Tokenise the whole text once; a token is learned if it has a character inside a span."""
@@ -117,20 +118,20 @@ def _masked_tokens(
     starts, token_ends = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), dtype=bool)
     for span in spans:
-        mask |= mask_of_span(span, starts, token_ends)
+        mask |= span_token_mask(span, starts, token_ends)
     return encoding["input_ids"], mask.astype(int).tolist()
 
 
 def _tokenise_between_borders(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], location: str
 ) -> tuple[list[int], list[int]]:
-    """Tokenise the texts between span borders separately; raise DataError if the whole text has other tokens."""
+    """Tokenise the texts between span borders separately; raise DataError if the tokens of the whole text differ."""
     ids, mask = list[int](), list[int]()
     span_borders = [0, *(border for span in spans for border in span), len(text)]
-    for piece_index, (start, end) in enumerate(pairwise(span_borders)):
-        piece_ids = tokenizer(text[start:end], add_special_tokens=False, verbose=False)["input_ids"]
-        ids += piece_ids
-        mask += [piece_index % 2] * len(piece_ids)
+    for text_index, (start, end) in enumerate(pairwise(span_borders)):
+        text_ids = tokenizer(text[start:end], add_special_tokens=False, verbose=False)["input_ids"]
+        ids += text_ids
+        mask += [text_index % 2] * len(text_ids)
     if ids != tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
         raise DataError(
             f"{location}: {type(tokenizer).__name__} cannot say which characters a token covers, and its tokens cross "

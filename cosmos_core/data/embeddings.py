@@ -13,10 +13,10 @@ from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.transient import is_machine_error
 
-_CORE_GLOBALS = (("multiarray", "_reconstruct"), ("multiarray", "scalar"), ("numeric", "_frombuffer"))
+_NUMPY_CORE_GLOBALS = (("multiarray", "_reconstruct"), ("multiarray", "scalar"), ("numeric", "_frombuffer"))
 _ALLOWED_GLOBALS = {
     ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"),
-    *((f"numpy.{core}.{module}", name) for core in ("core", "_core") for module, name in _CORE_GLOBALS),
+    *((f"numpy.{package}.{module}", name) for package in ("core", "_core") for module, name in _NUMPY_CORE_GLOBALS),
 }  # fmt: skip
 """Globals (module, name) that a pickle of NumPy arrays refers to; any other global could execute arbitrary code."""
 
@@ -26,7 +26,7 @@ def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
     encoder's outputs; a pickle has no names, so `names` must then have one element. Raise DataError if the file is
     damaged, holds other objects than arrays, or lacks one of the names."""
 
-    def convert(error: Exception) -> Exception:
+    def convert_error(error: Exception) -> Exception:
         # A damaged pickle may claim an array that exceeds the memory, so only errors of the disk are raised unchanged.
         is_disk_error = isinstance(error, OSError) and is_machine_error(error)
         return error if is_disk_error else DataError(f"{path.name}: it is damaged: {first_line(error)}")
@@ -35,7 +35,7 @@ def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
     if is_pickle and len(names) != 1:
         raise DataError(f"{path.name}: a pickle has one array, and the model needs {', '.join(names)}; write "
                         "safetensors with these names")  # fmt: skip
-    with convert_errors(convert):
+    with convert_errors(convert_error):
         tensors = {names[0]: torch.from_numpy(_read_pickled_array(path))} if is_pickle else load_file(path)
     if missing_names := set(names) - tensors.keys():
         known, missing = (", ".join(sorted(each)) for each in (tensors, missing_names))

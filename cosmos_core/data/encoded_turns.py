@@ -12,7 +12,7 @@ from cosmos_core.data.tool_calls import parse_json
 from cosmos_core.errors import DataError
 
 _ROLE_KEYS, _CONTENT_KEYS = {"role", "from"}, {"content", "value", "tool_calls", "function_call"}
-_FIRST_KEY = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
+_TURN_LIST_START = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 _MAX_LITERAL_LENGTH = 1 << 20  # Python's parser needs about a hundred times the memory of its text
 
 
@@ -24,7 +24,7 @@ def decode_conversation(value: Any, location: str = "") -> Any:
     turns = parse_json(value)
     if turns is None and len(value) <= _MAX_LITERAL_LENGTH:
         turns = _parse_literal(value)
-    if location and _FIRST_KEY.match(value) and not are_turns(turns):
+    if location and _TURN_LIST_START.match(value) and not are_turns(turns):
         text = " ".join(value[-40:].split())
         remedy = "spreadsheets cut a cell after 32,767 characters; write JSON Lines"
         raise DataError(f"{location}: turns that end with {text!r} cannot be decoded, {remedy}")
@@ -33,13 +33,12 @@ def decode_conversation(value: Any, location: str = "") -> Any:
 
 def are_turns(value: Any) -> bool:
     """Return whether a value is a list of turns: each has a role, and one a content, unlike other lists with `role`."""
-    have_roles = isinstance(value, list) and all(isinstance(turn, dict) and _ROLE_KEYS & turn.keys() for turn in value)
-    return have_roles and any(_CONTENT_KEYS & turn.keys() for turn in value)
+    has_roles = isinstance(value, list) and all(isinstance(turn, dict) and _ROLE_KEYS & turn.keys() for turn in value)
+    return has_roles and any(_CONTENT_KEYS & turn.keys() for turn in value)
 
 
 def decode_history(value: Any, location: str) -> list[dict[str, Any]]:
-    """Return the turns of Alpaca's column `history`, pairs of prompt and response or their JSON; else raise
-    DataError."""
+    """Return the turns of Alpaca's column `history`, pairs of prompt and response or their JSON, or raise DataError."""
     pairs = parse_json(value) if isinstance(value, str) and value.strip() else value or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise DataError(f"{location}: column 'history' holds {str(value)[:40]!r}; write [[prompt, response], ...]")
@@ -51,7 +50,7 @@ def _parse_literal(text: str) -> Any:
     """Return the value of a Python literal, even without commas between dictionaries, as NumPy writes it, or None."""
     try:
         tokens = [token.string for token in tokenize.generate_tokens(StringIO(text.strip()).readline)]
-        neighbours = pairwise([*filter(str.strip, tokens), ""])
-        return ast.literal_eval(" ".join("}," if pair == ("}", "{") else pair[0] for pair in neighbours))
+        token_pairs = pairwise([*filter(str.strip, tokens), ""])
+        return ast.literal_eval(" ".join("}," if pair == ("}", "{") else pair[0] for pair in token_pairs))
     except (ValueError, SyntaxError, MemoryError, RecursionError, tokenize.TokenError):
         return None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.data.media_rows import MediaRow
-from cosmos_core.models.flow import draw_noise_levels, loss_weights
+from cosmos_core.models.flow import loss_weights, sample_noise_levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class FlowSample:
     """Number of leading latent frames that are clean conditioning frames of the network and have no loss."""
     weight: float = 1.0
     """Weight of the sample's loss."""
-    negative: Mapping[str, Tensor] | None = None
+    negative_text: Mapping[str, Tensor] | None = None
     """Embedding of the negative prompt for guidance; None disables guidance."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Additional values of an algorithm, such as an advantage."""
@@ -48,7 +48,7 @@ class NoiseSampler:
     config: DiffusersConfig
     null_text: Mapping[str, Tensor]
     """Embedding that replaces the embedding of a dropped prompt."""
-    shift: float
+    timestep_shift: float
     """Timestep shift: moves noise levels towards pure noise, which larger images need."""
     max_conditioning_frames: int = 0
     """Maximum number of conditioning frames that the model supports, in latent frames; 0: no conditioning."""
@@ -58,13 +58,13 @@ class NoiseSampler:
         `dropout` overrides the configured probability of dropping the prompt."""
         generator = torch.Generator().manual_seed(seed)
         config = self.config
-        sigma_1 = draw_noise_levels(
+        sigma_1 = sample_noise_levels(
             1, config.weighting_scheme, generator, logit_mean=config.logit_mean, logit_std=config.logit_std,
-            shift=self.shift,
+            shift=self.timestep_shift,
         )  # fmt: skip
         dropout_probability = config.prompt_dropout if dropout is None else dropout
         text = self.null_text if torch.rand((), generator=generator).item() < dropout_probability else row.text
-        num_frames = self._draw_conditioning_count(row, generator)
+        num_frames = self._sample_num_conditioning_frames(row, generator)
         latents = row.mean
         if row.logvar is not None:
             std = torch.exp(0.5 * row.logvar)
@@ -73,16 +73,16 @@ class NoiseSampler:
         weight = loss_weights(sigma_1, config.weighting_scheme).item()
         return FlowSample(latents, sigma_1.item(), text, noise, num_conditioning_frames=num_frames, weight=weight)
 
-    def _draw_conditioning_count(self, row: MediaRow, generator: torch.Generator) -> int:
+    def _sample_num_conditioning_frames(self, row: MediaRow, generator: torch.Generator) -> int:
         """Return a random number of conditioning frames, at least one fewer than the row's latent frames."""
         num_latent_frames = row.mean.shape[1] if row.mean.ndim == 4 else 1
-        min_count = min(self.config.min_given_frames, num_latent_frames - 1)
-        max_count = min(self.config.max_given_frames, self.max_conditioning_frames, num_latent_frames - 1)
+        min_frames = min(self.config.min_given_frames, num_latent_frames - 1)
+        max_frames = min(self.config.max_given_frames, self.max_conditioning_frames, num_latent_frames - 1)
         if not self.max_conditioning_frames:
             return 0
-        return int(torch.randint(min_count, max(min_count, max_count) + 1, (), generator=generator))
+        return int(torch.randint(min_frames, max(min_frames, max_frames) + 1, (), generator=generator))
 
 
-def seed_of(*numbers: int) -> int:
+def derive_seed(*values: int) -> int:
     """Return a seed that is a digest of numbers, such as the run's seed, the step and the row."""
-    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7])
+    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:7])

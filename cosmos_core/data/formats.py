@@ -42,9 +42,9 @@ _MEDIA_FEATURE = re.compile(r"\b(Audio|Image|Mesh|Nifti|Pdf|Video)\(")
 """Pattern of the types of columns that `datasets` decodes on access."""
 _CSV_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 _TOOL_KEYS = {"tools", "tool_calls", "function_call"}
-_OPEN_BY_SUFFIX: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_FILE_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
-Located = tuple[str, Row]
+LocatedRow = tuple[str, Row]
 """Location and row; the location is `train.jsonl:12` in formats with lines, else `train.parquet row 11`."""
 
 
@@ -54,7 +54,7 @@ class RowPart:
 
     name: str
     num_rows: int
-    read: Callable[[], Iterator[Located]]
+    read: Callable[[], Iterator[LocatedRow]]
 
     def select(self, start: int, end: int) -> RowPart:
         """Return the rows from number `start` up to number `end`, which is excluded."""
@@ -65,8 +65,8 @@ class RowPart:
 def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
     """Open a text file and skip its byte order marks; raise DataError if it cannot be read, or is not UTF-8."""
     with ExitStack() as exit_stack:
-        with reader_errors(f"{path.name} cannot be read"):
-            file = exit_stack.enter_context(_OPEN_BY_SUFFIX.get(path.suffix.lower(), open)(path, "rb"))
+        with convert_reader_errors(f"{path.name} cannot be read"):
+            file = exit_stack.enter_context(_FILE_OPENERS.get(path.suffix.lower(), open)(path, "rb"))
             if isinstance(file, bz2.BZ2File | lzma.LZMAFile):  # by default they end silently at a damaged later stream
                 cast(Any, file)._buffer.raw._trailing_error = ()
             num_bom_bytes = 0  # bytes of byte order marks, which some programs repeat with each save
@@ -92,7 +92,7 @@ def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
             raise
 
 
-def _read_json_lines(path: Path) -> Iterator[Located]:
+def _read_json_lines(path: Path) -> Iterator[LocatedRow]:
     with _open_text(path, "\n") as file:
         for line_number, text in enumerate(file, start=1):
             if text.strip():
@@ -118,13 +118,13 @@ def _parse_object(text: str, location: str) -> Row:
     return value
 
 
-def _read_json(path: Path) -> Iterator[Located]:
+def _read_json(path: Path) -> Iterator[LocatedRow]:
     """Yield the rows of a JSON array of objects, alone or as in `{"data": [...]}`; read other files as JSON Lines."""
     with _open_text(path, "\n") as file:
         first_block = file.read(_BLOCK_CHARACTERS)
         if not first_block.lstrip().startswith("["):
-            columns = [list(row.values()) for _, row in islice(_read_json_lines(path), 2)]
-            elements = columns[0][0] if [len(values) for values in columns] == [1] else None
+            first_row_values = [list(row.values()) for _, row in islice(_read_json_lines(path), 2)]
+            elements = first_row_values[0][0] if [len(values) for values in first_row_values] == [1] else None
             is_list = isinstance(elements, list) and all(isinstance(element, dict) for element in elements)
             # A list of turns, as in `{"messages": [{"role": ...}]}`, belongs to a row.
             if elements and is_list and not {"role", "from"} & elements[0].keys():
@@ -141,7 +141,7 @@ def _read_json(path: Path) -> Iterator[Located]:
         except (ValueError, RecursionError) as error:
             if isinstance(error, DataError | UnicodeDecodeError):
                 raise
-            _check_array(path)
+            _explain_json_error(path)
 
 
 def _iterate_json_array(file: TextIO, text: str) -> Iterator[Any]:
@@ -168,7 +168,7 @@ def _iterate_json_array(file: TextIO, text: str) -> Iterator[Any]:
         raise ValueError("text behind the array")
 
 
-def _check_array(path: Path) -> None:
+def _explain_json_error(path: Path) -> None:
     """Parse the whole file with `json`, to raise a DataError with its precise message; accept an empty array."""
     try:
         with _open_text(path, "\n") as file:
@@ -181,7 +181,7 @@ def _check_array(path: Path) -> None:
         raise DataError(f"{path.name}: the array cannot be read; save it as JSON Lines")
 
 
-def _read_csv(path: Path) -> Iterator[Located]:
+def _read_csv(path: Path) -> Iterator[LocatedRow]:
     """Yield the rows of CSV or TSV with a header; values stay strings, so that the text `007` does not become 7.
     Spreadsheets separate the fields with semicolons where the comma is the decimal separator."""
     csv.field_size_limit(2**31 - 1)  # the default limit of 128 KiB is too small for some conversations
@@ -213,21 +213,20 @@ def _detect_separator(path: Path, header: str) -> str:
     return next((separator for separator in _CSV_SEPARATORS if separator in unquoted_header), ",")
 
 
-def _make_text_part(read_rows: Callable[[Path], Iterator[Located]], path: Path) -> RowPart:
+def _make_text_part(read_rows: Callable[[Path], Iterator[LocatedRow]], path: Path) -> RowPart:
     """Return the rows of a text file. The file is read once here, so that a damaged file raises an error at once."""
     return RowPart(path.name, sum(1 for _ in read_rows(path)), lambda: read_rows(path))
 
 
 def _open_parquet(path: Path) -> RowPart:
-    """Return the rows of a parquet file, read batch by batch."""
     error_description = f"{path.name} is not a readable parquet file"
-    with reader_errors(error_description):
+    with convert_reader_errors(error_description):
         num_rows = pa.parquet.read_metadata(path).num_rows
 
     def rows() -> Iterator[Row]:
         batches = pa.parquet.ParquetFile(path).iter_batches(_ROWS_PER_BATCH)
         while True:
-            with reader_errors(error_description):
+            with convert_reader_errors(error_description):
                 record_batch = next(batches, None)
                 if record_batch is None:
                     return
@@ -235,15 +234,14 @@ def _open_parquet(path: Path) -> RowPart:
                 if "map<" in str(record_batch.schema.types):  # a type that Spark writes, and `datasets` does not read
                     dataset = record_batch.to_pylist(maps_as_pydicts="strict")
                 else:
-                    dataset = _read_undecoded_rows(_wrap_table(pa.Table.from_batches([record_batch])))
+                    dataset = _read_undecoded_rows(_make_dataset(pa.Table.from_batches([record_batch])))
             yield from dataset
 
-    return RowPart(path.name, num_rows, lambda: _number_rows(path.name, rows()))
+    return RowPart(path.name, num_rows, lambda: _locate_rows(path.name, rows()))
 
 
 def _open_arrow(path: Path) -> RowPart:
-    """Return the rows of an Arrow file, or of the Arrow stream that `datasets` writes."""
-    with reader_errors(f"{path.name} is not a readable Arrow file"):
+    with convert_reader_errors(f"{path.name} is not a readable Arrow file"):
         source = pa.memory_map(str(path))
         try:
             table = pa.ipc.open_file(source).read_all()
@@ -251,19 +249,19 @@ def _open_arrow(path: Path) -> RowPart:
             source.seek(0)
             table = pa.ipc.open_stream(source).read_all()
         table.validate(full=True)
-        return dataset_part(_wrap_table(table), path.name)
+        return make_dataset_part(_make_dataset(table), path.name)
 
 
-def _wrap_table(table: pa.Table) -> Any:
+def _make_dataset(table: pa.Table) -> Any:
     import datasets  # imported here, since the import takes seconds
 
     return datasets.Dataset(table)
 
 
-def dataset_part(dataset: Any, name: str) -> RowPart:
+def make_dataset_part(dataset: Any, name: str) -> RowPart:
     """Return the rows of a data set object of the library `datasets`."""
     dataset = dataset.with_format(None)  # `save_to_disk` keeps a format, such as tensors of a selection of columns
-    return RowPart(name, len(dataset), lambda: _number_rows(name, _read_undecoded_rows(dataset)))
+    return RowPart(name, len(dataset), lambda: _locate_rows(name, _read_undecoded_rows(dataset)))
 
 
 def _read_undecoded_rows(dataset: Any) -> Iterator[Row]:
@@ -280,12 +278,12 @@ def _read_undecoded_rows(dataset: Any) -> Iterator[Row]:
         yield {name: row[name] for name in dataset.column_names}
 
 
-def _number_rows(name: str, rows: Iterable[Row]) -> Iterator[Located]:
+def _locate_rows(name: str, rows: Iterable[Row]) -> Iterator[LocatedRow]:
     """Yield rows of a columnar format, numbered from 0; a row that cannot be read is named in the error."""
     row_iterator = iter(rows)
     for index in count():
         location = f"{name} row {index}"
-        with reader_errors(f"{location} cannot be read"):
+        with convert_reader_errors(f"{location} cannot be read"):
             row = next(row_iterator, None)
         if row is None:
             return
@@ -303,16 +301,16 @@ def _remove_null_arguments(value: Any) -> Any:
     return [_remove_null_arguments(turn) for turn in value] if is_list_of_turns else value
 
 
-def reader_errors(description: str) -> AbstractContextManager[None]:
+def convert_reader_errors(description: str) -> AbstractContextManager[None]:
     """Convert any exception of a reader to a `DataError` of one line, except a failure of disk or network."""
 
-    def convert(error: Exception) -> Exception:
+    def convert_error(error: Exception) -> Exception:
         return error if is_machine_error(error) else DataError(f"{description}: {first_line(error)}")
 
-    return convert_errors(convert, DataError)
+    return convert_errors(convert_error, DataError)
 
 
-_READERS: dict[str, Callable[[Path], RowPart]] = {
+_PART_OPENERS: dict[str, Callable[[Path], RowPart]] = {
     **dict.fromkeys((".jsonl", ".ndjson"), partial(_make_text_part, _read_json_lines)),
     ".json": partial(_make_text_part, _read_json),
     ".parquet": _open_parquet, ".arrow": _open_arrow,
@@ -322,4 +320,4 @@ _READERS: dict[str, Callable[[Path], RowPart]] = {
 
 def open_part(path: Path) -> RowPart:
     """Return the rows of a file whose name ends with one of `DATA_SUFFIXES`; raise DataError if it is malformed."""
-    return _READERS["." + data_suffix(path.name).split(".")[1]](path)
+    return _PART_OPENERS["." + data_suffix(path.name).split(".")[1]](path)

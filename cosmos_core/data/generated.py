@@ -14,17 +14,17 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from cosmos_core.config.schema.dataset import GENERATED
-from cosmos_core.data.formats import Located, RowPart
+from cosmos_core.config.schema.dataset import GENERATOR_PREFIX
+from cosmos_core.data.formats import LocatedRow, RowPart
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, first_line
-from cosmos_core.registry import suggestion
+from cosmos_core.registry import suggest_names
 
 
 def make_generated_part(generator: str, arguments: Mapping[str, Any], config_key: str) -> RowPart:
     """Return the rows of a generator; `config_key` is the name of the data set's table in the TOML, for messages. Raise
     DataError if the package is not installed, has no such generator, or refuses the arguments."""
-    name = GENERATED + generator
+    name = GENERATOR_PREFIX + generator
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -34,18 +34,18 @@ def make_generated_part(generator: str, arguments: Mapping[str, Any], config_key
             "install 'cosmos-posttrain[reasoning-gym]'"
         ) from error
     if generator not in DATASETS:
-        problem = f"reasoning-gym has no generator {generator!r}{suggestion(generator, list(DATASETS))}"
+        problem = f"reasoning-gym has no generator {generator!r}{suggest_names(generator, list(DATASETS))}"
         raise DataError(f"{config_key}.name = {name!r}: {problem}")
     generator_arguments = {"seed": 0, **arguments}
     error_prefix = f"{config_key}.arguments: {generator} refuses {dict(arguments)}"
     with convert_errors(lambda error: DataError(f"{error_prefix}: {first_line(error)}")):
         dataset = reasoning_gym.create_dataset(generator, **generator_arguments)
-    return RowPart(name, len(dataset), partial(_iterate_rows, dataset, generator, generator_arguments))
+    return RowPart(name, len(dataset), partial(_iterate_generated_rows, dataset, generator, generator_arguments))
 
 
-def _iterate_rows(dataset: Any, generator: str, arguments: Mapping[str, Any]) -> Iterator[Located]:
+def _iterate_generated_rows(dataset: Any, generator: str, arguments: Mapping[str, Any]) -> Iterator[LocatedRow]:
     for index in range(len(dataset)):
-        location = f"{GENERATED}{generator} row {index}"
+        location = f"{GENERATOR_PREFIX}{generator} row {index}"
         try:
             entry = dataset[index]
         except Exception as error:
@@ -56,8 +56,7 @@ def _iterate_rows(dataset: Any, generator: str, arguments: Mapping[str, Any]) ->
 
 
 def _to_python_literal(entry: Mapping[str, Any]) -> str:
-    """Return the text of an entry as a Python literal, which unlike JSON has tuples, sets and keys of any type; values
-    without a literal become text."""
+    """Return the text of an entry as a Python literal, which unlike JSON has tuples, sets and keys of any type."""
     try:
         text = repr(entry)
         if ast.literal_eval(text) == entry:

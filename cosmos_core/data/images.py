@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _SOURCE_KEYS = ("image", "image_url", "url", "path")
-_IMAGE_PART = {"type": "image"}
+_IMAGE_PLACEHOLDER = {"type": "image"}
 _MAX_PATH_LENGTH = 4095  # maximum length of a path on Linux (PATH_MAX), in bytes
 _DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EOFError, LookupError, struct.error)
 """Exceptions of Pillow's decoders for damaged files."""
@@ -52,7 +52,7 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
         content = turn["content"]
         if isinstance(content, list):
             sources += [_take_image_source(part, unused_images) for part in content if part["type"] == "image"]
-            content = [_IMAGE_PART if part["type"] == "image" else part for part in content]
+            content = [_IMAGE_PLACEHOLDER if part["type"] == "image" else part for part in content]
         placeholder_turns.append({**turn, "content": content})
     num_missing_images, num_unused_images = sum(source is None for source in sources), sum(1 for _ in unused_images)
     if num_missing_images or num_unused_images:
@@ -78,7 +78,7 @@ def read_image(source: Any, root: Path, location: str, stored_root: Path | None 
     # os.path.expanduser keeps the name of an unknown user, for which Path.expanduser raises.
     image_path = Path(os.path.expanduser(path))
     image_path = image_path if image_path.is_absolute() else root / image_path
-    file_bytes = _read(image_path, f"{location}: image {path!r}")
+    file_bytes = _read_file(image_path, f"{location}: image {path!r}")
     stored_root = stored_root or root
     name = image_path.relative_to(stored_root) if image_path.is_relative_to(stored_root) else image_path.absolute()
     image_ref = ImageRef(str(name), None, hashlib.sha256(file_bytes).hexdigest())
@@ -91,7 +91,7 @@ def open_image(image_ref: ImageRef) -> Image:
     if image_ref.content is not None:
         return _decode_image(image_ref.content, "the image of a prepared row")
     assert image_ref.path is not None
-    image_bytes = _read(Path(image_ref.path), f"image {image_ref.path} of the prepared rows")
+    image_bytes = _read_file(Path(image_ref.path), f"image {image_ref.path} of the prepared rows")
     if hashlib.sha256(image_bytes).hexdigest() != image_ref.sha256:
         remedy = "run the prepare stage again (cosmos resume --from-stage NAME)"
         raise DataError(f"image {image_ref.path} is not the one that was prepared; {remedy}")
@@ -113,7 +113,7 @@ def _split_at_image_marks(content: Any) -> Any:
         return content
     parts: list[dict[str, Any]] = []
     for text_index, text in enumerate(IMAGE_MARK.split(content)):
-        parts += [dict(_IMAGE_PART)] if text_index else []
+        parts += [dict(_IMAGE_PLACEHOLDER)] if text_index else []
         parts += [{"type": "text", "text": text}] if text else []
     return parts
 
@@ -125,7 +125,8 @@ def _insert_images(turns: list[Message], num_images: int, location: str) -> list
         raise DataError(f"{location}: {problem}; write <image> in one")
     content = turns[first_user_index]["content"]
     text_parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    image_turn = {**turns[first_user_index], "content": [dict(_IMAGE_PART) for _ in range(num_images)] + text_parts}
+    placeholders = [dict(_IMAGE_PLACEHOLDER) for _ in range(num_images)]
+    image_turn = {**turns[first_user_index], "content": placeholders + text_parts}
     return [*turns[:first_user_index], image_turn, *turns[first_user_index + 1 :]]
 
 
@@ -166,7 +167,7 @@ def _decode_data_uri(uri: str, location: str) -> bytes:
         raise DataError(f"{location}: the image {uri[:30]!r}... cannot be decoded: {error}") from error
 
 
-def _read(file: Path, description: str) -> bytes:
+def _read_file(file: Path, description: str) -> bytes:
     try:
         if not S_ISREG(file.stat().st_mode):
             raise DataError(f"{description}: {file} is no regular file, and a device or a pipe may be read without end")

@@ -18,9 +18,9 @@ def find_lost_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> 
     for full_text in texts:
         text = full_text[:_MAX_CHARACTERS].encode(errors="ignore").decode()  # drops lone surrogates
         ids = tokenizer.encode(text, add_special_tokens=False)
-        known_ids = [token_id for token_id in ids if token_id != tokenizer.unk_token_id]
+        ids_without_unknown = [token_id for token_id in ids if token_id != tokenizer.unk_token_id]
         character_counts = _count_characters(text)
-        lost_characters += character_counts - _count_characters(str(tokenizer.decode(known_ids)))
+        lost_characters += character_counts - _count_characters(str(tokenizer.decode(ids_without_unknown)))
         num_characters += character_counts.total()
     if not lost_characters:
         return "", False

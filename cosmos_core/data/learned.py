@@ -14,10 +14,10 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cosmos_core.data.bounds import limit_resources
-from cosmos_core.data.messages import Message, SkippedRow, texts_of
-from cosmos_core.data.rendering import TemplateOwner, Tools, check_tools, render, render_template
-from cosmos_core.data.spans import Span, prefix_spans, spans_by_placeholders, trimmed
+from cosmos_core.data.messages import Message, SkippedRow, turn_texts
+from cosmos_core.data.rendering import TemplateRenderer, Tools, check_tools, render, render_template
+from cosmos_core.data.spans import Span, prefix_spans, spans_by_placeholders, strip_trailing_space
+from cosmos_core.data.template_limits import limit_resources
 from cosmos_core.data.turn_weights import is_trained_turn
 from cosmos_core.errors import DataError
 
@@ -29,47 +29,44 @@ _TEMPLATE_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
 def find_learned_spans(
-    owner: TemplateOwner, turns: list[Message], location: str, tools: Tools = None, end_ids: tuple[int, ...] = ()
+    renderer: TemplateRenderer, turns: list[Message], location: str, tools: Tools = None, end_ids: tuple[int, ...] = ()
 ) -> tuple[str, list[Span]]:
     """Return the rendering of a conversation, and the spans of the assistant's turns that are learned. If the template
     marks assistant text with {% generation %}, the marks decide. A span includes the token that ends the turn: one of
     `end_ids`, at which generation stops, or the tokenizer's end token.
 
-    Raises:
-        DataError: the assistant's turns cannot be located in the rendering.
-        SkippedRow: no assistant turn with content is learned.
-        RefusedRow, ModelError: as in `render`.
-    """
+    Raise DataError if the assistant's turns cannot be located in the rendering, SkippedRow if no assistant turn with
+    content is learned, and the errors of `render`."""
     if not any(map(is_trained_turn, turns)):
         raise SkippedRow(location, "without an assistant turn to learn")
-    turns, rendered_text = render(owner, turns, location, tools=tools)
+    turns, rendered_text = render(renderer, turns, location, tools=tools)
     check_tools(tools, rendered_text, location)
-    tokenizer = owner.tokenizer if isinstance(owner, ProcessorMixin) else owner
+    tokenizer = renderer.tokenizer if isinstance(renderer, ProcessorMixin) else renderer
     special_tokens, end_token_texts = added_tokens(tokenizer), _decode_end_tokens(tokenizer, end_ids)
-    render_messages = partial(render_template, owner, where=location, tools=tools)
-    if not any(map(str.strip, chain.from_iterable(texts_of(turn) for turn in turns if is_trained_turn(turn)))):
-        bare_keys = ("role", "content")
-        bare_turns = [{key: turn[key] for key in bare_keys} if is_trained_turn(turn) else turn for turn in turns]
-        with suppress(TemplateError):  # the template needs the other keys
-            if render_messages(bare_turns, False) == rendered_text:
+    render_messages = partial(render_template, renderer, location=location, tools=tools)
+    if not any(map(str.strip, chain.from_iterable(turn_texts(turn) for turn in turns if is_trained_turn(turn)))):
+        trained_keys = ("role", "content")
+        short_turns = [{key: turn[key] for key in trained_keys} if is_trained_turn(turn) else turn for turn in turns]
+        with suppress(TemplateError):  # the template needs other keys of the turns
+            if render_messages(short_turns, False) == rendered_text:
                 raise SkippedRow(location, "without an assistant turn to learn")
     with limit_resources(f"{location}: the chat template"):
-        spans = _find_marked_spans(owner, tokenizer, turns, rendered_text, tools)
+        spans = _find_marked_spans(renderer, tokenizer, turns, rendered_text, tools)
     has_generation_marks, assistant_turns = spans is not None, [turn for turn in turns if turn["role"] == "assistant"]
     if spans is None or not all(map(is_trained_turn, assistant_turns)):
-        methods: list[Callable[..., list[Span] | None]]
-        methods = [prefix_spans, partial(spans_by_placeholders, closing_tokens=special_tokens)]
+        span_finders: list[Callable[..., list[Span] | None]]
+        span_finders = [prefix_spans, partial(spans_by_placeholders, closing_tokens=special_tokens)]
         if len(turns) > _MIN_PLACEHOLDER_TURNS:
-            methods.reverse()
-        all_spans = (find_spans(render_messages, turns, rendered_text) for find_spans in methods)
-        turn_spans = next((candidate for candidate in all_spans if candidate is not None), None)
+            span_finders.reverse()
+        span_candidates = (find_spans(render_messages, turns, rendered_text) for find_spans in span_finders)
+        turn_spans = next((candidate for candidate in span_candidates if candidate is not None), None)
         if turn_spans is None:
             raise _make_location_error(turns, location)
         trained_spans = [span for span, turn in zip(turn_spans, assistant_turns, strict=True) if is_trained_turn(turn)]
         spans = trained_spans if spans is None else _select_trained_spans(trained_spans, spans, turn_spans, location)
     if not spans:
         raise SkippedRow(location, "in which the chat template marks nothing to learn")
-    spans = [trimmed(span, rendered_text, special_tokens) for span in spans]
+    spans = [strip_trailing_space(span, rendered_text, special_tokens) for span in spans]
     return rendered_text, [
         _extend_to_end_token(span, rendered_text, end_token_texts, has_generation_marks=has_generation_marks)
         for span in spans
@@ -79,11 +76,10 @@ def find_learned_spans(
 def _select_trained_spans(
     trained_spans: list[Span], marked_spans: list[Span], turn_spans: list[Span], location: str
 ) -> list[Span]:
-    """Return the marked spans that overlap a turn with a loss; `trained_spans` are those of `turn_spans` with a
-    loss."""
+    """Return the spans marked by the template that overlap a trained turn, of which the spans are `trained_spans`."""
     selected_spans = [span for span in marked_spans if _is_overlapping(span, trained_spans)]
-    other_spans = [turn_span for turn_span in turn_spans if turn_span not in trained_spans]
-    if any(_is_overlapping(span, other_spans) for span in selected_spans):
+    untrained_spans = [turn_span for turn_span in turn_spans if turn_span not in trained_spans]
+    if any(_is_overlapping(span, untrained_spans) for span in selected_spans):
         raise DataError(
             f"{location}: weight = 0 leaves out a turn, and the chat template marks it together with another; put "
             "{% generation %} around each turn, or leave out `weight`"
@@ -91,8 +87,8 @@ def _select_trained_spans(
     return selected_spans
 
 
-def _is_overlapping(span: Span, others: list[Span]) -> bool:
-    return any(max(span[0], other[0]) < min(span[1], other[1]) for other in others)
+def _is_overlapping(span: Span, other_spans: list[Span]) -> bool:
+    return any(max(span[0], other[0]) < min(span[1], other[1]) for other in other_spans)
 
 
 def _extend_to_end_token(
@@ -100,15 +96,15 @@ def _extend_to_end_token(
 ) -> Span:
     """Extend the span by the end token after it, without which a model never learns to stop. Marks often exclude the
     end token. In some models, such as GLM-4, the first token of the next turn is the end token."""
-    start, stop = span
-    has_end = rendered_text[start:stop].endswith(tuple(end_token_texts))
+    start, end = span
+    has_end = rendered_text[start:end].endswith(tuple(end_token_texts))
     if has_end and not has_generation_marks:
         return span
-    end_start = stop
+    end_start = end
     if has_generation_marks and not has_end:  # whitespace between a mark and the end token has to be generated too
-        end_start = len(rendered_text) - len(rendered_text[stop:].lstrip())
-    following_ends = (end for end in end_token_texts if rendered_text.startswith(end, end_start))
-    return start, next((end_start + len(end) for end in following_ends), stop)
+        end_start = len(rendered_text) - len(rendered_text[end:].lstrip())
+    next_tokens = (text for text in end_token_texts if rendered_text.startswith(text, end_start))
+    return start, next((end_start + len(text) for text in next_tokens), end)
 
 
 @lru_cache(maxsize=4)
@@ -130,33 +126,35 @@ def _make_location_error(turns: list[Message], location: str) -> DataError:
 
 
 def _find_marked_spans(
-    owner: TemplateOwner, tokenizer: PreTrainedTokenizerBase, turns: list[Message], rendered_text: str, tools: Tools
+    renderer: TemplateRenderer, tokenizer: PreTrainedTokenizerBase, turns: list[Message], text: str, tools: Tools
 ) -> list[Span] | None:
     """Return the spans that the template marks with {% generation %}; None if the template has no such marks. Spans are
     positions of characters, because transformers' token mask is wrong after a character of several tokens. The marks
     write characters, because transformers' positions are wrong for marks in a macro or a `set` block."""
-    template = owner.chat_template if isinstance(owner, ProcessorMixin) else owner.get_chat_template(tools=tools)
+    template = renderer.chat_template
+    if not isinstance(renderer, ProcessorMixin):
+        template = renderer.get_chat_template(tools=tools)
     if not isinstance(template, str) or not _GENERATION_MARK.search(_TEMPLATE_COMMENT.sub("", template)):
         return None
     arguments = {"conversations": [turns], "tools": tools, **tokenizer.special_tokens_map}
-    marked_template = _GENERATION_MARK.sub(_write_mark, template)
+    marked_template = _GENERATION_MARK.sub(_append_span_character, template)
     [marked_text], _ = cast(Any, render_jinja_template)(chat_template=marked_template, **arguments)
     parts = re.split(f"([{_SPAN_START}{_SPAN_END}])", marked_text)
-    if "".join(parts[::2]) == rendered_text:
+    if "".join(parts[::2]) == text:
         ends = list(accumulate(map(len, parts[::2])))
         return [(ends[i], ends[i + 1]) for i, mark in enumerate(parts[1::2]) if mark == _SPAN_START]
     # The template computes with the text that the marks are in, for example by a filter.
     rendered_texts, generation_spans = cast(Any, render_jinja_template)(
         chat_template=template, return_assistant_tokens_mask=True, **arguments
     )
-    if rendered_texts[0] != rendered_text:
+    if rendered_texts[0] != text:
         return None
     return [(start, stop) for start, stop in generation_spans[0]]
 
 
-def _write_mark(tag: re.Match[str]) -> str:
-    """Return a tag that also writes a character, and then a tag with the same whitespace control."""
-    return f"{tag[0]}{{{{ '{_SPAN_END if tag[1] else _SPAN_START}' }}}}{{% if 1 %}}{{% endif {tag[2]}%}}"
+def _append_span_character(match: re.Match[str]) -> str:
+    """Return a {% generation %} tag that also writes a character, and an empty tag with its whitespace control."""
+    return f"{match[0]}{{{{ '{_SPAN_END if match[1] else _SPAN_START}' }}}}{{% if 1 %}}{{% endif {match[2]}%}}"
 
 
 @lru_cache(maxsize=4)  # every row needs the special tokens, and listing them is slow

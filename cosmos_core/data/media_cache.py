@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cosmos_core.models.disk import translate_disk_errors
-from cosmos_core.run.files import follow_umask, read_json, remove_leftovers, sha256, sync_folder, write_json
+from cosmos_core.run.files import apply_umask, read_json, remove_temporary_files, sha256, sync_folder, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -32,30 +32,30 @@ _CACHE_VERSION = 2  # version of the cache, to increase if the same bytes are de
 _MIN_LEFTOVER_SECONDS = 3600  # age from which a temporary file counts as left by a killed process
 _TYPICAL_SHARD_ENTRIES, _MAX_SHARD_ENTRIES = 32, 128
 
-Entry = dict[str, Tensor]
+Encoding = dict[str, Tensor]
 ItemT = TypeVar("ItemT")
 
 
-class Keyed(NamedTuple, Generic[ItemT]):
+class KeyedItem(NamedTuple, Generic[ItemT]):
     """An item to encode, with the digest of its content."""
 
     key: str
     item: ItemT
 
 
-def digest_of(*parts: object) -> str:
+def compute_digest(*parts: object) -> str:
     """Return the digest of JSON values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()[:32]
 
 
-def shards_of(items: Iterable[Keyed[ItemT]]) -> Iterator[list[Keyed[ItemT]]]:
+def group_into_shards(items: Iterable[KeyedItem[ItemT]]) -> Iterator[list[KeyedItem[ItemT]]]:
     """Group items into shards whose boundaries depend only on the keys; a repeated item is in its first shard only."""
-    known_keys: set[str] = set()
-    shard: list[Keyed[ItemT]] = []
+    seen_keys: set[str] = set()
+    shard: list[KeyedItem[ItemT]] = []
     for keyed_item in items:
-        if keyed_item.key in known_keys:
+        if keyed_item.key in seen_keys:
             continue
-        known_keys.add(keyed_item.key)
+        seen_keys.add(keyed_item.key)
         shard.append(keyed_item)
         if int(keyed_item.key[:8], 16) % _TYPICAL_SHARD_ENTRIES == 0 or len(shard) == _MAX_SHARD_ENTRIES:
             yield shard
@@ -68,16 +68,16 @@ class MediaCache:
     """Cache of the shards of one set of encoders; several processes may write to the cache concurrently."""
 
     def __init__(self, root: Path, encoders_digest: str) -> None:
-        """Open the cache; `encoders_digest` covers all but the content that determines the encoders' output."""
+        """Open the cache; `encoders_digest` is the digest of the encoders' weights and settings."""
         self.folder = root / encoders_digest
         self._encoders_digest = encoders_digest
         self.folder.mkdir(parents=True, exist_ok=True)
         # Processes on other machines may write to the cache too; their files have a recent modification time.
-        remove_leftovers(self.folder, lambda path: time.time() - path.lstat().st_mtime < _MIN_LEFTOVER_SECONDS)
+        remove_temporary_files(self.folder, lambda path: time.time() - path.lstat().st_mtime < _MIN_LEFTOVER_SECONDS)
 
-    def key_of(self, keys: Sequence[str]) -> str:
+    def shard_key(self, keys: Sequence[str]) -> str:
         """Return the key of the shard whose entries have the keys `keys`."""
-        return digest_of(_CACHE_VERSION, self._encoders_digest, list(keys))
+        return compute_digest(_CACHE_VERSION, self._encoders_digest, list(keys))
 
     def has_shard(self, shard: str) -> bool:
         """Return whether a shard exists and is intact; a damaged shard is logged and removed from the cache."""
@@ -95,9 +95,9 @@ class MediaCache:
         record = read_json(self._record_path(shard))
         return dict(record.get("refused", {})) if isinstance(record, dict) else {}
 
-    def write(self, shard: str, entries: Mapping[str, Entry | str]) -> None:
-        """Write a shard: first its tensors, then its record, which marks it as complete. A string instead of an entry
-        is the reason why the item could not be encoded."""
+    def write(self, shard: str, entries: Mapping[str, Encoding | str]) -> None:
+        """Write the tensors of a shard, then its record, which marks it as complete; a string is the reason of a
+        missing entry."""
         path = self.path(shard)
         temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         tensors = {
@@ -108,7 +108,7 @@ class MediaCache:
         }
         with translate_disk_errors(str(path), lambda: "what was encoded before it stays encoded"):
             save_file(tensors, temporary_path)
-        follow_umask(temporary_path)
+        apply_umask(temporary_path)
         digest = sha256(temporary_path, durable=True)
         size = temporary_path.stat().st_size
         temporary_path.replace(path)
@@ -116,7 +116,7 @@ class MediaCache:
         skip_reasons = {key: entry for key, entry in entries.items() if isinstance(entry, str)}
         write_json(self._record_path(shard), {"size": size, "sha256": digest, "refused": skip_reasons})
 
-    def shapes(self, shard: str, name: str) -> dict[str, list[int]]:
+    def tensor_shapes(self, shard: str, name: str) -> dict[str, list[int]]:
         """Return the shape of one tensor of each entry of a shard, by key, from the header of its file."""
         shapes = {}
         with safe_open(str(self.path(shard)), framework="pt") as file:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cosmos_core.data.images import convert_to_rgb
-from cosmos_core.data.media_source import Content
+from cosmos_core.data.media_source import MediaContent
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.transient import is_transient
@@ -49,7 +49,7 @@ class FrameSettings:
     sampling: str = "random"
     """Choice of frames of a longer video: consecutive (`first`, `middle`, `random`) or evenly spaced (`uniform`)."""
 
-    def size_of(self, height: int, width: int) -> Size:
+    def target_size(self, height: int, width: int) -> Size:
         """Return the size to which media with `height` and `width` are resized and cropped."""
         if not self.buckets:
             return self.size
@@ -60,17 +60,17 @@ class FrameSettings:
 @lru_cache(maxsize=8)
 def bucket_sizes(size: Size, multiple: int) -> tuple[Size, ...]:
     """Return sizes of about the same area as `size`, from 1:2 to 2:1, whose sides are divisible by `multiple`."""
-    base_side = math.sqrt(size[0] * size[1])
+    square_side = math.sqrt(size[0] * size[1])
     sizes = []
     for ratio_index in range(-_NUM_BUCKET_STEPS, _NUM_BUCKET_STEPS + 1):
         ratio = 2.0 ** (ratio_index / _NUM_BUCKET_STEPS / 2)
-        sides = base_side * ratio, base_side / ratio
+        sides = square_side * ratio, square_side / ratio
         height, width = (max(multiple, round(side / multiple) * multiple) for side in sides)
         sizes.append((height, width))
     return tuple(dict.fromkeys(sizes))
 
 
-def pixels_of(content: Content, frame_config: FrameSettings, clip_position: float) -> np.ndarray:
+def decode_media(content: MediaContent, frame_config: FrameSettings, clip_position: float) -> np.ndarray:
     """Return an image (HWC) or a clip (FHWC) as uint8; `clip_position` in [0, 1] selects the clip if `sampling` is
     random. Raise DataError if the content cannot be decoded completely or a video has too few frames, and OSError if a
     disk or network operation failed, so that the content may be valid."""
@@ -83,7 +83,7 @@ def pixels_of(content: Content, frame_config: FrameSettings, clip_position: floa
         return image[None] if frame_config.num_frames else image
 
 
-def _decoder_error(content: Content, error: Exception) -> Exception:
+def _decoder_error(content: MediaContent, error: Exception) -> Exception:
     # FFmpeg reports an input/output error for a Matroska file that ends within its header.
     if type(error).__module__.startswith("av.") and getattr(error, "errno", None) == errno.EIO:
         content.digest()  # raises OSError if the disk is at fault
@@ -91,7 +91,7 @@ def _decoder_error(content: Content, error: Exception) -> Exception:
     return error if is_transient(error) else DataError(f"it cannot be decoded: {first_line(error)}")
 
 
-def is_upscaled(content: Content, frame_config: FrameSettings) -> bool:
+def is_upscaled(content: MediaContent, frame_config: FrameSettings) -> bool:
     """Return True if an image has fewer pixels than it is resized to in height or in width; read its header only."""
     from PIL import Image as pillow
     from PIL.ExifTags import Base
@@ -102,10 +102,10 @@ def is_upscaled(content: Content, frame_config: FrameSettings) -> bool:
         width, height = image.size
         if image.getexif().get(Base.Orientation, 1) >= 5:  # the image is rotated by 90 degrees
             width, height = height, width
-    return any(map(int.__lt__, (height, width), frame_config.size_of(height, width)))
+    return any(map(int.__lt__, (height, width), frame_config.target_size(height, width)))
 
 
-def _decode_image(content: Content) -> Image:
+def _decode_image(content: MediaContent) -> Image:
     from PIL import Image as pillow
     from PIL import ImageOps
 
@@ -120,10 +120,9 @@ def _decode_image(content: Content) -> Image:
 
 
 def _crop_to_size(image: Image, frame_config: FrameSettings) -> np.ndarray:
-    """Return the image scaled to cover its target size and cropped around its centre."""
     from PIL import Image as pillow
 
-    height, width = frame_config.size_of(image.height, image.width)
+    height, width = frame_config.target_size(image.height, image.width)
     scale = min(image.width / width, image.height / height)
     x_offset, y_offset = (image.width - width * scale) / 2, (image.height - height * scale) / 2
     crop_box = (x_offset, y_offset, x_offset + width * scale, y_offset + height * scale)
@@ -132,13 +131,13 @@ def _crop_to_size(image: Image, frame_config: FrameSettings) -> np.ndarray:
     return np.asarray(image.resize((width, height), pillow.Resampling.LANCZOS, box=crop_box))
 
 
-def _decode_clip(content: Content, frame_config: FrameSettings, clip_position: float) -> np.ndarray:
+def _decode_clip(content: MediaContent, frame_config: FrameSettings, clip_position: float) -> np.ndarray:
     """Return the frames of a clip; the video is decoded once, up to the last of these frames."""
-    total = _count_frames(content)
-    if total < frame_config.num_frames:
-        needed = f"policy.diffusers.train_frames = {frame_config.num_frames}"
-        raise DataError(f"it has {total} frames, and {needed} are needed")
-    indices = _select_frame_indices(total, frame_config, clip_position)
+    num_video_frames = _count_frames(content)
+    if num_video_frames < frame_config.num_frames:
+        requirement = f"policy.diffusers.train_frames = {frame_config.num_frames}"
+        raise DataError(f"it has {num_video_frames} frames, and {requirement} are needed")
+    indices = _select_frame_indices(num_video_frames, frame_config, clip_position)
     frames: list[np.ndarray] = []
     with _open_container(content) as container:
         for index, frame in enumerate(container.decode(container.streams.video[0])):
@@ -146,11 +145,10 @@ def _decode_clip(content: Content, frame_config: FrameSettings, clip_position: f
                 frames.append(_crop_to_size(frame.to_image().rotate(frame.rotation, expand=True), frame_config))
             if len(frames) == len(indices):
                 return np.stack(frames)
-    raise DataError(f"its frame {indices[len(frames)]} of {total} cannot be decoded")
+    raise DataError(f"its frame {indices[len(frames)]} of {num_video_frames} cannot be decoded")
 
 
 def _select_frame_indices(num_video_frames: int, frame_config: FrameSettings, clip_position: float) -> list[int]:
-    """Return the indices of a clip's frames in a video of `num_video_frames` frames."""
     num_frames = frame_config.num_frames
     if frame_config.sampling == "uniform":
         return np.linspace(0, num_video_frames - 1, num_frames).round().astype(int).tolist()
@@ -160,7 +158,7 @@ def _select_frame_indices(num_video_frames: int, frame_config: FrameSettings, cl
     return list(range(start, start + num_frames))
 
 
-def _count_frames(content: Content) -> int:
+def _count_frames(content: MediaContent) -> int:
     """Return the number of frames of a video; raise DataError if it has no video stream, or is cut off."""
     with _open_container(content) as container:
         if not container.streams.video:
@@ -170,7 +168,7 @@ def _count_frames(content: Content) -> int:
         frame_seconds = float(1 / stream.average_rate) if stream.average_rate else 0.0
         count, end = 0, 0.0
         for packet in container.demux(stream):
-            if not packet.size or packet.is_corrupt:  # the last packet of a truncated file
+            if not packet.size or packet.is_corrupt:  # skip the last packet of a truncated file
                 continue
             count += 1
             if packet.pts is not None:
@@ -197,14 +195,14 @@ def _read_header_duration(container: Any, stream: Any) -> float:
     return container.duration / 1e6 if container.duration and len(container.streams) == 1 else 0.0
 
 
-def frame_rate(content: Content) -> float:
+def frame_rate(content: MediaContent) -> float:
     """Return the frame rate of a video in Hz, rounded to hundredths; 0 if it is unknown."""
     with _open_container(content) as container:
         rate = container.streams.video[0].average_rate
         return round(float(rate), 2) if rate else 0.0
 
 
-def _open_container(content: Content) -> Any:
+def _open_container(content: MediaContent) -> Any:
     """Return a PyAV container that streams a whole file, or reads a range of a file or a row's bytes from memory."""
     import av
 

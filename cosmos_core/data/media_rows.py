@@ -19,14 +19,14 @@ import pyarrow as pa
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cosmos_core.data.kinds.registry import row_kind
+from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.prepared import IndexedSequence, open_table
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.types import Prompt
 
-TENSORS = "tensors"
+TENSORS_FOLDER = "tensors"
 """Name of the folder with the shards of tensors, in the folder of the prepared tables."""
-NULL_TEXT = b"null text"
+NULL_TEXT_KEY = b"null text"
 """Key of the schema's metadata with the shard and entry of the empty prompt's embedding."""
 _MAX_CACHED_BYTES = 64 << 20
 """Maximum bytes of rows that are cached in memory after their first read."""
@@ -64,14 +64,15 @@ class _MediaTable(IndexedSequence[RowT]):
     @cached_property
     def null_text(self) -> dict[str, Tensor]:
         """Text embedding of the empty prompt, without a batch dimension, for guidance and for dropped prompts."""
-        return self._read_tensors(json.loads(self._table.schema.metadata[NULL_TEXT]))
+        return self._read_tensors(json.loads(self._table.schema.metadata[NULL_TEXT_KEY]))
 
-    def _value(self, name: str, index: int) -> Any:
+    def _cell(self, name: str, index: int) -> Any:
         return self._table[name][index].as_py()
 
     def _read_tensors(self, tensor_location: dict[str, str]) -> dict[str, Tensor]:
         """Return the tensors of one entry of a shard, by name; `tensor_location` has the names of shard and entry."""
-        path, entry = self._folder / TENSORS / f"{tensor_location['shard']}.safetensors", tensor_location["entry"]
+        shard, entry = tensor_location["shard"], tensor_location["entry"]
+        path = self._folder / TENSORS_FOLDER / f"{shard}.safetensors"
         try:
             shard_file, tensor_names = _open_shard(path)
             return {name: shard_file.get_tensor(f"{entry}.{name}") for name in tensor_names[entry]}
@@ -98,9 +99,9 @@ class MediaRows(_MediaTable[MediaRow]):
         """Return the row with number `index`, which stays cached in memory while the memory budget allows."""
         row = self._cached_rows.get(index)
         if row is None:
-            latent = self._read_tensors(self._value("media", index))
-            text = self._read_tensors(self._value("text", index))
-            row = MediaRow(index, self._value("prompt", index), text, latent["mean"], latent.get("logvar"))
+            latent = self._read_tensors(self._cell("media", index))
+            text = self._read_tensors(self._cell("text", index))
+            row = MediaRow(index, self._cell("prompt", index), text, latent["mean"], latent.get("logvar"))
             num_bytes = sum(tensor.nbytes for tensor in (*latent.values(), *text.values()))
             if num_bytes <= self._cache_bytes_left:
                 self._cached_rows[index] = row
@@ -118,10 +119,10 @@ class MediaPrompts(_MediaTable[Prompt]):
         self._reference_key, self._clips = reference_key, clips
 
     def item(self, index: int) -> Prompt:
-        metadata = json.loads(self._value("metadata", index))
+        metadata = json.loads(self._cell("metadata", index))
         return Prompt(
-            index, (), self._value("prompt", index), find_reference(metadata, self._reference_key),
-            embedding=self._read_tensors(self._value("text", index)), metadata=metadata,
+            index, (), self._cell("prompt", index), find_reference(metadata, self._reference_key),
+            embedding=self._read_tensors(self._cell("text", index)), metadata=metadata,
             conditioning_clip=self._clips[index].mean.float() if self._clips is not None else None,
         )  # fmt: skip
 
@@ -134,7 +135,7 @@ def find_reference(metadata: Mapping[str, Any], reference_key: str) -> str:
 
 def open_media(folder: Path, split: str) -> MediaRows:
     """Return the images or clips of a split of a prepare stage's data folder; errors are those of `open_table`."""
-    return MediaRows(open_table(folder, split, row_kind("media")), folder)
+    return MediaRows(open_table(folder, split, load_row_kind("media")), folder)
 
 
 def open_media_prompts(
@@ -142,7 +143,7 @@ def open_media_prompts(
 ) -> MediaPrompts:
     """Return the prompts of a split of a prepare stage's data folder, whose rows have prompts alone or also media;
     errors are those of `open_table`. `reference_key` and `clips` are arguments of `MediaPrompts`."""
-    table = open_table(folder, split, row_kind("media_prompts"), row_kind("media"))
+    table = open_table(folder, split, load_row_kind("media_prompts"), load_row_kind("media"))
     return MediaPrompts(table, folder, reference_key, clips)
 
 

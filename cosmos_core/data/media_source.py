@@ -22,12 +22,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.prompt_sets import find_prompt_set, metadata_of, prompt_files
+from cosmos_core.config.prompt_sets import find_prompt_set, prompt_files, prompt_metadata
 from cosmos_core.config.schema.dataset import DatasetConfig, data_suffix
-from cosmos_core.data.formats import Located
+from cosmos_core.data.formats import LocatedRow
 from cosmos_core.data.rows import HELD_OUT_SPLITS, load_rows
 from cosmos_core.errors import DataError, first_line
-from cosmos_core.run.content import files_of
+from cosmos_core.run.content import list_data_files
 from cosmos_core.run.files import sha256
 from cosmos_core.transient import is_machine_error
 
@@ -46,7 +46,7 @@ _EMBEDDING_FOLDERS = ("text_embeddings", "t5_xxl", "t5")
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class MediaContent:
     """Location of the bytes of an image or a video: a file, a range of a file, or bytes of a row."""
 
     is_video: bool
@@ -75,15 +75,15 @@ class Content:
 class MediaItem:
     """A prompt with the image or clip that it describes, or a prompt alone."""
 
-    where: str
+    location: str
     """Location of the item, for error messages."""
     prompt: str
     metadata: dict[str, Any] = field(default_factory=dict)
     """Values that the data set's row has in addition to the prompt, for reward functions."""
-    content: Content | None = None
+    content: MediaContent | None = None
     embedding: Path | None = None
     """File with the embedding of the prompt; None if the text encoder computes it."""
-    lacks: str = ""
+    missing_media_reason: str = ""
     """Reason why the item has no image or clip, for error messages; empty: the media file does not exist."""
     problem: str = ""
     """Reason why the row or, if it has a prompt, its media cannot be used, in one line; empty if all is usable."""
@@ -97,29 +97,31 @@ MediaItems = Callable[[], Iterator[MediaItem]]
 """Function that iterates over a data set from its beginning."""
 
 
-def open_items(dataset: DatasetConfig, key: str) -> MediaItems:
-    """Return a function that iterates over the items of all splits of a data set, in order; `key` names the data set's
-    table in messages. Raise DataError if the data set is missing, or its format is not supported."""
+def open_media_items(dataset: DatasetConfig, config_key: str) -> MediaItems:
+    """Return a function that iterates over the items of all splits of a data set, in order; `config_key` names the data
+    set's table in messages. Raise DataError if the data set is missing, or its format is not supported."""
     name = dataset.local_dir or dataset.name
     if not name.strip():
-        raise DataError(f"{key}.local_dir and {key}.name are empty; give a folder of prompts and media, or prompts")
+        remedy = "give a folder of prompts and media, or prompts"
+        raise DataError(f"{config_key}.local_dir and {config_key}.name are empty; {remedy}")
     path = Path(os.path.expanduser(name))
     if not os.path.exists(path):
-        path = find_prompt_set(name, f"{key}.name") or path
-    readers = [_make_reader(path, split, dataset, key) for split in dataset.split]
+        path = find_prompt_set(name, f"{config_key}.name") or path
+    readers = [_make_reader(path, split, dataset, config_key) for split in dataset.split]
     return lambda: (item for reader in readers for item in reader())
 
 
-def _make_reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> MediaItems:
+def _make_reader(path: Path, split: str, dataset: DatasetConfig, config_key: str) -> MediaItems:
     if path.is_dir() and (path / split).is_dir() and not (path / "dataset_dict.json").is_file():
         path = path / split
     elif split != "train" and path.is_dir() and _is_media_folder(path):
-        raise DataError(f"{key}.split = {split!r}, but {path} has no folder of that name")
+        raise DataError(f"{config_key}.split = {split!r}, but {path} has no folder of that name")
     text_files = prompt_files(path, split)
-    is_caption = any(path.is_dir() and f.with_suffix(end).is_file() for f in text_files for end in _MEDIA_SUFFIXES)
-    if text_files and not is_caption:
+    has_captions = any(path.is_dir() and f.with_suffix(end).is_file() for f in text_files for end in _MEDIA_SUFFIXES)
+    if text_files and not has_captions:
         if "[" in split:
-            raise DataError(f"{key}.split = {split!r}: {path} has no rows to take a slice of; name the split alone")
+            problem = f"{path} has no rows to take a slice of"
+            raise DataError(f"{config_key}.split = {split!r}: {problem}; name the split alone")
         return lambda: _read_prompt_lines(text_files, path)
     if path.is_dir() and (path / "metas").is_dir():
         return lambda: _read_metas_folder(path)
@@ -130,8 +132,8 @@ def _make_reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> Me
         path, split = metadata_file, "train" + split[split.find("[") :] if "[" in split else "train"
     elif path.is_dir() and _is_media_folder(path):
         return lambda: _read_media_folder(path)
-    rows = load_rows(dataset.derive(name=str(path) if path.exists() else dataset.name, split=(split,)), key)
-    return lambda: (_item_of_row(located, rows.folder) for located in rows)
+    rows = load_rows(dataset.derive(name=str(path) if path.exists() else dataset.name, split=(split,)), config_key)
+    return lambda: (_make_row_item(located, rows.folder) for located in rows)
 
 
 def _is_media_folder(path: Path) -> bool:
@@ -143,21 +145,22 @@ def _is_media_folder(path: Path) -> bool:
         return True
     if not any(map(data_suffix, file_names)):
         stems = {file.with_suffix("") for file in _find_media(path)}
-        if stems and all(file.with_suffix("") in stems for file in files_of(path) if data_suffix(file.name)):
+        if stems and all(file.with_suffix("") in stems for file in list_data_files(path) if data_suffix(file.name)):
             return True
         return any(name.lower().endswith(_UNSUPPORTED_SUFFIXES) for name in file_names)
-    first = next((name for name in file_names if name.lower().endswith(".json") and not name.startswith(".")), None)
-    if first is None or first in {"dataset_dict.json", "state.json", "dataset_info.json"}:
+    json_names = (name for name in file_names if name.lower().endswith(".json") and not name.startswith("."))
+    first_json_file = next(json_names, None)
+    if first_json_file is None or first_json_file in {"dataset_dict.json", "state.json", "dataset_info.json"}:
         return False
     try:
-        return isinstance(json.loads((path / first).read_text(encoding="utf-8-sig")), dict)
+        return isinstance(json.loads((path / first_json_file).read_text(encoding="utf-8-sig")), dict)
     except (OSError, ValueError, RecursionError):
         return False
 
 
 def _find_media(path: Path) -> list[Path]:
     """Return the images and videos in a folder and its sub-folders, except sub-folders of held-out splits."""
-    files = [file for file in files_of(path) if file.suffix.lower() in _MEDIA_SUFFIXES]
+    files = [file for file in list_data_files(path) if file.suffix.lower() in _MEDIA_SUFFIXES]
     return [file for file in files if not {*HELD_OUT_SPLITS} & {*file.relative_to(path).parent.parts}]
 
 
@@ -167,7 +170,7 @@ def _read_media_folder(path: Path) -> Iterator[MediaItem]:
     for folder in sorted({file.parent for file in _find_media(path)} - {path}):
         prefix = f"{folder.relative_to(path)}/"
         for item in _read_paired_files(folder):
-            yield replace(item, where=prefix + item.where, problem=item.problem and prefix + item.problem)
+            yield replace(item, location=prefix + item.location, problem=item.problem and prefix + item.problem)
 
 
 def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
@@ -182,25 +185,26 @@ def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
     caption_file_by_stem = {
         file.stem: file for end in reversed(CAPTION_SUFFIXES) for file in files if file.suffix.lower() == end
     }
-    lonely_stems = caption_file_by_stem.keys() - media_by_stem.keys()
+    stems_without_media = caption_file_by_stem.keys() - media_by_stem.keys()
     for file in files:
-        is_other = file.suffix.lower() not in _PAIR_SUFFIXES
-        if file.suffix.lower() in _UNSUPPORTED_SUFFIXES or (file.stem in lonely_stems and is_other and file.is_file()):
+        suffix = file.suffix.lower()
+        may_be_media = file.stem in stems_without_media and suffix not in _PAIR_SUFFIXES and file.is_file()
+        if suffix in _UNSUPPORTED_SUFFIXES or may_be_media:
             yield _unusable_item(file.name, f"{file.suffix} is not read; convert it to png or mp4")
-    tables = [file for file in files if data_suffix(file.name) and file.suffix.lower() != ".json"]
-    tables += [folder.parent / name for name in _METADATA_FILES if (folder.parent / name).is_file()]
-    remedy = f"; if its prompt is in {tables[0]}, give that file in place of the folder" if tables else ""
+    table_files = [file for file in files if data_suffix(file.name) and file.suffix.lower() != ".json"]
+    table_files += [folder.parent / name for name in _METADATA_FILES if (folder.parent / name).is_file()]
+    remedy = f"; if its prompt is in {table_files[0]}, give that file in place of the folder" if table_files else ""
     json_files = [file for file in files if file.suffix.lower() == ".json"]
     for file in json_files:
         try:
             json_value = json.loads(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
-            yield _unusable_item(file.name, f"malformed JSON, {reason_of(error)}")
+            yield _unusable_item(file.name, f"malformed JSON, {describe_error(error)}")
             continue
         if isinstance(json_value, dict) and not _has_prompt(json_value) and file.stem in media_by_stem:
             json_value |= {"prompt": caption} if (caption := _read_caption(caption_file_by_stem.get(file.stem))) else {}
         for path in media_by_stem.get(file.stem, [None]):  # one JSON file may describe several media files
-            yield _item_from_json(json_value, file.name, _make_content(path), embedding_by_stem.get(file.stem))
+            yield _item_from_json(json_value, file.name, _make_file_content(path), embedding_by_stem.get(file.stem))
     for stem in sorted(media_by_stem.keys() - {file.stem for file in json_files}):
         caption, embedding = _read_caption(caption_file_by_stem.get(stem)), embedding_by_stem.get(stem)
         for path in media_by_stem[stem]:
@@ -209,7 +213,7 @@ def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
             elif not caption and embedding is None:
                 yield _unusable_item(path.name, "its caption file is empty or not UTF-8; write its prompt there")
             else:
-                yield _item_from_json({"prompt": caption}, path.name, _make_content(path), embedding)
+                yield _item_from_json({"prompt": caption}, path.name, _make_file_content(path), embedding)
 
 
 def _read_caption(file: Path | None) -> str | None:
@@ -217,12 +221,12 @@ def _read_caption(file: Path | None) -> str | None:
     try:
         return None if file is None else file.read_text(encoding="utf-8-sig").strip()
     except (OSError, ValueError) as error:
-        reason_of(error)
+        describe_error(error)
         return ""
 
 
-def reason_of(error: Exception) -> str:
-    """Return in one line why a row cannot be used; raise an error of the disk again, since a retry may succeed."""
+def describe_error(error: Exception) -> str:
+    """Return the first line of an error that makes a row unusable; re-raise disk errors, since a retry may succeed."""
     if is_machine_error(error):
         raise error
     return first_line(error)
@@ -240,27 +244,26 @@ def _read_metas_folder(folder: Path) -> Iterator[MediaItem]:
         try:
             prompt = file.read_text(encoding="utf-8-sig").strip()
         except (OSError, ValueError) as error:
-            yield _unusable_item(location, reason_of(error))
+            yield _unusable_item(location, describe_error(error))
             continue
         embedding = embedding_by_stem.get(file.stem)
         if not prompt and embedding is None:
             yield _unusable_item(location, "it is empty; write its prompt there")
             continue
         for path in media_by_stem.get(file.stem, [None]):  # one text may describe several media files
-            yield _item_from_json({"prompt": prompt}, location, _make_content(path), embedding)
+            yield _item_from_json({"prompt": prompt}, location, _make_file_content(path), embedding)
     for stem in sorted(media_by_stem.keys() - {file.stem for file in text_files}):
         location = "/".join(media_by_stem[stem][0].parts[-2:])
         yield _unusable_item(location, f"there is no metas/{stem}.txt with its prompt")
 
 
 def _list_files(folder: Path, folder_names: Iterable[str], suffixes: Sequence[str]) -> list[Path]:
-    """Return the visible files with these suffixes in the sub-folders that exist, sorted by name in each sub-folder."""
     files = (file for name in folder_names if (folder / name).is_dir() for file in sorted((folder / name).iterdir()))
     return [file for file in files if file.suffix.lower() in suffixes and not file.name.startswith(".")]
 
 
-def _make_content(path: Path | None) -> Content | None:
-    return None if path is None else Content(path.suffix.lower() in VIDEO_SUFFIXES, path)
+def _make_file_content(path: Path | None) -> MediaContent | None:
+    return None if path is None else MediaContent(path.suffix.lower() in VIDEO_SUFFIXES, path)
 
 
 def _find_tar_files(path: Path) -> list[Path]:
@@ -291,7 +294,7 @@ def _items_from_tar(path: Path) -> Iterator[MediaItem]:
                 yield _item_from_members(path, members_by_suffix)
             _check_tar_end(path, archive.offset)
     except (tarfile.TarError, OSError) as error:
-        reason = reason_of(error)
+        reason = describe_error(error)
         raise DataError(f"{path}: damaged tar file, {reason}; make it again, or remove it from the folder") from error
 
 
@@ -308,10 +311,9 @@ def _check_tar_end(path: Path, offset: int) -> None:
 
 
 def _item_from_members(path: Path, members_by_suffix: dict[str, tarfile.TarInfo]) -> MediaItem:
-    """Return the item of webdataset members with one name, which `members_by_suffix` has by file suffix."""
     location = f"{path.name}:{next(iter(members_by_suffix.values())).name}"
     contents = {
-        f".{suffix}": Content(f".{suffix}" in VIDEO_SUFFIXES, path, member.offset_data, member.size)
+        f".{suffix}": MediaContent(f".{suffix}" in VIDEO_SUFFIXES, path, member.offset_data, member.size)
         for suffix, member in members_by_suffix.items()
     }
     content = next((content for suffix, content in contents.items() if suffix in _MEDIA_SUFFIXES), None)
@@ -326,7 +328,6 @@ def _item_from_members(path: Path, members_by_suffix: dict[str, tarfile.TarInfo]
 
 
 def _read_prompt_lines(files: Iterable[Path], dataset_path: Path) -> Iterator[MediaItem]:
-    """Yield an item for each line of text or JSON Lines files; blank lines are skipped."""
     for file in files:
         is_text = file.suffix.lower() == ".txt"
         with open(file, encoding="utf-8-sig", errors="surrogateescape") as lines:
@@ -336,7 +337,7 @@ def _read_prompt_lines(files: Iterable[Path], dataset_path: Path) -> Iterator[Me
                 location = f"{file.name}:{line_number}"
                 try:
                     line.encode()
-                    json_value = {**metadata_of(line, dataset_path), "prompt": line} if is_text else json.loads(line)
+                    json_value = dict(prompt_metadata(line, dataset_path), prompt=line) if is_text else json.loads(line)
                 except UnicodeEncodeError:
                     yield _unusable_item(location, "it is not UTF-8; save the file as UTF-8")
                 except (ValueError, RecursionError) as error:
@@ -345,34 +346,33 @@ def _read_prompt_lines(files: Iterable[Path], dataset_path: Path) -> Iterator[Me
                     yield _item_from_json(json_value, location, None, None)
 
 
-def _item_of_row(located_row: Located, folder: Path) -> MediaItem:
+def _make_row_item(located_row: LocatedRow, folder: Path) -> MediaItem:
     location, row = located_row
     key = next((name for name in _MEDIA_KEYS if row.get(name) is not None), None)
     if key is None:
         reason = f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
-        return replace(_item_from_json(row, location, None, None), lacks=reason)
+        return replace(_item_from_json(row, location, None, None), missing_media_reason=reason)
     media_value, is_video = row[key], key in {"video", "mp4"}
     if key == "file_name":
         is_video = str(media_value).lower().endswith(VIDEO_SUFFIXES)
     row_fields = {name: field_value for name, field_value in row.items() if name not in _MEDIA_KEYS}
     if isinstance(media_value, dict):
         media_value = media_value["bytes"] if media_value.get("bytes") is not None else media_value.get("path")
-    content: Content | None = None
+    content: MediaContent | None = None
     problem = ""
     if isinstance(media_value, bytes):
-        content = Content(is_video, content_bytes=media_value)
+        content = MediaContent(is_video, content_bytes=media_value)
     elif not isinstance(media_value, str):
         problem = f"{location}: column {key!r} holds neither a path nor the bytes of a file"
     elif "://" in media_value:
         problem = f"{location}: {media_value[:80]!r} is a URL, which is not read; download it"
     else:
-        content = Content(is_video, folder / os.path.expanduser(media_value))
+        content = MediaContent(is_video, folder / os.path.expanduser(media_value))
     item = _item_from_json(row_fields, location, content, None)
     return replace(item, problem=problem or item.problem)
 
 
-def _item_from_json(json_object: Any, location: str, content: Content | None, embedding: Path | None) -> MediaItem:
-    """Return the item that a JSON object describes, with its media and embedding."""
+def _item_from_json(json_object: Any, location: str, content: MediaContent | None, embedding: Path | None) -> MediaItem:
     if not isinstance(json_object, dict):
         problem = 'it must be a JSON object such as {"prompt": "..."}; name a file of rows itself'
         return _unusable_item(location, problem)

@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeVar
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.kinds.base import TRAIN, VALIDATION
-from cosmos_core.data.kinds.registry import row_kind
-from cosmos_core.data.media_cache import digest_of
+from cosmos_core.data.kinds.base import TRAIN_SPLIT, VALIDATION_SPLIT
+from cosmos_core.data.kinds.registry import load_row_kind
+from cosmos_core.data.media_cache import compute_digest
 from cosmos_core.data.media_pixels import FrameSettings
-from cosmos_core.data.media_source import Content, MediaItem, MediaItems, open_items, reason_of
+from cosmos_core.data.media_source import MediaContent, MediaItem, MediaItems, describe_error, open_media_items
 from cosmos_core.data.rows import held_out_mask
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.models.diffusion import DiffusionModel
@@ -30,13 +30,13 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Source:
+class Encoders:
     """Encoders that load their weights on first use, with the properties that do not require the weights."""
 
-    encoders: DiffusionModel
+    model: DiffusionModel
     digest: str
     """Digest of the encoders' weights and of all settings that determine their output."""
-    multiple: int = 16
+    size_multiple: int = 16
     """Required divisor of height and width, in pixels."""
     frame_multiple: int = 1
     """Required divisor of the number of frames of a clip minus one."""
@@ -44,95 +44,98 @@ class Source:
     """Whether the model takes video clips."""
 
 
-class Row(NamedTuple):
-    """Prompt, metadata and cache keys of an item, which one pass over the data computes and the encoding pass reads."""
+class ItemRow(NamedTuple):
+    """Prompt, metadata and cache keys of an item: computed in the first pass over the data, for the encoding pass."""
 
-    where: str
+    location: str
     prompt: str
     metadata: str
-    text: str
+    text_key: str
     """Cache key of the text embedding."""
-    media: str
+    media_key: str
     """Cache key of the latent; empty for a prompt without media."""
 
 
-class Split(NamedTuple):
+class MediaSplit(NamedTuple):
     """Split of a data set: its items with their cache keys, after one pass over the data set."""
 
     items: MediaItems
-    rows: list[Row | None]
+    rows: list[ItemRow | None]
     """Rows of the split, one entry per item of the data set; None: the item is in another split or is left out."""
-    skipped: list[str]
-    total: int
+    skip_reasons: list[str]
+    num_items: int
     config: DatasetConfig
 
-    def rows_with_items(self) -> Iterator[tuple[Row, MediaItem]]:
+    def rows_with_items(self) -> Iterator[tuple[ItemRow, MediaItem]]:
         """Read the data set again, and yield the rows of this split with their items; raise DataError if it changed."""
         items = self.items()
         for row in self.rows:
             item = next(items, None)
-            if item is None or (row and (row.where, row.prompt) != (_replace_unencodable(item.where), item.prompt)):
+            if item is None or (row and row[:2] != (_replace_unencodable(item.location), item.prompt)):
                 name = self.config.local_dir or self.config.name
                 raise DataError(f"{name} changed while it was prepared; run the stage again when it is complete")
             if row is not None:
                 yield row, item
 
     @property
-    def kept_rows(self) -> list[Row]:
+    def kept_rows(self) -> list[ItemRow]:
         """Return the rows of this split, without the entries for items of other splits."""
         return [row for row in self.rows if row is not None]
 
 
-def frame_settings(recipe: Recipe, dataset: DatasetConfig, source: Source) -> FrameSettings:
+def make_frame_settings(recipe: Recipe, dataset: DatasetConfig, encoders: Encoders) -> FrameSettings:
     """Return the settings for decoding media to pixels; raise ConfigError if the model cannot have as many frames."""
     diffusers_config = recipe.policy.diffusers
-    num_frames = diffusers_config.train_frames if source.is_video else 0
-    if source.is_video and (num_frames - 1) % source.frame_multiple:
+    num_frames = diffusers_config.train_frames if encoders.is_video else 0
+    if encoders.is_video and (num_frames - 1) % encoders.frame_multiple:
         raise ConfigError(
-            f"policy.diffusers.train_frames = {num_frames} must be 1 more than a multiple of {source.frame_multiple}"
+            f"policy.diffusers.train_frames = {num_frames} must be 1 more than a multiple of {encoders.frame_multiple}"
         )
     size, has_buckets = diffusers_config.inference_size, dataset.aspect_ratio_buckets
-    return FrameSettings(size, num_frames, source.multiple, has_buckets, dataset.frame_sampling)
+    return FrameSettings(size, num_frames, encoders.size_multiple, has_buckets, dataset.frame_sampling)
 
 
-def read_splits(stage: Stage, source: Source) -> dict[str, Split]:
+def read_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]:
     """Return the training split, and the held-out split if there is one; nothing is encoded."""
-    splits, max_rows = _read_source_splits(stage, source), stage.recipe.validation.max_rows
-    if VALIDATION in splits and max_rows is not None:
-        rows, quota = splits[VALIDATION].rows, iter(range(max_rows))
-        limited_rows = [row if row and next(quota, None) is not None else None for row in rows]
-        splits[VALIDATION] = splits[VALIDATION]._replace(rows=limited_rows)
+    splits, max_rows = _read_full_splits(stage, encoders), stage.recipe.validation.max_rows
+    if VALIDATION_SPLIT in splits and max_rows is not None:
+        rows, kept_indices = splits[VALIDATION_SPLIT].rows, iter(range(max_rows))
+        limited_rows = [row if row and next(kept_indices, None) is not None else None for row in rows]
+        splits[VALIDATION_SPLIT] = splits[VALIDATION_SPLIT]._replace(rows=limited_rows)
     return splits
 
 
-def _read_source_splits(stage: Stage, source: Source) -> dict[str, Split]:
+def _read_full_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]:
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     config_key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
     dataset_config = policy.dataset.derive(name=str(stage.data), local_dir="") if stage.data else policy.dataset
-    train = _read_and_digest(stage, source, dataset_config, config_key, needs_media=True)
+    train = _read_split(stage, encoders, dataset_config, config_key, needs_media=True)
     held_out_config: DatasetConfig | None = None
     if validation.dataset.name or validation.dataset.local_dir:
         held_out_config, config_key = validation.dataset, "validation.dataset"
-    elif stage.data is not None and ((stage.data / VALIDATION).is_dir() or any(stage.data.glob(f"{VALIDATION}.*"))):
-        held_out_config = dataset_config.derive(split=(VALIDATION,))
+    elif (folder := stage.data) and ((folder / VALIDATION_SPLIT).is_dir() or any(folder.glob(f"{VALIDATION_SPLIT}.*"))):
+        held_out_config = dataset_config.derive(split=(VALIDATION_SPLIT,))
     if held_out_config is not None:
-        held_out = _read_and_digest(stage, source, held_out_config, config_key, needs_media=False)
-        return {TRAIN: train, VALIDATION: held_out}
+        held_out = _read_split(stage, encoders, held_out_config, config_key, needs_media=False)
+        return {TRAIN_SPLIT: train, VALIDATION_SPLIT: held_out}
     if policy.dataset.test_size is None:
-        return {TRAIN: train}
+        return {TRAIN_SPLIT: train}
     is_held_out = held_out_mask(len(train.rows), policy.dataset.test_size, stage.seed)
-    held_out = train._replace(rows=[row if is_held_out[i] else None for i, row in enumerate(train.rows)], skipped=[])
-    train = train._replace(rows=[None if is_held_out[i] else row for i, row in enumerate(train.rows)])
-    return {TRAIN: train, VALIDATION: held_out}
+    held_out_rows = [row if is_held_out[i] else None for i, row in enumerate(train.rows)]
+    train_rows = [None if is_held_out[i] else row for i, row in enumerate(train.rows)]
+    held_out = train._replace(rows=held_out_rows, skip_reasons=[])
+    return {TRAIN_SPLIT: train._replace(rows=train_rows), VALIDATION_SPLIT: held_out}
 
 
-def _read_and_digest(stage: Stage, source: Source, config: DatasetConfig, key: str, *, needs_media: bool) -> Split:
-    """Read a data set once and compute the keys of its texts, and of its media if the algorithm learns from media.
-    `needs_media`: leave out rows without media in that case."""
-    items = open_items(config, key)
-    has_media = row_kind(stage.recipe.train.train_policy.rows).has_media
-    frame_config = frame_settings(stage.recipe, config, source) if has_media else None
-    rows: list[Row | None] = []
+def _read_split(
+    stage: Stage, encoders: Encoders, config: DatasetConfig, config_key: str, *, needs_media: bool
+) -> MediaSplit:
+    """Read a data set once and compute the cache keys of its texts and, if the algorithm learns from media, of its
+    media; with `needs_media`, rows without media are then left out."""
+    items = open_media_items(config, config_key)
+    has_media = load_row_kind(stage.recipe.train.train_policy.rows).has_media
+    frame_config = make_frame_settings(stage.recipe, config, encoders) if has_media else None
+    rows: list[ItemRow | None] = []
     skip_reasons: list[str] = []
     for item, row_or_reason in map_in_threads(
         stage, lambda item: (item, _make_row(item, frame_config, needs_media)), items()
@@ -140,37 +143,37 @@ def _read_and_digest(stage: Stage, source: Source, config: DatasetConfig, key: s
         stage.progress.beat()
         rows.append(None if isinstance(row_or_reason, str) else row_or_reason)
         if isinstance(row_or_reason, str):
-            has_location = row_or_reason.startswith(item.where)
+            has_location = row_or_reason.startswith(item.location)
             skip_reasons.append(
-                _replace_unencodable(row_or_reason if has_location else f"{item.where}: {row_or_reason}")
+                _replace_unencodable(row_or_reason if has_location else f"{item.location}: {row_or_reason}")
             )
     if not rows:
-        raise DataError(f"{key}: {config.local_dir or config.name} holds no rows; at least one is needed")
-    return Split(items, rows, skip_reasons, len(rows), config)
+        raise DataError(f"{config_key}: {config.local_dir or config.name} holds no rows; at least one is needed")
+    return MediaSplit(items, rows, skip_reasons, len(rows), config)
 
 
-def _make_row(item: MediaItem, frame_config: FrameSettings | None, needs_media: bool) -> Row | str:
+def _make_row(item: MediaItem, frame_config: FrameSettings | None, needs_media: bool) -> ItemRow | str:
     """Return the row of an item, or the reason why the item is left out; without `frame_config`, media are ignored."""
     if item.problem and (frame_config or not item.prompt):
         return item.problem
     if needs_media and frame_config and item.content is None:
-        return item.lacks or "there is no image or video beside it"
+        return item.missing_media_reason or "there is no image or video beside it"
     try:
-        text_key = digest_of("text", item.prompt)
+        text_key = compute_digest("text", item.prompt)
         if item.embedding is not None:
-            text_key = digest_of("embedding", Content(False, item.embedding).digest())
+            text_key = compute_digest("embedding", MediaContent(False, item.embedding).digest())
         media_key = ""
         if frame_config and item.content is not None:
-            media_key = digest_of("media", item.content.digest(), item.content.is_video, repr(frame_config))
+            media_key = compute_digest("media", item.content.digest(), item.content.is_video, repr(frame_config))
     except OSError as error:
-        reason_of(error)
+        describe_error(error)
         return f"{error.strerror}: {error.filename}"
     metadata = json.dumps(item.metadata, ensure_ascii=False, default=_describe_value)
     try:
         (item.prompt + metadata).encode()
     except UnicodeEncodeError:
         return "it has half a character (a lone surrogate)"
-    return Row(_replace_unencodable(item.where), item.prompt, metadata, text_key, media_key)
+    return ItemRow(_replace_unencodable(item.location), item.prompt, metadata, text_key, media_key)
 
 
 def _describe_value(value: object) -> str | None:
@@ -179,7 +182,6 @@ def _describe_value(value: object) -> str | None:
 
 
 def _replace_unencodable(text: str) -> str:
-    """Replace characters that cannot be encoded as UTF-8, as in some file names, by question marks."""
     return text.encode(errors="replace").decode()
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cosmos_core.data.encoded_turns import decode_conversation, decode_history
-from cosmos_core.data.tool_calls import calls_of, pop_calls
-from cosmos_core.data.turn_weights import check_parts, pop_turn_weight
+from cosmos_core.data.tool_calls import parse_sharegpt_calls, pop_calls
+from cosmos_core.data.turn_weights import check_part_keys, pop_turn_weight
 from cosmos_core.errors import DataError, MissingColumn
 
 Row = dict[str, Any]
@@ -56,7 +56,7 @@ class SkippedRow(DataError):
         return f"{self.args[0]}: skipped, {self.reason}"
 
 
-class ReadRow(Row):
+class TrackedRow(Row):
     """Row of a data set that records which of its columns have been read."""
 
     def __init__(self, row: Row, column_names: Mapping[str, str], location: str) -> None:
@@ -64,9 +64,9 @@ class ReadRow(Row):
         Raise DataError if the row lacks one of these columns."""
         if missing_columns := [name for name in column_names.values() if row.get(name) is None]:
             problem = f"no column {missing_columns[0]!r}, which the recipe names"
-            raise DataError(f"{location}: {problem}; the row has {columns_of(row)}")
-        hidden_columns = _KNOWN_COLUMNS if "prompt" in column_names else column_names.keys()
-        super().__init__({name: value for name, value in row.items() if name not in hidden_columns})
+            raise DataError(f"{location}: {problem}; the row has {describe_columns(row)}")
+        excluded_columns = _KNOWN_COLUMNS if "prompt" in column_names else column_names.keys()
+        super().__init__({name: value for name, value in row.items() if name not in excluded_columns})
         self.update({standard_name: row[name] for standard_name, name in column_names.items()})
         self.column_names, self._read_columns = column_names, set[str]()
         self._columns = [
@@ -103,7 +103,7 @@ def plain_text_columns(row: Row, *columns: tuple[str, ...]) -> list[str] | None:
     if any(has_value(row, name) for name in _CONVERSATION_COLUMNS) or read_system_prompt(row):
         return None
     present_columns = [next((name for name in alternatives if has_value(row, name)), "") for alternatives in columns]
-    column_values: list[Any] = [_read_value(row, name) if name else None for name in present_columns]
+    column_values: list[Any] = [_read_column(row, name) if name else None for name in present_columns]
     return column_values if all(isinstance(value, str) for value in column_values) else None
 
 
@@ -117,35 +117,34 @@ def read_conversation(
     inserted at the beginning if the row has no system turn. `with_images` allows content that is a list of `text` and
     `image` parts or contains <image> (`images.py`).
 
-    Raises:
-        DataError: the row has no known column, an unknown role, or content that is not text.
-        SkippedRow: the text or conversation is empty.
-    """
+    Raise DataError for a row without a known column, an unknown role, or content that is not text, and SkippedRow if
+    the text or conversation is empty."""
     present_column = next((name for name in (column, *_CONVERSATION_COLUMNS) if has_value(row, name)), None)
     if present_column is not None:
         value = row[present_column] if present_column == "text" else decode_conversation(row[present_column], location)
         if not isinstance(value, str):
             turns = read_turns(value, present_column, location, with_images)
-            return with_system(turns, read_system_prompt(row) or system_prompt)
+            return add_system_turn(turns, read_system_prompt(row) or system_prompt)
         if not value.strip():
             raise SkippedRow(location, "empty")
         return value
     for question_column, response_column in _PAIR_COLUMNS:
         if has_value(row, question_column) and has_value(row, response_column):
-            question_turns = as_turns(row, question_column, "user", location, with_images)
-            response_turns = as_turns(row, response_column, "assistant", location, with_images)
-            length = len(question_turns)  # the response may begin with the prompt or its last turns
-            end = next((i for i in range(length) if question_turns[i:] == response_turns[: length - i]), length)
-            if not isinstance(decode_conversation(row[question_column]), str):  # a prompt is not learned, a history is
-                question_turns = without_loss(question_turns)
-            turns = question_turns + response_turns[length - end :]
-            return with_system(turns, read_system_prompt(row) or system_prompt)
+            question_turns = read_column_turns(row, question_column, "user", location, with_images)
+            response_turns = read_column_turns(row, response_column, "assistant", location, with_images)
+            num_turns = len(question_turns)  # the response may begin with the prompt or its last turns
+            starts = (i for i in range(num_turns) if question_turns[i:] == response_turns[: num_turns - i])
+            start = next(starts, num_turns)
+            if not isinstance(decode_conversation(row[question_column]), str):  # not learned, unlike `history`
+                question_turns = exclude_from_loss(question_turns)
+            turns = question_turns + response_turns[num_turns - start :]
+            return add_system_turn(turns, read_system_prompt(row) or system_prompt)
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
     if not _has_response_column(row):  # training on one column would leave out a response in another column
         remedy += ", or conversation_column_name for one column of turns or of plain text"
     if None in row.values():
         remedy = f"fill the null, or {remedy}"
-    raise MissingColumn(f"{location}: no conversation among the columns {columns_of(row)}; {remedy}")
+    raise MissingColumn(f"{location}: no conversation among the columns {describe_columns(row)}; {remedy}")
 
 
 def omits_response(row: Row, column: str) -> bool:
@@ -154,8 +153,8 @@ def omits_response(row: Row, column: str) -> bool:
     return is_text and _has_response_column(row, column)
 
 
-def _has_response_column(row: Row, except_column: str = "") -> bool:
-    return any(has_value(row, column) for column in _RESPONSE_COLUMNS if column != except_column)
+def _has_response_column(row: Row, ignored_column: str = "") -> bool:
+    return any(has_value(row, column) for column in _RESPONSE_COLUMNS if column != ignored_column)
 
 
 def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit most rows
@@ -172,26 +171,25 @@ def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit m
 
     A final assistant turn is removed from the prompt, and is the reference answer if no column holds a reference. With
     `keeps_last_turn` the turn stays in the prompt, for the policy to continue. `with_images`: see `read_conversation`.
-
-    Raises:
-        DataError: a named column is missing, or no column looks like a prompt.
-        SkippedRow: the row has no user turn.
-    """
+    Raise DataError if a named column is missing, or no column is known as a prompt, and SkippedRow for a row without a
+    user turn."""
     for key, name in (("prompt_column_name", prompt_column), ("response_column_name", response_column)):
         if name in row and not has_value(row, name):
             raise DataError(f"{location}: column {name!r} (train_policy.{key}) is null; fill it, or leave the row out")
         if name and name not in row:
-            raise DataError(f"{location}: no column {name!r} (train_policy.{key}); the row has {columns_of(row)}")
+            raise DataError(f"{location}: no column {name!r} (train_policy.{key}); the row has {describe_columns(row)}")
     column = prompt_column or next((candidate for candidate in PROMPT_COLUMNS if has_value(row, candidate)), "")
     if not column:
         raise MissingColumn(
-            f"{location}: no prompt among the columns {columns_of(row)}; set train.train_policy.prompt_column_name"
+            f"{location}: no prompt among the columns {describe_columns(row)}; set "
+            "train.train_policy.prompt_column_name"
         )
-    turns = with_system(as_turns(row, column, "user", location, with_images), read_system_prompt(row) or system_prompt)
+    turns = read_column_turns(row, column, "user", location, with_images)
+    turns = add_system_turn(turns, read_system_prompt(row) or system_prompt)
     reference = _read_reference(row, response_column, location)
     if keeps_last_turn and turns and turns[-1]["role"] == "assistant":
-        return [*_split_reference(turns, "", location)[0], turns[-1]], reference or ""
-    return _split_reference(turns, reference, location)
+        return [*_extract_prompt(turns, "", location)[0], turns[-1]], reference or ""
+    return _extract_prompt(turns, reference, location)
 
 
 def read_held_out(
@@ -205,14 +203,14 @@ def read_held_out(
             f"{location}: plain text has no prompt to complete; give validation.dataset conversations, "
             "or leave validation.reward_function empty to measure the loss"
         )
-    return _split_reference(conversation, _read_reference(row, "", location), location)
+    return _extract_prompt(conversation, _read_reference(row, "", location), location)
 
 
-def _split_reference(turns: list[Message], reference_response: str | None, location: str) -> tuple[list[Message], str]:
+def _extract_prompt(turns: list[Message], reference_response: str | None, location: str) -> tuple[list[Message], str]:
     if turns and turns[-1]["role"] == "assistant":
-        reference_response = "".join(texts_of(turns[-1])) if reference_response is None else reference_response
+        reference_response = "".join(turn_texts(turns[-1])) if reference_response is None else reference_response
         turns = turns[:-1]
-    if not any(turn["role"] == "user" and any(map(str.strip, texts_of(turn))) for turn in turns):
+    if not any(turn["role"] == "user" and any(map(str.strip, turn_texts(turn))) for turn in turns):
         raise SkippedRow(location, "without a user turn to answer")
     return turns, reference_response or ""
 
@@ -223,19 +221,19 @@ def _read_reference(row: Row, column: str, location: str) -> str | None:
         return None
     value = row[column]
     turns = decode_conversation(value)
-    last = turns[-1] if isinstance(turns, list) and turns else None
-    if isinstance(last, dict) and _STANDARD_ROLES.get(str(last.get("role", last.get("from")))) == "assistant":
-        return "".join(texts_of(_turn(last, location, with_images=False)))
+    turn = turns[-1] if isinstance(turns, list) and turns else None
+    if isinstance(turn, dict) and _STANDARD_ROLES.get(str(turn.get("role", turn.get("from")))) == "assistant":
+        return "".join(turn_texts(_read_turn(turn, location, with_images=False)))
     try:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except TypeError:  # columnar formats have values without a JSON form, such as dates and bytes
         raise DataError(f"{location}: column {column!r} holds {str(value)[:40]!r}, no JSON; write it as text") from None
 
 
-def as_turns(row: Row, column: str, role: str, location: str, with_images: bool = False) -> list[Message]:
-    """Return the turns in a column, or its text as one turn of `role`; `input` or `context` extend an `instruction`,
-    and `history` precedes it."""
-    value = _read_value(row, column)
+def read_column_turns(row: Row, column: str, role: str, location: str, with_images: bool = False) -> list[Message]:
+    """Return the turns in a column, or its text as one turn of `role`. The columns `input` or `context` of Alpaca are
+    appended to its `instruction`, and the turns in `history` are inserted before it."""
+    value = _read_column(row, column)
     if not isinstance(value, str):
         return read_turns(value, column, location, with_images)
     history = decode_history(row.get("history"), location) if _is_instruction(row, column) else []
@@ -244,19 +242,18 @@ def as_turns(row: Row, column: str, role: str, location: str, with_images: bool 
 
 
 def _is_instruction(row: Row, column: str) -> bool:
-    return (row.column_names if isinstance(row, ReadRow) else {}).get(column, column) == "instruction"
+    return (row.column_names if isinstance(row, TrackedRow) else {}).get(column, column) == "instruction"
 
 
-def _read_value(row: Row, column: str) -> Any:
-    """Return the text of a column, which `input` or `context` extend if it is an `instruction`, or its turns."""
+def _read_column(row: Row, column: str) -> Any:
+    """Return the turns or the text of a column; `input` or `context` is appended to the text of `instruction`."""
     value = decode_conversation(row[column])
     if isinstance(value, str) and _is_instruction(row, column):
-        value = "\n\n".join(filter(None, [value, *(_read_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS)]))
+        value = "\n\n".join(filter(None, [value, *(_column_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS)]))
     return value
 
 
-def _read_text(row: Row, column: str) -> str:
-    """Return the text of a column; empty if the column is missing or holds no text."""
+def _column_text(row: Row, column: str) -> str:
     value = row.get(column)
     return value if isinstance(value, str) and value.strip() else ""
 
@@ -268,10 +265,10 @@ def read_turns(value: Any, column: str, location: str, with_images: bool = False
         raise DataError(f"{location}: column {column!r} holds {str(value)[:40]!r}; a conversation is a list of turns")
     if not value:
         raise SkippedRow(location, "empty")
-    return [_turn(turn, f"{location}, turn {i} of {column!r}", with_images) for i, turn in enumerate(value, 1)]
+    return [_read_turn(turn, f"{location}, turn {i} of {column!r}", with_images) for i, turn in enumerate(value, 1)]
 
 
-def _turn(turn: Any, location: str, with_images: bool) -> Message:
+def _read_turn(turn: Any, location: str, with_images: bool) -> Message:
     if not isinstance(turn, dict):
         raise DataError(f"{location}: {str(turn)[:40]!r} is not a turn; write role and content, or from and value")
     # Drop keys with None, because Arrow gives each turn the keys of all turns, with None for missing values.
@@ -285,7 +282,7 @@ def _turn(turn: Any, location: str, with_images: bool) -> Message:
     default_content = None if {"tool_calls", "function_call"}.isdisjoint(turn) else ""
     call_field = pop_calls(turn, location)
     content = read_content(turn.get("content", turn.pop("value", default_content)), location, with_images)
-    if role == "function_call" and (calls := calls_of(content)):
+    if role == "function_call" and (calls := parse_sharegpt_calls(content)):
         content, call_field = "", {"tool_calls": calls}
     return {**turn, "role": _STANDARD_ROLES[role], "content": content, **call_field, **weight_field}
 
@@ -293,7 +290,7 @@ def _turn(turn: Any, location: str, with_images: bool) -> Message:
 def read_content(content: Any, location: str, with_images: bool = False) -> Any:
     """Return the text of a turn, or its parts if it shows images; raise DataError if the content is neither text nor
     parts of text and images, or shows media that are not supported."""
-    check_parts(content, location)
+    check_part_keys(content, location)
     if isinstance(content, list) and all(map(_is_text_part, content)):
         return "".join(part["text"] for part in content)
     if with_images and isinstance(content, list):
@@ -326,12 +323,12 @@ def _normalise_part(part: Any, location: str) -> dict[str, Any]:
     raise DataError(f"{location}: the part {str(part)[:60]!r} is neither text nor an image, which is all that is read")
 
 
-def without_loss(turns: list[Message]) -> list[Message]:
+def exclude_from_loss(turns: list[Message]) -> list[Message]:
     """Return the turns with assistant turns that are not learned."""
     return [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in turns]
 
 
-def texts_of(message: Message) -> list[str]:
+def turn_texts(message: Message) -> list[str]:
     """Return the texts of a turn: one string, or one per text part if the turn shows images."""
     content = message["content"]
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
@@ -348,9 +345,10 @@ def merge_turns(turns: list[Message]) -> list[Message]:
     """Merge consecutive turns of one role into one turn, except tool results and turns with extra keys."""
     merged_turns: list[Message] = []
     for turn in turns:
-        last = merged_turns[-1] if merged_turns else {}
-        if last.get("role") == turn["role"] != "tool" and last.keys() == turn.keys() <= {"role", "content", "weight"}:
-            merged_turns[-1] = {**turn, "content": _join_contents(last["content"], turn["content"])}
+        previous = merged_turns[-1] if merged_turns else {}
+        has_same_keys = previous.keys() == turn.keys() <= {"role", "content", "weight"}
+        if has_same_keys and previous["role"] == turn["role"] != "tool":
+            merged_turns[-1] = {**turn, "content": _join_contents(previous["content"], turn["content"])}
         else:
             merged_turns.append(turn)
     return merged_turns
@@ -365,17 +363,17 @@ def _join_contents(first: Any, second: Any) -> Any:
 
 def read_system_prompt(row: Row) -> str:
     """Return the system prompt in a column of the row; empty if there is none."""
-    return next(filter(None, (_read_text(row, column) for column in _SYSTEM_COLUMNS)), "")
+    return next(filter(None, (_column_text(row, column) for column in _SYSTEM_COLUMNS)), "")
 
 
-def with_system(turns: list[Message], system_prompt: str) -> list[Message]:
+def add_system_turn(turns: list[Message], system_prompt: str) -> list[Message]:
     """Insert the system prompt before the turns, unless they already have a system or developer turn."""
     if not system_prompt or any(turn["role"] in {"system", "developer"} for turn in turns):
         return turns
     return [{"role": "system", "content": system_prompt}, *turns]
 
 
-def columns_of(row: Row) -> str:
+def describe_columns(row: Row) -> str:
     """Return the escaped names of a row's columns for an error message, which marks those without a value."""
     names = [repr(name)[1:-1][:40] + " (null)" * (value is None) for name, value in row.items()]
     return ", ".join(names[:20]) + ", ..." * (len(names) > 20) or "(none)"

@@ -20,7 +20,7 @@ _TARGET_RECALL = 0.99
 _HASH_MULTIPLIER = 0x9E3779B97F4A7C15
 
 
-def normalised(text: str) -> str:
+def normalise_text(text: str) -> str:
     """Return a text in Unicode NFKC, with folded case and single spaces."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
@@ -30,7 +30,7 @@ def split_words(text: str) -> list[str]:
     return _WORD_REGEX.findall(text)
 
 
-def remove_signs(words: list[str]) -> list[str]:
+def remove_operators(words: list[str]) -> list[str]:
     """Return words without the signs of arithmetic."""
     return [word for word in words if word[0].isalnum()]
 
@@ -41,12 +41,12 @@ def _hash_word(word: str) -> int:
     return int.from_bytes(blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
-def hashes_of(words: list[str]) -> np.ndarray:
+def hash_words(words: list[str]) -> np.ndarray:
     """Return a hash of each word, uint64."""
     return np.fromiter(map(_hash_word, words), dtype=np.uint64, count=len(words))
 
 
-def ngrams(hashes: np.ndarray, n: int) -> np.ndarray:
+def hash_ngrams(hashes: np.ndarray, n: int) -> np.ndarray:
     """Return a hash of each run of `n` words, uint64, from the hashes of words; fewer than `n` words give one hash."""
     n = min(n, len(hashes))
     if not n:
@@ -67,18 +67,18 @@ class MinHashBands:
     def __init__(self, threshold: float) -> None:
         from datasketch import MinHash  # imported here, since the package is optional
 
-        size = _NUM_PERMUTATIONS
-        while size > 1 and 1 - (1 - threshold**size) ** (_NUM_PERMUTATIONS // size) < _TARGET_RECALL:
-            size -= 1
-        self._band_size = size
+        band_size = _NUM_PERMUTATIONS
+        while band_size > 1 and 1 - (1 - threshold**band_size) ** (_NUM_PERMUTATIONS // band_size) < _TARGET_RECALL:
+            band_size -= 1
+        self._band_size = band_size
         self.count = _NUM_PERMUTATIONS // self._band_size
         """Number of keys that each set of n-grams has."""
         self._empty_minhash = MinHash(num_perm=_NUM_PERMUTATIONS, hashfunc=int)
         self._hash_powers = _compute_hash_powers(self._band_size)
 
-    def keys(self, grams: np.ndarray) -> np.ndarray:
+    def keys(self, ngram_hashes: np.ndarray) -> np.ndarray:
         """Return one key per band, uint64, of a set of hashes of n-grams."""
         minhash = self._empty_minhash.copy()
-        minhash.update_batch((grams >> np.uint64(32)).tolist())
+        minhash.update_batch((ngram_hashes >> np.uint64(32)).tolist())
         bands = minhash.hashvalues[: self.count * self._band_size].reshape(self.count, self._band_size)
         return bands.astype(np.uint64) @ self._hash_powers

@@ -22,7 +22,7 @@ from cosmos_core.errors import DataError
 _WORD_MODULUS = 2**64
 
 
-def shuffled(num_rows: int, *seeds: int) -> np.ndarray:
+def shuffled_indices(num_rows: int, *seeds: int) -> np.ndarray:
     """Return a permutation of `range(num_rows)`, int64, that depends only on the seeds and not on the NumPy version."""
     # Do not use Generator.permutation: only the raw random numbers are the same in all versions of NumPy.
     generator = np.random.PCG64(np.random.SeedSequence([seed % _WORD_MODULUS for seed in seeds]))
@@ -38,7 +38,7 @@ class Mixture:
     """Number of rows of each data set."""
     weights: tuple[float, ...]
 
-    def label_of(self, row: int) -> str:
+    def source_label(self, row: int) -> str:
         """Return the name of the data set of a row number."""
         return self.labels[bisect_right(list(accumulate(self.sizes)), row)]
 
@@ -55,7 +55,7 @@ class Mixture:
             numbers = np.arange(rows_per_epoch, dtype=np.int64)
             pass_indices, positions = np.divmod(numbers + epoch * rows_per_epoch, size)
             for n in np.unique(pass_indices).tolist():
-                pass_order = shuffled(size, seed, n, i) if shuffle else np.arange(size)
+                pass_order = shuffled_indices(size, seed, n, i) if shuffle else np.arange(size)
                 rows.append(row_offset + pass_order[positions[pass_indices == n]])
             relative_positions.append((numbers + 0.5) / max(1, rows_per_epoch))
             row_offset += size
@@ -64,27 +64,26 @@ class Mixture:
 
 def divide_by_weights(total: int, weights: Sequence[float]) -> list[int]:
     """Divide `total` in proportion to weights; the parts with the largest remainders are rounded up."""
-    exact_shares = [total * weight / sum(weights) for weight in weights]
-    rounded_shares = [int(share) for share in exact_shares]
-    by_remainder = sorted(range(len(exact_shares)), key=lambda i: (rounded_shares[i] - exact_shares[i], i))
-    for i in by_remainder[: total - sum(rounded_shares)]:
-        rounded_shares[i] += 1
-    return rounded_shares
+    exact_sizes = [total * weight / sum(weights) for weight in weights]
+    sizes = [int(size) for size in exact_sizes]
+    indices_by_remainder = sorted(range(len(exact_sizes)), key=lambda i: (sizes[i] - exact_sizes[i], i))
+    for i in indices_by_remainder[: total - sum(sizes)]:
+        sizes[i] += 1
+    return sizes
 
 
-def rows_of(rows: Any) -> int | Mixture:
+def mixture_or_num_rows(rows: Any) -> int | Mixture:
     """Return the mixture of prepared rows, or the number of rows if all rows are from one data set."""
     return getattr(rows, "mixture", None) or len(rows)
 
 
 @lru_cache(maxsize=4)  # a step may span two epochs, each with orders of prompts and of supervised rows
 def epoch_order(seed: int, epoch: int, rows: int | Mixture, shuffle: bool) -> np.ndarray:
-    """Return the row numbers of one epoch in training order, int64, read-only; for a mixture see
-    `Mixture.epoch_order`."""
+    """Return the row numbers of one epoch in training order, int64, read-only (see `Mixture.epoch_order`)."""
     if isinstance(rows, Mixture):
         order = rows.epoch_order(seed, epoch, shuffle)
     else:
-        order = shuffled(rows, seed, epoch) if shuffle else np.arange(rows, dtype=np.int64)
+        order = shuffled_indices(rows, seed, epoch) if shuffle else np.arange(rows, dtype=np.int64)
     order.flags.writeable = False
     return order
 
@@ -100,22 +99,22 @@ def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) ->
     return num_rows // batch_size if drop_last else -(-num_rows // batch_size)
 
 
-def left_over_notice(train: TrainConfig, size: int, num_rows: int) -> str:
-    """Return a notice about rows at the end of an epoch that do not fill a batch of `size`; empty if none is left out.
-    Raise DataError if the rows do not fill one step."""
-    if train.train_policy.has_token_based_batches or size < 1:
+def unused_rows_notice(train_config: TrainConfig, batch_size: int, num_rows: int) -> str:
+    """Return a notice about rows that fill no batch at the end of an epoch; raise DataError if no batch is filled."""
+    policy = train_config.train_policy
+    if policy.has_token_based_batches or batch_size < 1:
         return ""
-    batches_per_epoch(size, num_rows, train.train_policy.drops_last_rows)
-    policy = train.train_policy
-    num_left_over = num_rows % size if policy.drops_last_rows else 0
-    if not num_left_over or (train.max_num_steps or math.inf) * size <= num_rows - num_left_over:
+    batches_per_epoch(batch_size, num_rows, policy.drops_last_rows)
+    num_unused = num_rows % batch_size if policy.drops_last_rows else 0
+    if not num_unused or (train_config.max_num_steps or math.inf) * batch_size <= num_rows - num_unused:
         return ""
-    repetition_note = "others in each epoch" if policy.dataloader_shuffle and train.epoch > 1 else "the same ones"
+    is_varied = policy.dataloader_shuffle and train_config.epoch > 1
+    repetition_note = "others in each epoch" if is_varied else "the same ones"
     remedy = "lower train.train_batch_per_replica"
     if not policy.has_rollouts:
         remedy = "train.train_policy.dataloader_drop_last = false learns them in a smaller batch"
     return (
-        f"{num_left_over:,} of {num_rows:,} rows fill no batch of {size} and are left out of an epoch "
+        f"{num_unused:,} of {num_rows:,} rows fill no batch of {batch_size} and are left out of an epoch "
         f"({repetition_note}); {remedy}"
     )
 

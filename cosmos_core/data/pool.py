@@ -7,13 +7,13 @@ import threading
 from multiprocessing.connection import wait
 
 from cosmos_core.imports import without_garbage_collection
-from cosmos_core.observe.logs import configure
+from cosmos_core.observe.logs import configure_logging
 
 
-def begin() -> None:
+def initialise_process() -> None:
     """Configure logging as in the worker, and exit when the parent process ends. Without the exit, a process of the
     pool outlives a killed parent, because it waits on a pipe that it keeps open."""
-    configure()
+    configure_logging()
     parent_process = multiprocessing.parent_process()
     assert parent_process is not None
     threading.Thread(target=lambda: (wait([parent_process.sentinel]), os._exit(1)), daemon=True).start()

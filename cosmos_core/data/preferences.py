@@ -10,19 +10,19 @@ from cosmos_core.data.messages import (
     Message,
     Row,
     SkippedRow,
-    as_turns,
-    columns_of,
+    add_system_turn,
+    describe_columns,
+    exclude_from_loss,
     has_value,
     merge_turns,
+    read_column_turns,
     read_content,
     read_conversation,
     read_system_prompt,
     read_turns,
-    texts_of,
-    with_system,
-    without_loss,
+    turn_texts,
 )
-from cosmos_core.data.spans import num_shared
+from cosmos_core.data.spans import common_prefix_length
 from cosmos_core.errors import DataError, MissingColumn
 
 _PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem")
@@ -48,28 +48,26 @@ def read_preference(
 
     `column` is the prompt column to try first; a row without it may have `prompt` or another known column. For
     `system_prompt` and `with_images` see `read_conversation`.
-
-    Raises:
-        DataError: `chosen`, `rejected` or the prompt is missing or has the wrong form.
-        SkippedRow: the completions are equal or empty, or the prompt is empty.
-    """
-    chosen_completion, other = (_read_completion(row, name, location, with_images) for name in ("chosen", "rejected"))
-    if chosen_completion == other:
+    Raise DataError if `chosen`, `rejected` or the prompt is missing or has the wrong form, and SkippedRow if the
+    completions are equal or empty, or the prompt is empty."""
+    names = ("chosen", "rejected")
+    chosen_value, rejected_value = (_read_completion(row, name, location, with_images) for name in names)
+    if chosen_value == rejected_value:
         raise SkippedRow(location, "with equal chosen and rejected")
     prompt_column = next((name for name in (column, *_PROMPT_COLUMNS) if has_value(row, name)), None)
-    if prompt_column is None and isinstance(chosen_completion, str) and isinstance(other, str):
+    if prompt_column is None and isinstance(chosen_value, str) and isinstance(rejected_value, str):
         if any(name in row for name in (column, *_PROMPT_COLUMNS)):
             raise SkippedRow(location, "without a prompt")
-        return _split_plain_preference(chosen_completion, other, location)
-    prompt = [] if prompt_column is None else as_turns(row, prompt_column, "user", location, with_images)
-    if len(prompt) == 1 and (texts := remove_repeated_prompt(prompt[0]["content"], chosen_completion, other)):
-        chosen_completion, other = (text.lstrip() for text in texts)
+        return _split_plain_preference(chosen_value, rejected_value, location)
+    prompt = [] if prompt_column is None else read_column_turns(row, prompt_column, "user", location, with_images)
+    if len(prompt) == 1 and (texts := remove_repeated_prompt(prompt[0]["content"], chosen_value, rejected_value)):
+        chosen_value, rejected_value = (text.lstrip() for text in texts)
     chosen, rejected = (
         [{"role": "assistant", "content": each}] if isinstance(each, str) else each
-        for each in (chosen_completion, other)
+        for each in (chosen_value, rejected_value)
     )
     if "assistant" not in {chosen[0]["role"], rejected[0]["role"]}:
-        shared_turns = chosen[: num_shared(chosen, rejected)]
+        shared_turns = chosen[: common_prefix_length(chosen, rejected)]
         chosen, rejected = chosen[len(shared_turns) :], rejected[len(shared_turns) :]
         prompt = _select_longer_prompt(prompt, shared_turns, prompt_column, location) if shared_turns else []
     if any(not turns or turns[0]["role"] != "assistant" for turns in (chosen, rejected)):
@@ -79,23 +77,23 @@ def read_preference(
         raise DataError(f"{location}: {problem}: they are compared as a whole; leave it out")
     if not prompt and prompt_column is None:
         raise MissingColumn(
-            f"{location}: no prompt among the columns {columns_of(row)}; name it `prompt`, or set "
+            f"{location}: no prompt among the columns {describe_columns(row)}; name it `prompt`, or set "
             "train.train_policy.prompt_column_name"
         )
-    if not any(turn["role"] != "assistant" and any(map(str.strip, texts_of(turn))) for turn in prompt):
+    if not any(turn["role"] != "assistant" and any(map(str.strip, turn_texts(turn))) for turn in prompt):
         raise SkippedRow(location, "without a prompt")
     if prompt[-1]["role"] == "assistant":
         raise DataError(f"{location}: the prompt ends with an assistant turn; end it with the turn to respond to")
-    if not all(any(map(str.strip, texts_of(turns[-1]))) or "tool_calls" in turns[-1] for turns in (chosen, rejected)):
+    if not all(any(map(str.strip, turn_texts(turns[-1]))) or "tool_calls" in turns[-1] for turns in (chosen, rejected)):
         raise SkippedRow(location, "with an empty answer")
-    prompt = with_system(prompt, read_system_prompt(row) or system_prompt)
+    prompt = add_system_turn(prompt, read_system_prompt(row) or system_prompt)
     return Preference(prompt, merge_turns(chosen), merge_turns(rejected))
 
 
 def remove_repeated_prompt(prompt: Any, *completions: Any) -> list[str]:
     """Return plain texts without the prompt of several lines that all of them begin with; empty if there is none."""
-    has_lines = isinstance(prompt, str) and "\n" in prompt.strip()
-    is_repeated = has_lines and all(isinstance(text, str) and text.startswith(prompt) for text in completions)
+    is_multi_line = isinstance(prompt, str) and "\n" in prompt.strip()
+    is_repeated = is_multi_line and all(isinstance(text, str) and text.startswith(prompt) for text in completions)
     return [text[len(prompt) :] for text in completions] if is_repeated else []
 
 
@@ -104,8 +102,8 @@ def read_label(row: Row, location: str) -> bool:
     value = row.get("label")
     if (label := _LABEL_BY_TEXT.get(str(value).lower())) is None:
         raise DataError(
-            f"{location}: label {value!r} among the columns {columns_of(row)} must be true or false, or 1 or 0; set "
-            "train.train_policy.label_column_name to the column that says whether the response is desirable"
+            f"{location}: label {value!r} among the columns {describe_columns(row)} must be true or false, or 1 or 0; "
+            "set train.train_policy.label_column_name to the column that says whether the response is desirable"
         )
     return label
 
@@ -120,30 +118,30 @@ def read_labelled(
     if isinstance(turns, str):
         remedy = "give `prompt` and `completion` with the label, or turns"
         raise DataError(f"{location}: plain text has no prompt; {remedy}")
-    last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
-    if last < 0:
+    last_user_index = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
+    if last_user_index < 0:
         raise SkippedRow(location, "without a prompt")
-    return without_loss(turns[:last]) + turns[last:]
+    return exclude_from_loss(turns[:last_user_index]) + turns[last_user_index:]
 
 
 def _select_longer_prompt(
     prompt: list[Message], shared_turns: list[Message], column: str | None, location: str
 ) -> list[Message]:
-    """Return the longer of a prompt and the first turns of both completions; raise DataError if neither contains the
+    """Return the longer of a prompt and the turns shared by both completions; raise DataError if neither contains the
     other."""
     # Role and words of each turn, to compare turns regardless of whitespace and of the form of images.
     prompt_words, shared_words = (
-        [(turn["role"], IMAGE_MARK.sub(" ", " ".join(texts_of(turn))).split()) for turn in turns]
+        [(turn["role"], IMAGE_MARK.sub(" ", " ".join(turn_texts(turn))).split()) for turn in turns]
         for turns in (prompt, shared_turns)
     )
-    has_no_words = not any(words for _, words in prompt_words)
-    if has_no_words or any(shared_words[i : i + len(prompt_words)] == prompt_words for i in range(len(shared_words))):
+    is_empty, num_turns = not any(words for _, words in prompt_words), len(prompt_words)
+    if is_empty or any(shared_words[i : i + num_turns] == prompt_words for i in range(len(shared_words))):
         return shared_turns
     if prompt_words[-len(shared_words) :] == shared_words:
         return prompt
     raise DataError(
-        f"{location}: column {column!r} says {' '.join(texts_of(prompt[-1]))[:40]!r} and `chosen` begins with "
-        f"{' '.join(texts_of(shared_turns[-1]))[:40]!r}; give one prompt"
+        f"{location}: column {column!r} says {' '.join(turn_texts(prompt[-1]))[:40]!r} and `chosen` begins with "
+        f"{' '.join(turn_texts(shared_turns[-1]))[:40]!r}; give one prompt"
     )
 
 
@@ -151,7 +149,7 @@ def _read_completion(row: Row, name: str, location: str, with_images: bool) -> l
     value = row.get(name)
     if value is None:
         raise MissingColumn(
-            f"{location}: no {name!r} among the columns {columns_of(row)}; give both completions, or set "
+            f"{location}: no {name!r} among the columns {describe_columns(row)}; give both completions, or set "
             f"train.train_policy.{name}_column_name"
         )
     value = decode_conversation(value, location)
@@ -161,7 +159,7 @@ def _read_completion(row: Row, name: str, location: str, with_images: bool) -> l
 
 
 def _split_plain_preference(chosen: str, rejected: str, location: str) -> Preference:
-    prompt = chosen[: num_shared(chosen, rejected)]
+    prompt = chosen[: common_prefix_length(chosen, rejected)]
     if not prompt.strip():
         raise DataError(
             f"{location}: the texts of `chosen` and `rejected` begin differently, and there is no column `prompt`; "

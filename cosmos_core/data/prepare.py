@@ -25,28 +25,28 @@ from typing import Any
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from cosmos_core.config.media import media_settings
+from cosmos_core.config.media import image_settings
 from cosmos_core.config.schema.dataset import DatasetConfig, RowsConfig, SourceConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.chat import prompt_rendering, renders_tools
-from cosmos_core.data.clean import clean_training_rows, texts_of
-from cosmos_core.data.formats import Located
+from cosmos_core.data.chat import make_prompt_rendering, template_uses_tools
+from cosmos_core.data.clean import clean_training_rows, iterate_texts
+from cosmos_core.data.formats import LocatedRow
 from cosmos_core.data.kept_text import find_lost_text
-from cosmos_core.data.kinds.base import TRAIN, VALIDATION
-from cosmos_core.data.kinds.registry import row_kind, tokenised_kind
+from cosmos_core.data.kinds.base import TRAIN_SPLIT, VALIDATION_SPLIT
+from cosmos_core.data.kinds.registry import load_row_kind, load_tokenised_kind
 from cosmos_core.data.messages import SkippedRow
 from cosmos_core.data.order import divide_by_weights
-from cosmos_core.data.pool import begin
-from cosmos_core.data.prepared import DATA_TERM, LEARNED_HELD_OUT, STATISTICS, split_path
-from cosmos_core.data.records import Job, convert_rows, image_root, read_pass_rates
+from cosmos_core.data.pool import initialise_process
+from cosmos_core.data.prepared import DATA_TERM_SPLIT, HELD_OUT_SEQUENCES_SPLIT, STATISTICS_FILE, split_path
+from cosmos_core.data.records import RecordSpec, convert_rows, find_image_root, read_pass_rates
 from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows, training_sources
-from cosmos_core.data.statistics import Chunk, Counts
+from cosmos_core.data.statistics import RowChunk, SplitCounts
 from cosmos_core.data.user_dataset import UserDatasetLoader
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.hf import load_tokenizer
-from cosmos_core.run.files import replaced_folder, write_json
+from cosmos_core.run.files import replace_folder, write_json
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome
 
@@ -58,59 +58,59 @@ _CHUNK_ROWS = 256  # number of rows per record batch, on which the bytes of the 
 
 def run(stage: Stage) -> Outcome:
     """Prepare the rows of a stage by the method of their kind of rows."""
-    return row_kind(stage.recipe.train.train_policy.rows).prepare(stage)
+    return load_row_kind(stage.recipe.train.train_policy.rows).prepare(stage)
 
 
 def tokenise(stage: Stage) -> Outcome:
     """Tokenise the training rows, and the held-out rows if there are any. Raise DataError if a data set is missing or
     malformed, too many rows are unreadable or no row is left, ModelError if the tokenizer is missing or has no chat
-    template, and Preempted if a stop was requested; no file was written."""
+    template, and Preempted if a stop was requested; then no file is written."""
     stage.progress.phase("prepare")
     splits = _load_splits(stage)
-    tokenizer = _tokenizer(stage.model, stage.recipe.policy)
+    tokenizer = _load_tokenizer(stage.model, stage.recipe.policy)
     stop_ids = read_stop_tokens(stage.model, stage.recipe.policy.model_revision, tokenizer)
-    jobs = {
-        split: [replace(_make_job(stage, split, source), end_ids=stop_ids) for source in sources]
+    specs = {
+        split: [replace(_make_spec(stage, split, source), end_ids=stop_ids) for source in sources]
         for split, sources in splits.items()
     }
-    for split, split_jobs in jobs.items():
-        roots = {job.root for job in split_jobs if job.root is not None}
+    for split, split_specs in specs.items():
+        roots = {spec.root for spec in split_specs if spec.root is not None}
         if len(roots) > 1:
-            jobs[split] = [replace(job, stored_root=Path(os.path.commonpath(roots))) for job in split_jobs]
-    first_texts = (text for source in splits[TRAIN] for text in _read_first_texts(stage, source))
+            specs[split] = [replace(spec, stored_root=Path(os.path.commonpath(roots))) for spec in split_specs]
+    first_texts = (text for source in splits[TRAIN_SPLIT] for text in _read_first_texts(stage, source))
     lost_text_notice, is_much_text_lost = find_lost_text(tokenizer, first_texts)
-    jobs, tool_notices = _set_prompt_rendering(stage, jobs, tokenizer)
+    specs, tool_notices = _add_prompt_rendering(stage, specs, tokenizer)
     statistics: dict[str, dict[str, Any]] = {}
-    ignored_keys = media_settings(stage.recipe).ignored_keys
+    ignored_keys = image_settings(stage.recipe).ignored_keys
     notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in ignored_keys]
     notices += [*tool_notices, *filter(None, [lost_text_notice])]
     if lost_text_notice:
         logger.warning("%s", lost_text_notice)
     num_rows_done, clean_metrics = 0, dict[str, float]()
-    with replaced_folder(stage.path / "data") as folder:
+    with replace_folder(stage.path / "data") as folder:
         if stage.recipe.train.train_policy.clean is not None:  # with `clean`, the schema allows only one data set
-            held_out_sets = [source.rows for source in splits.get(VALIDATION, ())]
-            loader, training_set = _dataset_loader(stage, stage.recipe), splits[TRAIN][0]
-            cleaning = clean_training_rows(stage, training_set.rows, held_out_sets, folder, loader)
+            held_out_sets = [source.rows for source in splits.get(VALIDATION_SPLIT, ())]
+            dataset_loader, training_set = _dataset_loader(stage, stage.recipe), splits[TRAIN_SPLIT][0]
+            cleaning = clean_training_rows(stage, training_set.rows, held_out_sets, folder, dataset_loader)
             cleaned_rows, clean_metrics, clean_notices = cleaning
-            splits[TRAIN], notices = [replace(training_set, rows=cleaned_rows)], [*notices, *clean_notices]
+            splits[TRAIN_SPLIT], notices = [replace(training_set, rows=cleaned_rows)], [*notices, *clean_notices]
         total_rows = sum(len(source.rows) for sources in splits.values() for source in sources)
         for split, sources in splits.items():
             path = split_path(folder, split)
-            split_counts, source_counts = _write_split(stage, path, jobs[split], sources, num_rows_done, total_rows)
+            split_counts, source_counts = _write_split(stage, path, specs[split], sources, num_rows_done, total_rows)
             num_rows_done += sum(len(source.rows) for source in sources)
             if not split_counts.num_rows:
                 continue
             statistics[split] = split_counts.summary()
             logger.info("%s: %d rows, %d tokens", split, statistics[split]["rows"], statistics[split]["tokens"])
             if sources[0].label:
-                statistics[split]["sources"] = _mixture_statistics(sources, source_counts)
+                statistics[split]["sources"] = _make_mixture_statistics(sources, source_counts)
             for source, counts_of_source in zip(sources, source_counts, strict=True):
                 source_description = f"{split} of {source.label}" if source.label else split
                 for notice in counts_of_source.notices(tokenizer.eos_token):
                     logger.warning("%s: %s", source_description, notice)
                     notices.append(f"{source_description}: {notice}")
-        write_json(folder / STATISTICS, statistics)
+        write_json(folder / STATISTICS_FILE, statistics)
     metric_names = ("rows", "tokens", "skipped_rows")
     metrics = {f"data/{split}_{name}": float(statistics[split][name]) for split in statistics for name in metric_names}
     info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
@@ -120,7 +120,7 @@ def tokenise(stage: Stage) -> Outcome:
 
 @dataclass(frozen=True)
 class _RowSource:
-    """Rows of one data set of a split, with the recipe that reads them."""
+    """Rows of one data set of a split, with the recipe whose settings they are read with."""
 
     rows: Rows
     recipe: Recipe
@@ -131,55 +131,53 @@ class _RowSource:
 
 
 def _read_first_texts(stage: Stage, source: _RowSource) -> Iterator[str]:
-    """Yield the texts of the first rows of a data set that can be read."""
     policy = source.recipe.train.train_policy
-    pack_row = _dataset_loader(stage, source.recipe).packer()
+    pack_row = _dataset_loader(stage, source.recipe).make_packer()
     for location, row in islice(source.rows, _NUM_COMPARED_ROWS):
         with suppress(DataError):
             packed_row = pack_row(row, location) if pack_row else row
-            yield from texts_of(tokenised_kind(policy.rows).read(packed_row, location, policy))
+            yield from iterate_texts(load_tokenised_kind(policy.rows).read(packed_row, location, policy))
 
 
-def _set_prompt_rendering(
-    stage: Stage, jobs: dict[str, list[Job]], tokenizer: PreTrainedTokenizerBase
-) -> tuple[dict[str, list[Job]], list[JsonValue]]:
-    """Return the jobs with the recipe's settings for rendering prompts, and notices about the chat template."""
-    if not any(job.kind.is_completed for split_jobs in jobs.values() for job in split_jobs):
-        return jobs, []
-    render_settings = prompt_rendering(stage.recipe.rollout.multi_turn_config)
+def _add_prompt_rendering(
+    stage: Stage, specs: dict[str, list[RecordSpec]], tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, list[RecordSpec]], list[JsonValue]]:
+    """Add the settings for rendering prompts to the specs; return the specs and notices about the chat template."""
+    if not any(spec.kind.is_completed for split_specs in specs.values() for spec in split_specs):
+        return specs, []
+    render_settings = make_prompt_rendering(stage.recipe.rollout.multi_turn_config)
     notices: list[JsonValue] = []
-    if render_settings.tools and not renders_tools(tokenizer, render_settings):
+    if render_settings.tools and not template_uses_tools(tokenizer, render_settings):
         notices.append("the chat template leaves out the tools, so the policy is told of none; give another template")
-    return {
-        split: [replace(job, chat=render_settings) for job in split_jobs] for split, split_jobs in jobs.items()
-    }, notices
+    rendered = {name: [replace(each, rendering=render_settings) for each in split] for name, split in specs.items()}
+    return rendered, notices
 
 
 def _write_split(
-    stage: Stage, path: Path, jobs: list[Job], sources: list[_RowSource], num_rows_done: int, total_rows: int
-) -> tuple[Counts, list[Counts]]:
-    """Write the prepared file of one split, and return the statistics of the split and of each of its data sets; raise
-    DataError if too many rows cannot be read, or no row of a data set is left. Of the `total_rows` rows of all splits,
-    `num_rows_done` were processed before."""
-    counts, counts_of_sources = Counts(jobs[0]), [Counts(job) for job in jobs]
-    with pa.ipc.new_file(path, jobs[0].schema) as file, closing(_tokenise_sources(stage, jobs, sources)) as chunks:
+    stage: Stage, path: Path, specs: list[RecordSpec], sources: list[_RowSource], num_rows_done: int, total_rows: int
+) -> tuple[SplitCounts, list[SplitCounts]]:
+    """Write the prepared file of a split; return the statistics of the split and of each of its data sets. Raise
+    DataError if too many rows cannot be read, or no row of a data set is left. `num_rows_done` of `total_rows` rows
+    were processed before."""
+    counts, counts_of_sources = SplitCounts(specs[0]), [SplitCounts(spec) for spec in specs]
+    with pa.ipc.new_file(path, specs[0].schema) as file, closing(_tokenise_each(stage, specs, sources)) as chunks:
         for i, chunk in chunks:
             if chunk.batch.num_rows:
                 file.write_batch(chunk.batch)
             counts.add(chunk)
             counts_of_sources[i].add(chunk)
-            # LEARNED_HELD_OUT has the same rows as the validation split, whose check covers these rows.
-            if path.stem != LEARNED_HELD_OUT:
-                counts_of_sources[i].check_refused(sources[i].dataset.max_skipped_fraction, len(sources[i].rows))
+            # HELD_OUT_SEQUENCES_SPLIT has the same rows as the validation split, whose check covers these rows.
+            if path.stem != HELD_OUT_SEQUENCES_SPLIT:
+                counts_of_sources[i].check_unusable(sources[i].dataset.max_skipped_fraction, len(sources[i].rows))
             num_rows_done += chunk.batch.num_rows + len(chunk.skipped)
             stage.progress.step(num_rows_done, total_rows)
             if stage.stop_requested:
                 num_done = f"{num_rows_done} of {total_rows} rows"
                 raise Preempted(f"stopped after {num_done} were tokenised; preparing starts anew")
-    # Remove the file of the split LEARNED_HELD_OUT if no held-out prompt has a response.
-    if path.stem == LEARNED_HELD_OUT and not counts.num_rows:
+    # Remove the file of the split HELD_OUT_SEQUENCES_SPLIT if no held-out prompt has a response.
+    if path.stem == HELD_OUT_SEQUENCES_SPLIT and not counts.num_rows:
         path.unlink()
-    elif path.stem != LEARNED_HELD_OUT:
+    elif path.stem != HELD_OUT_SEQUENCES_SPLIT:
         for source, source_counts in zip(sources, counts_of_sources, strict=True):
             if not source_counts.num_rows:
                 source_description = f"{path.stem} of {source.label}" if source.label else path.stem
@@ -187,16 +185,14 @@ def _write_split(
     return counts, counts_of_sources
 
 
-def _tokenise_sources(stage: Stage, jobs: list[Job], sources: list[_RowSource]) -> Generator[tuple[int, Chunk]]:
-    """Yield the chunks of one data set after the other, each with the index of its data set."""
-    for source_index, (job, source) in enumerate(zip(jobs, sources, strict=True)):
-        with closing(_tokenise_rows(stage, job, source.rows)) as chunks:
+def _tokenise_each(stage: Stage, specs: list[RecordSpec], sources: list[_RowSource]) -> Generator[tuple[int, RowChunk]]:
+    for source_index, (spec, source) in enumerate(zip(specs, sources, strict=True)):
+        with closing(_tokenise_rows(stage, spec, source.rows)) as chunks:
             yield from ((source_index, chunk) for chunk in chunks)
 
 
-def _mixture_statistics(sources: list[_RowSource], source_counts: list[Counts]) -> list[dict[str, Any]]:
-    """Return the statistics of each data set of a mixture, with its weight; raise DataError if a weight is so small
-    that an epoch has no row of its data set."""
+def _make_mixture_statistics(sources: list[_RowSource], source_counts: list[SplitCounts]) -> list[dict[str, Any]]:
+    """Return the statistics of each data set of a mixture; raise DataError if a weight gives it no row of an epoch."""
     entries = [
         {
             "source": source.label,
@@ -218,8 +214,8 @@ def _mixture_statistics(sources: list[_RowSource], source_counts: list[Counts]) 
 def _load_splits(stage: Stage) -> dict[str, list[_RowSource]]:
     """Return the rows of each split: training rows and, if any, held-out rows and rows of a supervised loss."""
     policy, validation, splits = stage.recipe.train.train_policy, stage.recipe.validation, {}
-    train_sources, held_out_sources = _split_each_source(stage)
-    splits[TRAIN] = train_sources
+    train_sources, held_out_sources = _load_train_and_held_out(stage)
+    splits[TRAIN_SPLIT] = train_sources
     if held_out_sources:
         if validation.max_rows is not None:
             counts = divide_by_weights(validation.max_rows, [len(source.rows) for source in held_out_sources])
@@ -230,11 +226,11 @@ def _load_splits(stage: Stage) -> dict[str, list[_RowSource]]:
     if policy.supervised_rows is not None:
         dataset = policy.supervised_rows.dataset
         rows = load_rows(dataset, "train.train_policy.data_term")
-        splits[DATA_TERM] = [_RowSource(rows, stage.recipe, dataset)]
+        splits[DATA_TERM_SPLIT] = [_RowSource(rows, stage.recipe, dataset)]
     return splits
 
 
-def _split_each_source(stage: Stage) -> tuple[list[_RowSource], list[_RowSource]]:
+def _load_train_and_held_out(stage: Stage) -> tuple[list[_RowSource], list[_RowSource]]:
     """Return the training rows and the held-out rows of each data set; the second list may be empty."""
     recipe, validation = stage.recipe, stage.recipe.validation
     train_sources: list[_RowSource] = []
@@ -250,8 +246,8 @@ def _split_each_source(stage: Stage) -> tuple[list[_RowSource], list[_RowSource]
     if validation.dataset.name:
         rows = load_rows(validation.dataset, "validation.dataset", _dataset_loader(stage, recipe))
         return train_sources, [_RowSource(rows, recipe, validation.dataset)]
-    if stage.data is not None and has_local_split(stage.data, VALIDATION):
-        rows = load_rows(DatasetConfig(name=str(stage.data), split=(VALIDATION,)), f"stage {stage.name!r}: data")
+    if stage.data is not None and has_local_split(stage.data, VALIDATION_SPLIT):
+        rows = load_rows(DatasetConfig(name=str(stage.data), split=(VALIDATION_SPLIT,)), f"stage {stage.name!r}: data")
         return train_sources, [_RowSource(rows, recipe, _remove_pass_rates(train_sources[0].dataset))]
     held_out_sources = []
     for i, source in enumerate(train_sources):
@@ -264,7 +260,7 @@ def _split_each_source(stage: Stage) -> tuple[list[_RowSource], list[_RowSource]
             if not policy.data_packer:  # an error about columns is more helpful than one about the number of rows
                 location, row = next(iter(source.rows))
                 with suppress(SkippedRow):
-                    tokenised_kind(policy.rows).read(row, location, policy)
+                    load_tokenised_kind(policy.rows).read(row, location, policy)
             raise
         train_sources[i] = replace(source, rows=rows)
         held_out_sources.append(
@@ -280,13 +276,12 @@ def _remove_pass_rates(dataset: RowsConfig) -> RowsConfig:
 
 
 def _kinds_by_split(recipe: Recipe) -> dict[str, str]:
-    """Return the name of the row kind in each held-out split, by the name of the split."""
-    kind = row_kind(recipe.train.train_policy.rows)
+    kind = load_row_kind(recipe.train.train_policy.rows)
     return kind.held_out_row_kinds(has_rewards=bool(recipe.validation.reward_function))
 
 
 def _dataset_loader(stage: Stage, recipe: Recipe) -> UserDatasetLoader:
-    return UserDatasetLoader(recipe, partial(_tokenizer, stage.model, recipe.policy))
+    return UserDatasetLoader(recipe, partial(_load_tokenizer, stage.model, recipe.policy))
 
 
 def read_stop_tokens(model: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -298,35 +293,35 @@ def read_stop_tokens(model: str, revision: str | None, tokenizer: PreTrainedToke
     return tuple(token_id for token_id in (tokenizer.eos_token_id, *stop_ids) if token_id is not None and token_id >= 0)
 
 
-def _make_job(stage: Stage, split: str, source: _RowSource) -> Job:
+def _make_spec(stage: Stage, split: str, source: _RowSource) -> RecordSpec:
     recipe, validation = source.recipe, source.recipe.validation
     max_length = recipe.policy.model_max_length
-    is_data_term, policy = split == DATA_TERM, recipe.train.train_policy
-    kind = tokenised_kind("sequences" if is_data_term else _kinds_by_split(recipe).get(split, policy.rows))
+    is_data_term, policy = split == DATA_TERM_SPLIT, recipe.train.train_policy
+    kind = load_tokenised_kind("sequences" if is_data_term else _kinds_by_split(recipe).get(split, policy.rows))
     pass_rates = read_pass_rates(Path(source.dataset.pass_rates)) if source.dataset.pass_rates else None
-    root = image_root(recipe, stage.model, source.rows.folder)
-    job = Job(recipe, kind, max_length, stage.model, root, pass_rate_range=source.dataset.keep)
+    root = find_image_root(recipe, stage.model, source.rows.folder)
+    spec = RecordSpec(recipe, kind, max_length, stage.model, root, pass_rate_range=source.dataset.keep)
     if not kind.is_completed:
-        return replace(job, is_data_term=is_data_term)
+        return replace(spec, is_data_term=is_data_term)
     max_completion_tokens = recipe.rollout.max_response_length
-    if split == VALIDATION:
+    if split == VALIDATION_SPLIT:
         max_completion_tokens = validation.max_response_length or max_completion_tokens
-    return replace(job, max_tokens=max_length - 1, longest_completion=max_completion_tokens, rates=pass_rates)
+    return replace(spec, max_tokens=max_length - 1, max_completion_tokens=max_completion_tokens, pass_rates=pass_rates)
 
 
-def _tokenise_rows(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
+def _tokenise_rows(stage: Stage, spec: RecordSpec, rows: Rows) -> Generator[RowChunk]:
     """Yield chunks of tokenised rows in the order of the rows, from this process or from a pool of processes."""
-    model, policy = stage.model, job.recipe.policy
-    pack_row = None if job.is_data_term else _dataset_loader(stage, job.recipe).packer()
+    model, policy = stage.model, spec.recipe.policy
+    pack_row = None if spec.is_data_term else _dataset_loader(stage, spec.recipe).make_packer()
     row_iterator = ((location, pack_row(row, location)) for location, row in rows) if pack_row else iter(rows)
     chunks = iter(lambda: list(islice(row_iterator, _CHUNK_ROWS)), [])
-    num_workers = min(job.recipe.train.train_policy.dataloader_num_workers, -(-len(rows) // _CHUNK_ROWS))
+    num_workers = min(spec.recipe.train.train_policy.dataloader_num_workers, -(-len(rows) // _CHUNK_ROWS))
     if num_workers <= 1:
-        yield from map(partial(convert_rows, _tokenizer(model, policy), job), chunks)
+        yield from map(partial(convert_rows, _load_tokenizer(model, policy), spec), chunks)
         return
-    convert_chunk = partial(_convert_in_process, model, policy, job)
+    convert_chunk = partial(_convert_in_worker, model, policy, spec)
     spawn_context = multiprocessing.get_context("spawn")  # a forked process would copy locks that other threads hold
-    pool = ProcessPoolExecutor(num_workers, spawn_context, begin)
+    pool = ProcessPoolExecutor(num_workers, spawn_context, initialise_process)
     pending_chunks = deque(pool.submit(convert_chunk, chunk) for chunk in islice(chunks, 2 * num_workers))
     try:
         while pending_chunks:
@@ -336,11 +331,11 @@ def _tokenise_rows(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
         pool.shutdown(cancel_futures=True)
 
 
-def _convert_in_process(model: str, policy: PolicyConfig, job: Job, rows: list[Located]) -> Chunk:
-    return convert_rows(_load_cached_tokenizer(model, policy.model_revision, policy.chat_template), job, rows)
+def _convert_in_worker(model: str, policy: PolicyConfig, spec: RecordSpec, rows: list[LocatedRow]) -> RowChunk:
+    return convert_rows(_load_cached_tokenizer(model, policy.model_revision, policy.chat_template), spec, rows)
 
 
-def _tokenizer(model: str, policy: PolicyConfig) -> PreTrainedTokenizerBase:
+def _load_tokenizer(model: str, policy: PolicyConfig) -> PreTrainedTokenizerBase:
     return load_tokenizer(model, policy.model_revision, policy.chat_template)
 
 

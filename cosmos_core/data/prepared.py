@@ -21,22 +21,29 @@ import pyarrow.compute as pc
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.data.kinds.base import IMAGE_ROOT, LOCATION_COLUMN, TRAIN, VALIDATION, HeldOut, RowKind
-from cosmos_core.data.kinds.registry import known_kinds, row_kind
+from cosmos_core.data.kinds.base import (
+    IMAGE_ROOT_KEY,
+    LOCATION_COLUMN,
+    TRAIN_SPLIT,
+    VALIDATION_SPLIT,
+    HeldOutSet,
+    RowKind,
+)
+from cosmos_core.data.kinds.registry import load_row_kind, row_kind_names
 from cosmos_core.data.order import Mixture
 from cosmos_core.errors import DataError, first_line
-from cosmos_core.run.files import read_object
+from cosmos_core.run.files import read_json_object
 from cosmos_core.types import ImageRef
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T_co = TypeVar("T_co", covariant=True)
-DATA_TERM = "data_term"
+DATA_TERM_SPLIT = "data_term"
 """Name of the split with the rows of a supervised loss that is trained in addition to the RL loss."""
-LEARNED_HELD_OUT = "held_out"
+HELD_OUT_SEQUENCES_SPLIT = "held_out"
 """Name of the split with held-out rows as sequences to learn, where `validation` has them as prompts to complete."""
-STATISTICS = "statistics.json"
+STATISTICS_FILE = "statistics.json"
 """Name of the file with the statistics of each split, and with the data sets of a mixture."""
 HELD_OUT_REMEDY = "name validation.dataset, or split some off with train.train_policy.dataset.test_size"
 
@@ -51,9 +58,9 @@ def has_split(folder: Path, split: str) -> bool:
     return split_path(folder, split).is_file()
 
 
-def mixture_of(file: Path) -> Mixture | None:
+def read_mixture(file: Path) -> Mixture | None:
     """Return the mixture of data sets in the file of a split; None if all rows are from one data set."""
-    statistics = read_object(file.with_name(STATISTICS)).get(file.stem) or {}
+    statistics = read_json_object(file.with_name(STATISTICS_FILE)).get(file.stem) or {}
     if not (sources := statistics.get("sources")):
         return None
     return Mixture(*(tuple(source[name] for source in sources) for name in ("source", "rows", "weight")))
@@ -64,7 +71,7 @@ class RowImages:
 
     def __init__(self, table: pa.Table) -> None:
         self._column = table["images"] if "images" in table.column_names else None
-        self._root = Path((table.schema.metadata or {}).get(IMAGE_ROOT, b"").decode())
+        self._root = Path((table.schema.metadata or {}).get(IMAGE_ROOT_KEY, b"").decode())
         self.counts: np.ndarray = np.zeros(len(table), dtype=np.int64)
         if self._column is not None:
             self.counts = pc.fill_null(pc.list_value_length(self._column), 0).to_numpy().astype(np.int64)
@@ -73,8 +80,8 @@ class RowImages:
         """Return the images of a row, with absolute paths."""
         if self._column is None:
             return ()
-        refs = [ImageRef(**image) for image in self._column[index].as_py() or ()]
-        return tuple(ref if ref.path is None else replace(ref, path=str(self._root / ref.path)) for ref in refs)
+        image_refs = [ImageRef(**image) for image in self._column[index].as_py() or ()]
+        return tuple(ref if ref.path is None else replace(ref, path=str(self._root / ref.path)) for ref in image_refs)
 
 
 class IndexedSequence(Sequence[T_co]):
@@ -107,7 +114,7 @@ def has_images(folder: Path) -> bool:
     return any(RowImages(_open_arrow_table(file)).counts.any() for file in folder.glob("*.arrow"))
 
 
-def check_ids(folder: Path, num_embeddings: int) -> None:
+def check_token_ids(folder: Path, num_embeddings: int) -> None:
     """Raise DataError, which names the row, if the model has no embedding for a token of prepared rows of text."""
     for table, column_name in _iterate_id_columns(folder):
         max_token_id = pc.max(pc.list_flatten(table[column_name])).as_py()
@@ -120,14 +127,13 @@ def check_ids(folder: Path, num_embeddings: int) -> None:
             )
 
 
-def longest_row(folder: Path) -> int:
+def longest_row_length(folder: Path) -> int:
     """Return the number of tokens of the longest prepared row of text; raise DataError if a file is damaged."""
     lengths = (pc.max(pc.list_value_length(table[name])).as_py() for table, name in _iterate_id_columns(folder))
     return max((length or 0 for length in lengths), default=0)
 
 
 def _iterate_id_columns(folder: Path) -> Iterator[tuple[pa.Table, str]]:
-    """Yield each table of a data folder with the name of each of its columns of token ids."""
     for table in map(_open_arrow_table, sorted(folder.glob("*.arrow"))):
         yield from ((table, column_name) for column_name in table.column_names if column_name.endswith("_ids"))
 
@@ -139,26 +145,25 @@ def read_row_kind(folder: Path, split: str) -> str:
         return _find_row_kind(path, reader.schema).name
 
 
-def check_held_out(folder: Path) -> None:
+def require_held_out_rows(folder: Path) -> None:
     """Raise DataError if no rows are held out."""
-    if not has_split(folder, VALIDATION):
+    if not has_split(folder, VALIDATION_SPLIT):
         raise DataError(f"{folder} has no held-out rows; {HELD_OUT_REMEDY}")
 
 
-def open_held_out(folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any = None) -> HeldOut:
+def open_held_out(folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any = None) -> HeldOutSet:
     """Return the held-out rows of a data folder; `adapter`, the model adapter, is needed only for diffusion models.
     Raise DataError if no rows are held out, or a file is damaged."""
-    check_held_out(folder)
-    return row_kind(read_row_kind(folder, VALIDATION)).open_held_out(folder, policy, model, adapter)
+    require_held_out_rows(folder)
+    return load_row_kind(read_row_kind(folder, VALIDATION_SPLIT)).open_held_out(folder, policy, model, adapter)
 
 
 def _open_arrow_table(path: Path, *kinds: RowKind) -> pa.Table:
-    """Return the table of a file, whose kind of rows must be one of `kinds`; without `kinds`, any kind is valid."""
     with _open_reader(path) as reader:
         table = reader.read_all()
         table.validate(full=True)
     kind = _find_row_kind(path, table.schema, *kinds)
-    if not any(table.schema.equals(schema) for schema in (kind.schema, kind.visual_schema)):
+    if not any(table.schema.equals(schema) for schema in (kind.schema, kind.schema_with_images)):
         raise damaged_file_error(path, f"its columns are {', '.join(table.column_names)}")
     return table
 
@@ -174,30 +179,29 @@ def _open_reader(path: Path) -> Iterator[pa.RecordBatchFileReader]:
 
 
 def _find_row_kind(path: Path, schema: pa.Schema, *kinds: RowKind) -> RowKind:
-    """Return the kind of rows of a file, which must be one of `kinds`; without `kinds`, any kind is valid."""
     kind_name = (schema.metadata or {}).get(b"rows", b"").decode()
-    if kind_name not in ([kind.name for kind in kinds] or known_kinds()):
-        expected_rows = f"{kinds[0].name} {kinds[0].purpose}" if kinds else "known ones"
+    if kind_name not in ([kind.name for kind in kinds] or row_kind_names()):
+        expected_kind = f"{kinds[0].name} {kinds[0].purpose}" if kinds else "known ones"
         raise DataError(
-            f"{path} holds {kind_name or 'unknown rows'}, but {expected_rows} are needed; "
+            f"{path} holds {kind_name or 'unknown rows'}, but {expected_kind} are needed; "
             "prepare the data with the recipe of the stage that reads it"
         )
-    return row_kind(kind_name)
+    return load_row_kind(kind_name)
 
 
 def preview_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[str]:
     """Return lines that show the first training rows, one line per run of learned or masked tokens."""
-    table = open_table(folder, TRAIN)
+    table = open_table(folder, TRAIN_SPLIT)
     columns = [name for name in table.column_names if name not in {"images", "prompt_text"}]
     lines = []
     for row in table.select(columns).slice(0, num_rows).to_pylist():
         lines.append(f"{row[LOCATION_COLUMN]}:")
         for sequence_name in [name.removesuffix("_ids") for name in columns if name.endswith("_ids")]:
-            is_only_one, ids = sequence_name == "input", row[f"{sequence_name}_ids"]
-            mask = row.get("loss_mask" if is_only_one else f"{sequence_name}_mask") or [0] * len(ids)
+            is_only_sequence, ids = sequence_name == "input", row[f"{sequence_name}_ids"]
+            mask = row.get("loss_mask" if is_only_sequence else f"{sequence_name}_mask") or [0] * len(ids)
             for is_learned, token_run in groupby(zip(mask, ids, strict=True), key=itemgetter(0)):
                 text = str(tokenizer.decode([token_id for _, token_id in token_run]))
-                prefix = "" if is_only_one else f"{sequence_name} "
+                prefix = "" if is_only_sequence else f"{sequence_name} "
                 lines.append(f"  {prefix}{'learned' if is_learned else 'masked'}: {text!r}")
         lines += [f"  {name}: {row[name]!r}" for name in ("label", "reference") if name in row]
     return lines

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
-from cosmos_core.config.schema.dataset import RowsConfig, generator_of
-from cosmos_core.data.kinds.base import VALIDATION
-from cosmos_core.data.kinds.registry import tokenised_kind
+from cosmos_core.config.schema.dataset import RowsConfig, reasoning_gym_generator
+from cosmos_core.data.kinds.base import VALIDATION_SPLIT
+from cosmos_core.data.kinds.registry import load_tokenised_kind
 from cosmos_core.data.messages import Row, SkippedRow, read_conversation
 from cosmos_core.data.rows import load_rows, training_sources
 from cosmos_core.data.statistics import row_remedy
@@ -19,13 +19,14 @@ from cosmos_core.errors import DataError
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
-_NUM_ROWS, _NUM_GENERATED_ROWS = 200, 8  # number of rows to read of a split, and of a generator, which may be slow
+_MAX_ROWS, _MAX_GENERATED_ROWS = 200, 8
+"""Maximum number of rows that are read of a split, and of a generator, which may be slow."""
 
 
 def run(stage: Stage) -> Outcome:
     """Read the first rows of each split; raise DataError if `prepare` would fail because of them."""
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
-    row_kind = tokenised_kind(policy.rows)
+    row_kind = load_tokenised_kind(policy.rows)
     for config_key, source_policy in training_sources(stage).items():
         _check_first_rows(source_policy.dataset, config_key, partial(row_kind.read, policy=source_policy))
     if data_term := policy.supervised_rows:
@@ -34,7 +35,7 @@ def run(stage: Stage) -> Outcome:
         _check_first_rows(data_term.dataset, "train.train_policy.data_term", read_term_row)
     if validation.dataset.name:
         kind_names = row_kind.held_out_row_kinds(has_rewards=bool(validation.reward_function))
-        held_out_kind = tokenised_kind(kind_names[VALIDATION])
+        held_out_kind = load_tokenised_kind(kind_names[VALIDATION_SPLIT])
         _check_first_rows(validation.dataset, "validation.dataset", partial(held_out_kind.read, policy=policy))
     return Outcome()
 
@@ -44,7 +45,7 @@ def _check_first_rows(dataset: RowsConfig, config_key: str, read_row: Callable[[
     name of the data set's table in the TOML, for messages."""
     rows, max_fraction = load_rows(dataset, config_key), dataset.max_skipped_fraction
     errors: list[DataError] = []
-    num_checked_rows = min(_NUM_GENERATED_ROWS if generator_of(dataset.name) else _NUM_ROWS, len(rows))
+    num_checked_rows = min(len(rows), _MAX_GENERATED_ROWS if reasoning_gym_generator(dataset.name) else _MAX_ROWS)
     for location, row in islice(rows, num_checked_rows):
         try:
             read_row(row, location)

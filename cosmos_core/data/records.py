@@ -19,34 +19,34 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from cosmos_core.config.conditions import parse_range
-from cosmos_core.config.media import media_settings
+from cosmos_core.config.conditions import parse_pass_rate_range
+from cosmos_core.config.media import image_settings
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.chat import DEFAULT_RENDERING, PromptRendering
-from cosmos_core.data.conversation import conversation_tokens, truncate_tokens
-from cosmos_core.data.formats import Located
+from cosmos_core.data.conversation import tokenise_conversation, truncate_tokens
+from cosmos_core.data.formats import LocatedRow
 from cosmos_core.data.images import align_images, read_image
 from cosmos_core.data.kinds.base import TokenisedKind
-from cosmos_core.data.messages import Message, ReadRow, Row, SkippedRow, propose_merged_turns
+from cosmos_core.data.messages import Message, Row, SkippedRow, TrackedRow, propose_merged_turns
 from cosmos_core.data.rendering import RefusedRow, Tools
-from cosmos_core.data.statistics import Chunk, SkippedSource
-from cosmos_core.data.visual import truncate_visual_tokens, visual_tokens
+from cosmos_core.data.statistics import RowChunk, SkippedRowEntry
+from cosmos_core.data.visual import tokenise_images_and_text, truncate_visual_tokens
 from cosmos_core.errors import DataError
-from cosmos_core.models.chat_templates import set_template
+from cosmos_core.models.chat_templates import set_chat_template
 from cosmos_core.models.processor import load_processor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Ref = dict[str, Any]
+ImageFields = dict[str, Any]
 """Fields of an `ImageRef` as a dictionary."""
 _DEFAULT_COLUMN = SupervisedConfig.model_fields["conversation_column_name"].default
 
 
 @dataclass(frozen=True)
-class Job:
+class RecordSpec:
     """Settings for converting the rows of one split to records."""
 
     recipe: Recipe
@@ -60,15 +60,15 @@ class Job:
     """Folder that the image paths in the prepared file are relative to; None: `root`."""
     end_ids: tuple[int, ...] = ()
     """Token ids at which generation stops."""
-    chat: PromptRendering = DEFAULT_RENDERING
+    rendering: PromptRendering = DEFAULT_RENDERING
     """Settings for rendering prompts to complete."""
-    rates: Mapping[str, float | None] | None = None
+    pass_rates: Mapping[str, float | None] | None = None
     """Pass rate of each prompt by its rendered text; None: the rows have a column `pass_rate`."""
     pass_rate_range: str = ""
     """Range of the pass rates of the rows to keep; empty: all rows."""
     is_data_term: bool = False
     """Whether the rows are those of a supervised loss (data term) that is trained in addition to rollouts."""
-    longest_completion: int = 0
+    max_completion_tokens: int = 0
     """Maximum number of tokens of a completion, unless a long prompt leaves fewer."""
 
     @property
@@ -95,14 +95,14 @@ class Job:
         return policy.column_names if isinstance(policy, SupervisedConfig) else {}
 
     @property
-    def no_images(self) -> list[list[Ref]]:
+    def empty_images(self) -> list[list[ImageFields]]:
         """Return the value of the column `images` for a row without images; no value if there is no such column."""
         return [] if self.root is None else [[]]
 
     @property
     def schema(self) -> pa.Schema:
         """Return the Arrow schema of the prepared file."""
-        return self.kind.schema_of(self.stored_root or self.root)
+        return self.kind.make_schema(self.stored_root or self.root)
 
 
 class Record(NamedTuple):
@@ -112,10 +112,10 @@ class Record(NamedTuple):
     """One value per column of the file; the last is the location of the row."""
     is_merged: bool
     counts: dict[str, int]
-    """Counts about the row for the statistics of the split, with the keys of `Chunk.counts`."""
+    """Counts about the row for the statistics of the split, with the keys of `RowChunk.counts`."""
 
 
-def convert_rows(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Located]) -> Chunk:
+def convert_rows(tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, rows: list[LocatedRow]) -> RowChunk:
     """Convert rows to one record batch; rows that cannot be used are skipped and recorded with a reason."""
     records: list[Record] = []
     skipped_rows = []
@@ -123,27 +123,27 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Locate
     unread_counts: Counter[str] = Counter()
     for location, raw_row in rows:
         try:
-            row = ReadRow(raw_row, job.column_names, location)
-            record = job.kind.record(tokenizer, job, row, location)
-            if job.pass_rate_range:
-                _check_pass_rate(job, row, record, location)
+            row = TrackedRow(raw_row, spec.column_names, location)
+            record = spec.kind.make_record(tokenizer, spec, row, location)
+            if spec.pass_rate_range:
+                _check_pass_rate(spec, row, record, location)
             records.append(record)
             unread_counts.update(row.unread_columns)
-            counts["other_column"] += bool(job.column) and row.get(job.column) is None
-            counts["text_alone"] += job.kind.omits_response(row, job.column)
+            counts["other_column"] += bool(spec.column) and row.get(spec.column) is None
+            counts["text_alone"] += spec.kind.omits_response(row, spec.column)
         except SkippedRow as skipped:
-            refusal = f"{location}: {skipped.reason}" if isinstance(skipped, RefusedRow) else ""
-            skipped_rows.append(SkippedSource(skipped.reason, location, refusal))
+            error_text = f"{location}: {skipped.reason}" if isinstance(skipped, RefusedRow) else ""
+            skipped_rows.append(SkippedRowEntry(skipped.reason, location, error_text))
         except DataError as error:
-            skipped_rows.append(SkippedSource("that cannot be read", str(error), str(error)))
-    schema = job.schema
+            skipped_rows.append(SkippedRowEntry("that cannot be read", str(error), str(error)))
+    schema = spec.schema
     arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(schema)]
     batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
-    counts["learned_ends"] = _count_learned_ends(batch, job)
+    counts["learned_ends"] = _count_learned_end_tokens(batch, spec)
     for record in records:
         counts.update(record.counts)
     merged_locations = [record.values[-1] for record in records if record.is_merged]
-    return Chunk(batch, skipped_rows, merged_locations, counts, unread_counts)
+    return RowChunk(batch, skipped_rows, merged_locations, counts, unread_counts)
 
 
 def read_pass_rates(file: Path) -> dict[str, float | None]:
@@ -158,77 +158,77 @@ def read_pass_rates(file: Path) -> dict[str, float | None]:
         raise DataError(f"{problem} ({reason}); name another") from error
 
 
-def _check_pass_rate(job: Job, row: Row, record: Record, location: str) -> None:
-    """Raise SkippedRow if the pass rate of a row is outside of the job's range."""
-    rates: Mapping[str, Any] = row if job.rates is None else job.rates
-    key, holder = "pass_rate", "its row"
-    if job.rates is not None:
-        key, holder = record.values[list(job.kind.columns).index("prompt_text")], "dataset.pass_rates"
+def _check_pass_rate(spec: RecordSpec, row: Row, record: Record, location: str) -> None:
+    rates: Mapping[str, Any] = row if spec.pass_rates is None else spec.pass_rates
+    key, rates_source = "pass_rate", "its row"
+    if spec.pass_rates is not None:
+        key, rates_source = record.values[list(spec.kind.columns).index("prompt_text")], "dataset.pass_rates"
         if record.counts.get("images"):  # prompts with the same text can show different images
-            raise DataError(f"{location}: {holder} are by the text of prompts without images; use a column pass_rate")
+            problem = f"{rates_source} are by the text of prompts without images"
+            raise DataError(f"{location}: {problem}; use a column pass_rate")
     if key not in rates:
-        raise DataError(f"{location}: {holder} has no pass rate, which dataset.keep = {job.pass_rate_range!r} needs")
+        rule = f"which dataset.keep = {spec.pass_rate_range!r} needs"
+        raise DataError(f"{location}: {rates_source} has no pass rate, {rule}")
     raw_rate = rates[key]
     try:
         pass_rate = None if raw_rate is None else float(raw_rate)
     except (TypeError, ValueError):
-        raise DataError(f"{location}: the pass rate {raw_rate!r} of {holder} is no number or null") from None
-    if pass_rate is not None and not parse_range(job.pass_rate_range)(pass_rate):
-        raise SkippedRow(location, f"with a pass rate outside of {job.pass_rate_range}")
+        raise DataError(f"{location}: the pass rate {raw_rate!r} of {rates_source} is no number or null") from None
+    if pass_rate is not None and not parse_pass_rate_range(spec.pass_rate_range)(pass_rate):
+        raise SkippedRow(location, f"with a pass rate outside of {spec.pass_rate_range}")
 
 
-def _count_learned_ends(batch: pa.RecordBatch, job: Job) -> int:
-    """Return the number of end tokens that are learned in a batch."""
+def _count_learned_end_tokens(batch: pa.RecordBatch, spec: RecordSpec) -> int:
     num_learned_ends = 0
-    for columns in zip(job.kind.id_columns, job.kind.mask_columns, strict=False):
+    for columns in zip(spec.kind.id_columns, spec.kind.mask_columns, strict=False):
         ids, mask = (batch.column(name).values.to_numpy() for name in columns)
-        num_learned_ends += int((np.isin(ids, job.end_ids) & (mask == 1)).sum())
+        num_learned_ends += int((np.isin(ids, spec.end_ids) & (mask == 1)).sum())
     return num_learned_ends
 
 
 def read_images(
-    job: Job, turns: list[Message], row: Row, location: str
-) -> tuple[list[Message], list[Ref], list[Image]]:
+    spec: RecordSpec, turns: list[Message], row: Row, location: str
+) -> tuple[list[Message], list[ImageFields], list[Image]]:
     """Return the turns with a placeholder part for each image, the fields of their `ImageRef`s, and the images."""
-    assert job.root is not None
+    assert spec.root is not None
     placeholder_turns, sources = align_images(turns, row, location)
-    refs_and_images = [read_image(source, job.root, location, job.stored_root) for source in sources]
+    refs_and_images = [read_image(source, spec.root, location, spec.stored_root) for source in sources]
     image_refs = [asdict(image_ref) for image_ref, _ in refs_and_images]
     return placeholder_turns, image_refs, [image for _, image in refs_and_images]
 
 
-def image_root(recipe: Recipe, model: str, rows_folder: Path) -> Path | None:
-    """Return the folder that image paths are relative to, of the recipe or of the rows; None if only text is read."""
-    media, policy = media_settings(recipe), recipe.policy
-    if processor_of(model, policy.model_revision, media.pixels, policy.chat_template) is None:
+def find_image_root(recipe: Recipe, model: str, rows_folder: Path) -> Path | None:
+    """Return the folder of relative image paths: the recipe's, else that of the rows; None if only text is read."""
+    media, policy = image_settings(recipe), recipe.policy
+    if _load_processor(model, policy.model_revision, media.pixels, policy.chat_template) is None:
         return None
     return Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows_folder
 
 
-def processor_for(job: Job) -> ProcessorMixin:
+def get_processor(spec: RecordSpec) -> ProcessorMixin:
     """Return the processor of the model, which reads images."""
-    policy = job.recipe.policy
-    processor = processor_of(job.model, policy.model_revision, media_settings(job.recipe).pixels, policy.chat_template)
+    policy, pixels = spec.recipe.policy, image_settings(spec.recipe).pixels
+    processor = _load_processor(spec.model, policy.model_revision, pixels, policy.chat_template)
     assert processor is not None
     return processor
 
 
 @lru_cache(maxsize=1)
-def processor_of(
+def _load_processor(
     model: str, revision: str | None, pixels: tuple[tuple[str, int], ...], chat_template: str | None
 ) -> ProcessorMixin | None:
     """Return the processor of a model, cached for the next row; None if the model reads only text."""
     processor = load_processor(model, revision, pixels)
     if processor is not None and chat_template is not None:
-        set_template(processor.tokenizer, chat_template)
+        set_chat_template(processor.tokenizer, chat_template)
         processor.chat_template = processor.tokenizer.chat_template
     return processor
 
 
-_Tokens = TypeVar("_Tokens")
+_TokensT = TypeVar("_TokensT")
 
 
-def tokenise_turns(tokenise_fn: Callable[[list[Message]], _Tokens], turns: list[Message]) -> tuple[_Tokens, bool]:
+def tokenise_turns(tokenise_fn: Callable[[list[Message]], _TokensT], turns: list[Message]) -> tuple[_TokensT, bool]:
     """Tokenise turns, merged if the chat template refuses them; return the tokens and whether turns were merged."""
     try:
         return tokenise_fn(turns), False
@@ -240,31 +240,32 @@ def tokenise_turns(tokenise_fn: Callable[[list[Message]], _Tokens], turns: list[
 
 
 def make_text_record(
-    job: Job, tokens: tuple[list[int], list[int]], location: str, *, is_merged: bool = False, **counts: int
+    spec: RecordSpec, tokens: tuple[list[int], list[int]], location: str, *, is_merged: bool = False, **counts: int
 ) -> Record:
     """Return the record of one sequence of text, cut to the maximum length; errors are those of `truncate_tokens`."""
-    counts["truncated_rows"] = int(len(tokens[0]) > job.max_tokens)
-    ids_and_mask = truncate_tokens(tokens, job.max_tokens, location)
-    return Record((*ids_and_mask, *job.no_images, location), is_merged, counts)
+    counts["truncated_rows"] = int(len(tokens[0]) > spec.max_tokens)
+    ids_and_mask = truncate_tokens(tokens, spec.max_tokens, location)
+    return Record((*ids_and_mask, *spec.empty_images, location), is_merged, counts)
 
 
 def make_conversation_record(
-    tokenizer: PreTrainedTokenizerBase, job: Job, turns: list[Message], tools: Tools, row: Row, location: str
+    tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, turns: list[Message], tools: Tools, row: Row, location: str
 ) -> Record:
     """Return the record of one conversation, with the images of its row if the model reads images; errors are those of
-    `conversation_tokens` and `visual_tokens`."""
-    if job.root is None:
+    `tokenise_conversation` and `tokenise_images_and_text`."""
+    if spec.root is None:
         text_tokens, is_merged = tokenise_turns(
-            lambda turns: conversation_tokens(tokenizer, turns, location, tools, job.end_ids), turns
+            lambda turns: tokenise_conversation(tokenizer, turns, location, tools, spec.end_ids), turns
         )
-        return make_text_record(job, text_tokens, location, is_merged=is_merged)
-    processor = processor_for(job)
-    placeholder_turns, image_refs, images = read_images(job, turns, row, location)
+        return make_text_record(spec, text_tokens, location, is_merged=is_merged)
+    processor = get_processor(spec)
+    placeholder_turns, image_refs, images = read_images(spec, turns, row, location)
     tokens, is_merged = tokenise_turns(
-        lambda turns: visual_tokens(processor, turns, images, location, tools, job.end_ids), placeholder_turns
+        lambda turns: tokenise_images_and_text(processor, turns, images, location, tools, spec.end_ids),
+        placeholder_turns,
     )
-    ids, mask = truncate_visual_tokens(tokens, job.max_tokens, location)
-    counts = {"truncated_rows": int(len(tokens.ids) > job.max_tokens), "images": len(image_refs)}
+    ids, mask = truncate_visual_tokens(tokens, spec.max_tokens, location)
+    counts = {"truncated_rows": int(len(tokens.ids) > spec.max_tokens), "images": len(image_refs)}
     return Record((ids, mask, image_refs, location), is_merged, counts | {"image_tokens": tokens.num_image_tokens})
 
 

@@ -7,15 +7,15 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from cosmos_core.data.bounds import limit_resources
-from cosmos_core.data.messages import Message, SkippedRow, texts_of
-from cosmos_core.data.tool_calls import uses_python_notation, with_json_arguments
+from cosmos_core.data.messages import Message, SkippedRow, turn_texts
+from cosmos_core.data.template_limits import limit_resources
+from cosmos_core.data.tool_calls import uses_python_notation, with_string_arguments_in_turns
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, ModelError
 
 _MAX_RENDERED_CHARACTERS = 1 << 26  # maximum number of characters that a template may render, more than any model reads
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-TemplateOwner = PreTrainedTokenizerBase | ProcessorMixin
+TemplateRenderer = PreTrainedTokenizerBase | ProcessorMixin
 Tools = list[Any] | None
 """Descriptions of the callable tools that are passed to the chat template."""
 
@@ -25,44 +25,44 @@ class RefusedRow(SkippedRow):
 
 
 def render(
-    owner: TemplateOwner,
+    renderer: TemplateRenderer,
     turns: list[Message],
     location: str,
     *,
     add_generation_prompt: bool = False,
     tools: Tools = None,
-    options: Mapping[str, Any] = {},
+    template_kwargs: Mapping[str, Any] = {},
 ) -> tuple[list[Message], str]:
     """Render turns with the chat template of a tokenizer or processor; return the turns as passed to it, and the text.
-    `options` are passed to `apply_chat_template`.
+    `template_kwargs` are passed to `apply_chat_template`.
 
     Some templates of processors expect strings for turns with text only, others expect parts in all turns. Both forms
     are tried, and the rendering that leaves out the fewest turns is returned.
 
-    Raises:
-        DataError: the template leaves out the text of a user turn.
-        RefusedRow: the template refuses the conversation, or leaves out its system turn or a tool call.
-        ModelError: there is no chat template.
-    """
-    if not (options.get("chat_template") or owner.chat_template):
-        name = "the processor" if isinstance(owner, ProcessorMixin) else f"the tokenizer of {owner.name_or_path!r}"
+    Raise DataError if the template leaves out the text of a user turn, RefusedRow if it refuses the conversation, or
+    leaves out its system turn or a tool call, and ModelError if there is no chat template."""
+    if not (template_kwargs.get("chat_template") or renderer.chat_template):
+        name = "the processor"
+        if not isinstance(renderer, ProcessorMixin):
+            name = f"the tokenizer of {renderer.name_or_path!r}"
         raise ModelError(
             f"{name} has no chat template; set policy.chat_template to a Jinja file, 'plain' or 'chatml', start "
             "from an instruct model, or give plain text: a column `text`, or `prompt` and `completion`"
         )
-    arguments: Any = {"add_generation_prompt": add_generation_prompt, "tools": tools, "options": options}
+    arguments: Any = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+    arguments["template_kwargs"] = template_kwargs
     renderings: list[tuple[list[Message], list[Message], str]] = []
-    for rendered_turns in (turns, _with_text_parts(turns)) if isinstance(owner, ProcessorMixin) else (turns,):
+    for rendered_turns in (turns, _with_text_parts(turns)) if isinstance(renderer, ProcessorMixin) else (turns,):
         try:
-            text = render_template(owner, rendered_turns, where=location, **arguments)
-            missing_turns = [turn for turn in rendered_turns if _is_missing(turn, text)]
+            text = render_template(renderer, rendered_turns, location=location, **arguments)
+            missing_turns = [turn for turn in rendered_turns if _is_turn_missing(turn, text)]
             renderings.append((missing_turns, rendered_turns, text))
         except TemplateError as error:
             last_error = error
-    written = with_json_arguments(turns)
+    turns_with_string_arguments = with_string_arguments_in_turns(turns)
     calls = [call for turn in turns for call in turn.get("tool_calls", [])]
-    if written != turns and (not renderings or uses_python_notation(calls, renderings[0][2])):
-        return render(owner, written, location, **arguments)
+    if turns_with_string_arguments != turns and (not renderings or uses_python_notation(calls, renderings[0][2])):
+        return render(renderer, turns_with_string_arguments, location, **arguments)
     if not renderings:
         raise RefusedRow(location, f"refused by the chat template ({last_error})")
     missing_turns, rendered_turns, text = min(renderings, key=lambda rendering: len(rendering[0]))
@@ -72,10 +72,10 @@ def render(
         # Templates of some vision models expect parts as content of a turn, and render nothing for a string.
         if turn["role"] == "user":
             raise DataError(
-                f"{location}: the chat template leaves out the user's text {' '.join(texts_of(turn))[:40]!r}; "
+                f"{location}: the chat template leaves out the user's text {' '.join(turn_texts(turn))[:40]!r}; "
                 "use a template that accepts strings as content"
             )
-    _check_extra_keys(rendered_turns, text, location)
+    _check_calls_and_thoughts(rendered_turns, text, location)
     return rendered_turns, text
 
 
@@ -87,33 +87,33 @@ def _with_text_parts(turns: list[Message]) -> list[Message]:
     ]
 
 
-def _is_missing(turn: Message, text: str) -> bool:
+def _is_turn_missing(turn: Message, text: str) -> bool:
     """Return whether a turn has a text whose last 20 characters do not occur in the rendering `text`. Of a tool's text,
     only the last word is compared, because templates may write it as JSON with escaped characters."""
     if turn["role"] == "tool":
-        return any(words[-1] not in text for part in texts_of(turn) if (words := re.findall(r"\w+", part)))
-    return any(part.strip()[-20:] not in text for part in texts_of(turn))
+        return any(words[-1] not in text for part in turn_texts(turn) if (words := re.findall(r"\w+", part)))
+    return any(part.strip()[-20:] not in text for part in turn_texts(turn))
 
 
-def _check_extra_keys(messages: list[Message], text: str, location: str) -> None:
+def _check_calls_and_thoughts(messages: list[Message], text: str, location: str) -> None:
     """Raise RefusedRow if the text lacks the name of a called function, or the thoughts of a final assistant turn: the
     model would learn not to call tools, or not to think. Templates may leave out the thoughts of earlier turns."""
     for key in _THOUGHT_KEYS if messages[-1]["role"] == "assistant" else ():
         thoughts = messages[-1].get(key)
         if isinstance(thoughts, str) and thoughts.strip()[-20:] not in text:
             raise RefusedRow(location, f"with `{key}` that the chat template leaves out")
-    if _lacks_a_name([call for message in messages for call in message.get("tool_calls", ())], text):
+    if _is_name_missing([call for message in messages for call in message.get("tool_calls", ())], text):
         raise RefusedRow(location, "with a tool call that the chat template leaves out")
 
 
 def check_tools(tools: Tools, text: str, location: str) -> None:
     """Raise RefusedRow if the rendering lacks the name of a tool: the model would learn to call undescribed tools."""
-    if _lacks_a_name(tools or [], text):
+    if _is_name_missing(tools or [], text):
         raise RefusedRow(location, "with `tools` that the chat template leaves out")
 
 
-def _lacks_a_name(calls_or_tools: list[Any], text: str) -> bool:
-    functions = (each.get("function", each) for each in calls_or_tools)
+def _is_name_missing(functions_or_calls: list[Any], text: str) -> bool:
+    functions = (each.get("function", each) for each in functions_or_calls)
     return any(isinstance(function, dict) and str(function.get("name", "")) not in text for function in functions)
 
 
@@ -123,22 +123,22 @@ def _to_template_error(error: Exception) -> TemplateError:
 
 
 def render_template(
-    owner: TemplateOwner,
+    renderer: TemplateRenderer,
     messages: list[Message],
     add_generation_prompt: bool,
     *,
-    where: str,
+    location: str,
     tools: Tools = None,
-    options: Mapping[str, Any] = {},
+    template_kwargs: Mapping[str, Any] = {},
 ) -> str:
-    """Return the text that the chat template of a tokenizer or processor renders. Raise TemplateError if the template,
-    a program that came with the model, fails with any exception, and ModelError if it does not end, takes too much
-    memory, or renders too much text."""
-    with convert_errors(_to_template_error, ModelError), limit_resources(f"{where}: the chat template"):
-        text = owner.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools, **options
+    """Return the text that the chat template of a tokenizer or processor renders. Raise TemplateError if the template
+    fails with any exception, and ModelError if it does not end, takes too much memory, or renders too much text."""
+    with convert_errors(_to_template_error, ModelError), limit_resources(f"{location}: the chat template"):
+        text = renderer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools, **template_kwargs
         )
     assert isinstance(text, str)
     if len(text) > _MAX_RENDERED_CHARACTERS:
-        raise ModelError(f"{where}: the chat template writes {len(text):,} characters; mend it, or leave the row out")
+        problem = f"the chat template writes {len(text):,} characters"
+        raise ModelError(f"{location}: {problem}; mend it, or leave the row out")
     return text

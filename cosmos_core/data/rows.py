@@ -19,16 +19,22 @@ from pathlib import Path
 import numpy as np
 from huggingface_hub import constants
 
-from cosmos_core.config.media import media_settings
+from cosmos_core.config.media import image_settings
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
-from cosmos_core.config.schema.dataset import DATA_SUFFIXES, DatasetConfig, RowsConfig, data_suffix, generator_of
-from cosmos_core.data.formats import Located, RowPart, dataset_part, open_part, reader_errors
+from cosmos_core.config.schema.dataset import (
+    DATA_SUFFIXES,
+    DatasetConfig,
+    RowsConfig,
+    data_suffix,
+    reasoning_gym_generator,
+)
+from cosmos_core.data.formats import LocatedRow, RowPart, convert_reader_errors, make_dataset_part, open_part
 from cosmos_core.data.generated import make_generated_part
-from cosmos_core.data.order import shuffled
+from cosmos_core.data.order import shuffled_indices
 from cosmos_core.data.user_dataset import UserDatasetLoader
 from cosmos_core.errors import DataError, first_line
-from cosmos_core.models.model_files import hub_is_reachable
-from cosmos_core.registry import is_code
+from cosmos_core.models.model_files import is_hub_reachable
+from cosmos_core.registry import is_user_code
 from cosmos_core.run.stage import Stage
 from cosmos_core.transient import is_machine_error, is_network_error
 
@@ -46,57 +52,60 @@ HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 class Rows:
     """Rows of one or several files (parts) with their locations, or a selection of rows, read anew per iteration."""
 
-    def __init__(self, row_parts: Sequence[RowPart], folder: Path, row_mask: np.ndarray | None = None) -> None:
-        """Join the rows of files or splits, with paths relative to `folder`; `row_mask` selects rows (None: all)."""
+    def __init__(self, row_parts: Sequence[RowPart], folder: Path, selection_mask: np.ndarray | None = None) -> None:
+        """Join the rows of files or splits; paths are relative to `folder`. `selection_mask`: kept rows (None: all)."""
         self.folder = folder
-        self._row_parts, self._row_mask = row_parts, row_mask
+        self._row_parts, self._selection_mask = row_parts, selection_mask
         self._num_all_rows = sum(row_part.num_rows for row_part in row_parts)
 
     def __len__(self) -> int:
-        return self._num_all_rows if self._row_mask is None else int(self._row_mask.sum())
+        return self._num_all_rows if self._selection_mask is None else int(self._selection_mask.sum())
 
-    def __iter__(self) -> Iterator[Located]:
+    def __iter__(self) -> Iterator[LocatedRow]:
         rows = chain.from_iterable(row_part.read() for row_part in self._row_parts)
-        return rows if self._row_mask is None else compress(rows, self._row_mask)
+        return rows if self._selection_mask is None else compress(rows, self._selection_mask)
 
     def first(self, count: int) -> Rows:
         """Return the first `count` rows."""
-        return self.where(np.arange(len(self)) < count)
+        return self.select(np.arange(len(self)) < count)
 
-    def where(self, chosen_rows: np.ndarray) -> Rows:
-        """Return the rows that the mask `chosen_rows`, with an entry per row, selects."""
-        if self._row_mask is not None:
-            new_row_mask = self._row_mask.copy()
-            new_row_mask[self._row_mask] = chosen_rows
-            chosen_rows = new_row_mask
-        return Rows(self._row_parts, self.folder, chosen_rows)
+    def select(self, selection_mask: np.ndarray) -> Rows:
+        """Return the rows that the mask `selection_mask`, with an entry per row, selects."""
+        if self._selection_mask is not None:
+            full_mask = self._selection_mask.copy()
+            full_mask[self._selection_mask] = selection_mask
+            selection_mask = full_mask
+        return Rows(self._row_parts, self.folder, selection_mask)
 
 
-def load_rows(dataset: RowsConfig, key: str = "dataset", dataset_loader: UserDatasetLoader | None = None) -> Rows:
-    """Return the rows of all splits of a data set, in order; `key` is the name of the data set's table in the TOML, for
-    messages. Without a `dataset_loader` of user-defined data set classes, such classes are not allowed. Raise
-    ConfigError if the user's class does not exist, and DataError if the file, folder, split or Hub data set is missing
-    or malformed, or holds no rows."""
+def load_rows(
+    dataset: RowsConfig, config_key: str = "dataset", dataset_loader: UserDatasetLoader | None = None
+) -> Rows:
+    """Return the rows of all splits of a data set, in order; `config_key` names the data set's table in messages.
+    Without a `dataset_loader`, user-defined data set classes are not allowed. Raise ConfigError if the user's class
+    does not exist, and DataError if the data set or a split is missing or malformed, or holds no rows."""
     if not dataset.name.strip():
-        raise DataError(f"{key}.name is empty; give a file, a folder or a Hub id")
-    if generator := generator_of(dataset.name):
+        raise DataError(f"{config_key}.name is empty; give a file, a folder or a Hub id")
+    if generator := reasoning_gym_generator(dataset.name):
         if dataset.split != (_TRAIN_SPLIT,):
-            raise DataError(f"{key}.split: a generator has only the split 'train'; set {key}.arguments.size")
-        return Rows([make_generated_part(generator, dataset.arguments, key)], Path.cwd())
+            remedy = f"set {config_key}.arguments.size"
+            raise DataError(f"{config_key}.split: a generator has only the split 'train'; {remedy}")
+        return Rows([make_generated_part(generator, dataset.arguments, config_key)], Path.cwd())
     # Path.expanduser and Path.exists raise for some names, unlike the functions of os.path.
     path = Path(os.path.expanduser(dataset.name))
     if os.path.exists(path):
-        path = _find_data_folder(path, dataset.subset, key)
-        row_parts = [row_part for split in dataset.split for row_part in _find_split_parts(path, split, key)]
-    elif is_code(dataset.name) and dataset_loader:
-        row_parts = [dataset_loader.make_part(dataset.name, key)]
+        path = _find_data_folder(path, dataset.subset, config_key)
+        row_parts = [row_part for split in dataset.split for row_part in _find_split_parts(path, split, config_key)]
+    elif is_user_code(dataset.name) and dataset_loader:
+        row_parts = [dataset_loader.make_part(dataset.name, config_key)]
     elif dataset.name.startswith((".", "/", "~")) or dataset.name.count("/") > 1 or data_suffix(dataset.name):
-        note = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
-        raise DataError(f"{key}.name = {str(path)!r}: it does not exist{note}; give a file, a folder or a Hub id")
+        folders = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
+        problem = f"{config_key}.name = {str(path)!r}: it does not exist{folders}"
+        raise DataError(f"{problem}; give a file, a folder or a Hub id")
     else:
-        row_parts = [_load_hub_split(dataset, split, key) for split in dataset.split]
+        row_parts = [_load_hub_split(dataset, split, config_key) for split in dataset.split]
     if not any(row_part.num_rows for row_part in row_parts):  # some shards may be empty, but not all shards
-        raise DataError(f"{row_parts[0].name}: file holds no rows; {key}.name needs at least one")
+        raise DataError(f"{row_parts[0].name}: file holds no rows; {config_key}.name needs at least one")
     folder = path if path.is_dir() else path.parent
     return Rows(row_parts, folder.absolute() if os.path.exists(path) else Path.cwd())
 
@@ -107,9 +116,9 @@ def training_sources(stage: Stage) -> dict[str, AlgorithmConfig]:
     policy = stage.recipe.train.train_policy
     name, config_key = str(stage.data), f"stage {stage.name!r}: data"
     if stage.data is None:
-        name, config_key = media_settings(stage.recipe).annotation_path, "custom.dataset.annotation_path"
+        name, config_key = image_settings(stage.recipe).annotation_path, "custom.dataset.annotation_path"
     if not name:
-        return dict(policy.sources)
+        return dict(policy.tables_by_dataset)
     keys = {name: getattr(policy.dataset, name) for name in ("test_size", "max_skipped_fraction", "keep", "pass_rates")}
     return {config_key: policy.derive(datasets=(), dataset=DatasetConfig(name=name, **keys))}
 
@@ -122,7 +131,7 @@ def has_local_split(path: Path, split: str) -> bool:
 def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Rows]:
     """Divide rows into (train, held-out), both in the order of the file; the arguments are those of `held_out_mask`."""
     is_held_out = held_out_mask(len(rows), test_size, seed)
-    return rows.where(~is_held_out), rows.where(is_held_out)
+    return rows.select(~is_held_out), rows.select(is_held_out)
 
 
 def held_out_mask(num_rows: int, test_size: int | float, seed: int) -> np.ndarray:
@@ -132,7 +141,7 @@ def held_out_mask(num_rows: int, test_size: int | float, seed: int) -> np.ndarra
     if num_held_out >= num_rows:
         raise DataError(f"test_size = {test_size} of {num_rows} rows leaves none to train on; lower dataset.test_size")
     is_held_out = np.zeros(num_rows, dtype=bool)
-    is_held_out[shuffled(num_rows, seed)[:num_held_out]] = True
+    is_held_out[shuffled_indices(num_rows, seed)[:num_held_out]] = True
     return is_held_out
 
 
@@ -143,8 +152,8 @@ def _find_split_parts(path: Path, split: str, config_key: str) -> list[RowPart]:
         return _load_local_parts(path, split, config_key)
     row_parts = _load_local_parts(path, match[1], config_key)
     num_rows = sum(row_part.num_rows for row_part in row_parts)
-    bounds = [_parse_slice_bound(bound_text, num_rows) for bound_text in match.groups()[1:]]
-    start_row, end_row, _ = slice(*bounds).indices(num_rows)
+    slice_bounds = [_parse_slice_bound(bound_text, num_rows) for bound_text in match.groups()[1:]]
+    start_row, end_row, _ = slice(*slice_bounds).indices(num_rows)
     selected_parts, row_offset = [], 0
     for row_part in row_parts:
         part_start, part_end = max(start_row - row_offset, 0), min(end_row - row_offset, row_part.num_rows)
@@ -162,15 +171,16 @@ def _parse_slice_bound(bound_text: str | None, num_rows: int) -> int | None:
     return round(num_rows * int(bound_text[:-1]) / 100) if bound_text.endswith("%") else int(bound_text)
 
 
-def _load_local_parts(path: Path, split: str, key: str) -> list[RowPart]:
+def _load_local_parts(path: Path, split: str, config_key: str) -> list[RowPart]:
     if path.is_dir() and _is_saved_dataset(path):
-        return [_load_saved_split(path, split, key)]
+        return [_load_saved_split(path, split, config_key)]
     if path.is_dir():
-        return [_open_data_file(file) for file in _find_split_files(path, split, key)]
+        return [_open_data_file(file) for file in _find_split_files(path, split, config_key)]
     if split != _TRAIN_SPLIT:
-        raise DataError(f"{key}.split = {split!r}, but {path} is one file, which has only the split 'train'")
+        raise DataError(f"{config_key}.split = {split!r}, but {path} is one file, which has only the split 'train'")
     if not data_suffix(path.name):
-        raise DataError(f"{key}.name: {path.name} has the suffix {path.suffix!r}; known: {', '.join(DATA_SUFFIXES)}")
+        problem = f"{path.name} has the suffix {path.suffix!r}"
+        raise DataError(f"{config_key}.name: {problem}; known: {', '.join(DATA_SUFFIXES)}")
     return [_open_data_file(path)]
 
 
@@ -253,13 +263,12 @@ def _find_data_folder(path: Path, subset: str, config_key: str) -> Path:
     subfolders = [] if _find_data_files(path) else _find_data_subfolders(path)
     names = [subfolder.name for subfolder in subfolders]
     if names and names != ["data"] and subset not in {"", "default"}:
-        known = f"the folders {', '.join(names[:5])} in {path}"
-        raise DataError(f"{config_key}.subset = {subset!r} is none of {known}; name one")
+        known_folders = f"the folders {', '.join(names[:5])} in {path}"
+        raise DataError(f"{config_key}.subset = {subset!r} is none of {known_folders}; name one")
     return subfolders[0] if len(subfolders) == 1 else path
 
 
 def _find_data_subfolders(folder: Path) -> list[Path]:
-    """Return the sub-folders with data files, except hidden ones."""
     subfolders = (entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     return sorted(filter(_find_data_files, subfolders))
 
@@ -267,12 +276,12 @@ def _find_data_subfolders(folder: Path) -> list[Path]:
 def _load_saved_split(path: Path, split: str, config_key: str) -> RowPart:
     import datasets
 
-    with reader_errors(f"{config_key}.name: {path} cannot be read by `datasets`"):
+    with convert_reader_errors(f"{config_key}.name: {path} cannot be read by `datasets`"):
         saved_dataset = datasets.load_from_disk(str(path))
     splits = saved_dataset if isinstance(saved_dataset, datasets.DatasetDict) else {_TRAIN_SPLIT: saved_dataset}
     if split not in splits:
         raise DataError(f"{config_key}.split = {split!r}, but {path} has {', '.join(splits)}")
-    return dataset_part(splits[split], f"{path.name}[{split}]")
+    return make_dataset_part(splits[split], f"{path.name}[{split}]")
 
 
 def _load_hub_split(dataset: RowsConfig, split: str, config_key: str) -> RowPart:
@@ -283,13 +292,13 @@ def _load_hub_split(dataset: RowsConfig, split: str, config_key: str) -> RowPart
             subset, revision = dataset.subset or None, dataset.revision or None
             hub_dataset = datasets.load_dataset(dataset.name, subset, revision=revision, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        if is_machine_error(error) or (is_network_error(error) and hub_is_reachable()):
+        if is_machine_error(error) or (is_network_error(error) and is_hub_reachable()):
             raise
         raise DataError(
             f"{config_key}.name = {dataset.name!r} is no local file and could not be had from the Hub: "
             f"{first_line(error)}; check the name, {config_key}.subset and split, and the network, or give a local path"
         ) from error
-    return dataset_part(hub_dataset, f"{dataset.name}[{split}]")
+    return make_dataset_part(hub_dataset, f"{dataset.name}[{split}]")
 
 
 @contextmanager
@@ -298,7 +307,7 @@ def _set_offline_if_unreachable() -> Iterator[None]:
     import datasets
 
     old_offline_flags = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
-    if not hub_is_reachable():
+    if not is_hub_reachable():
         datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:
         yield

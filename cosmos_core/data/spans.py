@@ -10,22 +10,22 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from cosmos_core.data.messages import Message, texts_of
+from cosmos_core.data.messages import Message, turn_texts
 
 Span = tuple[int, int]
-Render = Callable[[list[Message], bool], str]
+RenderFn = Callable[[list[Message], bool], str]
 """Function that renders messages, with the generation prompt if its second argument is True; raises TemplateError."""
 TextBeforeCompletion = tuple[str, str]
 """Template's text before a completion, and the rest of the generation prompt, with which the completion may begin."""
 
 
-def prefix_spans(render: Render, messages: list[Message], rendered_text: str) -> list[Span] | None:
+def prefix_spans(render_fn: RenderFn, messages: list[Message], rendered_text: str) -> list[Span] | None:
     """Return the assistant's spans by rendering the conversation up to and through each turn; None if a rendering is no
     prefix of `rendered_text`, as with templates that render the last turn differently from earlier turns."""
     spans = []
     for i in _find_assistant_turns(messages):
         try:
-            text_before, text_through_turn = render(messages[:i], True), render(messages[: i + 1], False)
+            text_before, text_through_turn = render_fn(messages[:i], True), render_fn(messages[: i + 1], False)
         except TemplateError:  # some templates refuse a part of a conversation, e.g. without a user turn
             return None
         if not (text_through_turn.startswith(text_before) and rendered_text.startswith(text_through_turn)):
@@ -35,11 +35,10 @@ def prefix_spans(render: Render, messages: list[Message], rendered_text: str) ->
 
 
 def spans_by_placeholders(
-    render: Render, messages: list[Message], rendered_text: str, closing_tokens: Sequence[str]
+    render_fn: RenderFn, messages: list[Message], rendered_text: str, closing_tokens: Sequence[str]
 ) -> list[Span] | None:
     """Return the assistant's spans by rendering a placeholder for each completion, and locating the other text in
-    `rendered_text`; None if this fails. Text between the generation prompt and a completion, such as an empty think
-    block, belongs to the span."""
+    `rendered_text`; None if this fails. A span includes text between generation prompt and completion (think block)."""
     turn_indices = _find_assistant_turns(messages)
     unused_word = _make_unused_word(messages)
     placeholders = [f"{unused_word}{turn_number}x" for turn_number in range(len(turn_indices))]
@@ -50,25 +49,25 @@ def spans_by_placeholders(
         placeholder_messages[i].pop("tool_calls", None)  # tool calls belong to the completion
     messages_up_to_last_turn = placeholder_messages[: turn_indices[-1] + 1]
     try:
-        template_parts = _split_at_words(render(placeholder_messages, False), placeholders)
-        parts_up_to_last_turn = _split_at_words(render(messages_up_to_last_turn, False), placeholders)
+        template_parts = _split_at_words(render_fn(placeholder_messages, False), placeholders)
+        parts_up_to_last_turn = _split_at_words(render_fn(messages_up_to_last_turn, False), placeholders)
         if template_parts is None or parts_up_to_last_turn is None:
             return None
-        texts_before = _find_texts_before(render, placeholder_messages, turn_indices, template_parts)
+        texts_before = _find_texts_before(render_fn, placeholder_messages, turn_indices, template_parts)
     except TemplateError:
         return None
     turn_ends = [_find_turn_end(part, parts_up_to_last_turn[-1], closing_tokens) for part in template_parts[1:]]
     return _locate_completions(rendered_text, texts_before, template_parts[-1], turn_ends)
 
 
-def trimmed(span: Span, text: str, closing_tokens: Sequence[str]) -> Span:
+def strip_trailing_space(span: Span, text: str, closing_tokens: Sequence[str]) -> Span:
     """Return the span without the whitespace that a template writes after the token that closes the turn."""
     start, end = span
     stripped_text = text[start:end].rstrip()
     return (start, start + len(stripped_text)) if stripped_text.endswith(tuple(closing_tokens)) else span
 
 
-def num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+def common_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the length of the common prefix of two sequences."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
@@ -78,7 +77,6 @@ def _find_assistant_turns(messages: list[Message]) -> list[int]:
 
 
 def _make_unused_word(messages: list[Message]) -> str:
-    """Return a word that does not occur in the messages."""
     word = "zqturn"
     while any(word in str(message) for message in messages):
         word += "q"
@@ -97,14 +95,14 @@ def _split_at_words(text: str, words: list[str]) -> list[str] | None:
 
 
 def _find_texts_before(
-    render: Render, messages: list[Message], turn_indices: list[int], template_parts: list[str]
+    render_fn: RenderFn, messages: list[Message], turn_indices: list[int], template_parts: list[str]
 ) -> list[TextBeforeCompletion]:
     """Return the text of the template before each completion, up to the end of its generation prompt."""
     outer_turns = turn_indices[0], turn_indices[-1]
-    first_prompt, last_prompt = (_find_generation_prompt(render, messages[:i]) for i in outer_turns)
+    first_prompt, last_prompt = (_find_generation_prompt(render_fn, messages[:i]) for i in outer_turns)
     are_equal, texts_before = first_prompt == last_prompt, []
     for i, template_part in zip(turn_indices, template_parts, strict=False):
-        generation_prompt = first_prompt if are_equal else _find_generation_prompt(render, messages[:i])
+        generation_prompt = first_prompt if are_equal else _find_generation_prompt(render_fn, messages[:i])
         last_text = _get_last_text(messages[:i])
         if generation_prompt is None:
             texts_before.append((template_part, ""))
@@ -113,17 +111,17 @@ def _find_texts_before(
     return texts_before
 
 
-def _find_generation_prompt(render: Render, preceding_messages: list[Message]) -> tuple[str, str] | None:
+def _find_generation_prompt(render_fn: RenderFn, preceding_messages: list[Message]) -> tuple[str, str] | None:
     """Return the template's text between the last turn and a completion: the turn's end, and the generation prompt.
     Return None if adding the generation prompt changes the rendering of the turns."""
     try:
-        text_without_prompt, text_with_prompt = render(preceding_messages, False), render(preceding_messages, True)
+        text_without_prompt, text_with_prompt = (render_fn(preceding_messages, flag) for flag in (False, True))
     except TemplateError:
         if any(turn["role"] == "user" for turn in preceding_messages):
             raise
         # Templates refuse an empty conversation, and some need a user turn, so render an arbitrary user turn before.
         preceding_messages = [*preceding_messages, {"role": "user", "content": _make_unused_word(preceding_messages)}]
-        text_without_prompt, text_with_prompt = render(preceding_messages, False), render(preceding_messages, True)
+        text_without_prompt, text_with_prompt = (render_fn(preceding_messages, flag) for flag in (False, True))
     if not text_with_prompt.startswith(text_without_prompt):
         return None
     last_text = _get_last_text(preceding_messages)
@@ -132,8 +130,7 @@ def _find_generation_prompt(render: Render, preceding_messages: list[Message]) -
 
 
 def _get_last_text(preceding_messages: list[Message]) -> str:
-    """Return the last text of the last turn; empty if there is no turn or no text."""
-    texts = texts_of(preceding_messages[-1]) if preceding_messages else []
+    texts = turn_texts(preceding_messages[-1]) if preceding_messages else []
     return texts[-1].strip() if texts else ""
 
 
@@ -166,9 +163,9 @@ def _find_turn_end(part: str, end_of_conversation: str, closing_tokens: Sequence
     """Return the beginning of the template's text after a completion that closes the turn: the common prefix with the
     last turn's ending, up to the end of a whole token. `<|end|><|user|>` and `<|end|><|endoftext|>` share `<|end|><|`,
     of which `<|end|>` is returned."""
-    shared_part = part[: num_shared(part, end_of_conversation)]
-    token_ends = [shared_part.rfind(token) + len(token) for token in closing_tokens if token in shared_part]
-    return shared_part[: max(token_ends)] if token_ends else shared_part
+    common_prefix = part[: common_prefix_length(part, end_of_conversation)]
+    token_ends = [common_prefix.rfind(token) + len(token) for token in closing_tokens if token in common_prefix]
+    return common_prefix[: max(token_ends)] if token_ends else common_prefix
 
 
 def _locate_completions(
@@ -188,10 +185,10 @@ def _locate_completions(
         return None
     spans = []
     span_start = search_start
-    for (_, prompt_rest), next_text, completion_end, turn_end in zip(
+    for (_, rest_of_prompt), next_text, completion_end, turn_end in zip(
         texts_before, [*next_texts, ""], [*completion_ends, search_end], turn_ends, strict=True
     ):
-        span_start += len(prompt_rest) * rendered_text.startswith(prompt_rest, span_start, completion_end)
+        span_start += len(rest_of_prompt) * rendered_text.startswith(rest_of_prompt, span_start, completion_end)
         spans.append((span_start, completion_end + len(turn_end)))
         span_start = completion_end + len(next_text)
     return spans

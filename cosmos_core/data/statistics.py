@@ -14,9 +14,9 @@ import pyarrow as pa
 from cosmos_core.errors import DataError
 
 if TYPE_CHECKING:
-    from cosmos_core.data.records import Job
+    from cosmos_core.data.records import RecordSpec
 
-_MAX_REASONS = 5
+_MAX_LISTED_REASONS = 5
 """Maximum number of reasons in a notice: a chat template may give a different reason for each row."""
 
 
@@ -27,22 +27,22 @@ def row_remedy(max_fraction: float, *, is_every_row: bool) -> str:
     return f"more than dataset.max_skipped_fraction = {max_fraction:g} allows; mend them, or raise it"
 
 
-class SkippedSource(NamedTuple):
+class SkippedRowEntry(NamedTuple):
     """Row of a data set that was left out of the prepared rows."""
 
     reason: str
-    where: str
+    location: str
     """Location of the row that was left out."""
-    refusal: str = ""
+    error: str = ""
     """Error of a row that cannot be read or rendered; empty if the row has no content to learn."""
 
 
-class Chunk(NamedTuple):
+class RowChunk(NamedTuple):
     """A batch of tokenised rows with their counts."""
 
     batch: pa.RecordBatch
-    skipped: list[SkippedSource]
-    merged: list[str]
+    skipped: list[SkippedRowEntry]
+    merged_locations: list[str]
     """Locations of rows whose turns were merged, because the chat template refuses the original turns."""
     counts: Counter[str]
     """Counts of `images`, `image_tokens` and `learned_ends` (learned end tokens), and of rows: `truncated_rows`
@@ -64,32 +64,32 @@ class _FirstItemCounter:
         self.count += 1
 
 
-class Counts:
+class SplitCounts:
     """Statistics of one split, collected chunk by chunk."""
 
-    def __init__(self, job: Job) -> None:
-        """Start with counts of 0, for rows that are converted with the settings of `job`."""
-        self._row_kind, self._conversation_column = job.kind, job.column
-        self._max_completion_tokens = job.longest_completion
-        max_prompt_tokens = job.max_tokens + 1 - job.longest_completion  # that leave room for the longest completion
-        self._max_prompt_tokens = max_prompt_tokens if job.kind.is_completed else math.inf
+    def __init__(self, spec: RecordSpec) -> None:
+        self._row_kind, self._conversation_column = spec.kind, spec.column
+        self._max_completion_tokens = spec.max_completion_tokens
+        # Prompts of this length leave room for the longest completion.
+        max_prompt_tokens = spec.max_tokens + 1 - spec.max_completion_tokens
+        self._max_prompt_tokens = max_prompt_tokens if spec.kind.is_completed else math.inf
         self._row_lengths: list[np.ndarray] = []
         self._counts, self._unread_counts = Counter[str](), Counter[str]()
         self._skipped_by_reason: dict[str, _FirstItemCounter] = {}
-        self._refused_counter, self._merged_counter = _FirstItemCounter(), _FirstItemCounter()
+        self._error_counter, self._merged_counter = _FirstItemCounter(), _FirstItemCounter()
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: RowChunk) -> None:
         """Add the rows of the next chunk."""
         lengths = [np.diff(chunk.batch.column(name).offsets.to_numpy()) for name in self._row_kind.id_columns]
         self._row_lengths.append(np.sum(lengths, axis=0).astype(np.int32))
         self._counts += chunk.counts
         self._unread_counts += chunk.unread_counts
-        for location in chunk.merged:
+        for location in chunk.merged_locations:
             self._merged_counter.add(location)
         for skipped_row in chunk.skipped:
-            self._skipped_by_reason.setdefault(skipped_row.reason, _FirstItemCounter()).add(skipped_row.where)
-            if skipped_row.refusal:
-                self._refused_counter.add(skipped_row.refusal)
+            self._skipped_by_reason.setdefault(skipped_row.reason, _FirstItemCounter()).add(skipped_row.location)
+            if skipped_row.error:
+                self._error_counter.add(skipped_row.error)
         for name in self._row_kind.mask_columns:
             self._counts["label_tokens"] += int(chunk.batch.column(name).values.to_numpy().sum(dtype=np.int64))
 
@@ -105,15 +105,15 @@ class Counts:
 
     @property
     def _has_learned_end(self) -> bool:
-        """Return False if no row has a learned end token, although rows have a loss and not all are cut."""
+        """Return whether a row has a learned end token, or none can have one: rows have no loss, or all are cut."""
         is_always_truncated = self._counts["truncated_rows"] >= self.num_rows
         return not self._row_kind.mask_columns or is_always_truncated or self._counts["learned_ends"] > 0
 
-    def check_refused(self, max_fraction: float, total: int) -> None:
-        """Raise DataError if refused or unreadable rows are more than `max_fraction` of the split's `total` rows."""
-        if self._refused_counter.count > max_fraction * total:
+    def check_unusable(self, max_fraction: float, total_rows: int) -> None:
+        """Raise DataError if the rows that cannot be used are more than `max_fraction` of the `total_rows` rows."""
+        if self._error_counter.count > max_fraction * total_rows:
             raise DataError(
-                f"{self._refused_counter.first}; {self._refused_counter.count} of {total} rows cannot be used so far, "
+                f"{self._error_counter.first}; {self._error_counter.count} of {total_rows} rows cannot be used so far, "
                 + row_remedy(max_fraction, is_every_row=not self.num_rows)
             )
 
@@ -121,7 +121,7 @@ class Counts:
         """Return lines about rows that were skipped, read from another column or merged, or that lack an end token."""
         lines = []
         if self._skipped_by_reason:
-            first_reasons = dict(islice(self._skipped_by_reason.items(), _MAX_REASONS))
+            first_reasons = dict(islice(self._skipped_by_reason.items(), _MAX_LISTED_REASONS))
             reasons = [f"{each.count} {reason} (first: {each.first})" for reason, each in first_reasons.items()]
             if num_other_reasons := self.num_skipped - sum(each.count for each in first_reasons.values()):
                 reasons.append(f"{num_other_reasons} for other reasons")

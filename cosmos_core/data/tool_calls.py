@@ -8,8 +8,8 @@ from cosmos_core.errors import DataError
 
 
 def read_tools(row: dict[str, Any], location: str) -> list[Any] | None:
-    """Return the tools in the column `tools`, a list of objects or its JSON, or None; raise DataError for another
-    form."""
+    """Return the tools in the column `tools`, a list of objects or its JSON, or None; raise DataError for other
+    values."""
     tools = row.get("tools")
     if isinstance(tools, str):
         decoded_tools = parse_json(tools)
@@ -38,7 +38,7 @@ def pop_calls(turn: dict[str, Any], location: str) -> dict[str, Any]:
     return {"tool_calls": decode_arguments(decoded_calls)} if decoded_calls else {}
 
 
-def calls_of(text: Any) -> list[Any] | None:
+def parse_sharegpt_calls(text: Any) -> list[Any] | None:
     """Return the tool calls in the JSON text of a ShareGPT `function_call`; None if the text holds no calls."""
     value = parse_json(text)
     calls = value if isinstance(value, list) else [value]
@@ -53,18 +53,20 @@ def decode_arguments(calls: list[Any]) -> list[Any]:
     return [_convert_arguments(call, _decode_object) for call in calls]
 
 
-def with_texts(calls: list[Any]) -> list[Any]:
+def with_string_arguments(calls: list[Any]) -> list[Any]:
     """Return tool calls with their arguments as JSON strings, for chat templates that concatenate them with strings."""
     return [
-        _convert_arguments(call, lambda each: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False))
+        _convert_arguments(call, lambda a: a if isinstance(a, str) else json.dumps(a, ensure_ascii=False))
         for call in calls
     ]
 
 
-def with_json_arguments(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_string_arguments_in_turns(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the turns with tool-call arguments as JSON text, which the OpenAI API and a few chat templates expect."""
-    texts = ({"tool_calls": with_texts(turn["tool_calls"])} if "tool_calls" in turn else {} for turn in turns)
-    return [{**turn, **text} for turn, text in zip(turns, texts, strict=True)]
+    return [
+        {**turn, "tool_calls": with_string_arguments(turn["tool_calls"])} if "tool_calls" in turn else {**turn}
+        for turn in turns
+    ]
 
 
 def uses_python_notation(calls: list[Any], text: str) -> bool:

@@ -12,20 +12,21 @@ _TURN_SELECTION_KEY = re.compile(r"loss|train|learn|mask|weight|ignore|supervise
 """Pattern of key names with which other programs select tokens; a number, a list, or yes or no there is refused."""
 
 
-def pop_turn_weight(turn: dict[str, Any], role: str, where: str) -> dict[str, int]:
+def pop_turn_weight(turn: dict[str, Any], role: str, location: str) -> dict[str, int]:
     """Remove the keys that select whether a turn is learned; return `{"weight": 0}` for a turn without loss, else `{}`.
     Raise DataError if a value is neither 0 nor 1, or marks a turn of another role than the assistant as learned."""
     flag_keys = [key for key, value in turn.items() if key not in _WEIGHT_KEYS and _is_flag(value)]
     unsupported_keys = [key for key in turn if key in _UNSUPPORTED_KEYS]
     if unsupported_keys := [*unsupported_keys, *filter(_TURN_SELECTION_KEY.search, flag_keys)]:
         key = unsupported_keys[0]
-        raise DataError(f"{where}: {key!r} is not read; a turn is learned as a whole (`weight` = 1) or not (0)")
+        raise DataError(f"{location}: {key!r} is not read; a turn is learned as a whole (`weight` = 1) or not (0)")
     weight_flags = {key: turn.pop(key) for key in _WEIGHT_KEYS if key in turn}
     for key, value in weight_flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
-            raise DataError(f"{where}: {key} = {str(value)[:40]}; a turn is learned (1) or not (0)")
+            raise DataError(f"{location}: {key} = {str(value)[:40]}; a turn is learned (1) or not (0)")
         if value and key != "weight" and role != "assistant":
-            raise DataError(f"{where}: {key} = {value}, but only turns of the assistant are learned; leave {key} out")
+            rule = "only turns of the assistant are learned"
+            raise DataError(f"{location}: {key} = {value}, but {rule}; leave {key} out")
     return {} if all(weight_flags.values()) else {"weight": 0}
 
 
@@ -33,7 +34,7 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, int | float | list) or str(value).lower() in {"0", "1", "false", "true", "no", "yes"}
 
 
-def check_parts(content: Any, location: str) -> None:
+def check_part_keys(content: Any, location: str) -> None:
     """Raise DataError if a part of a turn's content has a key that selects tokens to learn: a turn is learned whole."""
     for part in content if isinstance(content, list) else ():
         keys = [key for key in (*_WEIGHT_KEYS, *_UNSUPPORTED_KEYS) if isinstance(part, dict) and key in part]

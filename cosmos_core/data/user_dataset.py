@@ -24,19 +24,19 @@ from typing import Any
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
-from cosmos_core.data.formats import Located, RowPart
-from cosmos_core.data.kinds.registry import tokenised_kind
+from cosmos_core.data.formats import LocatedRow, RowPart
+from cosmos_core.data.kinds.registry import load_tokenised_kind
 from cosmos_core.data.messages import Row
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import ConfigError, CosmosError, DataError, StageFailed
-from cosmos_core.registry import import_user_code, location_of
+from cosmos_core.registry import find_error_location, import_user_code
 from cosmos_core.transient import is_transient
 
 RENDERED_COLUMN = "rendered text"
 """Column with the text of a prompt exactly as the model sees it, without a chat template."""
-TOKENS, LABELS = "token_ids", "label_ids"
+TOKENS_COLUMN, LABELS_COLUMN = "token_ids", "label_ids"
 """Columns of a sequence that a packer has tokenised: token ids, and labels with -100 for tokens without a loss."""
-UNTRAINED_LABEL = -100
+IGNORED_LABEL = -100
 """Label of a token without a loss."""
 
 _UNSUPPORTED_METHODS = (
@@ -46,8 +46,7 @@ _UNSUPPORTED_METHODS = (
 
 
 class UserDatasetLoader:
-    """Loader of the data sets and packers of one recipe; `load_tokenizer` is called only for a `setup` that takes
-    one."""
+    """Loader of the data sets and packers of one recipe; a `setup` with two parameters gets the tokenizer too."""
 
     def __init__(self, recipe: Recipe, load_tokenizer: Callable[[], Any]) -> None:
         self._recipe, self._load_tokenizer = recipe, load_tokenizer
@@ -56,13 +55,13 @@ class UserDatasetLoader:
         """Return the rows of the user's data set `name`; `config_key` names its table in messages. Raise ConfigError if
         the class cannot be imported, and DataError if it raised an error or has no length."""
         user_object = import_user_code(name)
-        with user_code_errors(f"{config_key}.name = {name!r}", None):
+        with convert_user_code_errors(f"{config_key}.name = {name!r}", None):
             dataset = _instantiate(user_object, self._recipe)
             self._call_setup(dataset)
             length = len(dataset)
         return RowPart(name, length, partial(_iterate_items, dataset, name, length, self._recipe.train.train_policy))
 
-    def packer(self) -> Callable[[Row, str], Row] | None:
+    def make_packer(self) -> Callable[[Row, str], Row] | None:
         """Return a function that applies the recipe's packer to a row; None if the recipe names no packer. Raise
         ConfigError if the packer has methods that would never be called, or lacks the required method."""
         policy = self._recipe.train.train_policy
@@ -76,15 +75,15 @@ class UserDatasetLoader:
                 f"{key} has {', '.join(unsupported_methods)}, which nothing calls here: batches are made by the "
                 "model's adapter; remove it, or write an algorithm of your own"
             )
-        method_name = tokenised_kind(policy.rows).packer_method
-        with user_code_errors(key, user_object):
+        method_name = load_tokenised_kind(policy.rows).packer_method
+        with convert_user_code_errors(key, user_object):
             packer = _instantiate(user_object, self._recipe)
             self._call_setup(packer)
         method = getattr(packer, method_name, None) if method_name else None
         if method is None:
-            called = f"{method_name}, which it does not have" if method_name else "none; leave it out"
-            raise ConfigError(f"{key}: a training on {policy.rows} calls {called}")
-        return partial(_pack_row, method, policy)
+            method_note = f"{method_name}, which it does not have" if method_name else "none; leave it out"
+            raise ConfigError(f"{key}: a training on {policy.rows} calls {method_note}")
+        return partial(_apply_packer, method, policy)
 
     def _call_setup(self, instance: Any) -> None:
         if not hasattr(instance, "setup"):
@@ -100,43 +99,43 @@ def _instantiate(user_object: Any, recipe: Recipe) -> Any:
     is_class = inspect.isclass(user_object)
     if not callable(user_object) or (not is_class and hasattr(user_object, "__getitem__")):
         return user_object
-    parameters = inspect.signature(user_object).parameters.values()
-    positional = [each for each in parameters if each.kind in {each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD}]
-    should_pass_recipe = any(each.default is each.empty for each in positional) if is_class else bool(positional)
+    positional_kinds = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    parameters = [each for each in inspect.signature(user_object).parameters.values() if each.kind in positional_kinds]
+    should_pass_recipe = any(each.default is each.empty for each in parameters) if is_class else bool(parameters)
     return user_object(recipe) if should_pass_recipe else user_object()
 
 
-def _iterate_items(dataset: Any, name: str, length: int, policy: AlgorithmConfig) -> Iterator[Located]:
+def _iterate_items(dataset: Any, name: str, length: int, policy: AlgorithmConfig) -> Iterator[LocatedRow]:
     """Yield each item of a user's data set as a row with its location and its reference answer."""
     get_reference = getattr(dataset, "get_reference_answer", None) if isinstance(policy, RlConfig) else None
     for index in range(length):
         location = f"{name} item {index}"
-        with user_code_errors(location, getattr(type(dataset), "__getitem__", None)):
-            row = _row(dataset[index], policy, location)
+        with convert_user_code_errors(location, getattr(type(dataset), "__getitem__", None)):
+            row = _convert_item(dataset[index], policy, location)
             if get_reference is not None:
-                row |= _make_reference(get_reference(index), policy)
+                row |= _make_reference_row(get_reference(index), policy)
         yield location, row
 
 
-def _pack_row(method: Callable[[Any], Any], policy: AlgorithmConfig, row: Row, location: str) -> Row:
-    """Return the row that a packer's method makes of a row; a prompt keeps its columns with a reference."""
-    with user_code_errors(location, method):
+def _apply_packer(method: Callable[[Any], Any], policy: AlgorithmConfig, row: Row, location: str) -> Row:
+    """Return the row that a packer's method returns for a row; a prompt keeps the columns of its reference answer."""
+    with convert_user_code_errors(location, method):
         packed_item = method(row)
-    packed_row = _row(packed_item, policy, location)
+    packed_row = _convert_item(packed_item, policy, location)
     if isinstance(packed_item, dict) or not isinstance(policy, RlConfig):
         return packed_row
-    kept_names = {*_REFERENCES, _reference_column(policy)}
+    kept_names = {*_REFERENCE_COLUMNS, _reference_column(policy)}
     return {name: value for name, value in row.items() if name in kept_names} | packed_row
 
 
-_REFERENCES = ("answer", "response", "solution", "result", "reference_answer")
+_REFERENCE_COLUMNS = ("answer", "response", "solution", "result", "reference_answer")
 
 
 def _reference_column(policy: AlgorithmConfig) -> str:
     return (isinstance(policy, RlConfig) and policy.response_column_name) or "answer"
 
 
-def _row(item: Any, policy: AlgorithmConfig, location: str) -> Row:
+def _convert_item(item: Any, policy: AlgorithmConfig, location: str) -> Row:
     """Convert an item of a user's data set or packer to a row with the columns that the recipe reads."""
     is_prompt = isinstance(policy, RlConfig)
     column = (policy.prompt_column_name or "prompt") if isinstance(policy, RlConfig) else "messages"
@@ -153,10 +152,10 @@ def _row(item: Any, policy: AlgorithmConfig, location: str) -> Row:
             "prompt or conversation"
         )
     response = getattr(item, "reference_answer", None)
-    return _row(content, policy, location) | _make_reference(response, policy)
+    return _convert_item(content, policy, location) | _make_reference_row(response, policy)
 
 
-def _make_reference(response: Any, policy: AlgorithmConfig) -> Row:
+def _make_reference_row(response: Any, policy: AlgorithmConfig) -> Row:
     """Return a row with the reference answer as text, serialised as in a file; an empty row if there is none."""
     if response is None:
         return {}
@@ -167,7 +166,7 @@ def _make_reference(response: Any, policy: AlgorithmConfig) -> Row:
     return {_reference_column(policy): text}
 
 
-def user_code_errors(
+def convert_user_code_errors(
     location: str,
     user_function: Any,
     error_class: type[CosmosError] = DataError,
@@ -179,6 +178,6 @@ def user_code_errors(
     def convert(error: Exception) -> CosmosError:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         error_type = StageFailed if is_transient(error) else error_class
-        return error_type(f"{location}: {reason} ({location_of(error, user_function)})")
+        return error_type(f"{location}: {reason} ({find_error_location(error, user_function)})")
 
     return convert_errors(convert, excluded_errors)

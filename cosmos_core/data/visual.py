@@ -13,13 +13,13 @@ import numpy as np
 from transformers import ProcessorMixin
 
 from cosmos_core.data.chat import PromptRendering
-from cosmos_core.data.conversation import NO_COMPLETION_ROOM, mask_of_span, truncate_tokens
+from cosmos_core.data.conversation import NO_ROOM_FOR_COMPLETION, span_token_mask, truncate_tokens
 from cosmos_core.data.learned import find_learned_spans
 from cosmos_core.data.messages import Message, SkippedRow
 from cosmos_core.data.rendering import Tools, render
 from cosmos_core.data.spans import Span
 from cosmos_core.errors import DataError, ModelError
-from cosmos_core.models.processor import image_word
+from cosmos_core.models.processor import image_token_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -36,26 +36,23 @@ class VisualTokens(NamedTuple):
     """Index after the last token of the last image; 0 if the conversation has no image."""
 
 
-def visual_tokens(
+def tokenise_images_and_text(
     processor: ProcessorMixin,
     turns: list[Message],
     images: list[Image],
-    where: str,
+    location: str,
     tools: Tools = None,
     end_ids: tuple[int, ...] = (),
 ) -> VisualTokens:
     """Return token ids and loss mask of `turns`; `images` are the images in the turns, in the same order.
 
-    Raises:
-        DataError: the chat template leaves out an image, the processor refuses one, or no turn can be located.
-        SkippedRow, RefusedRow: as in `find_learned_spans`.
-        ModelError: the processor has no chat template, or its tokenizer returns no offsets of tokens.
-    """
-    rendered_text, spans = find_learned_spans(processor, turns, where, tools, end_ids)
-    return _expand_images(processor, rendered_text, spans, images, where)
+    Raise DataError if the chat template leaves out an image or the processor refuses one, ModelError if the processor's
+    tokenizer returns no offsets of tokens, and the errors of `find_learned_spans`."""
+    rendered_text, spans = find_learned_spans(processor, turns, location, tools, end_ids)
+    return _expand_images(processor, rendered_text, spans, images, location)
 
 
-def visual_prompt(
+def tokenise_visual_prompt(
     processor: ProcessorMixin,
     turns: list[Message],
     images: list[Image],
@@ -64,15 +61,15 @@ def visual_prompt(
     render_settings: PromptRendering,
 ) -> tuple[VisualTokens, str]:
     """Return the tokens of a prompt whose parts show `images`, and its text with a placeholder word for each image;
-    raise SkippedRow if it is longer than `max_length`, and the errors of `visual_tokens`."""
+    raise SkippedRow if it is longer than `max_length`, and the errors of `tokenise_images_and_text`."""
     _, text = render(
         processor, turns, location, add_generation_prompt=render_settings.add_generation_prompt,
         tools=list(render_settings.tools) or None,
-        options=render_settings.options,
+        template_kwargs=render_settings.template_kwargs,
     )  # fmt: skip
     tokens = _expand_images(processor, text, [], images, location)
     if len(tokens.ids) > max_length:
-        raise SkippedRow(location, NO_COMPLETION_ROOM)
+        raise SkippedRow(location, NO_ROOM_FOR_COMPLETION)
     return tokens, text
 
 
@@ -86,10 +83,9 @@ def truncate_visual_tokens(tokens: VisualTokens, max_length: int, location: str)
 def _expand_images(
     processor: ProcessorMixin, rendered_text: str, spans: list[Span], images: list[Image], location: str
 ) -> VisualTokens:
-    """Return the tokens of the rendered text with each image expanded."""
     if not processor.tokenizer.is_fast:
         raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
-    image_placeholder = image_word(processor)
+    image_placeholder = image_token_text(processor)
     num_placeholders = rendered_text.count(image_placeholder)
     if num_placeholders != len(images):
         raise DataError(
@@ -115,9 +111,9 @@ def _expand_images(
     mask, is_image = np.zeros(len(ids), dtype=bool), np.zeros(len(ids), dtype=bool)
     for start, end in spans:
         span = _shift_position(start, image_spans), _shift_position(end, image_spans)
-        mask |= mask_of_span(span, token_starts, token_ends)
+        mask |= span_token_mask(span, token_starts, token_ends)
     for _, expanded_span in image_spans:
-        is_image |= mask_of_span(expanded_span, token_starts, token_ends)
+        is_image |= span_token_mask(expanded_span, token_starts, token_ends)
     images_end = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
     return VisualTokens(ids, (mask & ~is_image).astype(int).tolist(), int(is_image.sum()), images_end)
 
@@ -133,13 +129,14 @@ def _find_image_spans(
     # A processor that inserts a BOS token before the text shifts all offsets of tokens.
     if bos_token and bos_token not in rendered_text:
         raise DataError(f"{location}: the chat template does not write {bos_token!r}, which the processor wants")
-    return [(match.span(), match.span()) for match in re.finditer(re.escape(image_word(processor)), rendered_text)]
+    matches = re.finditer(re.escape(image_token_text(processor)), rendered_text)
+    return [(match.span(), match.span()) for match in matches]
 
 
-def _shift_position(char_position: int, image_spans: list[tuple[Span, Span]]) -> int:
+def _shift_position(position: int, image_spans: list[tuple[Span, Span]]) -> int:
     """Return the position in the expanded text of a character outside of images."""
-    return char_position + sum(
-        (expanded_span[1] - expanded_span[0]) - (old[1] - old[0])
-        for old, expanded_span in image_spans
-        if old[1] <= char_position
+    return position + sum(
+        (expanded_span[1] - expanded_span[0]) - (placeholder_span[1] - placeholder_span[0])
+        for placeholder_span, expanded_span in image_spans
+        if placeholder_span[1] <= position
     )

@@ -11,7 +11,7 @@ from lm_eval.tasks._index import Kind
 
 from cosmos_core.config.schema.evaluate import EvaluateConfig
 from cosmos_core.errors import ConfigError, DataError, first_line
-from cosmos_core.registry import suggestion
+from cosmos_core.registry import suggest_names
 
 _DATASET_ERRORS = (OSError, ValueError, httpx.HTTPError, DatasetsError)
 """Exceptions that `datasets` raises if the rows of a task can neither be read nor be downloaded."""
@@ -25,21 +25,20 @@ _MISSING_ROWS_HINT = (
 class Benchmarks:
     """Tasks of lm-eval that are loaded and ready to run."""
 
-    manager: TaskManager
+    task_manager: TaskManager
     names: list[str]
     """Names of the lm-eval tasks, groups and tags that match the recipe's patterns."""
-    num_items: dict[str, int]
-    """Number of items to evaluate, by the name of the task."""
+    num_items_by_task: dict[str, int]
 
 
 def open_benchmarks(settings: EvaluateConfig) -> Benchmarks:
-    """Find the tasks of a recipe, and load their rows. Raise `ConfigError` if a task does not exist, or needs a feature
-    that is not allowed or not supported, and `DataError` if the rows of a task cannot be read."""
+    """Load the tasks of a recipe with their rows. Raise `ConfigError` if a task does not exist, or needs a feature that
+    is not allowed or not supported, and `DataError` if the rows of a task cannot be read."""
     if settings.confirm_run_unsafe_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
-    manager = _open_task_manager(settings)
-    names = list(dict.fromkeys(name for pattern in settings.tasks for name in matching(manager, pattern)))
-    tasks = {name: task for matched_name in names for name, task in _load_tasks(manager, matched_name).items()}
+    task_manager = _open_task_manager(settings)
+    names = list(dict.fromkeys(name for pattern in settings.tasks for name in match_tasks(task_manager, pattern)))
+    tasks = {name: task for matched_name in names for name, task in _load_tasks(task_manager, matched_name).items()}
     for name, task in tasks.items():
         if getattr(task, "UNSAFE_CODE", False) and not settings.confirm_run_unsafe_code:
             raise ConfigError(
@@ -49,11 +48,11 @@ def open_benchmarks(settings: EvaluateConfig) -> Benchmarks:
         if getattr(task, "MULTIMODAL", False):
             raise ConfigError(f"evaluate.tasks: {name!r} has images, and evaluations have text alone; leave it out")
     item_counts = {name: len(task.eval_docs) for name, task in tasks.items()}
-    return Benchmarks(manager, names, {name: min(n, settings.limit or n) for name, n in item_counts.items()})
+    return Benchmarks(task_manager, names, {name: min(n, settings.limit or n) for name, n in item_counts.items()})
 
 
 def _open_task_manager(settings: EvaluateConfig) -> TaskManager:
-    """Return lm-eval's task index; unused built-in tasks, whose reading takes half a minute, are left out."""
+    """Return lm-eval's task manager, without built-in tasks if none is used: reading them takes half a minute."""
     if settings.include_path:
         user_tasks = TaskManager(include_path=settings.include_path, include_defaults=False)
         tasks = {name for name, entry in user_tasks.task_index.items() if entry.kind in {Kind.TASK, Kind.PY_TASK}}
@@ -62,25 +61,25 @@ def _open_task_manager(settings: EvaluateConfig) -> TaskManager:
     return TaskManager(include_path=settings.include_path or None)
 
 
-def matching(manager: TaskManager, pattern: str) -> list[str]:
-    """Return the names of tasks that a pattern matches. Raise `ConfigError` if the pattern matches no task."""
-    if names := manager.match_tasks([pattern]):
+def match_tasks(task_manager: TaskManager, pattern: str) -> list[str]:
+    """Return the names of the tasks that a pattern matches. Raise `ConfigError` if there are none."""
+    if names := task_manager.match_tasks([pattern]):
         return names
-    hint = suggestion(pattern, manager.all_tasks)
+    hint = suggest_names(pattern, task_manager.all_tasks)
     raise ConfigError(f"evaluate.tasks: lm-eval and evaluate.include_path have no task {pattern!r}{hint}")
 
 
-def _load_tasks(manager: TaskManager, name: str) -> dict[str, Any]:
-    """Load the tasks of a task, group or tag name, with the rows of the tasks, and return the tasks by name."""
+def _load_tasks(task_manager: TaskManager, name: str) -> dict[str, Any]:
+    """Load the tasks with the name, group or tag `name`, with their rows, and return the tasks by name."""
     try:
-        tasks: dict[str, Any] = manager.load([name])["tasks"]
+        tasks: dict[str, Any] = task_manager.load([name])["tasks"]
         for task in tasks.values():
             len(task.eval_docs)
         return tasks
     except ImportError as error:
         raise ConfigError(f"evaluate.tasks: {name!r} needs a package that is not installed: {error}") from error
     except _DATASET_ERRORS as error:
-        entry = manager.task_index[name]
+        entry = task_manager.task_index[name]
         dataset_text = f", {entry.cfg['dataset_path']}," if entry.cfg and entry.cfg.get("dataset_path") else ""
         problem = f"the rows of {name!r}{dataset_text} cannot be read ({first_line(error)})"
         raise DataError(f"evaluate.tasks: {problem}; {_MISSING_ROWS_HINT}") from error

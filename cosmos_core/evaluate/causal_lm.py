@@ -15,16 +15,16 @@ from lm_eval import evaluator
 
 from cosmos_core.errors import ModelError, Preempted
 from cosmos_core.evaluate.benchmarks import open_benchmarks
-from cosmos_core.evaluate.engines import check_engine, engine_of, open_model
-from cosmos_core.evaluate.results import describe_tasks, item_table, metrics_of, texts_of
-from cosmos_core.models.chat_templates import set_template
+from cosmos_core.evaluate.engines import check_engine, engine_name, open_model
+from cosmos_core.evaluate.results import convert_metrics, describe_tasks, item_table, sample_texts
+from cosmos_core.models.chat_templates import set_chat_template
 from cosmos_core.models.hf import load_config, load_tokenizer
 from cosmos_core.models.model_files import check_weights
 from cosmos_core.run.files import write_json, write_text
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
-REPORT, ITEMS, SAMPLES = "evaluation.json", "items.parquet", "samples.jsonl"
+REPORT_FILE, ITEMS_FILE, SAMPLES_FILE = "evaluation.json", "items.parquet", "samples.jsonl"
 _NUM_SAMPLES = 24
 _RESPONSE_CACHE_PREFIX = "responses"
 _DEFAULT_SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
@@ -32,18 +32,16 @@ _DEFAULT_SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_see
 
 
 def check(stage: Stage) -> Outcome:
-    """Check that the tasks of the stage can be run, and that its model can be read. Raise `ConfigError`, `DataError` or
-    `ModelError` if not."""
+    """Check the tasks and the model of the stage. Raise `ConfigError`, `DataError` or `ModelError`."""
     architecture = _describe_model(stage)
     check_engine(stage)
-    item_counts = open_benchmarks(stage.recipe.evaluate).num_items
-    items_text = ", ".join(f"{name} ({count} items)" for name, count in item_counts.items())
-    return Outcome(info={"found": f"{architecture}, engine {engine_of(stage.recipe)}; {items_text}"})
+    item_counts = open_benchmarks(stage.recipe.evaluate).num_items_by_task
+    tasks_text = ", ".join(f"{name} ({count} items)" for name, count in item_counts.items())
+    return Outcome(info={"found": f"{architecture}, engine {engine_name(stage.recipe)}; {tasks_text}"})
 
 
 def run(stage: Stage) -> Outcome:
-    """Run the benchmarks, and return their metrics as `evaluation/TASK/METRIC`. Raise the errors of `check`, and
-    `Preempted` if a stop was requested."""
+    """Run the benchmarks, and return their metrics. Raise the errors of `check`, or `Preempted` after a stop."""
     _describe_model(stage)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm-eval logs a warning for each default setting of a task
     stage.progress.phase("prepare")
@@ -61,38 +59,38 @@ def run(stage: Stage) -> Outcome:
     stage.progress.phase("load")
     model = open_model(stage, stop_if_requested)
     if settings.apply_chat_template:
-        set_template(model.tokenizer, stage.recipe.policy.chat_template)
+        set_chat_template(model.tokenizer, stage.recipe.policy.chat_template)
     stage.progress.phase("evaluate", deadline_seconds=3600)
-    evaluator.add_env_info = lambda storage: None  # skip lm-eval's slow list of packages
+    evaluator.add_env_info = lambda results: None  # skip lm-eval's list of packages, which takes long
     results: Any = evaluator.simple_evaluate(
-        model=model, tasks=benchmarks.names, task_manager=benchmarks.manager,
+        model=model, tasks=benchmarks.names, task_manager=benchmarks.task_manager,
         num_fewshot=settings.num_fewshot, limit=settings.limit, apply_chat_template=settings.apply_chat_template,
         fewshot_as_multiturn=settings.apply_chat_template and settings.fewshot_as_multiturn,
         confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
         use_cache=str(stage.path / f"{_RESPONSE_CACHE_PREFIX}-{stage.fingerprint[:16]}"),
         **(_DEFAULT_SEEDS if settings.seed is None else dict.fromkeys(_DEFAULT_SEEDS, settings.seed)),
     )  # fmt: skip
-    metrics = metrics_of(results["results"])
+    metrics = convert_metrics(results["results"])
     stage.metrics.log(0, metrics)
     report = {
-        "lm_eval": version("lm-eval"), "engine": engine_of(stage.recipe),
+        "lm_eval": version("lm-eval"), "engine": engine_name(stage.recipe),
         "settings": settings.model_dump(exclude={"include_path"}), "tasks": describe_tasks(results), "metrics": metrics,
     }  # fmt: skip
-    write_json(stage.path / REPORT, report)
-    pq.write_table(item_table(results["samples"]), stage.path / ITEMS)
-    lines = (json.dumps(line, ensure_ascii=False) for line in texts_of(results["samples"], _NUM_SAMPLES))
-    write_text(stage.path / SAMPLES, "".join(f"{line}\n" for line in lines))
+    write_json(stage.path / REPORT_FILE, report)
+    pq.write_table(item_table(results["samples"]), stage.path / ITEMS_FILE)
+    lines = (json.dumps(line, ensure_ascii=False) for line in sample_texts(results["samples"], _NUM_SAMPLES))
+    write_text(stage.path / SAMPLES_FILE, "".join(f"{line}\n" for line in lines))
     for file in stage.path.glob(f"{_RESPONSE_CACHE_PREFIX}-*"):
         file.unlink()
-    return Outcome(outputs=(REPORT, ITEMS, SAMPLES), metrics=metrics)
+    return Outcome(outputs=(REPORT_FILE, ITEMS_FILE, SAMPLES_FILE), metrics=metrics)
 
 
 def _describe_model(stage: Stage) -> str:
-    """Check that the model has weights, a tokenizer and any needed chat template; return the model's architecture."""
-    policy, applies_template = stage.recipe.policy, stage.recipe.evaluate.apply_chat_template
+    """Check the model's weights, tokenizer and, if necessary, chat template; return the name of its architecture."""
+    policy, uses_template = stage.recipe.policy, stage.recipe.evaluate.apply_chat_template
     config = load_config(stage.model, policy.model_revision)
-    tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template if applies_template else None)
-    if applies_template and not tokenizer.chat_template:
+    tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template if uses_template else None)
+    if uses_template and not tokenizer.chat_template:
         raise ModelError(
             f"evaluate.apply_chat_template = true: {stage.model!r} has no chat template; set it to false, or "
             "policy.chat_template to one"

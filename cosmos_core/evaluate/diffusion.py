@@ -19,7 +19,7 @@ from torch import Tensor
 from cosmos_core.config.schema.evaluate import EvaluateConfig
 from cosmos_core.errors import Preempted, RewardError
 from cosmos_core.evaluate.prompt_sets import read_prompt_sets
-from cosmos_core.evaluate.scored_prompts import ScoredPrompt, append_scores, item_table, metrics_of, read_scores
+from cosmos_core.evaluate.scored_prompts import ScoredPrompt, append_scores, average_scores, item_table, read_scores
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import open_family
 from cosmos_core.observe import gallery
@@ -27,20 +27,19 @@ from cosmos_core.registry import is_import_path
 from cosmos_core.rewards.base import load_reward
 from cosmos_core.rollout.base import request_seed
 from cosmos_core.run.files import raise_disk_full, write_json
-from cosmos_core.run.paired_items import ITEMS
+from cosmos_core.run.paired_items import ITEMS_FILE
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.check_rewards import call_rewards, made_up_groups
-from cosmos_core.train.measure import SAMPLES, add_samples, open_rewards
+from cosmos_core.train.check_rewards import call_rewards, make_media_groups
+from cosmos_core.train.measure import SAMPLES_FILE, add_samples, open_rewards
 from cosmos_core.types import Completion, DiffusionSample, Group, Outcome, Prompt, Score, ScoredGroup
 
-REPORT = "evaluation.json"
+REPORT_FILE = "evaluation.json"
 _UNFINISHED_PREFIX = "unfinished"
 _NUM_CHECKED_PROMPTS = 2
 
 
 def check(stage: Stage) -> Outcome:
-    """Check the pipeline, the prompt sets and the rewards without reading weights. Raise `ConfigError`, `DataError`,
-    `ModelError` or `RewardError` if the model, a prompt set or a reward has a problem."""
+    """Check the pipeline, the prompt sets and the rewards without reading weights."""
     stage.progress.phase("load")
     family, settings = open_family(stage.model, stage.recipe.policy), stage.recipe.evaluate
     _check_rewards(settings.rewards)
@@ -48,7 +47,7 @@ def check(stage: Stage) -> Outcome:
     family.latent_shape(*family.config.inference_size, num_frames)
     prompt_sets = read_prompt_sets(settings)
     prompts = [prompt for set_prompts in prompt_sets.values() for prompt in set_prompts[:_NUM_CHECKED_PROMPTS]]
-    groups = made_up_groups(prompts, num_frames, family.config.inference_size)
+    groups = make_media_groups(prompts, num_frames, family.config.inference_size)
     rewards = call_rewards(stage, dict.fromkeys(settings.rewards, 1.0), groups)
     prompt_counts = ", ".join(f"{name} ({len(set_prompts)} prompts)" for name, set_prompts in prompt_sets.items())
     return Outcome(info={"found": f"{family.folder.class_name}; {prompt_counts}; {rewards}"})
@@ -56,33 +55,32 @@ def check(stage: Stage) -> Outcome:
 
 def run(stage: Stage) -> Outcome:
     """Sample and score all prompts, and return the metrics `evaluation/PROMPT_SET/REWARD`. Raise the errors of `check`,
-    `RewardError` if no sample of a prompt set has a valid reward, and `Preempted` if a stop was requested; finished
-    batches are kept."""
+    `RewardError` if a prompt set has no valid reward, and `Preempted` after a stop, which keeps finished batches."""
     _check_rewards(stage.recipe.evaluate.rewards)
     prompt_sets = read_prompt_sets(stage.recipe.evaluate)
     unfinished_folder = stage.path / f"{_UNFINISHED_PREFIX}-{stage.fingerprint[:16]}"
     num_shown_prompts = max(1, gallery.MAX_PROMPTS // len(prompt_sets))
     try:
         scored_prompts = _score_prompts(stage, prompt_sets, unfinished_folder, num_shown_prompts)
-        metrics = metrics_of(scored_prompts)
+        metrics = average_scores(scored_prompts)
     except RewardError:
-        shutil.rmtree(unfinished_folder, ignore_errors=True)  # so that a repeated stage scores all prompts again
+        shutil.rmtree(unfinished_folder, ignore_errors=True)  # a repeated stage then scores all prompts again
         raise
     stage.metrics.log(0, metrics)
     shown_prompts = [(name, prompt) for name, prompts in prompt_sets.items() for prompt in prompts[:num_shown_prompts]]
     with raise_disk_full(stage.path):
         groups = [_read_shown_group(unfinished_folder, scored_prompts, name, prompt) for name, prompt in shown_prompts]
-        add_samples(stage.path / SAMPLES, 0, groups)
-        write_json(stage.path / REPORT, _build_report(stage, prompt_sets, metrics))
-        pq.write_table(item_table(scored_prompts, prompt_sets), stage.path / ITEMS)
+        add_samples(stage.path / SAMPLES_FILE, 0, groups)
+        write_json(stage.path / REPORT_FILE, _build_report(stage, prompt_sets, metrics))
+        pq.write_table(item_table(scored_prompts, prompt_sets), stage.path / ITEMS_FILE)
         shutil.rmtree(unfinished_folder)
-    return Outcome(outputs=(REPORT, ITEMS, SAMPLES, gallery.FOLDER), metrics=metrics)
+    return Outcome(outputs=(REPORT_FILE, ITEMS_FILE, SAMPLES_FILE, gallery.SAMPLES_FOLDER), metrics=metrics)
 
 
 def _check_rewards(names: Sequence[str]) -> None:
     """Check that no built-in reward scores only text, because the samples are images or videos."""
     for name in names:
-        if not is_import_path(name) and "media" not in load_reward(name).binding.keywords:
+        if not is_import_path(name) and "media" not in load_reward(name).binding.declared_parameters:
             problem = f"{name!r} scores texts, and samples are images or videos"
             raise RewardError(f"evaluate.rewards: {problem}; leave it out")
 
@@ -90,8 +88,7 @@ def _check_rewards(names: Sequence[str]) -> None:
 def _score_prompts(
     stage: Stage, prompt_sets: dict[str, list[Prompt]], unfinished_folder: Path, num_shown_prompts: int
 ) -> list[ScoredPrompt]:
-    """Score the prompts that no earlier attempt has scored, and return the scores of all prompts; save the samples of
-    the first `num_shown_prompts` prompts of each set for the grid."""
+    """Return the scores of all prompts, and save samples of the first `num_shown_prompts` prompts of each set."""
     settings, prompts = stage.recipe.evaluate, [(name, prompt) for name, item in prompt_sets.items() for prompt in item]
     unfinished_folder.mkdir(parents=True, exist_ok=True)
     scored_prompts = read_scores(unfinished_folder)
@@ -102,21 +99,21 @@ def _score_prompts(
     family = open_family(stage.model, stage.recipe.policy, device)
     dtype = getattr(torch, stage.recipe.train.param_dtype)
     pipeline = type(family).load_pipeline(family.folder, dtype).to(device)
-    # One call of the pipeline may take longer than a stage may be silent.
+    # One call of the pipeline may take longer than the heartbeat timeout of a stage.
     getattr(pipeline, family.denoiser_name).register_forward_pre_hook(lambda *_: stage.progress.beat())
-    batch_size, call_settings = settings.batch_size or 1, _call_settings(family)
+    batch_size, arguments = settings.batch_size or 1, _pipeline_arguments(family)
     with open_rewards(stage, dict.fromkeys(settings.rewards, 1.0 / len(settings.rewards))) as score_groups:
         stage.progress.phase("evaluate")
         for start in range(len(scored_prompts), len(prompts), batch_size):
             batch = prompts[start : start + batch_size]
-            samples = _sample(pipeline, call_settings, [prompt for _, prompt in batch], settings)
+            samples = _sample(pipeline, arguments, [prompt for _, prompt in batch], settings)
             groups = score_groups([_make_group(prompt, item) for (_, prompt), item in zip(batch, samples, strict=True)])
-            new_scores = [ScoredPrompt.of(name, group) for (name, _), group in zip(batch, groups, strict=True)]
+            new_scores = [ScoredPrompt.from_group(name, group) for (name, _), group in zip(batch, groups, strict=True)]
             if not scored_prompts and not any(reward_values for item in new_scores for reward_values in item.rewards):
                 raise RewardError(f"no reward of the first batch is valid; the first: {new_scores[0].error}")
-            shown = [each for each in zip(batch, samples, strict=True) if each[0][1].id < num_shown_prompts]
+            shown_samples = [each for each in zip(batch, samples, strict=True) if each[0][1].id < num_shown_prompts]
             with raise_disk_full(stage.path):
-                for (name, prompt), pixels in shown:
+                for (name, prompt), pixels in shown_samples:
                     np.save(_sample_file(unfinished_folder, name, prompt), pixels.numpy())
                 append_scores(unfinished_folder, new_scores)
             scored_prompts += new_scores
@@ -126,8 +123,8 @@ def _score_prompts(
     return scored_prompts
 
 
-def _call_settings(family: DiffusionModel) -> dict[str, Any]:
-    """Return the arguments of the pipeline's call, without prompts and seeds."""
+def _pipeline_arguments(family: DiffusionModel) -> dict[str, Any]:
+    """Return the arguments for a call of the pipeline, except prompts and seeds."""
     config, guidance_scale = family.config, family.config.sample.guidance_scale
     frame_size, num_steps = config.inference_size, config.sample.eval_num_steps
     return family.call_settings(frame_size, config.inference_frames, num_steps, guidance_scale=guidance_scale)
@@ -135,7 +132,7 @@ def _call_settings(family: DiffusionModel) -> dict[str, Any]:
 
 @torch.no_grad()
 def _sample(
-    pipeline: Any, call_settings: dict[str, Any], prompts: Sequence[Prompt], settings: EvaluateConfig
+    pipeline: Any, arguments: dict[str, Any], prompts: Sequence[Prompt], settings: EvaluateConfig
 ) -> list[Tensor]:
     """Return the samples of each prompt as uint8 (samples, [frames,] height, width, 3), on the CPU. Their noise depends
     only on the seed, the position of the prompt in its set and the number of the sample."""
@@ -144,10 +141,10 @@ def _sample(
     pixels = pipeline(
         prompt=[prompt.text for prompt in prompts for _ in range(num_samples)],
         generator=[torch.Generator().manual_seed(sample_seed) for sample_seed in seeds],
-        output_type="pt", return_dict=False, **call_settings,
+        output_type="pt", return_dict=False, **arguments,
     )[0]  # fmt: skip
     pixels_uint8 = (torch.as_tensor(pixels).float().clamp(0, 1) * 255).round().to("cpu", torch.uint8)
-    if pixels_uint8.ndim == 5 and pixels_uint8.shape[1] == 1:  # as in training, a video of one frame is an image
+    if pixels_uint8.ndim == 5 and pixels_uint8.shape[1] == 1:  # a video of one frame is an image, as in training
         pixels_uint8 = pixels_uint8[:, 0]
     return list(pixels_uint8.movedim(-3, -1).contiguous().split(num_samples))
 
@@ -164,7 +161,7 @@ def _sample_file(unfinished_folder: Path, name: str, prompt: Prompt) -> Path:
 def _read_shown_group(
     unfinished_folder: Path, scored_prompts: Sequence[ScoredPrompt], name: str, prompt: Prompt
 ) -> ScoredGroup:
-    """Return a prompt with its samples and their mean rewards."""
+    """Return the saved samples of a prompt with their mean rewards."""
     group = _make_group(prompt, torch.from_numpy(np.load(_sample_file(unfinished_folder, name, prompt))))
     rewards = next(each.rewards for each in scored_prompts if (each.set_name, each.id) == (name, prompt.id))
     mean_rewards = [float(np.mean(list(values.values()))) if values else None for values in rewards]
@@ -178,7 +175,7 @@ def _build_report(stage: Stage, prompt_sets: dict[str, list[Prompt]], metrics: d
         "diffusers": version("diffusers"),
         "pipeline": family.folder.class_name,
         "settings": {
-            **_call_settings(family), "seed": settings.seed or 0, "rewards": list(settings.rewards),
+            **_pipeline_arguments(family), "seed": settings.seed or 0, "rewards": list(settings.rewards),
             "samples_per_prompt": settings.samples_per_prompt or 1, "dtype": stage.recipe.train.param_dtype,
         },
         "prompts": {name: len(prompts) for name, prompts in prompt_sets.items()},

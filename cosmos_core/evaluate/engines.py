@@ -19,7 +19,7 @@ _DEFAULT_VLLM_BATCH_SIZE = 256
 _DEFAULT_SEED = 1234  # default seed of lm-eval
 
 
-def engine_of(recipe: Recipe) -> str:
+def engine_name(recipe: Recipe) -> str:
     """Return the name of the engine that runs the benchmarks of a recipe."""
     if recipe.evaluate.engine != "auto":
         return recipe.evaluate.engine
@@ -29,7 +29,7 @@ def engine_of(recipe: Recipe) -> str:
 
 def check_engine(stage: Stage) -> None:
     """Check that the engine is installed and supports the model; raise a `ConfigError` if not."""
-    if engine_of(stage.recipe) == "vllm":
+    if engine_name(stage.recipe) == "vllm":
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError("evaluate.engine = 'vllm': vLLM is not installed; install it, or set it to 'auto'")
         config = load_config(stage.model, stage.recipe.policy.model_revision)
@@ -37,22 +37,21 @@ def check_engine(stage: Stage) -> None:
 
 
 def open_model(stage: Stage, on_response: Callable[[], None]) -> Any:
-    """Return lm-eval's model object for the stage's model, which calls `on_response` after each response. Raise
-    `ConfigError` if vLLM cannot load the model."""
-    model = _open_vllm_model(stage) if engine_of(stage.recipe) == "vllm" else _open_hf_model(stage)
+    """Return lm-eval's object for the stage's model, which calls `on_response` after each response."""
+    model = _open_vllm_model(stage) if engine_name(stage.recipe) == "vllm" else _open_hf_model(stage)
     set_cache_hook = model.set_cache_hook
     model.set_cache_hook = lambda cache_hook: set_cache_hook(_ResponseHook(cache_hook, on_response))
     return model
 
 
 class _ResponseHook:
-    """Hook that lm-eval's model object calls with each response, to cache the response and then call `on_response`."""
+    """Replacement of lm-eval's cache hook, which gets each response: it also calls `on_response`."""
 
     def __init__(self, cache_hook: Any, on_response: Callable[[], None]) -> None:
-        self._inner, self._on_response = cache_hook, on_response
+        self._cache_hook, self._on_response = cache_hook, on_response
 
     def add_partial(self, kind: str, request: Any, response: Any) -> None:
-        self._inner.add_partial(kind, request, response)
+        self._cache_hook.add_partial(kind, request, response)
         self._on_response()
 
 

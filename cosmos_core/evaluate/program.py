@@ -8,14 +8,12 @@ from cosmos_core.types import Outcome
 
 
 def check(stage: Stage) -> Outcome:
-    """Check that the stage can be run, and return a description under the key `found`. Raise a `CosmosError` if the
-    model, a benchmark, a prompt set or a reward has a problem."""
+    """Check that the stage can be run, and return a description of it under the key `found`."""
     return _program(stage).check(stage)
 
 
 def run(stage: Stage) -> Outcome:
-    """Evaluate the model, and return the metrics `evaluation/TASK/METRIC` or `evaluation/PROMPT_SET/REWARD`. Raise the
-    errors of `check`, and `Preempted` if a stop was requested."""
+    """Evaluate the model, and return the metrics `evaluation/TASK/METRIC` or `evaluation/PROMPT_SET/REWARD`."""
     return _program(stage).run(stage)
 
 

@@ -1,7 +1,7 @@
 """Conversion of lm-eval's results to metrics, to a table with one row per item, and to a report of the tasks' settings.
 
-lm-eval names a metric by the filter that extracts the final result from the response. The first filter of a task is
-omitted from metric names, so gsm8k has `exact_match` (of `strict-match`) and `exact_match_flexible-extract`.
+Metric names end with the filter that extracts the result from a response, except for the first filter of a task: gsm8k
+has `exact_match` (of `strict-match`) and `exact_match_flexible-extract`.
 """
 
 import json
@@ -19,8 +19,8 @@ _TEXT_COLUMNS = ("doc_hash", "prompt_hash", "response")
 _COLUMN_TYPES = {"task": pa.string(), "doc_id": pa.int64(), **dict.fromkeys(_TEXT_COLUMNS, pa.string())}
 
 
-def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of tasks and groups as `evaluation/TASK/METRIC`, and their standard errors with `_stderr`."""
+def convert_metrics(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return lm-eval's metrics as `evaluation/TASK/METRIC`, and standard errors with the suffix `_stderr`."""
     metrics: dict[str, float] = {}
     for task, task_metrics in results.items():
         first_filter = next((key.partition(",")[2] for key in task_metrics if "," in key), "")
@@ -28,13 +28,13 @@ def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
             name, separator, filter_name = key.partition(",")
             if separator and isinstance(value, Real):
                 metric_name = _qualify_metric_name(name.removesuffix(_STDERR_SUFFIX), filter_name, first_filter)
-                suffix = _STDERR_SUFFIX if name.endswith(_STDERR_SUFFIX) else ""
-                metrics[f"evaluation/{task}/{metric_name}{suffix}"] = float(value)
+                stderr_suffix = _STDERR_SUFFIX if name.endswith(_STDERR_SUFFIX) else ""
+                metrics[f"evaluation/{task}/{metric_name}{stderr_suffix}"] = float(value)
     return metrics
 
 
 def item_table(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
-    """Return the table of `build_table` with one row per item of a task, sorted; a response is the generated text or,
+    """Return the table of `build_table`, sorted, with one row per item of a task. A response is the generated text or,
     for choices, a JSON list of `[log-probability, is greedy]`."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for task, task_samples in samples.items():
@@ -49,14 +49,13 @@ def item_table(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
 
 
 def build_table(rows: list[dict[str, Any]]) -> pa.Table:
-    """Return a table of items with the columns task, doc_id, doc_hash, prompt_hash, response and one column for each
-    metric of any row, with null if a row lacks the metric."""
+    """Return a table of items with the columns of `_COLUMN_TYPES` and one column per metric, null if it is missing."""
     columns = dict.fromkeys([*_COLUMN_TYPES, *(name for row in rows for name in row)])
     schema = pa.schema([(name, _COLUMN_TYPES.get(name, pa.float64())) for name in columns])
     return pa.Table.from_pylist(rows, schema=schema)
 
 
-def texts_of(samples: Mapping[str, list[dict[str, Any]]], max_rows: int) -> list[dict[str, JsonValue]]:
+def sample_texts(samples: Mapping[str, list[dict[str, Any]]], max_rows: int) -> list[dict[str, JsonValue]]:
     """Return the first `max_rows` generated texts of each task, as lines of `samples.jsonl`: prompt, reference,
     completion and, as reward, the first metric that is a number."""
     lines: list[dict[str, JsonValue]] = []
@@ -73,7 +72,7 @@ def texts_of(samples: Mapping[str, list[dict[str, Any]]], max_rows: int) -> list
 
 
 def describe_tasks(results: Mapping[str, Any]) -> dict[str, JsonValue]:
-    """Return facts about each task by its name: version, number of items and few-shot examples, generation settings."""
+    """Return version, few-shot examples, number of items and generation settings of each task, by name."""
     task_descriptions: dict[str, JsonValue] = {}
     for task, config in results["configs"].items():
         settings = {name: config[name] for name in _TASK_SETTING_NAMES if config.get(name) is not None}

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from cosmos_core.errors import RewardError
 from cosmos_core.evaluate.results import build_table
-from cosmos_core.run.files import json_objects, write_text
+from cosmos_core.run.files import parse_json_objects, write_text
 from cosmos_core.types import Prompt, ScoredGroup
 
 _SCORES_FILE = "scores.jsonl"
@@ -35,42 +35,41 @@ class ScoredPrompt:
     """Reason of the first invalid reward; empty if all rewards are valid."""
 
     @classmethod
-    def of(cls, set_name: str, group: ScoredGroup) -> "ScoredPrompt":
-        """Return the rewards of a scored group."""
+    def from_group(cls, set_name: str, group: ScoredGroup) -> "ScoredPrompt":
+        """Return the rewards of the samples in a scored group."""
         errors = [score.error for score in group.scores if score.value is None]
         rewards = [dict(score.metrics) for score in group.scores]
         return cls(set_name, group.group.prompt.id, rewards, len(errors), errors[0] if errors else "")
 
-    def means(self) -> dict[str, float]:
+    def mean_rewards(self) -> dict[str, float]:
         """Return the mean of each reward over the samples for which it is valid."""
-        reward_names = dict.fromkeys(name for values in self.rewards for name in values)
-        return {n: float(np.mean([values[n] for values in self.rewards if n in values])) for n in reward_names}
+        reward_names = dict.fromkeys(name for sample_rewards in self.rewards for name in sample_rewards)
+        return {n: float(np.mean([rewards[n] for rewards in self.rewards if n in rewards])) for n in reward_names}
 
 
 def read_scores(folder: Path) -> list[ScoredPrompt]:
     """Return the scores that an earlier attempt of the stage wrote, and remove a truncated line at the end."""
     path = folder / _SCORES_FILE
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
-    scored_prompts = [ScoredPrompt(**score_fields) for score_fields in json_objects(lines)]
+    scored_prompts = [ScoredPrompt(**score_fields) for score_fields in parse_json_objects(lines)]
     write_text(path, _to_json_lines(scored_prompts))
     return scored_prompts
 
 
 def append_scores(folder: Path, scored_prompts: Sequence[ScoredPrompt]) -> None:
-    """Append scores to the file, and sync the file to disk."""
+    """Append scores to the file of scores, and sync it to disk."""
     with open(folder / _SCORES_FILE, "a", encoding="utf-8") as file:
         file.write(_to_json_lines(scored_prompts))
         file.flush()
         os.fsync(file.fileno())
 
 
-def metrics_of(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
-    """Return the mean of each reward of each prompt set, with standard error, and the number of invalid samples. Raise
-    `RewardError` if no sample of a prompt set has a valid reward."""
+def average_scores(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
+    """Return the mean of each reward of each prompt set; raise `RewardError` if a prompt set has no valid reward."""
     metrics: dict[str, float] = {}
     for set_name in dict.fromkeys(item.set_name for item in scored_prompts):
         set_prompts = [item for item in scored_prompts if item.set_name == set_name]
-        prompt_means = [item.means() for item in set_prompts]
+        prompt_means = [item.mean_rewards() for item in set_prompts]
         reward_names = dict.fromkeys(name for values in prompt_means for name in values)
         if not reward_names:
             raise RewardError(
@@ -87,18 +86,17 @@ def metrics_of(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
 
 
 def item_table(scored_prompts: Sequence[ScoredPrompt], prompt_sets: Mapping[str, Sequence[Prompt]]) -> pa.Table:
-    """Return the table of `build_table`: task is the name of the prompt set, doc_hash that of prompt and metadata,
-    response is empty, and a metric is the mean of a reward over the samples for which it is valid."""
+    """Return the table of `build_table`, with a prompt set as task, the mean rewards as metrics and empty responses."""
     rows: list[dict[str, Any]] = []
     for scored_prompt in scored_prompts:
         prompt = prompt_sets[scored_prompt.set_name][scored_prompt.id]
-        hashes = {"doc_hash": _hash([prompt.text, prompt.metadata]), "prompt_hash": _hash(prompt.text)}
+        hashes = {"doc_hash": _hash_json([prompt.text, prompt.metadata]), "prompt_hash": _hash_json(prompt.text)}
         ids = {"task": scored_prompt.set_name, "doc_id": scored_prompt.id}
-        rows.append({**scored_prompt.means(), **ids, **hashes, "response": ""})
+        rows.append({**scored_prompt.mean_rewards(), **ids, **hashes, "response": ""})
     return build_table(rows)
 
 
-def _hash(value: object) -> str:
+def _hash_json(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from cosmos_core.data.kinds.base import TRAIN, VALIDATION
+from cosmos_core.data.kinds.base import TRAIN_SPLIT, VALIDATION_SPLIT
 from cosmos_core.data.prepared import RowImages, has_split, open_table
 from cosmos_core.errors import DataError, StageFailed
-from cosmos_core.export.gguf import FILE
-from cosmos_core.models.verify_export import auto_class
+from cosmos_core.export.gguf import GGUF_FILE
+from cosmos_core.models.verify_export import select_auto_class
 from cosmos_core.rollout.vllm_logits import prompt_logits
 
-Row = list[int]
+TokenIds = list[int]
 
 MAX_COMPARED_ROWS, MAX_COMPARED_TOKENS = 32, 128
 """Maximum number of compared rows, and maximum number of tokens of a compared row."""
@@ -46,15 +46,15 @@ class Divergence(NamedTuple):
     num_tokens: int
 
 
-def text_rows(folder: Path, max_length: int) -> tuple[str, list[Row]]:
+def load_text_rows(folder: Path, max_length: int) -> tuple[str, list[TokenIds]]:
     """Return a split of prepared rows, the held-out rows if there are any, and the token ids of its first rows without
     images, cut to fewer tokens than `max_length`, the maximum of the model. Raise `DataError` if the folder has no
     prepared rows of text."""
-    split_name = VALIDATION if has_split(folder, VALIDATION) else TRAIN
+    split_name = VALIDATION_SPLIT if has_split(folder, VALIDATION_SPLIT) else TRAIN_SPLIT
     table = open_table(folder, split_name)
     names = [name for name in table.column_names if name.endswith("_ids")]
-    counts = RowImages(table).counts
-    rows = (ids.as_py() for ids, count in zip(table[names[0]] if names else (), counts, strict=False) if not count)
+    ids_and_image_counts = zip(table[names[0]] if names else (), RowImages(table).counts, strict=False)
+    rows = (ids.as_py() for ids, num_images in ids_and_image_counts if not num_images)
     truncated_rows = (row[: min(MAX_COMPARED_TOKENS, max_length - 1)] for row in rows if len(row) > 1)
     selected_rows = list(islice(truncated_rows, MAX_COMPARED_ROWS))
     if not selected_rows:
@@ -62,30 +62,30 @@ def text_rows(folder: Path, max_length: int) -> tuple[str, list[Row]]:
     return split_name, selected_rows
 
 
-def save_logprobs(folder: Path, in_vllm: bool, rows: Sequence[Row], target: Path) -> None:
+def save_logprobs(folder: Path, use_vllm: bool, rows: Sequence[TokenIds], target: Path) -> None:
     """Write the log-probabilities TV of the model in `folder`, by vLLM or transformers, for each row to `target`."""
     target.mkdir()
-    for row_index, logprobs_TV in enumerate(_compute_logprobs(folder, in_vllm, rows)):
+    for row_index, logprobs_TV in enumerate(_compute_logprobs(folder, use_vllm, rows)):
         np.save(target / f"{row_index}.npy", logprobs_TV.numpy())
 
 
-def compare(folder: Path, in_vllm: bool, rows: Sequence[Row], reference_folder: Path) -> Divergence:
+def measure_divergence(folder: Path, use_vllm: bool, rows: Sequence[TokenIds], reference_folder: Path) -> Divergence:
     """Return the divergence of the model in `folder` from the model with the log-probabilities in `reference_folder`.
     Raise `StageFailed` if it is not below that of the uniform distribution, so that the model is broken."""
-    kl_sums, token_counts, uniform_kl_sum, num_agreeing = [], [], 0.0, 0
-    for row_index, logprobs_TV in enumerate(_compute_logprobs(folder, in_vllm, rows)):
+    kl_sums, token_counts, uniform_kl_sum, num_same_top = [], [], 0.0, 0
+    for row_index, logprobs_TV in enumerate(_compute_logprobs(folder, use_vllm, rows)):
         reference_logprobs_TV = torch.from_numpy(np.load(reference_folder / f"{row_index}.npy")).double()
         kl_T = (reference_logprobs_TV.exp() * (reference_logprobs_TV - logprobs_TV.double())).sum(-1)
         entropy_T = -(reference_logprobs_TV.exp() * reference_logprobs_TV).sum(-1)
         kl_sums.append(float(kl_T.sum()))
         token_counts.append(len(kl_T))
         uniform_kl_sum += float((math.log(reference_logprobs_TV.shape[-1]) - entropy_T).sum())
-        num_agreeing += int((reference_logprobs_TV.argmax(-1) == logprobs_TV.argmax(-1)).sum())
+        num_same_top += int((reference_logprobs_TV.argmax(-1) == logprobs_TV.argmax(-1)).sum())
     num_tokens = sum(token_counts)
     row_means = np.array(kl_sums) / np.array(token_counts)
     stderr = float(row_means.std(ddof=1) / math.sqrt(len(row_means))) if len(row_means) > 1 else 0.0
     kl, kl_uniform = sum(kl_sums) / num_tokens, uniform_kl_sum / num_tokens
-    divergence = Divergence(kl, stderr, num_agreeing / num_tokens, kl_uniform, num_tokens)
+    divergence = Divergence(kl, stderr, num_same_top / num_tokens, kl_uniform, num_tokens)
     if not divergence.kl < divergence.kl_uniform:  # unlike `>=`, `not <` is also True for NaN
         raise StageFailed(
             f"its divergence from the exported model is {divergence.kl:.3g} nats per token, that of the uniform "
@@ -94,16 +94,16 @@ def compare(folder: Path, in_vllm: bool, rows: Sequence[Row], reference_folder: 
     return divergence
 
 
-def _compute_logprobs(folder: Path, in_vllm: bool, rows: Sequence[Row]) -> Iterator[Tensor]:
+def _compute_logprobs(folder: Path, use_vllm: bool, rows: Sequence[TokenIds]) -> Iterator[Tensor]:
     """Yield the log-probabilities TV, float32, of the next token at all positions of a row but the last."""
-    logits = prompt_logits(folder, rows) if in_vllm else _transformers_logits(folder, rows)
+    logits = prompt_logits(folder, rows) if use_vllm else _transformers_logits(folder, rows)
     return (logits_TV.float().log_softmax(-1) for logits_TV in logits)
 
 
 @torch.no_grad()
-def _transformers_logits(folder: Path, rows: Sequence[Row]) -> Iterator[Tensor]:
-    gguf_options = {"gguf_file": FILE} if (folder / FILE).exists() else {}
-    model_class: Any = auto_class(AutoConfig.from_pretrained(folder, **gguf_options))
+def _transformers_logits(folder: Path, rows: Sequence[TokenIds]) -> Iterator[Tensor]:
+    gguf_options = {"gguf_file": GGUF_FILE} if (folder / GGUF_FILE).exists() else {}
+    model_class: Any = select_auto_class(AutoConfig.from_pretrained(folder, **gguf_options))
     model = model_class.from_pretrained(folder, dtype="auto", **gguf_options).eval()
     for row in rows:
         yield model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1]

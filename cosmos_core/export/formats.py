@@ -25,20 +25,19 @@ import torch
 from transformers.initialization import meta_device_safe_creation_ops
 
 from cosmos_core.checkpoint.export import run as export_plain
-from cosmos_core.config.inputs import source_of
+from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.schema.export import UNQUANTIZED_FORMAT
-from cosmos_core.data.kinds.base import VALIDATION
+from cosmos_core.data.kinds.base import VALIDATION_SPLIT
 from cosmos_core.errors import ConfigError, DataError, Preempted
-from cosmos_core.export.divergence import MAX_COMPARED_TOKENS, Divergence, Row, compare, save_logprobs, text_rows
-from cosmos_core.export.gguf import FORMAT as GGUF
-from cosmos_core.export.gguf import gguf_problem, write_gguf
-from cosmos_core.export.quantize import Layers, describe, find_layers, quantize_folder, scheme_of
+from cosmos_core.export import divergence
+from cosmos_core.export.gguf import GGUF_FORMAT, unsupported_gguf_reason, write_gguf
+from cosmos_core.export.quantize import LinearLayers, describe_format, find_layers, make_scheme, quantize_folder
 from cosmos_core.models.hf import load_config, model_without_weights
-from cosmos_core.models.new_interpreter import call_in_interpreter, pool_of_one_process
+from cosmos_core.models.new_interpreter import call_in_interpreter, open_interpreter_pool
 from cosmos_core.rollout.vllm_logits import vllm_problem, vllm_version
-from cosmos_core.run.files import read_object, write_json, write_text
+from cosmos_core.run.files import read_json_object, write_json, write_text
 from cosmos_core.run.progress import read_progress
-from cosmos_core.run.stage import Stage, load_stage, maker_of
+from cosmos_core.run.stage import Stage, find_stage_that_made, load_stage
 from cosmos_core.types import JsonValue, Outcome
 
 _TIMEOUT_SECONDS = 3600.0
@@ -46,27 +45,27 @@ _LOGPROBS_FOLDER = ".logprobs"
 _BENCHMARK_PREFIX = "evaluation/"
 
 
-class Plan(NamedTuple):
+class FormatPlan(NamedTuple):
     """Plan for quantising a model to one format, and for comparing the result with the unquantised model."""
 
     name: str
     scheme: Any
     """Scheme of compressed-tensors; None: the format is GGUF."""
-    layers: Layers | None
-    problem: str
+    linear_layers: LinearLayers | None
+    unsupported_reason: str
     """Reason why vLLM cannot run the format on this machine; empty if vLLM can run it, and for GGUF."""
 
     @property
-    def in_vllm(self) -> bool:
+    def is_loaded_by_vllm(self) -> bool:
         """Return True if vLLM loads the format to verify it, False if transformers loads it."""
-        return self.layers is not None and not self.problem
+        return self.linear_layers is not None and not self.unsupported_reason
 
     @property
-    def line(self) -> str:
-        """Return a line for the user that describes the format and its quantised layers."""
-        if self.layers is None:
+    def description(self) -> str:
+        """One line about the format and its layers, for `check` and the model card."""
+        if self.linear_layers is None:
             return f"{self.name}: one file in bfloat16"
-        return describe(self.name, self.scheme, self.layers)
+        return describe_format(self.name, self.scheme, self.linear_layers)
 
 
 def run(stage: Stage) -> Outcome:
@@ -79,40 +78,40 @@ def run(stage: Stage) -> Outcome:
         StageFailed: a quantised model cannot be loaded, or its divergence is that of a broken model.
         Preempted: a stop was requested; finished weight files are kept.
     """
-    export_plans = plans(stage)
+    export_plans = plan_formats(stage)
     config = load_config(stage.model, stage.recipe.policy.model_revision).get_text_config()
-    max_length = getattr(config, "max_position_embeddings", None) or MAX_COMPARED_TOKENS + 1
-    split_name, rows = text_rows(_find_prepared_rows(stage), max_length)
+    max_length = getattr(config, "max_position_embeddings", None) or divergence.MAX_COMPARED_TOKENS + 1
+    split_name, rows = divergence.load_text_rows(_find_prepared_rows(stage), max_length)
     unquantized_outcome = _resume_or_run(stage, UNQUANTIZED_FORMAT, lambda: export_plain(stage))
     logprobs_folder = stage.path / _LOGPROBS_FOLDER
     shutil.rmtree(logprobs_folder, ignore_errors=True)
     logprobs_folder.mkdir()
     outputs, metrics = list(unquantized_outcome.outputs), dict(unquantized_outcome.metrics)
-    formats: dict[str, JsonValue] = {UNQUANTIZED_FORMAT: unquantized_outcome.info["model"]}
+    folder_by_format: dict[str, JsonValue] = {UNQUANTIZED_FORMAT: unquantized_outcome.info["model"]}
     for plan in export_plans:
-        write = partial(_write_quantized, stage, plan, unquantized_outcome)
-        quantized_outcome = _resume_or_run(stage, plan.name, write)
+        write_fn = partial(_write_quantized, stage, plan, unquantized_outcome)
+        quantized_outcome = _resume_or_run(stage, plan.name, write_fn)
         folder = stage.path / quantized_outcome.outputs[0]
-        verify = partial(_verify_quantized, stage, plan, unquantized_outcome, folder, rows)
-        verification = _resume_or_run(stage, f"{plan.name}-proof", verify)
+        verify_fn = partial(_verify_quantized, stage, plan, unquantized_outcome, folder, rows)
+        verification = _resume_or_run(stage, f"{plan.name}-proof", verify_fn)
         model_card = (stage.path / str(unquantized_outcome.info["model"]) / "README.md").read_text(encoding="utf-8")
         write_text(folder / "README.md", model_card + _render_card_section(plan, verification, split_name, len(rows)))
         outputs += quantized_outcome.outputs
         metrics |= quantized_outcome.metrics | verification.metrics
-        formats[plan.name] = quantized_outcome.outputs[0]
+        folder_by_format[plan.name] = quantized_outcome.outputs[0]
     shutil.rmtree(logprobs_folder)
-    return Outcome(tuple(outputs), metrics, {**unquantized_outcome.info, "formats": formats})
+    return Outcome(tuple(outputs), metrics, {**unquantized_outcome.info, "formats": folder_by_format})
 
 
-def plans(stage: Stage) -> list[Plan]:
+def plan_formats(stage: Stage) -> list[FormatPlan]:
     """Return a plan for each quantised format of the recipe. Raise `ModelError` if a format does not support the layers
     of the model, and `ConfigError` if the converter of llama.cpp is missing, or if vLLM cannot run a format on this
     machine and `export.unproven` is false."""
     config = stage.recipe.export
-    if GGUF in config.quantized and (problem := gguf_problem()):
+    if GGUF_FORMAT in config.quantized and (problem := unsupported_gguf_reason()):
         raise ConfigError(f"export.formats has 'gguf', but {problem}; leave it out")
-    gguf_plans = [Plan(GGUF, None, None, "") for name in config.quantized if name == GGUF]
-    vllm_formats = [name for name in config.quantized if name != GGUF]
+    gguf_plans = [FormatPlan(GGUF_FORMAT, None, None, "") for name in config.quantized if name == GGUF_FORMAT]
+    vllm_formats = [name for name in config.quantized if name != GGUF_FORMAT]
     if not vllm_formats:
         return gguf_plans
     with torch.device("meta"), meta_device_safe_creation_ops():
@@ -120,13 +119,13 @@ def plans(stage: Stage) -> list[Plan]:
         model = model_without_weights(stage.model, revision=revision, dtype=torch.bfloat16)
     layers = find_layers(model)
     format_plans = [
-        Plan(name, scheme_of(name, layers), layers, vllm_problem(name, model.config, stage.model))
+        FormatPlan(name, make_scheme(name, layers), layers, vllm_problem(name, model.config, stage.model))
         for name in vllm_formats
     ]
     for plan in format_plans:
-        if plan.problem and not config.unproven:
+        if plan.unsupported_reason and not config.unproven:
             remedy = "leave it out, or set export.unproven = true"
-            raise ConfigError(f"export.formats has {plan.name!r}, but {plan.problem}; {remedy}")
+            raise ConfigError(f"export.formats has {plan.name!r}, but {plan.unsupported_reason}; {remedy}")
     return format_plans + gguf_plans
 
 
@@ -134,20 +133,20 @@ def _find_prepared_rows(stage: Stage) -> Path:
     """Return the folder of prepared rows of the stage, else of the last upstream training; DataError: there is none."""
     if stage.data is not None:
         return stage.data
-    source_stage = source_of(stage.config.model)
+    source_stage = referenced_stage(stage.config.model)
     upstream_results = [stage.inputs[name] for name in sorted(stage.inputs, key=lambda name: name != source_stage)]
     for stage_result in upstream_results:
         with suppress(FileNotFoundError):
-            upstream = load_stage(maker_of(Path(stage_result["path"])))
-            if upstream.kind.trains_model and upstream.data is not None:
-                if not upstream.data.is_dir():
+            upstream_stage = load_stage(find_stage_that_made(Path(stage_result["path"])))
+            if upstream_stage.kind.trains_model and upstream_stage.data is not None:
+                if not upstream_stage.data.is_dir():
                     raise DataError(
-                        f"stage {stage.name!r}: the rows of stage {upstream.name!r}, with which the formats are "
-                        f"compared, are no longer in {upstream.data}, or on another machine; set data = "
+                        f"stage {stage.name!r}: the rows of stage {upstream_stage.name!r}, with which the formats are "
+                        f"compared, are no longer in {upstream_stage.data}, or on another machine; set data = "
                         f'"stage:NAME" of a prepare stage in this pipeline'
                     )
-                return upstream.data
-            upstream_results += upstream.inputs.values()
+                return upstream_stage.data
+            upstream_results += upstream_stage.inputs.values()
     raise DataError(
         f"stage {stage.name!r}: no training comes before it, with whose rows the formats could be compared; set data = "
         '"stage:NAME" of a prepare stage'
@@ -157,9 +156,9 @@ def _find_prepared_rows(stage: Stage) -> Path:
 def _resume_or_run(stage: Stage, name: str, operation: Callable[[], Outcome]) -> Outcome:
     """Return the outcome of an operation, which runs only if no earlier attempt of the stage has saved its outcome."""
     file = stage.path / "done" / f"{name}.json"
-    saved_outcome = read_object(file)
+    saved_outcome = read_json_object(file)
     outputs = tuple(saved_outcome.get("outputs", ()))
-    if saved_outcome.get("fingerprint") == stage.fingerprint and all((stage.path / each).exists() for each in outputs):
+    if saved_outcome.get("fingerprint") == stage.fingerprint and all((stage.path / path).exists() for path in outputs):
         return Outcome(outputs, saved_outcome["metrics"], saved_outcome["info"])
     outcome = operation()
     file.parent.mkdir(exist_ok=True)
@@ -167,7 +166,7 @@ def _resume_or_run(stage: Stage, name: str, operation: Callable[[], Outcome]) ->
     return outcome
 
 
-def _write_quantized(stage: Stage, plan: Plan, unquantized_outcome: Outcome) -> Outcome:
+def _write_quantized(stage: Stage, plan: FormatPlan, unquantized_outcome: Outcome) -> Outcome:
     """Write the quantised model of a plan to a temporary folder, and rename the folder when it is complete."""
     relative_path = f"{plan.name}/step_{unquantized_outcome.info['step']}"
     target_folder = stage.path / relative_path
@@ -186,38 +185,41 @@ def _write_quantized(stage: Stage, plan: Plan, unquantized_outcome: Outcome) -> 
         if stage.stop_requested:
             raise Preempted(f"stage {stage.name!r}: stopped while {plan.name} was written")
 
-    source_folder = stage.path / str(unquantized_outcome.info["model"])
-    if plan.layers is None:
+    unquantized_folder = stage.path / str(unquantized_outcome.info["model"])
+    if plan.linear_layers is None:
         shutil.rmtree(incomplete_folder, ignore_errors=True)
-        write_gguf(source_folder, incomplete_folder, report_progress)
+        write_gguf(unquantized_folder, incomplete_folder, report_progress)
     else:
-        quantize_folder(source_folder, incomplete_folder, plan.scheme, plan.layers, stop_between_files)
+        quantize_folder(unquantized_folder, incomplete_folder, plan.scheme, plan.linear_layers, stop_between_files)
     incomplete_folder.rename(target_folder)
-    size = sum(file.stat().st_size for file in target_folder.iterdir() if file.suffix in {".safetensors", ".gguf"})
-    return Outcome((relative_path,), {f"export/{plan.name}/bytes": float(size)})
+    num_bytes = sum(file.stat().st_size for file in target_folder.iterdir() if file.suffix in {".safetensors", ".gguf"})
+    return Outcome((relative_path,), {f"export/{plan.name}/bytes": float(num_bytes)})
 
 
-def _verify_quantized(stage: Stage, plan: Plan, unquantized_outcome: Outcome, folder: Path, rows: list[Row]) -> Outcome:
+def _verify_quantized(
+    stage: Stage, plan: FormatPlan, unquantized_outcome: Outcome, folder: Path, rows: list[divergence.TokenIds]
+) -> Outcome:
     """Load a quantised model in separate Python processes, and return its divergence and benchmarks as metrics."""
-    source_folder = stage.path / str(unquantized_outcome.info["model"])
-    reference_folder = stage.path / _LOGPROBS_FOLDER / ("of_engine" if plan.in_vllm else "plain")
+    unquantized_folder = stage.path / str(unquantized_outcome.info["model"])
+    reference_folder = stage.path / _LOGPROBS_FOLDER / ("of_engine" if plan.is_loaded_by_vllm else "plain")
     stage.progress.phase("validate")
+    arguments = (plan.is_loaded_by_vllm, rows, reference_folder)
     if not reference_folder.exists():
-        _in_fresh_interpreter(stage, save_logprobs, source_folder, plan.in_vllm, rows, reference_folder)
-    divergence: Divergence = _in_fresh_interpreter(stage, compare, folder, plan.in_vllm, rows, reference_folder)
+        _in_fresh_interpreter(stage, divergence.save_logprobs, unquantized_folder, *arguments)
+    result: divergence.Divergence = _in_fresh_interpreter(stage, divergence.measure_divergence, folder, *arguments)
     prefix = f"export/{plan.name}/"
-    metrics = {"kl": divergence.kl, "kl_stderr": divergence.stderr, "same_top_token": divergence.top_token_agreement}
-    metrics["proven"] = float(not plan.problem)
+    metrics = {"kl": result.kl, "kl_stderr": result.stderr, "same_top_token": result.top_token_agreement}
+    metrics["proven"] = float(not plan.unsupported_reason)
     benchmark_result = _find_benchmarks(stage)
-    if benchmark_result is not None and plan.in_vllm:
+    if benchmark_result is not None and plan.is_loaded_by_vllm:
         scratch_folder = stage.path / _LOGPROBS_FOLDER / f"{plan.name}-{_BENCHMARK_PREFIX}"
-        arguments = (folder, maker_of(Path(benchmark_result["path"])), scratch_folder)
-        scores = _in_fresh_interpreter(stage, _run_benchmarks, *arguments, progress_file=scratch_folder)
+        benchmark_arguments = (folder, find_stage_that_made(Path(benchmark_result["path"])), scratch_folder)
+        scores = _in_fresh_interpreter(stage, _run_benchmarks, *benchmark_arguments, progress_file=scratch_folder)
         for name, score in scores.items():
             metrics[name] = score
             if not name.endswith("_stderr"):
                 metrics[f"lost/{name.removeprefix(_BENCHMARK_PREFIX)}"] = benchmark_result["metrics"][name] - score
-    return Outcome((), {prefix + name: value for name, value in metrics.items()}, {"tokens": divergence.num_tokens})
+    return Outcome((), {prefix + name: value for name, value in metrics.items()}, {"tokens": result.num_tokens})
 
 
 def _in_fresh_interpreter(
@@ -229,54 +231,53 @@ def _in_fresh_interpreter(
     A function that runs another stage in the folder `progress_file` may take hours, and passes the heartbeats of that
     stage on to `stage`; other functions must end within an hour.
     """
-    num_beats = 0
+    last_num_beats = 0
 
     def forward_heartbeat() -> None:
-        nonlocal num_beats
+        nonlocal last_num_beats
         if stage.stop_requested:
             raise Preempted(f"stage {stage.name!r}: stopped while {folder} was compared; what was written is kept")
         progress = read_progress(progress_file) if progress_file else None
-        if progress and progress.beats != num_beats:
-            num_beats = progress.beats
+        if progress and progress.beats != last_num_beats:
+            last_num_beats = progress.beats
             stage.progress.beat()
 
     stage.progress.beat()
-    with pool_of_one_process() as pool:
+    with open_interpreter_pool() as pool:
         timeout_seconds = None if progress_file else _TIMEOUT_SECONDS
         return call_in_interpreter(pool, function, (folder, *arguments), timeout_seconds, folder, forward_heartbeat)
 
 
 def _find_benchmarks(stage: Stage) -> dict[str, Any] | None:
     """Return the result of a stage in `after` that has run benchmarks on the model to export; None: no such stage."""
-    for result in stage.inputs.values():
-        if any(name.startswith(_BENCHMARK_PREFIX) for name in result["metrics"]):
-            upstream = load_stage(maker_of(Path(result["path"])))
-            if upstream.kind.makes == "metrics" and upstream.config.model == stage.config.model:
-                return result
+    for stage_result in stage.inputs.values():
+        if any(name.startswith(_BENCHMARK_PREFIX) for name in stage_result["metrics"]):
+            upstream_stage = load_stage(find_stage_that_made(Path(stage_result["path"])))
+            if upstream_stage.kind.makes == "metrics" and upstream_stage.config.model == stage.config.model:
+                return stage_result
     return None
 
 
-def _run_benchmarks(folder: Path, path: Path, scratch_folder: Path) -> dict[str, float]:
-    """Run the benchmarks of the stage at `path` with the model in `folder`, and return their metrics."""
+def _run_benchmarks(folder: Path, stage_path: Path, scratch_folder: Path) -> dict[str, float]:
+    """Run the benchmarks of the stage at `stage_path` with the model in `folder`, and return their metrics."""
     scratch_folder.mkdir(parents=True)
     evaluate_program = importlib.import_module("cosmos_core.evaluate.program")  # lm-eval is an optional package
-    return evaluate_program.run(replace(load_stage(path), path=scratch_folder, model=str(folder))).metrics
+    return evaluate_program.run(replace(load_stage(stage_path), path=scratch_folder, model=str(folder))).metrics
 
 
-def _render_card_section(plan: Plan, verification: Outcome, split_name: str, num_rows: int) -> str:
-    """Return the section of a model card about a quantised format."""
+def _render_card_section(plan: FormatPlan, verification: Outcome, split_name: str, num_rows: int) -> str:
     prefix = f"export/{plan.name}/"
     metrics = {name.removeprefix(prefix): value for name, value in verification.metrics.items()}
-    row_kind = "held-out" if split_name == VALIDATION else "training"
+    row_kind = "held-out" if split_name == VALIDATION_SPLIT else "training"
     method_text = f"rounded to nearest, by compressed-tensors {version('compressed-tensors')}"
     loading_text, engine_text = f"Loaded by vLLM {vllm_version()}", ""
-    if plan.layers is None:
+    if plan.linear_layers is None:
         method_text, loading_text = "converted by llama.cpp", f"Loaded by transformers {version('transformers')}"
-    elif plan.problem:
-        loading_text, engine_text = f"**Unproven**: {plan.problem}", ", by transformers"
+    elif plan.unsupported_reason:
+        loading_text, engine_text = f"**Unproven**: {plan.unsupported_reason}", ", by transformers"
     lines = [
         "", f"## Quantised: `{plan.name}`", "",
-        f"- {plan.line}, {method_text}",
+        f"- {plan.description}, {method_text}",
         f"- {loading_text}",
         f"- Divergence KL(bf16 || {plan.name}): {metrics['kl']:.3g} nats per token (standard error "
         f"{metrics['kl_stderr']:.2g}) on {verification.info['tokens']} tokens of {num_rows} {row_kind} "

@@ -13,16 +13,16 @@ from pathlib import Path
 
 from cosmos_core.errors import StageFailed
 
-FORMAT = "gguf"
-FILE = "model.gguf"
-CONVERTER = "convert_hf_to_gguf.py"
+GGUF_FORMAT = "gguf"
+GGUF_FILE = "model.gguf"
+CONVERTER_PROGRAM = "convert_hf_to_gguf.py"
 _POLL_SECONDS = 1.0
 
 
-def gguf_problem() -> str:
+def unsupported_gguf_reason() -> str:
     """Return the reason why a GGUF file cannot be written or loaded here; empty: it can."""
-    if shutil.which(CONVERTER) is None:
-        return f"{CONVERTER} of llama.cpp is not on PATH, or not executable"
+    if shutil.which(CONVERTER_PROGRAM) is None:
+        return f"{CONVERTER_PROGRAM} of llama.cpp is not on PATH, or not executable"
     if importlib.util.find_spec("gguf") is None:
         return "the package gguf, with which transformers loads it, is not installed (pip install gguf)"
     return ""
@@ -32,9 +32,9 @@ def write_gguf(source: Path, target: Path, on_poll: Callable[[], None]) -> None:
     """Write the model in `source` as `target/model.gguf` in bfloat16. Call `on_poll` every second until the converter
     has ended; if it raises, stop the converter. Raise `StageFailed`, with the last line of the output, if it failed."""
     target.mkdir(parents=True)
-    command = [sys.executable, str(shutil.which(CONVERTER)), str(source), "--outtype", "bf16"]
+    command = [sys.executable, str(shutil.which(CONVERTER_PROGRAM)), str(source), "--outtype", "bf16"]
     with tempfile.TemporaryFile() as log_file:
-        process = subprocess.Popen([*command, "--outfile", str(target / FILE)], stdout=log_file, stderr=log_file)
+        process = subprocess.Popen([*command, "--outfile", str(target / GGUF_FILE)], stdout=log_file, stderr=log_file)
         try:
             while process.poll() is None:
                 on_poll()
@@ -44,7 +44,7 @@ def write_gguf(source: Path, target: Path, on_poll: Callable[[], None]) -> None:
             process.kill()
             process.wait()
         log_file.seek(0)
-        lines = log_file.read().decode(errors="replace").split("\n")
-    if process.returncode or not (target / FILE).is_file():
-        last_line = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote no file")
-        raise StageFailed(f"{CONVERTER} failed with exit code {process.returncode}: {last_line}")
+        log_lines = log_file.read().decode(errors="replace").split("\n")
+    if process.returncode or not (target / GGUF_FILE).is_file():
+        last_line = next((line.strip() for line in reversed(log_lines) if line.strip()), "it wrote no file")
+        raise StageFailed(f"{CONVERTER_PROGRAM} failed with exit code {process.returncode}: {last_line}")

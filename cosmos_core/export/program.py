@@ -20,7 +20,7 @@ def check(stage: Stage) -> Outcome:
     outcome = check_model.run(stage)
     if not stage.recipe.export.quantized:
         return outcome
-    lines = [plan.line for plan in _import_formats().plans(stage)]
+    lines = [plan.description for plan in _import_formats().plan_formats(stage)]
     return replace(outcome, info={**outcome.info, "found": "; ".join([str(outcome.info["found"]), *lines])})
 
 

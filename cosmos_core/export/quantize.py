@@ -25,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.checkpoint.rank_files import safetensors_blocks
 from cosmos_core.errors import ModelError
-from cosmos_core.models.first_layers import layers_path
+from cosmos_core.models.first_layers import find_layers_path
 from cosmos_core.models.model_files import weight_files
 from cosmos_core.run.files import sync_folder, write_json
 
@@ -44,10 +44,10 @@ _CHUNK_NUM_WEIGHTS = 1 << 23
 _INDEX_FILE = "model.safetensors.index.json"
 
 
-class Layers(NamedTuple):
+class LinearLayers(NamedTuple):
     """Linear layers of a model: which are quantised, and which are not."""
 
-    weights: dict[str, str]
+    module_names: dict[str, str]
     """Name of each module to quantise, by the name of its weight in the exported files."""
     shapes: dict[str, tuple[int, ...]]
     """Shape (outputs, inputs) of each weight to quantise, by the name of the weight in the exported files."""
@@ -55,10 +55,10 @@ class Layers(NamedTuple):
     """Names of the linear modules that keep their weights: the output layer, and layers outside the decoder blocks."""
 
 
-def find_layers(model: PreTrainedModel) -> Layers:
+def find_layers(model: PreTrainedModel) -> LinearLayers:
     """Return the linear layers of a model, which may be on the meta device. Raise `ModelError` if the model has
     experts, or no linear layers in decoder blocks."""
-    path = layers_path(model)
+    path = find_layers_path(model)
     linear_modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     block_layers = {name: module for name, module in linear_modules.items() if path and name.startswith(f"{path}.")}
     class_name = type(model).__name__
@@ -74,12 +74,12 @@ def find_layers(model: PreTrainedModel) -> Layers:
     # Weights may have other names in the exported files than in the modules.
     saved_tensors = revert_weight_conversion(model, dict(model.state_dict(keep_vars=True)))
     key_by_tensor_id = {id(tensor): key for key, tensor in saved_tensors.items()}
-    weights = {key_by_tensor_id[id(module.weight)]: name for name, module in block_layers.items()}
-    shapes = {key: tuple(block_layers[name].weight.shape) for key, name in weights.items()}
-    return Layers(weights, shapes, [name for name in linear_modules if name not in block_layers])
+    module_names = {key_by_tensor_id[id(module.weight)]: name for name, module in block_layers.items()}
+    shapes = {key: tuple(block_layers[name].weight.shape) for key, name in module_names.items()}
+    return LinearLayers(module_names, shapes, [name for name in linear_modules if name not in block_layers])
 
 
-def scheme_of(name: str, layers: Layers) -> QuantizationScheme:
+def make_scheme(name: str, layers: LinearLayers) -> QuantizationScheme:
     """Return the scheme of a quantised format; the groups of `w4a16` have the largest size that divides all inputs.
     Raise `ModelError` if the dimensions of a layer are not divisible by the group sizes of vLLM's kernels."""
     preset, layout = _FORMAT_PRESETS[name]
@@ -87,20 +87,20 @@ def scheme_of(name: str, layers: Layers) -> QuantizationScheme:
     scheme.format = layout
     if scheme.weights.group_size is None:
         return scheme
-    unsupported = (key for key, shape in layers.shapes.items() if any(size % _WEIGHT_SIZE_MULTIPLE for size in shape))
-    if unsupported_key := next(unsupported, None):
-        raise ModelError(
-            f"{name}: {unsupported_key} has the shape {list(layers.shapes[unsupported_key])}, and both sizes must be "
-            f"multiples of {_WEIGHT_SIZE_MULTIPLE}; leave {name!r} out of export.formats"
-        )
+    for key, shape in layers.shapes.items():
+        if any(size % _WEIGHT_SIZE_MULTIPLE for size in shape):
+            raise ModelError(
+                f"{name}: {key} has the shape {list(shape)}, and both sizes must be multiples of "
+                f"{_WEIGHT_SIZE_MULTIPLE}; leave {name!r} out of export.formats"
+            )
     common_divisor = math.gcd(*(shape[-1] for shape in layers.shapes.values()))
     scheme.weights.group_size = next(size for size in _GROUP_SIZES if common_divisor % size == 0)
     return scheme
 
 
-def describe(name: str, scheme: QuantizationScheme, layers: Layers) -> str:
+def describe_format(name: str, scheme: QuantizationScheme, layers: LinearLayers) -> str:
     """Return a line about a format: the number of layers, the group size, and the reason for an unusual group size."""
-    text, size = f"{name}: {len(layers.weights)} linear layers quantised", scheme.weights.group_size
+    text, size = f"{name}: {len(layers.module_names)} linear layers quantised", scheme.weights.group_size
     if size is None:
         return text
     reason = "" if size == _GROUP_SIZES[0] else f", because {_GROUP_SIZES[0]} does not divide the inputs of all layers"
@@ -111,8 +111,8 @@ def quantize_folder(
     source: Path,
     target: Path,
     scheme: QuantizationScheme,
-    layers: Layers,
-    on_file_quantized: Callable[[int, int], None] = lambda done, count: None,
+    layers: LinearLayers,
+    on_file_quantized: Callable[[int, int], None] = lambda num_done, num_files: None,
 ) -> None:
     """Quantise the model in the folder `source` to the folder `target`, and copy its other files. Weight files that an
     interrupted call has written to `target` are kept. `on_file_quantized` is called after each weight file with the
@@ -126,7 +126,7 @@ def quantize_folder(
             _quantize_file(file, target / file.name, scheme, layers)
         on_file_quantized(file_number, len(files))
     for other_file in source.iterdir():
-        if other_file.is_dir():  # the folder of the adapter, to which the model card refers
+        if other_file.is_dir():  # the adapter, to which the model card refers
             shutil.copytree(other_file, target / other_file.name, dirs_exist_ok=True)
         elif other_file.suffix != ".safetensors" and other_file.name != _INDEX_FILE:
             shutil.copyfile(other_file, target / other_file.name)
@@ -140,7 +140,7 @@ def quantize_folder(
     sync_folder(target)
 
 
-def _quantize_file(file: Path, target: Path, scheme: QuantizationScheme, layers: Layers) -> None:
+def _quantize_file(file: Path, target: Path, scheme: QuantizationScheme, layers: LinearLayers) -> None:
     """Write one weight file with its linear layers quantised, under a temporary name until the file is complete."""
     tensors: dict[str, Tensor] = {}
     with safe_open(file, framework="pt") as reader:
@@ -149,7 +149,7 @@ def _quantize_file(file: Path, target: Path, scheme: QuantizationScheme, layers:
         # Close the file after each tensor, because its mapped pages count as memory of this process.
         with safe_open(file, framework="pt") as reader:
             tensor = reader.get_tensor(key)
-            if key not in layers.weights:
+            if key not in layers.module_names:
                 tensors[key] = tensor.clone()
                 continue
             quantized_tensors = quantize_weight(tensor, scheme)
@@ -169,9 +169,9 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Ten
     Scales have the dtype of the weight, as vLLM reads them; weights are divided by their scales in float32.
     """
     compressor = BaseCompressor.get_value_from_registry(str(scheme.format))
-    num_rows = max(1, _CHUNK_NUM_WEIGHTS // weight.shape[1])
+    rows_per_chunk = max(1, _CHUNK_NUM_WEIGHTS // weight.shape[1])
     chunks: list[Mapping[str, Any]] = []
-    for weight_rows in weight.split(num_rows):
+    for weight_rows in weight.split(rows_per_chunk):
         float_rows = weight_rows.float()
         weight_groups = float_rows.unflatten(1, (-1, scheme.weights.group_size or weight.shape[1]))
         scale, zero_point = calculate_qparams(weight_groups.amin(-1), weight_groups.amax(-1), scheme.weights)

@@ -15,12 +15,12 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 from pydantic import Field, SecretStr
 
-from cosmos_core.config.schema.pipeline import BLOCK
+from cosmos_core.config.schema.pipeline import BLOCK_PREFIX
 from cosmos_core.errors import ConfigError, StageFailed
-from cosmos_core.launch.service_health import ENQUEUE_URL, FETCH_URL, TOKEN
+from cosmos_core.launch.service_health import ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABLE, TOKEN_VARIABLE
 
 BLOCK_SLUG = "cosmos-reward-service"
-_URL_PATHS = {ENQUEUE_URL: "enqueue", FETCH_URL: "pull"}
+_URL_PATHS = {ENQUEUE_URL_VARIABLE: "enqueue", FETCH_URL_VARIABLE: "pull"}
 
 
 class RewardService(Block):
@@ -37,19 +37,19 @@ class RewardService(Block):
         """Return the environment variables that tell a client the address and token of the service."""
         urls = [url.strip().rstrip("/") for url in self.url.split(",") if url.strip()]
         service_urls = {name: ",".join(f"{url}/api/reward/{path}" for url in urls) for name, path in _URL_PATHS.items()}
-        return {**service_urls, TOKEN: self.token.get_secret_value()}
+        return {**service_urls, TOKEN_VARIABLE: self.token.get_secret_value()}
 
 
 def load_service_variables(name: str) -> dict[str, str]:
     """Return the environment variables that tell clients the address and token of the service in `block:NAME`. Raises
     `ConfigError` if the block, the server or the address is missing, or the server refuses the request, and
     `StageFailed` if the server does not respond, which may be transient."""
-    block_name = name.removeprefix(BLOCK)
+    block_name = name.removeprefix(BLOCK_PREFIX)
     if not get_current_settings().api.url:
         raise ConfigError(f"reward_service = {name!r}: PREFECT_API_URL is not set; blocks are kept by a Prefect server")
     try:
         with get_client(sync_client=True) as client:
-            service_variables = read_service(client, block_name)
+            service_variables = read_service_variables(client, block_name)
     except Exception as error:  # Prefect's client raises errors of many types, some wrapped in RuntimeError
         cause = error.__cause__ if isinstance(error, RuntimeError) else error
         is_client_error = isinstance(cause, httpx.HTTPStatusError) and cause.response.is_client_error
@@ -60,12 +60,12 @@ def load_service_variables(name: str) -> dict[str, str]:
             f"reward_service = {name!r}: the server has no block {BLOCK_SLUG}/{block_name}; make it in Prefect's UI "
             f"(cosmos bootstrap registers its type)"
         )
-    if not service_variables[ENQUEUE_URL].startswith(("http://", "https://")):
+    if not service_variables[ENQUEUE_URL_VARIABLE].startswith(("http://", "https://")):
         raise ConfigError(f"reward_service = {name!r}: its url is no http:// or https:// address")
     return service_variables
 
 
-def read_service(client: Any, name: str) -> dict[str, str] | None:
+def read_service_variables(client: Any, name: str) -> dict[str, str] | None:
     """Return the environment variables for clients of the reward service in a Prefect block; None: no such block."""
     try:
         document = client.read_block_document_by_name(name, BLOCK_SLUG)

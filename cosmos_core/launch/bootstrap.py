@@ -14,15 +14,15 @@ from types import MappingProxyType
 from typing import Any
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.launch.notify import automations
+from cosmos_core.launch.notify import make_notification_automations
 
-POOLS = ("local", "cpu", "gpu")
+DEFAULT_POOLS = ("local", "cpu", "gpu")
 """Work pools for which `prefect.yaml` has deployments."""
-AUTOMATION = "cosmos: a flow run without a heartbeat has crashed"
+CRASH_AUTOMATION_NAME = "cosmos: a flow run without a heartbeat has crashed"
 HEARTBEAT_SECONDS = 30
 """Heartbeat interval of flow runs in the deployments and of `cosmos worker`, which is the minimum in Prefect."""
 _MAX_MISSED_HEARTBEATS = 3
-OUTCOMES = ("NothingNew", "StillTraining", "NotPromoted", "Declined", "Outdated", "Refused")
+FLOW_STATE_NAMES = ("NothingNew", "StillTraining", "NotPromoted", "Declined", "Outdated", "Refused")
 """Names of the final states that the flows of this project return, in addition to Prefect's."""
 _END_STATES = ("Completed", "Failed", "Cancelled", "Crashed", "TimedOut")
 _IDLE_STATES = ("Suspended", "Paused", "Resuming", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot", "Late")
@@ -32,7 +32,7 @@ _REFUSED_CHARACTERS = set("/%&<>")  # characters that Prefect refuses in names
 
 
 @dataclass(frozen=True)
-class Pool:
+class WorkPool:
     """Settings of a work pool to create or update."""
 
     name: str
@@ -43,7 +43,7 @@ class Pool:
     """JSON file with the base job template of the work pool; None: the default template of its type."""
 
 
-def bootstrap_server(pools: Sequence[Pool], channels: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
+def bootstrap_server(pools: Sequence[WorkPool], channels: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
     """Create or update work pools, automations and block types on the Prefect server; yield one line of text for each.
     Notifications are sent to the addresses `channels`; see `launch.notify`. Raises `ConfigError` if there is no server,
     a template is no JSON, or the name or type of a pool is invalid."""
@@ -53,7 +53,7 @@ def bootstrap_server(pools: Sequence[Pool], channels: Mapping[str, str] = Mappin
     from cosmos_core.launch.blocks import BLOCK_SLUG, RewardService
 
     for pool in pools:
-        _check_name(pool.name)
+        _check_pool_name(pool.name)
     url = get_current_settings().api.url
     if not url:
         raise ConfigError("PREFECT_API_URL is not set; start a server (prefect server start) and set it to its /api")
@@ -64,16 +64,16 @@ def bootstrap_server(pools: Sequence[Pool], channels: Mapping[str, str] = Mappin
             raise ConfigError(f"the Prefect server at {url} does not respond: {error}") from error
         for pool in pools:
             yield _save_work_pool(client, pool)
-        yield _save_automation(client, _automation_of_dead_flow_runs())
+        yield _save_automation(client, _make_crash_automation())
         for channel, address in channels.items():
-            for automation in automations(channel, address):
+            for automation in make_notification_automations(channel, address):
                 yield _save_automation(client, automation)
         yield _report_credentials_block(client)
     RewardService.register_type_and_schema()
     yield f"block type {BLOCK_SLUG}: registered"
 
 
-def _check_name(name: str) -> None:
+def _check_pool_name(name: str) -> None:
     if not name.strip() or _REFUSED_CHARACTERS & set(name) or name.lower().startswith(_RESERVED_PREFIX):
         raise ConfigError(
             f"work pool {name!r}: a name has no {' '.join(sorted(_REFUSED_CHARACTERS))}, and those that begin with "
@@ -81,7 +81,7 @@ def _check_name(name: str) -> None:
         )
 
 
-def _check_type(client: Any, pool: Pool) -> None:
+def _check_pool_type(client: Any, pool: WorkPool) -> None:
     """Check that Prefect knows the type of a work pool that has no template file."""
     pool_types = {str(each["type"]) for types in client.read_worker_metadata().values() for each in types.values()}
     if pool.type not in pool_types:
@@ -91,7 +91,7 @@ def _check_type(client: Any, pool: Pool) -> None:
         )
 
 
-def _save_work_pool(client: Any, pool: Pool) -> str:
+def _save_work_pool(client: Any, pool: WorkPool) -> str:
     from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
     from prefect.exceptions import ObjectNotFound
 
@@ -104,8 +104,8 @@ def _save_work_pool(client: Any, pool: Pool) -> str:
     try:
         existing_pool = client.read_work_pool(pool.name)
     except ObjectNotFound:
-        if not job_template and pool.type != Pool.type:  # Prefect itself has the default type; any other may be unknown
-            _check_type(client, pool)
+        if not job_template and pool.type != WorkPool.type:  # Prefect always knows the default type
+            _check_pool_type(client, pool)
         options = {"base_job_template": job_template} if job_template else {}
         client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, concurrency_limit=pool.limit, **options))
         return f"work pool {pool.name}: made ({pool.type}{_format_limit(pool.limit)})"
@@ -126,14 +126,14 @@ def _format_limit(limit: int | None) -> str:
     return f", at most {limit} at once" if limit is not None else ""
 
 
-def _automation_of_dead_flow_runs() -> Any:
+def _make_crash_automation() -> Any:
     """Return the automation that marks flow runs without a heartbeat as crashed."""
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
-    end_events = {f"prefect.flow-run.{name}" for name in (*_END_STATES, *OUTCOMES, *_IDLE_STATES)}
+    end_events = {f"prefect.flow-run.{name}" for name in (*_END_STATES, *FLOW_STATE_NAMES, *_IDLE_STATES)}
     return AutomationCore(
-        name=AUTOMATION,
+        name=CRASH_AUTOMATION_NAME,
         description=f"After {_MAX_MISSED_HEARTBEATS} heartbeats that did not come: its process or its machine is gone.",
         trigger=EventTrigger(
             match={"prefect.resource.id": "prefect.flow-run.*"},  # type: ignore[arg-type]
@@ -152,16 +152,16 @@ def _automation_of_dead_flow_runs() -> Any:
 
 def _save_automation(client: Any, automation: Any) -> str:
     """Create an automation, or update the automation of that name without changing whether it is enabled."""
-    existing = client.read_automations_by_name(automation.name)
-    if not existing:
+    existing = next(iter(client.read_automations_by_name(automation.name)), None)
+    if existing is None:
         client.create_automation(automation)
         return f"automation {automation.name!r}: made"
-    if all(getattr(existing[0], key) == getattr(automation, key) for key in ("description", "trigger", "actions")):
+    if all(getattr(existing, key) == getattr(automation, key) for key in ("description", "trigger", "actions")):
         return f"automation {automation.name!r}: there"
-    automation = automation.model_copy(update={"enabled": existing[0].enabled})
+    automation = automation.model_copy(update={"enabled": existing.enabled})
     # The update method of Prefect's client omits the types of triggers and actions from its request.
     request_body = automation.model_dump(mode="json", exclude={"owner_resource"})
-    client.request("PUT", "/automations/{id}", path_params={"id": existing[0].id}, json=request_body).raise_for_status()
+    client.request("PUT", "/automations/{id}", path_params={"id": existing.id}, json=request_body).raise_for_status()
     return f"automation {automation.name!r}: changed"
 
 

@@ -8,62 +8,58 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.inputs import inputs_of, is_remote, source_of
-from cosmos_core.config.schema.modality import DATA_FILES
+from cosmos_core.config.inputs import is_s3_url, referenced_stage, stage_inputs
+from cosmos_core.config.schema.modality import DATA_FILE_PATTERNS
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.errors import DataError, StageFailed
-from cosmos_core.launch.managed_service import service_named
-from cosmos_core.launch.processes import PREVIEW_FOLDER_PREFIX, sweep
-from cosmos_core.launch.worker import AttemptSettings, register_active_run, run
-from cosmos_core.run.content import files_of, link_weights_over_model
+from cosmos_core.launch.managed_service import load_named_service
+from cosmos_core.launch.processes import PREVIEW_FOLDER_PREFIX, remove_orphans
+from cosmos_core.launch.worker import AttemptSettings, register_active_run, run_attempt
+from cosmos_core.run.content import link_weights_over_model, list_data_files
 from cosmos_core.run.digests import shared_digest_cache
 from cosmos_core.run.files import write_json
-from cosmos_core.run.fingerprint import fingerprint, threads
+from cosmos_core.run.fingerprint import count_worker_threads, fingerprint
 from cosmos_core.run.manifest import Result
 from cosmos_core.run.plan import fingerprint_folder
 from cosmos_core.run.remote import download_inputs
-from cosmos_core.run.stage import CHECKED_PROMPTS, Stage
+from cosmos_core.run.stage import CHECKED_PROMPTS_FILE, Stage
 from cosmos_core.types import JsonValue
 
-_QUICK_CHECK = "cosmos_core.data.quick_check:run"
-_MAX_CHECKED_BYTES = 32 << 20
+_QUICK_CHECK_PROGRAM = "cosmos_core.data.quick_check:run"
+_MAX_QUICK_CHECK_BYTES = 32 << 20
 
 
 def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Iterator[str]:
     """Check each stage in turn; yield a line with the result or the reason why it cannot be checked yet, and the token
-    spans of the first `num_shown_rows` rows.
-
-    Raises:
-        ConfigError, DataError, ModelError, RewardError: the first error in the input.
-        StageFailed: a check crashed.
-    """
+    spans of the first `num_shown_rows` rows. Raises the first error in the input as `ConfigError`, `DataError`,
+    `ModelError` or `RewardError`, and `StageFailed` if a check crashed."""
     prompts: dict[str | None, JsonValue] = {}
     for stage in pipeline.stages:
-        if not pipeline.kind_of(stage).reads_model:
+        if not pipeline.stage_kind(stage).reads_model:
             continue
-        base_stage, data_stage_name = _find_base_stage(pipeline, stage), source_of(stage.data)
-        has_unknown_rows = data_stage_name and pipeline.kind_of(pipeline.stage(data_stage_name)).makes != "data"
+        base_stage, data_stage_name = _find_base_stage(pipeline, stage), referenced_stage(stage.data)
+        has_unknown_rows = data_stage_name and pipeline.stage_kind(pipeline.stage(data_stage_name)).makes != "data"
         if base_stage is None or has_unknown_rows:
-            unfinished_stage_name = source_of(stage.model) if base_stage is None else data_stage_name
+            unfinished_stage_name = referenced_stage(stage.model) if base_stage is None else data_stage_name
             yield f"{stage.name}: not looked at: it starts from what stage {unfinished_stage_name!r} will make"
             continue
         inputs: dict[str, Any] = {
             "data": "" if data_stage_name else stage.data,
             "prompts": prompts.get(data_stage_name),
         }
-        suffix = ""
+        model_note = ""
         if base_stage is not stage:
             base_policy, recipe = pipeline.recipes[base_stage.name].policy, pipeline.recipes[stage.name]
             base_model_fields = {name: getattr(base_policy, name) for name in ("model_name_or_path", "model_revision")}
             inputs["recipe"] = recipe.derive(policy=recipe.policy.derive(**base_model_fields))
             inputs["model"] = base_stage.model or base_policy.model_name_or_path
-            suffix = f" (looked at with the model that stage {base_stage.name!r} starts from)"
-        result = run_check(pipeline, stage, pipeline.kind_of(stage).check, **inputs)
+            model_note = f" (looked at with the model that stage {base_stage.name!r} starts from)"
+        result = run_check(pipeline, stage, pipeline.stage_kind(stage).check, **inputs)
         prompts[stage.name] = result["info"].get("prompts")
         check_downstream_stages(pipeline, stage.name, result["info"])
-        yield f"{stage.name}: {result['info']['found']}{suffix}"
+        yield f"{stage.name}: {result['info']['found']}{model_note}"
         num_rows = 0
         for line in result["info"].get("shown", []):
             num_rows += not line.startswith(" ")
@@ -71,17 +67,17 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
                 yield line
 
 
-def check_downstream_stages(pipeline: Pipeline, name: str, info: dict[str, JsonValue]) -> None:
-    """Check that downstream stages can start from the rows of the data stage `name`, whose check result is `info`.
+def check_downstream_stages(pipeline: Pipeline, name: str, check_info: dict[str, JsonValue]) -> None:
+    """Check that downstream stages can start from the rows of the data stage `name`, from the result of its check.
     Raises `DataError` if the rows do not fill a train step, none are held out for validation, or a stage cannot read
     images."""
-    for stage in (candidate_stage for candidate_stage in pipeline.stages if source_of(candidate_stage.data) == name):
-        kind = pipeline.kind_of(stage)
-        reason = info.get("too_few") if kind.trains_model else None
-        if StageContext(pipeline.recipes[stage.name], kind).measures_held_out:
-            reason = reason or info.get("no_held_out")
-        if info.get("has_images"):
-            reason = reason or pipeline.recipes[stage.name].obstacle_to_images(kind)
+    for stage in (each for each in pipeline.stages if referenced_stage(each.data) == name):
+        kind = pipeline.stage_kind(stage)
+        reason = check_info.get("too_few") if kind.trains_model else None
+        if StageContext(pipeline.recipes[stage.name], kind).measures_held_out_rows:
+            reason = reason or check_info.get("no_held_out")
+        if check_info.get("has_images"):
+            reason = reason or pipeline.recipes[stage.name].describe_image_obstacle(kind)
         if reason:
             raise DataError(f"{pipeline.source}: stage {stage.name!r}: {reason}")
 
@@ -90,7 +86,7 @@ def check_first_rows(pipeline: Pipeline) -> None:
     """Check the first rows of each stage that reads local files of moderate size or generated rows, which takes a
     second or two. Raises `DataError` if preparing the rows of a stage would fail; the message names the stage."""
     for stage in pipeline.stages:
-        if pipeline.kind_of(stage).reads_data != "source" or source_of(stage.data) is not None:
+        if pipeline.stage_kind(stage).reads_data != "source" or referenced_stage(stage.data) is not None:
             continue
         inputs = pipeline.inputs(stage)
         has_media = pipeline.recipes[stage.name].policy.modality.decodes_media
@@ -99,14 +95,14 @@ def check_first_rows(pipeline: Pipeline) -> None:
         data_inputs = [each for each in inputs if each.role == "data"]
         is_local = {each.form for each in data_inputs} <= {"folder", "literal"}
         paths = [Path(each.location) for each in data_inputs if each.form == "folder"]
-        file_lists = [files_of(path, DATA_FILES) if path.is_dir() else [path] for path in paths]
-        if not is_local or any(sum(f.stat().st_size for f in files) > _MAX_CHECKED_BYTES for files in file_lists):
+        file_lists = [list_data_files(path, DATA_FILE_PATTERNS) if path.is_dir() else [path] for path in paths]
+        if not is_local or any(sum(f.stat().st_size for f in files) > _MAX_QUICK_CHECK_BYTES for files in file_lists):
             continue
         try:
-            run_check(pipeline, stage, _QUICK_CHECK, data=stage.data)
+            run_check(pipeline, stage, _QUICK_CHECK_PROGRAM, data=stage.data)
         except DataError as error:
             raise DataError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
-        except StageFailed:  # the check crashed, which is no error in the rows
+        except StageFailed:  # a crash of the check is no error in the rows
             continue
 
 
@@ -116,7 +112,7 @@ def _has_prepared_rows(pipeline: Pipeline, stage: StageConfig) -> bool:
     if stage.after:
         return False
     output_dir = pipeline.output_dir.expanduser().absolute()
-    stage_fingerprint = fingerprint(pipeline, stage, pipeline.kind_of(stage), {}, shared_digest_cache(output_dir))
+    stage_fingerprint = fingerprint(pipeline, stage, pipeline.stage_kind(stage), {}, shared_digest_cache(output_dir))
     return fingerprint_folder(output_dir, stage_fingerprint.value).exists()
 
 
@@ -131,38 +127,33 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
     prompts: JsonValue = None,
 ) -> Result:
     """Run a check program for a stage in a worker with a temporary folder, and return its result. `prompts` holds the
-    first prompts of the rows if another stage prepares these rows.
-
-    Raises:
-        ConfigError, DataError, ModelError, RewardError: the first error in the input.
-        StageFailed: the program crashed.
-    """
+    first prompts of the rows if another stage prepares these rows. For errors see `check_stages_in_worker`."""
     stage, stage_recipe = download_inputs(pipeline, stage, lambda: None)
     recipe = recipe or stage_recipe
-    data = stage.data if is_remote(data) else data
-    kind = pipeline.kind_of(stage)
-    sweep()
+    data = stage.data if is_s3_url(data) else data
+    kind = pipeline.stage_kind(stage)
+    remove_orphans()
     with (
         register_active_run(),
         tempfile.TemporaryDirectory(prefix=f"{PREVIEW_FOLDER_PREFIX}{os.getpid()}-") as temporary_folder,
     ):
-        # Caches that the runs of a folder share lie beside the run: here in the temporary folder, and not in /tmp.
+        # A subfolder, because the caches that runs share are in the parent of the run folder.
         stage_path = Path(temporary_folder) / "run" / "stages" / stage.name
         stage_path.mkdir(parents=True)
         if prompts:
-            write_json(stage_path / CHECKED_PROMPTS, prompts)
+            write_json(stage_path / CHECKED_PROMPTS_FILE, prompts)
         model = model or stage.model or recipe.policy.model_name_or_path
-        model = link_weights_over_model(inputs_of(stage, recipe, kind), stage_path / "model") or model
+        model = link_weights_over_model(stage_inputs(stage, recipe, kind), stage_path / "model") or model
         Stage(
             path=stage_path, config=stage, recipe=recipe, model=model, data=Path(data) if data else None, inputs={},
             fingerprint="look", kind=replace(kind, entry=program),
         ).save()  # fmt: skip
-        service_variables, config = service_named(stage.reward_service), pipeline.config
+        service_variables, config = load_named_service(stage.reward_service), pipeline.config
         attempt_settings = AttemptSettings(
-            stage_path=stage_path, python=config.python, threads=threads(pipeline), grace_seconds=config.grace_seconds,
-            environment=service_variables, secrets=tuple(service_variables),
+            stage_path=stage_path, python=config.python, threads=count_worker_threads(pipeline),
+            grace_seconds=config.grace_seconds, environment=service_variables, secrets=tuple(service_variables),
         )  # fmt: skip
-        return run(attempt_settings)
+        return run_attempt(attempt_settings)
 
 
 def _find_base_stage(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
@@ -170,10 +161,10 @@ def _find_base_stage(pipeline: Pipeline, stage: StageConfig) -> StageConfig | No
     model of the first stage has the same architecture and tokenizer. Return None if the architecture may differ, or if
     this external model is not in one local folder."""
     initial_stage = stage
-    while upstream_name := source_of(stage.model):
+    while upstream_name := referenced_stage(stage.model):
         stage = pipeline.stage(upstream_name)
-        if pipeline.kind_of(stage).makes != "model" or not pipeline.kind_of(stage).reads_model:
+        if pipeline.stage_kind(stage).makes != "model" or not pipeline.stage_kind(stage).reads_model:
             return None
     policy = pipeline.recipes[stage.name].policy
-    is_local_model = not policy.model_safetensor_path and not is_remote(stage.model or policy.model_name_or_path)
+    is_local_model = not policy.model_safetensor_path and not is_s3_url(stage.model or policy.model_name_or_path)
     return stage if stage is initial_stage or is_local_model else None

@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from cosmos_core.error_handling import cleanup_on_error
-from cosmos_core.launch.processes import ATTEMPT, kill_marked, make_scratch, remove_scratch, scratch_of
+from cosmos_core.launch import processes
 from cosmos_core.observe.logs import add_quiet_variables
-from cosmos_core.run.process import start_time
+from cosmos_core.run.process import read_start_time
 
 
-class Child:
+class SupervisedProcess:
     """Command under a supervisor in a separate session, with its output in a file and a folder for temporary files. It
     ends by itself, after `stop` or `kill`, or when this process ends for any reason."""
 
@@ -27,34 +27,38 @@ class Child:
         grace_seconds: float,
         environment: Mapping[str, str],
         inherited_environment: Mapping[str, str] = os.environ,
-        inherit: Sequence[int] = (),
+        inherited_descriptors: Sequence[int] = (),
     ) -> None:
-        """Start the command with variables `inherited_environment` plus `environment`, and descriptors `inherit`."""
+        """Start the command with the variables of `inherited_environment` and `environment`; `log` is its log file."""
         self.attempt = uuid.uuid4().hex
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch_lock = make_scratch(self.attempt)
+        self._scratch_lock = processes.create_scratch_folder(self.attempt)
         pipe_reader, self._pipe_writer = os.pipe()
         supervisor_command = [sys.executable, "-m", "cosmos_core.launch.supervisor"]
         supervisor_command += ["--pipe", str(pipe_reader), "--grace", str(grace_seconds)]
-        supervisor_command += [f"--inherit={descriptor}" for descriptor in inherit]
-        new_variables = {**environment, ATTEMPT: self.attempt, "TMPDIR": str(scratch_of(self.attempt))}
+        supervisor_command += [f"--inherit={descriptor}" for descriptor in inherited_descriptors]
+        new_variables = {
+            **environment, processes.ATTEMPT_VARIABLE: self.attempt,
+            "TMPDIR": str(processes.scratch_folder(self.attempt)),
+        }  # fmt: skip
         try:
             with cleanup_on_error(self._release_resources), open(log, "ab") as log_file:
                 self._process = subprocess.Popen(
                     [*supervisor_command, "--", *command], start_new_session=True, stdin=subprocess.DEVNULL,
-                    stdout=log_file, stderr=subprocess.STDOUT, pass_fds=(pipe_reader, self._scratch_lock, *inherit),
+                    stdout=log_file, stderr=subprocess.STDOUT,
+                    pass_fds=(pipe_reader, self._scratch_lock, *inherited_descriptors),
                     env=add_quiet_variables({**inherited_environment, **new_variables}),
                 )  # fmt: skip
         finally:
             os.close(pipe_reader)
         self.pid = self._process.pid
-        self.started = start_time(self.pid)
+        self.start_time = read_start_time(self.pid)
 
     def poll(self) -> int | None:
         """Return the exit code of the command, or None while it runs; clean up after a killed supervisor."""
         exit_code = self._process.poll()
         if exit_code is not None and self._pipe_writer >= 0:
-            kill_marked(self.attempt)
+            processes.kill_attempt(self.attempt)
             self._release_resources()
         return exit_code if exit_code is None or exit_code >= 0 else 128 - exit_code
 
@@ -62,13 +66,13 @@ class Child:
         """Send SIGTERM to the command, and SIGKILL after the grace period; None selects the initial grace period."""
         if self._process.poll() is None:
             if grace_seconds is not None and self._pipe_writer >= 0:
-                with suppress(OSError):  # the supervisor and its command have ended
+                with suppress(OSError):  # the supervisor has ended
                     os.write(self._pipe_writer, f"{grace_seconds}\n".encode())
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL to all processes of the command."""
-        kill_marked(self.attempt)
+        processes.kill_attempt(self.attempt)
         self._process.wait()
         self.poll()
 
@@ -77,4 +81,4 @@ class Child:
         os.close(self._pipe_writer)
         os.close(self._scratch_lock)
         self._pipe_writer = self._scratch_lock = -1
-        remove_scratch(self.attempt)
+        processes.remove_scratch_folder(self.attempt)

@@ -15,24 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import CosmosError
-from cosmos_core.launch.processes import SILENT_SECONDS
+from cosmos_core.launch.processes import MAX_HEARTBEAT_AGE_SECONDS
 from cosmos_core.observe.record import read_pipeline
-from cosmos_core.run.directory import PIPELINE, list_runs, read_start_info, runs_in
-from cosmos_core.run.files import SHARED_FOLDER, read_object
-from cosmos_core.run.liveness import is_flow_running, read_approval
+from cosmos_core.run.directory import PIPELINE_FILE, list_runs, read_start_info, write_run_list
+from cosmos_core.run.files import SHARED_FOLDER, read_json_object
+from cosmos_core.run.liveness import is_flow_running, read_open_approval
 from cosmos_core.run.lock import Lock
-from cosmos_core.run.manifest import RESULT, read_result
+from cosmos_core.run.manifest import RESULT_FILE, read_result
 from cosmos_core.run.process import is_alive
-from cosmos_core.run.remote import FETCHED, PARTIAL_SUFFIX
-from cosmos_core.run.state import ACTIVE, read_state
+from cosmos_core.run.remote import DOWNLOADS_FOLDER, PARTIAL_DOWNLOAD_SUFFIX
+from cosmos_core.run.state import ACTIVE_STATES, read_state
 from cosmos_core.upload.base import open_target
 
 _TRASH_FOLDER = "removed"
-_SETTINGS_FILES = ("run.json", PIPELINE)
+_SETTINGS_FILES = ("run.json", PIPELINE_FILE)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RetentionDecision:
     """Decision whether `cosmos clean` keeps a run, with the age and size of the run."""
 
     path: Path
@@ -45,48 +45,48 @@ class Verdict:
     """Reason to keep the run; an empty string if the run can be removed."""
 
 
-def verdicts(output_dir: Path, *, num_kept_runs: int, older_than_seconds: float) -> list[Verdict]:
+def decide_what_to_keep(output_dir: Path, *, num_kept_runs: int, older_than_seconds: float) -> list[RetentionDecision]:
     """Return the decision for each run in a folder, the oldest run first, without changing anything. The newest
     `num_kept_runs` runs of each pipeline are kept, and runs with activity in the last `older_than_seconds`."""
-    pipelines = {output_dir / start_info.run_id: start_info.pipeline for start_info in runs_in(output_dir)}
+    pipelines = {output_dir / start_info.run_id: start_info.pipeline for start_info in list_runs(output_dir)}
     paths_by_pipeline: dict[str, list[Path]] = {}
     for path, pipeline in pipelines.items():
         paths_by_pipeline.setdefault(pipeline, []).append(path)
     reason = f"one of the newest {num_kept_runs} of its pipeline" if num_kept_runs > 1 else "the newest of its pipeline"
-    reasons: dict[Path, str] = {}
+    reasons_to_keep: dict[Path, str] = {}
     for paths in paths_by_pipeline.values() if num_kept_runs else ():
-        reasons |= dict.fromkeys(paths[-num_kept_runs:], reason)
-    ages = {path: max(0.0, time.time() - _find_last_activity_time(path)) for path in pipelines}
-    for path, age in ages.items():
-        if age < older_than_seconds:
-            reasons.setdefault(path, "not old enough")
-        if read_approval(path) is not None:
-            reasons[path] = "its publication waits for approval"
-        if _may_run(path):
-            reasons[path] = "it is running"
+        reasons_to_keep |= dict.fromkeys(paths[-num_kept_runs:], reason)
+    ages_seconds = {path: max(0.0, time.time() - _find_last_activity_time(path)) for path in pipelines}
+    for path, age_seconds in ages_seconds.items():
+        if age_seconds < older_than_seconds:
+            reasons_to_keep.setdefault(path, "not old enough")
+        if read_open_approval(path) is not None:
+            reasons_to_keep[path] = "its publication waits for approval"
+        if _may_be_running(path):
+            reasons_to_keep[path] = "it is running"
     for path, reason in _find_needed_runs(output_dir, list(pipelines)):
-        reasons.setdefault(path, reason)
-    _keep_referenced_runs(list(pipelines), reasons)
+        reasons_to_keep.setdefault(path, reason)
+    _keep_referenced_runs(list(pipelines), reasons_to_keep)
     return [
-        Verdict(path, pipeline, ages[path], _compute_total_bytes(path), reasons.get(path, ""))
+        RetentionDecision(path, pipeline, ages_seconds[path], _compute_total_bytes(path), reasons_to_keep.get(path, ""))
         for path, pipeline in pipelines.items()
     ]
 
 
-def remove(output_dir: Path, verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
-    """Remove the runs without a reason to keep them that have not started since; yield the verdict of each of them."""
+def remove_runs(output_dir: Path, decisions: Iterable[RetentionDecision]) -> Iterator[RetentionDecision]:
+    """Remove the runs without a reason to keep them, unless they run again; yield the decision about each of these."""
     trash_folder = output_dir / SHARED_FOLDER / _TRASH_FOLDER
     trash_folder.mkdir(parents=True, exist_ok=True)
     removed_ids = []
-    for verdict in verdicts:
-        if verdict.reason_to_keep:
+    for decision in decisions:
+        if decision.reason_to_keep:
             continue
-        with Lock(verdict.path / "locks" / ".run") as lock:
-            if not lock.try_acquire() or _may_run(verdict.path, is_run_lock_held=True):
+        with Lock(decision.path / "locks" / ".run") as lock:
+            if not lock.try_acquire() or _may_be_running(decision.path, is_run_lock_held=True):
                 continue
-            os.rename(verdict.path, trash_folder / f"{verdict.path.name}.{os.getpid()}")
-        removed_ids.append(verdict.path.name)
-        yield verdict
+            os.rename(decision.path, trash_folder / f"{decision.path.name}.{os.getpid()}")
+        removed_ids.append(decision.path.name)
+        yield decision
     _move_unused_downloads(output_dir, trash_folder)
     for folder in trash_folder.iterdir():  # also folders that an earlier, killed call has left
         shutil.rmtree(folder, ignore_errors=True)
@@ -95,14 +95,14 @@ def remove(output_dir: Path, verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
 
 def _move_unused_downloads(output_dir: Path, trash_folder: Path) -> None:
     """Move downloads to which no run refers to the trash folder; each retraining may have downloaded a model."""
-    downloads_folder = output_dir / SHARED_FOLDER / FETCHED
+    downloads_folder = output_dir / SHARED_FOLDER / DOWNLOADS_FOLDER
     for download_folder in filter(Path.is_dir, downloads_folder.glob("*")):
-        digest = download_folder.name.removesuffix(PARTIAL_SUFFIX)
+        digest = download_folder.name.removesuffix(PARTIAL_DOWNLOAD_SUFFIX)
         with Lock(downloads_folder / f"{digest}.lock") as lock:
             if not lock.try_acquire():
                 continue  # another process holds the lock: the download is in progress
             # The pipelines are read under the lock, because a run that starts later downloads the files again.
-            pipeline_files = output_dir.glob(f"*/{PIPELINE}")
+            pipeline_files = output_dir.glob(f"*/{PIPELINE_FILE}")
             if not any(digest in file.read_text(encoding="utf-8", errors="replace") for file in pipeline_files):
                 os.rename(download_folder, trash_folder / f"{download_folder.name}.{os.getpid()}")
 
@@ -115,7 +115,7 @@ def _find_last_activity_time(path: Path) -> float:
     return max([start_info.started if start_info else 0.0, *activity_times]) or path.stat().st_mtime
 
 
-def _may_run(path: Path, *, is_run_lock_held: bool = False) -> bool:
+def _may_be_running(path: Path, *, is_run_lock_held: bool = False) -> bool:
     """Return True if a process on this machine holds the lock of the run (unless it is the caller: `is_run_lock_held`)
     or of a stage, if a process on another machine may run a stage, or if a Python flow executes the run."""
     if is_flow_running(path):
@@ -127,8 +127,8 @@ def _may_run(path: Path, *, is_run_lock_held: bool = False) -> bool:
                 return True
     for stage_path in (path / "stages").glob("*"):
         state = read_state(stage_path)
-        is_recent = time.time() - (state.heartbeat or 0.0) < SILENT_SECONDS
-        if state.state in ACTIVE and (is_recent or is_alive(state.launcher_pid, state.launcher_started)):
+        is_recent = time.time() - (state.heartbeat or 0.0) < MAX_HEARTBEAT_AGE_SECONDS
+        if state.state in ACTIVE_STATES and (is_recent or is_alive(state.launcher_pid, state.launcher_started)):
             return True
     return False
 
@@ -136,7 +136,7 @@ def _may_run(path: Path, *, is_run_lock_held: bool = False) -> bool:
 def _find_needed_runs(output_dir: Path, paths: list[Path]) -> Iterator[tuple[Path, str]]:
     """Yield each run that the next retraining continues or whose model is published, with the reason to keep it."""
     for state_file in sorted((output_dir / SHARED_FOLDER / "retraining").glob("*.json")):
-        retrain_state = read_object(state_file)
+        retrain_state = read_json_object(state_file)
         if not retrain_state.get("outcome"):
             yield output_dir / str(retrain_state.get("run_id")), "the next retraining goes on with it"
     for target, published_runs in _find_publication_targets(paths).items():
@@ -164,43 +164,43 @@ def _find_publication_targets(paths: list[Path]) -> dict[str, list[Path]]:
 
 def _read_published_records(target: str) -> list[dict[str, Any]]:
     """Return the records of the published version of a target and of the version to which a rollback would return."""
-    store: Any = open_target(target)
-    records = [store.published() or {}]
-    read_history = getattr(store, "history", None)
+    publication_target: Any = open_target(target)
+    records = [publication_target.published() or {}]
+    read_history = getattr(publication_target, "history", None)
     if read_history is not None and len(version_names := read_history()) > 1:
         with suppress(CosmosError):
-            records.append(store.record_of(version_names[-2]))
+            records.append(publication_target.record_of(version_names[-2]))
     return records
 
 
-def _keep_referenced_runs(paths: list[Path], reasons: dict[Path, str]) -> None:
+def _keep_referenced_runs(paths: list[Path], reasons_to_keep: dict[Path, str]) -> None:
     """Add reasons to keep the runs to which settings and manifests of kept runs refer, directly or indirectly."""
-    pending_paths = [path for path in paths if path in reasons]
+    pending_paths = [path for path in paths if path in reasons_to_keep]
     while pending_paths:
         kept_run_path = pending_paths.pop()
-        patterns = (*_SETTINGS_FILES, f"stages/*/{RESULT}", "stages/*/stage.toml")
+        patterns = (*_SETTINGS_FILES, f"stages/*/{RESULT_FILE}", "stages/*/stage.toml")
         files = [file for pattern in patterns for file in kept_run_path.glob(pattern) if file.is_file()]
         text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
-        for path in [path for path in paths if path not in reasons]:
+        for path in [path for path in paths if path not in reasons_to_keep]:
             prefixes = {f"{path}/", f"{path.resolve()}/"}
-            spellings = prefixes | {json.dumps(prefix)[1:-1] for prefix in prefixes}  # in TOML and in JSON
-            if any(spelling in text for spelling in spellings):
-                reasons[path] = f"run {kept_run_path.name} refers to it"
+            escaped_prefixes = prefixes | {json.dumps(prefix)[1:-1] for prefix in prefixes}  # as escaped in JSON
+            if any(spelling in text for spelling in escaped_prefixes):
+                reasons_to_keep[path] = f"run {kept_run_path.name} refers to it"
                 pending_paths.append(path)
 
 
 def _remove_shared_entries(output_dir: Path, removed_ids: set[str]) -> None:
     """Remove the entries about removed runs, whose ids are in `removed_ids`, from the folder that all runs share."""
-    readers: dict[str, Callable[[Path], Any]] = {
-        "fingerprints/*/*.json": lambda file: str(read_object(file).get("stage", "")).partition("/")[0],
+    id_readers: dict[str, Callable[[Path], Any]] = {
+        "fingerprints/*/*.json": lambda file: str(read_json_object(file).get("stage", "")).partition("/")[0],
         "flow_runs/*": lambda file: file.read_text(encoding="utf-8", errors="replace"),
-        "retraining/*/*.json": lambda file: read_object(file).get("run_id"),
+        "retraining/*/*.json": lambda file: read_json_object(file).get("run_id"),
     }
-    for pattern, read_run_id in readers.items():
+    for pattern, read_run_id in id_readers.items():
         for file in filter(Path.is_file, (output_dir / SHARED_FOLDER).glob(pattern)):
             if read_run_id(file) in removed_ids:
                 file.unlink(missing_ok=True)
-    list_runs(output_dir)
+    write_run_list(output_dir)
 
 
 def _compute_total_bytes(path: Path) -> int:

@@ -16,11 +16,11 @@ from rich.table import Table
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.launch.estimate import StageEstimate
-from cosmos_core.launch.machine import Machine
+from cosmos_core.launch.machine import MachineSpec
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord, read_run
-from cosmos_core.run.directory import runs_in
-from cosmos_core.run.plan import Decision
+from cosmos_core.run.directory import list_runs
+from cosmos_core.run.plan import StageDecision
 
 _GIB = 2**30
 _TERA = 1e12
@@ -29,15 +29,15 @@ _FORWARD_FLOPS, _INPUT_FLOPS, _WEIGHT_FLOPS = 2, 2, 2  # FLOPs per parameter and
 
 
 @dataclass(frozen=True)
-class Cost:
+class StageCost:
     """Estimated cost of one stage."""
 
     name: str
     seconds: float | None
     gpus: int
-    fits: str
+    memory_fit: str
     """Whether the peak memory fits that of the GPU or host: `yes`, `no: N GiB`, `?` (uncertain); empty: unknown."""
-    known_from: str
+    time_source: str
     disk: int | None = None
     """Bytes that the stage leaves on disk; None: unknown."""
 
@@ -54,33 +54,35 @@ class Cost:
         return None if self.seconds is None else self.seconds * self.gpus
 
 
-def costs(
+def estimate_costs(
     pipeline: Pipeline,
-    decisions: Mapping[str, Decision],
+    decisions: Mapping[str, StageDecision],
     estimates: Mapping[str, StageEstimate],
     gpus: Mapping[str, int],
     output_dir: Path,
-    machine: Machine | None,
-) -> list[Cost]:
+    machine: MachineSpec | None,
+) -> list[StageCost]:
     """Return the cost of each stage; `estimates` of trainings and the number of `gpus` are by stage name."""
-    run_ids = [start_info.run_id for start_info in runs_in(output_dir) if start_info.pipeline == pipeline.config.name]
+    run_ids = [info.run_id for info in list_runs(output_dir) if info.pipeline == pipeline.config.name]
     earlier_runs = [read_run(output_dir / run_id) for run_id in reversed(run_ids[-_MAX_COMPARED_RUNS:])]
-    stage_costs, gpu_type = [], machine.card if machine else ""
+    stage_costs, gpu_type = [], machine.gpu_type if machine else ""
     for stage in pipeline.stages:
         estimate = estimates.get(stage.name)
         sizes = estimate if isinstance(estimate, dict) else None
-        time_known: tuple[float | None, str] = 0.0, "reused"
+        time_and_source: tuple[float | None, str] = 0.0, "reused"
         if decisions[stage.name].action not in {"reuse", "adopt"}:
-            time_from_history = _estimate_from_history(stage, sizes["steps"] if sizes else None, earlier_runs, gpu_type)
-            time_known = time_from_history or _estimate_from_flops(pipeline, stage, sizes, gpus, machine)
+            num_steps = sizes["steps"] if sizes else None
+            time_from_history = _estimate_from_history(stage, num_steps, earlier_runs, gpu_type)
+            time_and_source = time_from_history or _estimate_from_flops(pipeline, stage, sizes, gpus, machine)
         memory_verdict = _describe_memory_fit(sizes, machine, pipeline.recipes[stage.name].mode)
         disk_bytes = _estimate_disk_bytes(stage, sizes, earlier_runs)
-        seconds, time_source = time_known
-        stage_costs.append(Cost(stage.name, seconds, gpus.get(stage.name, 0), memory_verdict, time_source, disk_bytes))
+        seconds, time_source = time_and_source
+        num_gpus = gpus.get(stage.name, 0)
+        stage_costs.append(StageCost(stage.name, seconds, num_gpus, memory_verdict, time_source, disk_bytes))
     return stage_costs
 
 
-def cost_table(pipeline: Pipeline, costs: Sequence[Cost], machine: Machine | None) -> Table:
+def render_cost_table(pipeline: Pipeline, costs: Sequence[StageCost], machine: MachineSpec | None) -> Table:
     """Return the costs of all stages as a table with totals; the total time is that of the longest chain of stages."""
     price = pipeline.config.price_per_gpu_hour
     table = Table("stage", title="time and cost")
@@ -92,7 +94,7 @@ def cost_table(pipeline: Pipeline, costs: Sequence[Cost], machine: Machine | Non
 
     def cells(gpus: str, seconds: float | None, gpu_hours: float | None, *, is_lower_bound: bool = False) -> list[str]:
         bound_prefix = "> " if is_lower_bound else ""
-        cell_texts = [gpus, "?" if seconds is None else bound_prefix + formatting.duration(seconds)]
+        cell_texts = [gpus, "?" if seconds is None else bound_prefix + formatting.format_duration(seconds)]
         cell_texts.append("?" if gpu_hours is None else f"{bound_prefix}{gpu_hours:,.2f}")
         if price is not None:
             cell_texts.append("?" if gpu_hours is None else f"{bound_prefix}{gpu_hours * price:,.2f}")
@@ -100,34 +102,34 @@ def cost_table(pipeline: Pipeline, costs: Sequence[Cost], machine: Machine | Non
 
     for cost in costs:
         row = cells(str(cost.gpus), cost.seconds, cost.gpu_hours)
-        disk = "" if cost.disk is None else formatting.size(cost.disk)
-        table.add_row(cost.name, *row, disk, cost.fits, cost.known_from)
+        disk = "" if cost.disk is None else formatting.format_bytes(cost.disk)
+        table.add_row(cost.name, *row, disk, cost.memory_fit, cost.time_source)
     is_lower_bound = any(cost.seconds is None for cost in costs)
     gpu_hours = sum(cost.gpu_hours or 0.0 for cost in costs)
     table.add_section()
-    row = cells("", wall_seconds(pipeline, costs), gpu_hours, is_lower_bound=is_lower_bound)
-    table.add_row("all", *row, formatting.size(sum(cost.disk or 0 for cost in costs)), "", "")
-    if machine is not None and machine.name and not machine.card:
+    row = cells("", estimate_wall_seconds(pipeline, costs), gpu_hours, is_lower_bound=is_lower_bound)
+    table.add_row("all", *row, formatting.format_bytes(sum(cost.disk or 0 for cost in costs)), "", "")
+    if machine is not None and machine.name and not machine.gpu_type:
         table.caption = f"counted for {machine.name}; for another: --on h100"
     return table
 
 
-def wall_seconds(pipeline: Pipeline, costs: Sequence[Cost]) -> float:
+def estimate_wall_seconds(pipeline: Pipeline, costs: Sequence[StageCost]) -> float:
     """Return the duration of the whole run in seconds, if each stage starts once its inputs and a slot of its sweep are
     available; unknown durations count as 0."""
     seconds_by_stage = {cost.name: cost.seconds or 0.0 for cost in costs}
-    ends: dict[str, float] = {}
+    end_times: dict[str, float] = {}
     free_times_by_selector: dict[str, list[float]] = {}
     for stage in pipeline.stages:
-        start_time = max((ends[name] for name in stage.after), default=0.0)
-        choice = pipeline.branch_selector(stage.name)
-        max_parallel = choice.sweep.max_parallel if choice is not None and choice.sweep is not None else None
-        if choice is not None and (max_parallel or not stage.work_pool):
-            free_times = free_times_by_selector.setdefault(choice.name, [0.0] * (max_parallel or 1))
-            start_time = max(start_time, heapq.heappop(free_times))
-            heapq.heappush(free_times, start_time + seconds_by_stage[stage.name])
-        ends[stage.name] = start_time + seconds_by_stage[stage.name]
-    return max(ends.values(), default=0.0)
+        start_time = max((end_times[name] for name in stage.after), default=0.0)
+        selector = pipeline.find_selecting_stage(stage.name)
+        max_parallel = selector.sweep.max_parallel if selector is not None and selector.sweep is not None else None
+        if selector is not None and (max_parallel or not stage.work_pool):
+            slot_free_times = free_times_by_selector.setdefault(selector.name, [0.0] * (max_parallel or 1))
+            start_time = max(start_time, heapq.heappop(slot_free_times))
+            heapq.heappush(slot_free_times, start_time + seconds_by_stage[stage.name])
+        end_times[stage.name] = start_time + seconds_by_stage[stage.name]
+    return max(end_times.values(), default=0.0)
 
 
 def _estimate_disk_bytes(
@@ -152,7 +154,7 @@ def _estimate_from_history(
         record = next((each for each in run.stages if each.name == stage.name and each.kind.name == stage.kind), None)
         if record is None or not record.seconds:
             continue
-        if gpu_type and record.kind.trains_model and not _used_gpu_type(record, gpu_type):
+        if gpu_type and record.kind.trains_model and not _has_used_gpu_type(record, gpu_type):
             continue
         if pace := _measure_pace(record):
             return pace.total(num_steps or record.position[1] or pace.steps), f"run {run.path.name}: {pace}"
@@ -177,26 +179,26 @@ class _TrainingPace:
         return self.other_seconds + steps * self.step + validations * self.validation
 
     def __str__(self) -> str:
-        return f"{self.step:.3g} s per step, {formatting.duration(self.other_seconds)} beside them"
+        return f"{self.step:.3g} s per step, {formatting.format_duration(self.other_seconds)} beside them"
 
 
 def _measure_pace(record: StageRecord) -> _TrainingPace | None:
     """Return the time per step, per validation and for the rest of a training; None if no step time was recorded."""
-    steps, checks = (
-        [float(line[name]) for line in record.curves if isinstance(line.get(name), int | float)]
+    steps, validation_times = (
+        [float(line[name]) for line in record.metric_lines if isinstance(line.get(name), int | float)]
         for name in ("time/step", "time/validate")
     )
     if not steps:
         return None
-    typical_times = steps[1:] or steps  # the first step includes compilation
-    per_step = sum(typical_times) / len(typical_times)
-    other_seconds = max(0.0, (record.seconds or 0.0) - sum(checks) - per_step * len(steps))
-    num_attempts, per_check = max(1, len(record.state.spans)), sum(checks) / max(1, len(checks))
-    return _TrainingPace(len(steps), per_step, len(checks), per_check, other_seconds / num_attempts)
+    warm_step_times = steps[1:] or steps  # the first step includes compilation
+    seconds_per_step = sum(warm_step_times) / len(warm_step_times)
+    other_seconds = max(0.0, (record.seconds or 0.0) - sum(validation_times) - seconds_per_step * len(steps))
+    other_seconds /= max(1, len(record.state.spans))
+    seconds_per_validation = sum(validation_times) / max(1, len(validation_times))
+    return _TrainingPace(len(steps), seconds_per_step, len(validation_times), seconds_per_validation, other_seconds)
 
 
-def _used_gpu_type(record: StageRecord, gpu_type: str) -> bool:
-    """Return True if every rank of a training used a GPU of the type `gpu_type`."""
+def _has_used_gpu_type(record: StageRecord, gpu_type: str) -> bool:
     gpu_names = [gpu_name.lower() for rank in record.ranks for gpu_name in rank.gpus]
     # Whole words, because `NVIDIA H200` contains `h20`; a product name may have a space: `RTX 4090`.
     pattern = re.compile(rf"\b{re.sub('(?<=[a-z])(?=[0-9])', '[ -]?', gpu_type)}\b")
@@ -208,25 +210,25 @@ def _estimate_from_flops(
     stage: StageConfig,
     sizes: dict[str, Any] | None,
     gpus: Mapping[str, int],
-    machine: Machine | None,
+    machine: MachineSpec | None,
 ) -> tuple[float | None, str]:
-    kind = pipeline.kind_of(stage)
+    kind = pipeline.stage_kind(stage)
     if not kind.in_worker:
         return 0.0, ""
     if sizes is None or sizes["tokens"] is None or machine is None:
         return None, "never run"
     recipe = pipeline.recipes[stage.name]
-    num_forwards = 1 + bool(recipe.policy.model_gradient_checkpointing)  # True, False or "selective"
+    num_forwards = 1 + bool(recipe.policy.model_gradient_checkpointing)  # the setting is True, False or "selective"
     flops_per_parameter = _FORWARD_FLOPS * num_forwards + _INPUT_FLOPS
     flops_per_token = flops_per_parameter * sizes["parameters"] + _WEIGHT_FLOPS * sizes["trainable"]
     num_engine_gpus = recipe.num_gpus(has_rollouts=kind.feed == "rollouts") - recipe.num_gpus(has_rollouts=False)
     num_ranks = 1 if machine.is_shared else max(1, gpus.get(stage.name, 1) - num_engine_gpus)
     exclusion_note = ", without generation" if kind.feed == "rollouts" else ""
     seconds = flops_per_token * sizes["tokens"] / (machine.tflops * _TERA * num_ranks)
-    return seconds, f"never run; counted at {machine.rate}{exclusion_note}"
+    return seconds, f"never run; counted at {machine.rate_text}{exclusion_note}"
 
 
-def _describe_memory_fit(sizes: dict[str, Any] | None, machine: Machine | None, mode: str) -> str:
+def _describe_memory_fit(sizes: dict[str, Any] | None, machine: MachineSpec | None, mode: str) -> str:
     if sizes is None or machine is None or machine.memory is None:
         return ""
     rollout_bytes = sizes["engine_weights"] + (sizes["kv_cache"] or 0)

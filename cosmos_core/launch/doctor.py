@@ -13,12 +13,13 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.environment import masked
-from cosmos_core.launch.worker_report import DIRECTORY, free_bytes, is_online, recent_reports, versions
+from cosmos_core.environment import mask_text
+from cosmos_core.launch import worker_report
+from cosmos_core.launch.worker_report import is_online, read_free_bytes
 
 _MAX_CANCELLING_SECONDS = 60.0
 """Seconds in state Cancelling after which the worker of a flow run counts as unresponsive."""
-_MAX_READ_SECONDS, _MAX_CLOCK_OFFSET_SECONDS, _CONNECT_SECONDS = 1.0, 5.0, 5.0
+_MAX_READ_SECONDS, _MAX_CLOCK_OFFSET_SECONDS, _CONNECT_TIMEOUT_SECONDS = 1.0, 5.0, 5.0
 _MIN_FREE_BYTES = 20 * 2**30
 
 
@@ -28,7 +29,7 @@ class Finding:
 
     name: str
     message: str
-    is_ok: bool = True
+    is_healthy: bool = True
 
 
 def run_checks(output_dir: Path, client: Any) -> Iterator[Finding]:
@@ -41,11 +42,12 @@ def run_checks(output_dir: Path, client: Any) -> Iterator[Finding]:
         try:
             yield from check(client)
         except Exception as error:  # noqa: BLE001 - an error of any type is a result of the check
-            yield Finding(name, masked(f"{type(error).__name__}: {' '.join(str(error).split())}")[:300], is_ok=False)
+            message = mask_text(f"{type(error).__name__}: {' '.join(str(error).split())}")
+            yield Finding(name, message[:300], is_healthy=False)
     yield from _check_ray()
     yield from _check_reward_services()
-    num_free = free_bytes(output_dir)
-    yield Finding("disk", f"{num_free / 2**30:.0f} GiB are free in {output_dir}", num_free >= _MIN_FREE_BYTES)
+    free_bytes = read_free_bytes(output_dir)
+    yield Finding("disk", f"{free_bytes / 2**30:.0f} GiB are free in {output_dir}", free_bytes >= _MIN_FREE_BYTES)
 
 
 def _check_server(client: Any) -> Iterator[Finding]:
@@ -69,38 +71,40 @@ def _check_server(client: Any) -> Iterator[Finding]:
 def _check_pools(client: Any) -> Iterator[Finding]:
     pool_names = {deployment.work_pool_name for deployment in client.read_deployments()}
     for pool in client.read_work_pools():
-        live = sorted(worker.name for worker in client.read_workers_for_work_pool(pool.name) if is_online(worker))
+        workers = client.read_workers_for_work_pool(pool.name)
+        live_names = sorted(worker.name for worker in workers if is_online(worker))
         demand_note = "its deployments wait" if pool.name in pool_names else "no deployment needs one"
-        message = f"{len(live)} live workers: {', '.join(live)}" if live else f"no live worker, and {demand_note}"
+        message = f"{len(live_names)} live workers: {', '.join(live_names)}"
+        message = message if live_names else f"no live worker, and {demand_note}"
         if pool.is_paused:
             message += "; the pool is paused"
-        is_healthy = bool(live or pool.name not in pool_names) and not pool.is_paused
+        is_healthy = bool(live_names or pool.name not in pool_names) and not pool.is_paused
         yield Finding(f"pool {pool.name}", message, is_healthy)
     for name in sorted(pool_names - {pool.name for pool in client.read_work_pools()} - {None}):
         message = "deployments name it, and it is not there; cosmos bootstrap makes it"
-        yield Finding(f"pool {name}", message, is_ok=False)
+        yield Finding(f"pool {name}", message, is_healthy=False)
 
 
 def _check_workers(client: Any) -> Iterator[Finding]:
-    local_versions, reported_pools = versions(), set[str]()
-    for worker_report, clock_offset in recent_reports(client):
-        reported_pools.add(worker_report["pool"])
+    local_versions, reported_pools = worker_report.read_versions(), set[str]()
+    for report, clock_offset in worker_report.read_recent_reports(client):
+        reported_pools.add(report["pool"])
         differences = [
-            f"{key} {worker_report[key]} there, {version} here"
+            f"{key} {report[key]} there, {version} here"
             for key, version in local_versions.items()
-            if version and worker_report[key] and worker_report[key] != version
+            if version and report[key] and report[key] != version
         ]
-        differences += [f"{folder} of its deployments is missing" for folder in worker_report["missing_folders"]]
+        differences += [f"{folder} of its deployments is missing" for folder in report["missing_folders"]]
         differences += ["its clock differs from the server's"] * (abs(clock_offset) > _MAX_CLOCK_OFFSET_SECONDS)
-        differences += ["its disk is full soon"] * (worker_report["free_bytes"] < _MIN_FREE_BYTES)
-        free_space = f"{worker_report['free_bytes'] / 2**30:.0f} GiB are free in {worker_report['output_dir']}"
+        differences += ["its disk is full soon"] * (report["free_bytes"] < _MIN_FREE_BYTES)
+        free_space = f"{report['free_bytes'] / 2**30:.0f} GiB are free in {report['output_dir']}"
         message = "; ".join([f"{free_space}, clock {clock_offset:+.0f} s", *differences])
-        yield Finding(f"worker of {worker_report['pool']} on {worker_report['host']}", message, not differences)
+        yield Finding(f"worker of {report['pool']} on {report['host']}", message, not differences)
     for pool in client.read_work_pools():
-        is_polled = any(map(is_online, client.read_workers_for_work_pool(pool.name)))
-        if is_polled and pool.type == "process" and pool.name not in reported_pools:
+        has_live_worker = any(map(is_online, client.read_workers_for_work_pool(pool.name)))
+        if has_live_worker and pool.type == "process" and pool.name not in reported_pools:
             message = "none was started by cosmos worker: after an outage of the server they stop no cancelled flow run"
-            yield Finding(f"workers of {pool.name}", message, is_ok=False)
+            yield Finding(f"workers of {pool.name}", message, is_healthy=False)
 
 
 def _check_cancellation(client: Any) -> Iterator[Finding]:
@@ -112,7 +116,7 @@ def _check_cancellation(client: Any) -> Iterator[Finding]:
         if seconds > _MAX_CANCELLING_SECONDS:
             reason = f"no worker of {flow_run.work_pool_name} looks; restart it"
             message = f"{flow_run.name} has been Cancelling for {seconds:.0f} s: {reason}"
-            yield Finding("cancellation", message, is_ok=False)
+            yield Finding("cancellation", message, is_healthy=False)
             return
     yield Finding("cancellation", "no flow run waits for it")
 
@@ -120,9 +124,9 @@ def _check_cancellation(client: Any) -> Iterator[Finding]:
 def _check_deployment_folders(client: Any) -> Iterator[Finding]:
     pools_by_folder: dict[str, list[str]] = {}
     for deployment in client.read_deployments():
-        is_of_user = not str(deployment.entrypoint).startswith("flows/")  # a user's flow has a folder of its own
-        for step in [] if is_of_user else deployment.pull_steps or []:
-            if folder := step.get(DIRECTORY, {}).get("directory"):
+        is_user_flow = not str(deployment.entrypoint).startswith("flows/")  # a user's flow has a folder of its own
+        for step in [] if is_user_flow else deployment.pull_steps or []:
+            if folder := step.get(worker_report.WORKING_DIRECTORY_STEP, {}).get("directory"):
                 pools_by_folder.setdefault(folder, []).append(str(deployment.work_pool_name))
     message = "; ".join(f"{folder} in {', '.join(sorted(set(pools)))}" for folder, pools in pools_by_folder.items())
     message = message or "none is deployed; prefect --no-prompt deploy --all"
@@ -135,9 +139,9 @@ def _check_ray() -> Iterator[Finding]:
         return
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+        socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_SECONDS).close()
     except (OSError, ValueError) as error:
-        yield Finding("Ray", f"RAY_ADDRESS = {address!r} is not reached: {error}", is_ok=False)
+        yield Finding("Ray", f"RAY_ADDRESS = {address!r} is not reached: {error}", is_healthy=False)
         return
     token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     has_token = os.environ.get("RAY_AUTH_MODE") == "token" and bool(token)
@@ -146,8 +150,8 @@ def _check_ray() -> Iterator[Finding]:
 
 
 def _check_reward_services() -> Iterator[Finding]:
-    from cosmos_core.launch.service_health import ENQUEUE_URL, TOKEN, health_of
+    from cosmos_core.launch.service_health import ENQUEUE_URL_VARIABLE, TOKEN_VARIABLE, fetch_service_health
 
-    for health in health_of(os.environ.get(ENQUEUE_URL, ""), os.environ.get(TOKEN, "")):
+    for health in fetch_service_health(os.environ.get(ENQUEUE_URL_VARIABLE, ""), os.environ.get(TOKEN_VARIABLE, "")):
         is_healthy = health["status"] in {"ok", "tells nothing"}
         yield Finding("rewards", f"{health['url']}: {health['status']}", is_healthy)

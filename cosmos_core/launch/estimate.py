@@ -9,37 +9,33 @@ from typing import Any
 from rich.table import Table
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.inputs import source_of
+from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.mesh import with_dp_shard_size
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.launch.check import run_check
-from cosmos_core.run.hub import with_value
-from cosmos_core.run.plan import Decision
+from cosmos_core.run.hub import replace_value
+from cosmos_core.run.plan import StageDecision
 
 _ESTIMATE_PROGRAM = "cosmos_core.train.estimate:run"
 _GIB = 2**30
 
 StageEstimate = dict[str, Any] | str
-"""Estimate of a training stage: the fields of `cosmos_core.train.estimate.Estimate`, or the reason why there is
-none."""
+"""Estimate of a training stage: the fields of `cosmos_core.train.estimate.TrainingEstimate`, or the reason why there
+is none."""
 
 
 def estimate_stages_in_worker(
-    pipeline: Pipeline, decisions: Mapping[str, Decision]
+    pipeline: Pipeline, decisions: Mapping[str, StageDecision]
 ) -> Iterator[tuple[str, StageEstimate]]:
     """Estimate each training stage in turn; yield its name and the estimate. `decisions` tell which stages are
-    finished.
-
-    Raises:
-        ConfigError, DataError, ModelError: the first error in the input.
-        StageFailed: the worker of an estimate crashed.
-    """
+    finished. Raises the first error in the input as `ConfigError`, `DataError` or `ModelError`, and `StageFailed` if a
+    worker crashed."""
     for stage in pipeline.stages:
-        if not pipeline.kind_of(stage).trains_model:
+        if not pipeline.stage_kind(stage).trains_model:
             continue
-        if not pipeline.recipes[stage.name].policy.modality.is_estimated:
+        if not pipeline.recipes[stage.name].policy.modality.supports_estimates:
             yield stage.name, "not estimated: this version estimates language models alone"
             continue
         model = _find_start_model(pipeline, stage, decisions)
@@ -48,12 +44,12 @@ def estimate_stages_in_worker(
             yield stage.name, f"not estimated: {reason}"
             continue
         prepared_path = _find_output_path(stage.data, "data", decisions)
-        recipe = with_dp_shard_size(_with_prepared_dataset(pipeline, stage, decisions), pipeline.config.gpus)
+        recipe = with_dp_shard_size(_use_prepared_dataset(pipeline, stage, decisions), pipeline.config.gpus)
         result = run_check(pipeline, stage, _ESTIMATE_PROGRAM, model=model, data=prepared_path, recipe=recipe)
         yield stage.name, result["info"]["estimate"]
 
 
-def estimate_table(
+def render_estimate_table(
     estimates: Sequence[tuple[str, StageEstimate]], gpus: Mapping[str, int], gpus_per_node: int
 ) -> Table:
     """Return the estimates as a table with notes about unknown values; `gpus` has the number of GPUs by stage name."""
@@ -104,36 +100,37 @@ def _format_count(count: int) -> str:
     return f"{count:,}"
 
 
-def _find_start_model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> str:
+def _find_start_model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, StageDecision]) -> str:
     """Return the model from which the stage starts. If it does not exist yet, return an upstream model of the same
     architecture, or an empty string if there is none."""
-    while (upstream_name := source_of(model_reference := pipeline.starts_from(stage))) is not None:
+    while (upstream_name := referenced_stage(model_reference := pipeline.initial_model(stage))) is not None:
         if model_folder := _find_output_path(model_reference, "model", decisions):
             return model_folder
         stage = pipeline.stage(upstream_name)
-        if pipeline.kind_of(stage).makes != "model":
+        if pipeline.stage_kind(stage).makes != "model":
             return ""
     return stage.model or pipeline.recipes[stage.name].policy.model_name_or_path
 
 
-def _find_output_path(input_reference: str, output_key: str, decisions: Mapping[str, Decision]) -> str:
+def _find_output_path(input_reference: str, output_key: str, decisions: Mapping[str, StageDecision]) -> str:
     """Return the path of the output `output_key` of the stage in a reference `stage:NAME`, or an empty string if the
     stage has not run; return any other path unchanged."""
-    if (stage_name := source_of(input_reference)) is None:
+    if (stage_name := referenced_stage(input_reference)) is None:
         return input_reference
     decision = decisions.get(stage_name)
     output = decision.result["info"].get(output_key) if decision and decision.result else None
     return str(decision.source / str(output)) if decision and decision.source and output else ""
 
 
-def _with_prepared_dataset(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> Recipe:
+def _use_prepared_dataset(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, StageDecision]) -> Recipe:
     """Return the recipe of a stage with the data set of the `prepare` stage from which it reads rows."""
     recipe = pipeline.recipes[stage.name]
-    prepare_stage = pipeline.stage(source_of(stage.data) or stage.name)
+    prepare_stage = pipeline.stage(referenced_stage(stage.data) or stage.name)
     source = pipeline.recipes[prepare_stage.name]
     dataset, datasets = source.train.train_policy.dataset, source.train.train_policy.datasets
     if prepare_stage is not stage and prepare_stage.data:
         folder = _find_output_path(prepare_stage.data, "data", decisions)
         dataset, datasets = DatasetConfig(name=folder, test_size=dataset.test_size), ()
-    recipe = with_value(with_value(recipe, "train.train_policy.dataset", dataset), "validation", source.validation)
-    return with_value(recipe, "train.train_policy.datasets", datasets)
+    recipe = replace_value(recipe, "train.train_policy.dataset", dataset)
+    recipe = replace_value(recipe, "validation", source.validation)
+    return replace_value(recipe, "train.train_policy.datasets", datasets)

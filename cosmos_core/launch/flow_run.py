@@ -21,7 +21,7 @@ _FLOW_NAME = "post-train"
 _MAX_FLOW_RUNS = 200  # maximum number of flow runs in one response of the server
 _POLL_SECONDS = 1.0
 _MAX_SCHEDULED_SECONDS = 60.0
-_MAX_SILENT_SECONDS = 600.0
+_MAX_UNREACHABLE_SECONDS = 600.0
 
 
 def find_failed_start(run_id: str) -> FlowRun | None:
@@ -51,7 +51,7 @@ def find_failed_start(run_id: str) -> FlowRun | None:
         return None
 
 
-def reschedule(flow_run: FlowRun) -> Iterator[str]:
+def reschedule_flow_run(flow_run: FlowRun) -> Iterator[str]:
     """Schedule a flow run again on its work pool and wait for its end; yield lines of text about its progress. Raises
     `CosmosError` if the flow run did not complete or was deleted, or the server stopped responding."""
     from prefect.client.orchestration import get_client
@@ -79,15 +79,16 @@ def reschedule(flow_run: FlowRun) -> Iterator[str]:
 
 
 def _poll_until_ended(client: SyncPrefectClient, flow_run: FlowRun) -> Iterator[FlowRun]:
-    """Yield the flow run as the server has it, each second until it has ended; tolerate a restart of the server."""
+    """Read a flow run from the server each second and yield it until it has ended; tolerate a restart of the server."""
     last_response_time, has_ended = time.monotonic(), False
     while not has_ended:
         time.sleep(_POLL_SECONDS)
         try:
-            current = client.read_flow_run(flow_run.id)
+            polled_run = client.read_flow_run(flow_run.id)
         except httpx.HTTPError:
-            if time.monotonic() - last_response_time > _MAX_SILENT_SECONDS:
+            if time.monotonic() - last_response_time > _MAX_UNREACHABLE_SECONDS:
                 raise
             continue
-        last_response_time, has_ended = time.monotonic(), current.state is not None and current.state.is_final()
-        yield current
+        last_response_time = time.monotonic()
+        has_ended = polled_run.state is not None and polled_run.state.is_final()
+        yield polled_run

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.launch.worker import sleep_unless_stopping
-from cosmos_core.machine_properties import gpu_entries
-from cosmos_core.run.files import user_cache
+from cosmos_core.machine_properties import read_gpu_entries
+from cosmos_core.run.files import user_cache_folder
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.state import update_state
 from cosmos_core.types import StageKind
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-def num_gpus(kind: StageKind, recipe: Recipe) -> int:
+def num_local_gpus(kind: StageKind, recipe: Recipe) -> int:
     """Return the number of GPUs on this machine that a stage needs; 0 on a Ray cluster, where Ray allocates them."""
     num_reserved = num_reserved_gpus(kind, recipe)
     uses_ray = num_reserved > 1 or (kind.feed == "rollouts" and recipe.num_engines > 0)
@@ -34,7 +34,7 @@ def num_reserved_gpus(kind: StageKind, recipe: Recipe) -> int:
     """Return the number of GPUs that the placement of a stage assigns to its ranks and engines, on any machine; 0 for a
     stage without a mesh and without an engine. On a machine without GPUs each such process counts as one GPU."""
     if kind.has_engine:  # a diffusion model has one sampling process, on one GPU
-        return recipe.rollout.parallelism.tp_size if recipe.policy.modality.has_engines_of_text else 1
+        return recipe.rollout.parallelism.tp_size if recipe.policy.modality.has_text_engines else 1
     if kind.reads_key("export.formats") and recipe.export.quantized:
         return 1
     return recipe.num_gpus(has_rollouts=kind.feed == "rollouts") if kind.has_mesh else 0
@@ -46,13 +46,13 @@ def hold_stage_gpus(
     """Return a context manager that holds the GPUs of a stage, as `hold_gpus` does; while it waits for GPUs, it writes
     the reason to the state file of the stage in `path`. Raises `Preempted` if the run was stopped while waiting."""
 
-    def wait(reason: str) -> None:
+    def report_waiting(reason: str) -> None:
         update_state(path, state="waiting", error=reason)
         sleep_unless_stopping(1)
 
     # A disaggregated stage takes all free GPUs, so that `cosmos scale` can start more engines.
     takes_free_gpus = kind.feed == "rollouts" and recipe.mode == "disaggregated"
-    return hold_gpus(num_gpus(kind, recipe), wait, should_take_all_free=takes_free_gpus)
+    return hold_gpus(num_local_gpus(kind, recipe), report_waiting, should_take_all_free=takes_free_gpus)
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def hold_gpus(
 
     With `should_take_all_free`, hold all free GPUs. On a machine without GPUs, yield empty values. `report_waiting` is
     called with the reason, repeatedly, and may raise to stop waiting."""
-    uuid_by_device = gpu_entries() if count else {}
+    uuid_by_device = read_gpu_entries() if count else {}
     if uuid_by_device and (reason := _find_lock_error()):
         logger.warning("stages that run at once may take the same GPUs: %s", reason)
         uuid_by_device = {}
@@ -86,7 +86,7 @@ def _lock_free_gpus(uuid_by_device: Mapping[str, str], min_gpus: int, max_gpus: 
     """Lock the first free GPUs, at most `max_gpus`, and return the locks; none if fewer than `min_gpus` are free."""
     locks: dict[str, Lock] = {}
     for device, uuid in uuid_by_device.items():
-        lock = Lock(user_cache() / "gpus" / f"{uuid.replace('/', '-')}.lock")
+        lock = Lock(user_cache_folder() / "gpus" / f"{uuid.replace('/', '-')}.lock")
         if len(locks) < max_gpus and lock.try_acquire():
             locks[device] = lock
         else:
@@ -101,7 +101,7 @@ def _lock_free_gpus(uuid_by_device: Mapping[str, str], min_gpus: int, max_gpus: 
 def _find_lock_error() -> str:
     """Return the error that prevents this user from locking files in the cache folder; empty if locks work."""
     try:
-        with Lock(user_cache() / "gpus" / "tried.lock") as lock:
+        with Lock(user_cache_folder() / "gpus" / "tried.lock") as lock:
             lock.try_acquire()
             return ""
     except OSError as error:

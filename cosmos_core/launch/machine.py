@@ -1,5 +1,5 @@
-"""Assumed compute rate and memory for a training that was never run: those of this machine, or of a GPU named by
-`--on`."""
+"""Compute rate and memory that the estimate of a training assumes: those of this machine, or of the GPU that `--on`
+names."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ _TERA, _GIB = 1e12, 2**30
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineSpec:
     """Compute rate and memory per rank of the machine for which costs are estimated."""
 
     name: str
@@ -31,17 +31,17 @@ class Machine:
     """Memory of a GPU, or of the host if there is no GPU, in GiB; None: unknown."""
     is_shared: bool = False
     """True if all ranks share one device, the CPU of this machine."""
-    card: str = ""
+    gpu_type: str = ""
     """Type of GPU that `--on` names, in lower case; empty if `--on` is not used."""
 
     @property
-    def rate(self) -> str:
+    def rate_text(self) -> str:
         """Return the compute rate as text, such as `395 TFLOP/s per GPU on h100`."""
         unit_suffix = "" if self.is_shared else " per GPU"
         return f"{self.tflops:.3g} TFLOP/s{unit_suffix}{f' on {self.name}' if self.name else ''}"
 
 
-def machine_of(config: PipelineConfig, gpu_name: str, estimates: Iterable[Any]) -> Machine | None:
+def find_machine_spec(config: PipelineConfig, gpu_name: str, estimates: Iterable[Any]) -> MachineSpec | None:
     """Return the machine for which costs are estimated: the GPU type `gpu_name` or, if it is empty, the machine
     measured with the estimates. Settings of the pipeline take precedence. Return None if no rate is known. Raises
     `ConfigError` if `gpu_name` is not a known type of GPU."""
@@ -52,11 +52,12 @@ def machine_of(config: PipelineConfig, gpu_name: str, estimates: Iterable[Any]) 
             remedy = "for another GPU set pipeline.gpu_tflops and pipeline.gpu_memory"
             raise ConfigError(f"--on {gpu_name}: known are {', '.join(sorted(_GPU_SPECS))}; {remedy}")
         peak_tflops, memory_gib = _GPU_SPECS[gpu_type]
-        machine = Machine(gpu_name, peak_tflops * _UTILIZATION_OF_SPEC, memory_gib, card=gpu_type)
-    elif measured := next((estimate["machine"] for estimate in estimates if isinstance(estimate, dict)), None):
-        name, tflops = f"this machine ({measured['device']})", measured["flops"] / _TERA * _UTILIZATION_OF_MEASURED_RATE
-        machine = Machine(name, tflops, measured["memory"] / _GIB, is_shared=measured["is_cpu"])
+        machine = MachineSpec(gpu_name, peak_tflops * _UTILIZATION_OF_SPEC, memory_gib, gpu_type=gpu_type)
+    elif device_info := next((estimate["machine"] for estimate in estimates if isinstance(estimate, dict)), None):
+        name, memory_gib = f"this machine ({device_info['device']})", device_info["memory"] / _GIB
+        tflops = device_info["flops"] / _TERA * _UTILIZATION_OF_MEASURED_RATE
+        machine = MachineSpec(name, tflops, memory_gib, is_shared=device_info["is_cpu"])
     if config.gpu_tflops is not None:
-        memory, gpu_type = (machine.memory, machine.card) if machine else (None, "")
-        machine = Machine("", config.gpu_tflops, memory, card=gpu_type)
+        memory, gpu_type = (machine.memory, machine.gpu_type) if machine else (None, "")
+        machine = MachineSpec("", config.gpu_tflops, memory, gpu_type=gpu_type)
     return replace(machine, memory=config.gpu_memory) if machine and config.gpu_memory is not None else machine

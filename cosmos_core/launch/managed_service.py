@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from cosmos_core.config.load import read_toml
-from cosmos_core.config.schema.pipeline import BLOCK
-from cosmos_core.environment import mask_file, masked
+from cosmos_core.config.schema.pipeline import BLOCK_PREFIX
+from cosmos_core.environment import mask_file, mask_text
 from cosmos_core.errors import EXIT_USAGE, ConfigError, RewardError, StageFailed
-from cosmos_core.launch.child import Child
-from cosmos_core.launch.service_health import ENQUEUE_URL, FETCH_URL, TOKEN, note_health
+from cosmos_core.launch.child import SupervisedProcess
+from cosmos_core.launch.service_health import ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABLE, TOKEN_VARIABLE, record_health
 
 logger = logging.getLogger(__name__)
 
@@ -35,48 +35,49 @@ def managed_service(
     config: str,
     folder: Path,
     python: str = "",
-    check: Callable[[], None] = lambda: None,
+    poll: Callable[[], None] = lambda: None,
     environment: Mapping[str, str] = {},
     host: str = "127.0.0.1",
 ) -> Iterator[dict[str, str]]:
     """Run the reward service of the configuration file `config` during the block; yield the environment variables that
     tell clients the address and token of the service.
 
-    `check` is called while the service loads, and may raise an error to give up. If `config` is `block:NAME`, the
+    `poll` is called while the service loads, and may raise an error to give up. If `config` is `block:NAME`, the
     Prefect block names a service that is already running. If `config` is empty, `environment` may name the service that
     the stage uses. `host` is the address on which a started service listens. Raises `RewardError` if the service does
     not start, and `ConfigError` if the block does not exist.
     """
-    if not config or config.startswith(BLOCK):
-        service_variables = service_named(config)
+    if not config or config.startswith(BLOCK_PREFIX):
+        service_variables = load_named_service(config)
         try:
             yield service_variables
         finally:
-            note_health(folder, service_variables or environment)
+            record_health(folder, service_variables or environment)
         return
-    service = _Service(Path(config), folder, python or sys.executable, host)
+    service = _ServiceProcess(Path(config), folder, python or sys.executable, host)
     try:
-        url = f"{service.start(check)}/api/reward"
-        service_variables = {ENQUEUE_URL: f"{url}/enqueue", FETCH_URL: f"{url}/pull", TOKEN: service.token}
+        url = f"{service.start(poll)}/api/reward"
+        service_variables = {ENQUEUE_URL_VARIABLE: f"{url}/enqueue", FETCH_URL_VARIABLE: f"{url}/pull"}
+        service_variables[TOKEN_VARIABLE] = service.token
         try:
             yield service_variables
         finally:
-            note_health(folder, service_variables, service.restarts)
+            record_health(folder, service_variables, service.num_restarts)
     finally:
         service.stop()
 
 
-def service_named(config: str) -> dict[str, str]:
+def load_named_service(config: str) -> dict[str, str]:
     """Return the environment variables for clients of the reward service in the Prefect block `config`; empty if
     `config` does not have the form `block:NAME`. Raises `ConfigError` if the block does not exist."""
-    if not config.startswith(BLOCK):
+    if not config.startswith(BLOCK_PREFIX):
         return {}
     from cosmos_core.launch.blocks import load_service_variables
 
     return load_service_variables(config)
 
 
-class _Service:
+class _ServiceProcess:
     """Reward service in a child process, with a thread that restarts the process when it ends."""
 
     def __init__(self, config: Path, folder: Path, python: str, host: str) -> None:
@@ -84,13 +85,13 @@ class _Service:
         self._log, self._ready_path = folder / "logs" / "reward_service.log", folder / "reward_service.url"
         self.token = secrets.token_hex(32)
         self._queue_id = uuid.uuid4().hex  # the same after a restart, so that no request is lost
-        self.restarts = 0
+        self.num_restarts = 0
         self._port = "0"
         self._is_stopping = threading.Event()
-        self._child: Child | None = None
-        self._thread = threading.Thread(target=self._watch_child, name="reward service", daemon=True)
+        self._child: SupervisedProcess | None = None
+        self._thread = threading.Thread(target=self._restart_ended_child, name="reward service", daemon=True)
 
-    def start(self, check: Callable[[], None]) -> str:
+    def start(self, poll: Callable[[], None]) -> str:
         """Start the service and wait until it accepts requests; return its URL. Raises `RewardError` if a reward cannot
         be loaded, or the configuration is wrong, and `StageFailed` if the service ended for another reason, or did not
         load in time."""
@@ -98,7 +99,7 @@ class _Service:
         self._child = self._start_child()
         deadline = time.monotonic() + _LOAD_TIMEOUT_SECONDS
         while not self._ready_path.is_file():
-            check()
+            poll()
             if (exit_code := self._child.poll()) is not None:
                 error_class = RewardError if exit_code == EXIT_USAGE else StageFailed
                 raise error_class(f"the reward service of {self._config_path} ended: {self._read_last_log_line()}")
@@ -122,7 +123,7 @@ class _Service:
             mask_file(self._log)  # reward functions may have written secrets to the log
         self._ready_path.unlink(missing_ok=True)
 
-    def _watch_child(self) -> None:
+    def _restart_ended_child(self) -> None:
         while not self._is_stopping.wait(_POLL_SECONDS):
             assert self._child is not None
             if self._child.poll() is None:
@@ -135,17 +136,17 @@ class _Service:
             except OSError as error:  # a full disk or a limit on processes may be transient
                 logger.warning("the reward service cannot be started: %s", error)
                 continue
-            self.restarts += 1
+            self.num_restarts += 1
 
-    def _start_child(self) -> Child:
-        token_variable = TOKEN
+    def _start_child(self) -> SupervisedProcess:
+        token_variable = TOKEN_VARIABLE
         with contextlib.suppress(ConfigError):  # the service itself reports an invalid configuration file
-            token_variable = str(read_toml(self._config_path).get("token_env", TOKEN))
+            token_variable = str(read_toml(self._config_path).get("token_env", TOKEN_VARIABLE))
         command = [self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config_path)]
         command += ["--host", self._host, "--port", self._port, "--ready", str(self._ready_path)]
         environment = {token_variable: self.token, _QUEUE_VARIABLE: self._queue_id}
-        return Child(command, log=self._log, grace_seconds=1.0, environment=environment)
+        return SupervisedProcess(command, log=self._log, grace_seconds=1.0, environment=environment)
 
     def _read_last_log_line(self) -> str:
         text = self._log.read_text(encoding="utf-8", errors="replace").strip() if self._log.is_file() else ""
-        return masked(text.splitlines()[-1]) if text else f"it said nothing; see {self._log}"
+        return mask_text(text.splitlines()[-1]) if text else f"it said nothing; see {self._log}"

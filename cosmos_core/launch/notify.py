@@ -10,7 +10,7 @@ from typing import Any
 from cosmos_core.errors import ConfigError
 
 CHANNELS = ("slack", "email", "webhook")
-EVENTS = {
+EVENTS_BY_SUBJECT = {
     "failed": "cosmos.stage.failed",
     "refused by a gate": "cosmos.gate.failed",
     "waiting for approval": "cosmos.run.waiting",
@@ -21,7 +21,7 @@ EVENTS = {
 }
 """Name of the event for each kind of notification: one that `tasks.events` emits, or one of Prefect for a flow run that
 may have failed before it had a run or a stage."""
-_OF_PIPELINES: Any = [{"prefect.resource.id": "prefect.tag.cosmos"}, {"prefect.resource.id": "prefect.tag.pipeline"}]
+_PIPELINE_TAGS: Any = [{"prefect.resource.id": "prefect.tag.cosmos"}, {"prefect.resource.id": "prefect.tag.pipeline"}]
 """Tags of the deployments whose flow runs execute whole pipelines; a stage that crashes on a work pool is retried."""
 _STATE_TEMPLATE = 'event.resource.name ~ ": {what}: " ~ event.payload.validated_state.message'
 _MESSAGE_TEMPLATE = (
@@ -33,7 +33,7 @@ _MESSAGE_TEMPLATE = (
 """Jinja expression of the notification text, with the path of the report and the address of the run's card."""
 
 
-def parsed_channels(options: Sequence[str]) -> dict[str, str]:
+def parse_channels(options: Sequence[str]) -> dict[str, str]:
     """Return the address of each notification channel from command-line options `CHANNEL=ADDRESS`. Raises `ConfigError`
     if an option has another form, an address is no URL, or two options name one channel."""
     addresses: dict[str, str] = {}
@@ -52,17 +52,17 @@ def parsed_channels(options: Sequence[str]) -> dict[str, str]:
     return addresses
 
 
-def automations(channel: str, address: str) -> Iterator[Any]:
+def make_notification_automations(channel: str, address: str) -> Iterator[Any]:
     """Save the Prefect block with the address of a channel, and yield an automation for each kind of notification."""
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
     block = _create_block(channel, address).save(f"cosmos-notify-{channel}", overwrite=True)
-    for subject, event_name in EVENTS.items():
-        related = _OF_PIPELINES if event_name.startswith("prefect.") else []
+    for subject, event_name in EVENTS_BY_SUBJECT.items():
+        tags = _PIPELINE_TAGS if event_name.startswith("prefect.") else []
         yield AutomationCore(
             name=f"cosmos: {channel} message when {subject}",
             description=f"Made by cosmos bootstrap --notify {channel}.",
-            trigger=EventTrigger(expect={event_name}, match_related=related, posture=Posture.Reactive, threshold=1),
+            trigger=EventTrigger(expect={event_name}, match_related=tags, posture=Posture.Reactive, threshold=1),
             actions=[_create_action(channel, block, subject)],
         )
 
@@ -80,7 +80,7 @@ def _create_block(channel: str, address: str) -> Any:
 def _create_action(channel: str, block: Any, subject: str) -> Any:
     from prefect.events.actions import CallWebhook, SendNotification
 
-    template = _STATE_TEMPLATE if EVENTS[subject].startswith("prefect.") else _MESSAGE_TEMPLATE
+    template = _STATE_TEMPLATE if EVENTS_BY_SUBJECT[subject].startswith("prefect.") else _MESSAGE_TEMPLATE
     text = template.replace("{what}", subject)
     if channel == "webhook":
         content = f'{{"what": {json.dumps(subject)}, "event": event.event, "text": {text}, "payload": event.payload}}'

@@ -14,10 +14,10 @@ import psutil
 
 from cosmos_core.run.process import is_running
 
-SILENT_SECONDS = 600.0  # seconds after the last heartbeat for which a stage on another machine counts as running
+MAX_HEARTBEAT_AGE_SECONDS = 600.0  # a stage on another machine counts as running if its heartbeat is not older
 _KILL_TIMEOUT_SECONDS = 5.0
-ATTEMPT = "COSMOS_ATTEMPT"  # environment variable that marks every process of one attempt
-PREVIEW_FOLDER_PREFIX = "cosmos-look-"  # prefix of folders of temporary files, followed by the pid
+ATTEMPT_VARIABLE = "COSMOS_ATTEMPT"  # environment variable that marks every process of one attempt
+PREVIEW_FOLDER_PREFIX = "cosmos-look-"  # prefix of the temporary folders of `cosmos check`, followed by the pid
 _SCRATCH_PREFIX = "cosmos-"
 _SCRATCH_PATTERN = re.compile(rf"{_SCRATCH_PREFIX}[0-9a-f]{{12}}")
 
@@ -28,12 +28,12 @@ def processes_of_attempt(attempt: str) -> list[psutil.Process]:
     processes = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # a process of another user, a zombie, or an ended process
-            if process.pid != os.getpid() and process.environ().get(ATTEMPT, "").startswith(attempt):
+            if process.pid != os.getpid() and process.environ().get(ATTEMPT_VARIABLE, "").startswith(attempt):
                 processes.append(process)
     return processes
 
 
-def kill_marked(attempt: str) -> list[int]:
+def kill_attempt(attempt: str) -> list[int]:
     """Send SIGKILL to every process of an attempt until none is left; return the ids of the killed processes."""
     return _kill_repeatedly(lambda: processes_of_attempt(attempt))
 
@@ -43,11 +43,11 @@ def kill_descendants() -> list[int]:
     return _kill_repeatedly(lambda: [each for each in psutil.Process().children(recursive=True) if is_running(each)])
 
 
-def make_scratch(attempt: str) -> int:
-    """Create and lock the folder for the temporary files of an attempt; return the descriptor that holds the lock, for
-    launcher and supervisor: once both have ended for any reason, `sweep` may remove the folder."""
-    folder = scratch_of(attempt)
-    hidden_folder = folder.with_name(f".{folder.name}")  # `sweep` ignores names that begin with a dot
+def create_scratch_folder(attempt: str) -> int:
+    """Create and lock the folder for the temporary files of an attempt; return the descriptor that holds the lock.
+    Launcher and supervisor keep it open: once both have ended, `remove_orphans` may remove the folder."""
+    folder = scratch_folder(attempt)
+    hidden_folder = folder.with_name(f".{folder.name}")  # `remove_orphans` ignores names that begin with a dot
     hidden_folder.mkdir(mode=0o700)
     descriptor = os.open(hidden_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -55,12 +55,12 @@ def make_scratch(attempt: str) -> int:
     return descriptor
 
 
-def sweep() -> None:
+def remove_orphans() -> None:
     """Kill processes of attempts whose launcher and supervisor have ended, and remove files of ended processes."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH_PREFIX}*"):
         pid = folder.name.removeprefix(PREVIEW_FOLDER_PREFIX).partition("-")[0]
         if _SCRATCH_PATTERN.fullmatch(folder.name) and not _is_locked(folder):
-            kill_marked(folder.name.removeprefix(_SCRATCH_PREFIX))
+            kill_attempt(folder.name.removeprefix(_SCRATCH_PREFIX))
             shutil.rmtree(folder, ignore_errors=True)
         elif folder.name.startswith(PREVIEW_FOLDER_PREFIX) and pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
@@ -81,15 +81,15 @@ def _is_locked(folder: Path) -> bool:
     return False
 
 
-def scratch_of(attempt: str) -> Path:
+def scratch_folder(attempt: str) -> Path:
     """Return the folder for the temporary files of an attempt; its name is short, as paths of sockets are limited."""
     return Path(tempfile.gettempdir()) / f"{_SCRATCH_PREFIX}{attempt[:12]}"
 
 
-def remove_scratch(attempt: str) -> None:
+def remove_scratch_folder(attempt: str) -> None:
     """Remove the temporary files of an attempt that has ended."""
     if attempt:
-        tmpdir, folder = Path(os.environ.get("TMPDIR", "")), scratch_of(attempt)
+        tmpdir, folder = Path(os.environ.get("TMPDIR", "")), scratch_folder(attempt)
         shutil.rmtree(tmpdir if tmpdir.name == folder.name else folder, ignore_errors=True)
 
 

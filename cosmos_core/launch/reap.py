@@ -15,12 +15,12 @@ from typing import Any
 from uuid import UUID
 
 from cosmos_core.launch import worker
-from cosmos_core.launch.processes import SILENT_SECONDS, sweep
-from cosmos_core.run.directory import PIPELINE, flow_run_notes
+from cosmos_core.launch.processes import MAX_HEARTBEAT_AGE_SECONDS, remove_orphans
+from cosmos_core.run.directory import PIPELINE_FILE, flow_runs_folder
 from cosmos_core.run.liveness import is_flow_running, read_holder
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.process import is_alive
-from cosmos_core.run.state import ACTIVE, read_state, update_state
+from cosmos_core.run.state import ACTIVE_STATES, read_state, update_state
 
 _CANCELLED_STATES = ("CANCELLING", "CANCELLED")
 
@@ -28,34 +28,35 @@ _CANCELLED_STATES = ("CANCELLING", "CANCELLED")
 def reap(output_dir: Path) -> Iterator[str]:
     """Kill the processes of stages whose flow has ended, and correct the state of these stages in files and on the
     Prefect server; yield a line of text about each stage and flow run."""
-    sweep()
+    remove_orphans()
     abandoned_runs = [
-        file.parent for file in sorted(output_dir.glob(f"*/{PIPELINE}")) if _has_lost_launcher(file.parent)
+        file.parent for file in sorted(output_dir.glob(f"*/{PIPELINE_FILE}")) if _has_lost_launcher(file.parent)
     ]
-    names = {run_path.name for run_path in abandoned_runs}
+    run_names = {run_path.name for run_path in abandoned_runs}
     for run_path in abandoned_runs:
         holder = read_holder(run_path)
         for stage_path in sorted((run_path / "stages").glob("*")):
             state = read_state(stage_path)
-            if state.state not in ACTIVE or is_alive(state.launcher_pid, state.launcher_started):
+            if state.state not in ACTIVE_STATES or is_alive(state.launcher_pid, state.launcher_started):
                 continue
-            is_recent = time.time() - (state.heartbeat or 0.0) < SILENT_SECONDS
+            is_recent = time.time() - (state.heartbeat or 0.0) < MAX_HEARTBEAT_AGE_SECONDS
             if is_recent and state.launcher_host and state.launcher_host != socket.gethostname():
                 yield f"{run_path.name}/{stage_path.name}: runs on {state.launcher_host}; reap there what is left of it"
                 if holder is not None and holder.launcher_host == state.launcher_host:
-                    names.discard(run_path.name)  # its flow may run there: not every shared file system shares locks
+                    # Its flow may run there: not every shared file system shares locks.
+                    run_names.discard(run_path.name)
                 continue
-            worker.reap(stage_path)
+            worker.reap_attempt(stage_path)
             reason = "its flow is gone; resume the run"
             update_state(stage_path, state="stopped", ended=time.time(), error_type="", error=reason)
             command = f"cosmos resume {shlex.quote(str(run_path))}"
             yield f"{run_path.name}/{stage_path.name}: ended; it goes on with: {command}"
     if os.environ.get("PREFECT_API_URL"):
-        yield from _correct_flow_runs(output_dir, names)
+        yield from _correct_flow_runs(output_dir, run_names)
 
 
-def cancelled_flow_run(output_dir: Path, run_id: str) -> str:
-    """Return the name of the newest flow run of a run if the server has cancelled it; else, or without one, empty."""
+def find_cancelled_flow_run(output_dir: Path, run_id: str) -> str:
+    """Return the name of the newest flow run of a run if it was cancelled on the server; otherwise an empty string."""
     import httpx
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
@@ -82,7 +83,7 @@ def _correct_flow_runs(output_dir: Path, abandoned_run_names: set[str]) -> Itera
 
     final_states: dict[str, Any] = {"CANCELLING": Cancelled, "RUNNING": Crashed}
     with get_client(sync_client=True) as client:
-        for note_file in sorted(flow_run_notes(output_dir).glob("*")):
+        for note_file in sorted(flow_runs_folder(output_dir).glob("*")):
             try:
                 run_id, flow_run = note_file.read_text(encoding="utf-8"), client.read_flow_run(UUID(note_file.name))
             except (ObjectNotFound, ValueError):
@@ -107,8 +108,7 @@ def _stop_flow_process(run_path: Path, flow_run_name: str) -> Iterator[str]:
 
 
 def _find_newest_flow_run(output_dir: Path, run_id: str) -> UUID | None:
-    """Return the id of the flow run that last worked on a run."""
-    notes = [note for note in flow_run_notes(output_dir).glob("*") if note.read_text(encoding="utf-8") == run_id]
+    notes = [note for note in flow_runs_folder(output_dir).glob("*") if note.read_text(encoding="utf-8") == run_id]
     newest_note = max(notes, key=lambda note: note.stat().st_mtime, default=None)
     with suppress(ValueError):
         return UUID(newest_note.name) if newest_note else None

@@ -20,8 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from cosmos_core.errors import ConfigError, StageFailed
-from cosmos_core.launch.child import Child
-from cosmos_core.run.files import find_disk_error, user_cache
+from cosmos_core.launch.child import SupervisedProcess
+from cosmos_core.run.files import find_disk_error, user_cache_folder
 from cosmos_core.run.lock import Lock
 
 logger = logging.getLogger(__name__)
@@ -42,19 +42,14 @@ _UNUSED_SERVICES = ("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS", "TASK_RUN_R
 def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
     """Set `PREFECT_API_URL` inside the block; if it is unset, start a server below `folder`. Yield a function that
     waits until the server responds, so that the caller can do other work first. Enter the block before the first import
-    of Prefect, which reads the environment once.
-
-    Raises:
-        ConfigError: no server responds at `PREFECT_API_URL`.
-        DiskFull: the folder cannot be written.
-        StageFailed: the server did not start; the message names its log.
-    """
+    of Prefect, which reads the environment once. Raises `ConfigError` if no server responds at `PREFECT_API_URL`,
+    `DiskFull` if the folder cannot be written, and `StageFailed` if the server did not start."""
     if url := os.environ.get("PREFECT_API_URL"):
         _wait_for_server(url)
         yield lambda: None
         return
     home_dir, lock = _claim_prefect_home(folder)
-    server = _Server(home_dir)
+    server = _ServerProcess(home_dir)
     old_environment = dict(os.environ)
     os.environ.update(server.environment, PREFECT_API_URL=server.url)
     try:
@@ -103,7 +98,7 @@ def _claim_prefect_home(folder: Path) -> tuple[Path, Lock]:
 
 def _locate_empty_database() -> Path:
     """Return the path of the cached empty database for this release of Prefect; creating one takes five seconds."""
-    return user_cache() / f"prefect-{version('prefect')}.db"
+    return user_cache_folder() / f"prefect-{version('prefect')}.db"
 
 
 def _copy_database(source: Path, target: Path) -> bool:
@@ -127,7 +122,6 @@ def _copy_database(source: Path, target: Path) -> bool:
 
 
 def _is_intact(database: Path) -> bool:
-    """Return True if SQLite finds no damage in a database."""
     try:
         with closing(sqlite3.connect(database)) as connection:
             return bool(connection.execute("PRAGMA quick_check").fetchone() == ("ok",))
@@ -135,7 +129,7 @@ def _is_intact(database: Path) -> bool:
         return False
 
 
-class _Server:
+class _ServerProcess:
     def __init__(self, home_dir: Path) -> None:
         if disk_error := find_disk_error(home_dir):
             raise disk_error  # the server would not start, and would not say why
@@ -170,7 +164,7 @@ class _Server:
         }
         self._has_created_database = False
         self._close_event = threading.Event()
-        self._child: Child | None = None
+        self._child: SupervisedProcess | None = None
         self._watcher_thread = threading.Thread(target=self._keep_alive, name="prefect-server", daemon=True)
 
     def start(self) -> None:
@@ -181,7 +175,7 @@ class _Server:
             for file in database_path.parent.glob("prefect.db*"):
                 file.unlink()
         self._has_created_database = not database_path.exists() and not _copy_database(template_path, database_path)
-        self._spawn()
+        self._start_child()
 
     def wait(self) -> None:
         child = self._child
@@ -195,7 +189,7 @@ class _Server:
                 raise find_disk_error(self._log_path.parent) or start_error
             if has_ended:
                 num_starts += 1
-                child = self._spawn()
+                child = self._start_child()
             time.sleep(0.1)
         self._watcher_thread.start()
         if self._has_created_database:
@@ -208,12 +202,14 @@ class _Server:
         if self._child is not None:
             self._child.kill()  # no graceful shutdown: the run directory has the same information
 
-    def _spawn(self) -> Child:
+    def _start_child(self) -> SupervisedProcess:
         command = [sys.executable, "-m", "cosmos_core.launch.prefect", "server", "start"]
         command += ["--host", "127.0.0.1", "--port", str(self._port)]
         database_url = f"sqlite+aiosqlite:///{self._database_path}"
-        environment = self.environment | {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url}
-        self._child = Child(command, log=self._log_path, grace_seconds=_GRACE_SECONDS, environment=environment)
+        self._child = SupervisedProcess(
+            command, log=self._log_path, grace_seconds=_GRACE_SECONDS,
+            environment=self.environment | {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url},
+        )  # fmt: skip
         return self._child
 
     def _keep_alive(self) -> None:
@@ -224,7 +220,7 @@ class _Server:
                 wait_seconds = _CHECK_INTERVAL_SECONDS
             else:  # the server has ended: restart it, with exponential backoff
                 with suppress(OSError):  # a full disk or a process limit may be transient
-                    self._spawn()
+                    self._start_child()
                 wait_seconds = min(2 * wait_seconds, _MAX_INTERVAL_SECONDS)
 
     def _is_responding(self) -> bool:

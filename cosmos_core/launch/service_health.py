@@ -10,30 +10,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.environment import masked, tls_trust
+from cosmos_core.environment import make_tls_verify, mask_text
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import write_text
 
 logger = logging.getLogger(__name__)
 
-FILE = "reward_service.json"
-ENQUEUE_URL, FETCH_URL, TOKEN = "REMOTE_REWARD_ENQUEUE_URL", "REMOTE_REWARD_FETCH_URL", "REMOTE_REWARD_TOKEN"
+HEALTH_FILE = "reward_service.json"
+ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABLE = "REMOTE_REWARD_ENQUEUE_URL", "REMOTE_REWARD_FETCH_URL"
+TOKEN_VARIABLE = "REMOTE_REWARD_TOKEN"
 _TIMEOUT_SECONDS = 2.0
 _ENQUEUE_PATH = "/api/reward/enqueue"
-_REWARD_METRIC = re.compile(r'^reward_(\w+?)(?:_total)?\{reward="([^"]+)"\} (\S+)$', re.M)
-_RESPONSE_METRIC = re.compile(r'^reward_responses_total\{path="([^"]+)",status="(\d+)"\} (\S+)$', re.M)
+_REWARD_METRIC_PATTERN = re.compile(r'^reward_(\w+?)(?:_total)?\{reward="([^"]+)"\} (\S+)$', re.M)
+_RESPONSE_METRIC_PATTERN = re.compile(r'^reward_responses_total\{path="([^"]+)",status="(\d+)"\} (\S+)$', re.M)
 
 
-def note_health(folder: Path, environment: Mapping[str, str], restarts: int = 0) -> None:
+def record_health(folder: Path, environment: Mapping[str, str], num_restarts: int = 0) -> None:
     """Write the health of the reward services in `environment` and the number of restarts to the folder of a stage."""
-    if services := health_of(environment.get(ENQUEUE_URL, ""), environment.get(TOKEN, "")):
+    if services := fetch_service_health(environment.get(ENQUEUE_URL_VARIABLE, ""), environment.get(TOKEN_VARIABLE, "")):
         try:
-            write_text(folder / FILE, masked(json.dumps({"services": services, "restarts": restarts}, indent=1)))
+            text = json.dumps({"services": services, "restarts": num_restarts}, indent=1)
+            write_text(folder / HEALTH_FILE, mask_text(text))
         except OSError as error:
             logger.warning("how the reward service was cannot be noted: %s", error)
 
 
-def health_of(enqueue_urls: str, token: str) -> list[dict[str, Any]]:
+def fetch_service_health(enqueue_urls: str, token: str) -> list[dict[str, Any]]:
     """Return the health of each reward service in a comma-separated list of URLs."""
     urls = [url.strip().rstrip("/") for url in enqueue_urls.split(",") if url.strip()]
     return [_fetch_health(url.removesuffix(_ENQUEUE_PATH), token) for url in urls]
@@ -45,7 +47,7 @@ def _fetch_health(url: str, token: str) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     report: dict[str, Any] = {"url": url, "status": "does not respond", "rewards": {}, "refused": {}}
     try:
-        verify = tls_trust()
+        verify = make_tls_verify()
         health = httpx.get(f"{url}/health", timeout=_TIMEOUT_SECONDS, verify=verify)
         state = health.json() if health.headers.get("Content-Type", "").startswith("application/json") else {}
         report["status"] = str(state.get("status") or "tells nothing") if isinstance(state, dict) else "tells nothing"
@@ -53,9 +55,9 @@ def _fetch_health(url: str, token: str) -> dict[str, Any]:
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, ConfigError):
         return report
     if metrics_response.status_code == 200:
-        for name, reward_name, value in _REWARD_METRIC.findall(metrics_response.text):
+        for name, reward_name, value in _REWARD_METRIC_PATTERN.findall(metrics_response.text):
             report["rewards"].setdefault(reward_name, {})[name] = float(value)
-        for _, status, count in _RESPONSE_METRIC.findall(metrics_response.text):
-            if status not in {"200", "400"}:  # status 400 means that the scores are not ready
+        for _, status, count in _RESPONSE_METRIC_PATTERN.findall(metrics_response.text):
+            if status not in {"200", "400"}:  # 400: the scores are not ready yet
                 report["refused"][status] = report["refused"].get(status, 0.0) + float(count)
     return report

@@ -10,8 +10,8 @@ from cosmos_core.launch.worker import sleep_unless_stopping
 _POLL_SECONDS = 0.2
 
 
-def branch_slots(pipeline: Pipeline) -> dict[str, threading.Semaphore]:
-    """Return the semaphore that each stage in a branch of a sweep holds, by stage name; none for one without limit."""
+def make_branch_semaphores(pipeline: Pipeline) -> dict[str, threading.Semaphore]:
+    """Return the semaphore that each stage in a branch of a sweep holds, by stage name, except for unlimited stages."""
     semaphores: dict[str, threading.Semaphore] = {}
     for sweep_stage in pipeline.stages:
         if sweep_stage.sweep is None:
@@ -24,14 +24,14 @@ def branch_slots(pipeline: Pipeline) -> dict[str, threading.Semaphore]:
 
 
 @contextmanager
-def hold_slot(slot: threading.Semaphore | None) -> Iterator[None]:
-    """Hold the semaphore `slot` during the block (None: no limit). Raises `Preempted` if the run was stopped."""
-    if slot is None:
+def hold_semaphore(semaphore: threading.Semaphore | None) -> Iterator[None]:
+    """Hold the semaphore `semaphore` during the block (None: no limit). Raises `Preempted` if the run was stopped."""
+    if semaphore is None:
         yield
         return
-    while not slot.acquire(timeout=_POLL_SECONDS):
+    while not semaphore.acquire(timeout=_POLL_SECONDS):
         sleep_unless_stopping(0)
     try:
         yield
     finally:
-        slot.release()
+        semaphore.release()

@@ -23,7 +23,7 @@ import time
 from cosmos_core.parent import adopt_orphans, kill_with_parent
 
 _POLL_SECONDS = 0.05
-_ORPHAN_GRACE_SECONDS = 10.0  # before SIGKILL if the launcher has ended; short, because a retry needs the GPUs
+_ORPHAN_GRACE_SECONDS = 10.0  # maximum grace period after the launcher has ended, because a retry needs the GPUs
 
 
 class Supervisor:
@@ -32,7 +32,7 @@ class Supervisor:
     def __init__(self, pipe: int, grace_seconds: float) -> None:
         self.pipe = pipe
         self.grace_seconds = grace_seconds
-        self.kill_at: float | None = None
+        self.kill_time: float | None = None
         self.is_orphaned = False
         self.child: subprocess.Popen[bytes] | None = None
 
@@ -53,28 +53,28 @@ class Supervisor:
         self.child = subprocess.Popen(
             command, pass_fds=inherited_descriptors, preexec_fn=lambda: kill_with_parent(supervisor_pid)
         )
-        from cosmos_core.launch.processes import ATTEMPT, kill_descendants, kill_marked, remove_scratch
+        from cosmos_core.launch.processes import ATTEMPT_VARIABLE, kill_attempt, kill_descendants, remove_scratch_folder
 
-        if self.kill_at is not None:  # a stop was requested before the command had started
+        if self.kill_time is not None:  # a stop was requested before the command had started
             self.child.terminate()
         while self.child.poll() is None:
             self._watch_pipe()
             self._reap_adopted_processes()
-            if self.kill_at is not None and time.monotonic() > self.kill_at:
+            if self.kill_time is not None and time.monotonic() > self.kill_time:
                 self.child.kill()
-        attempt, exit_code = os.environ.get(ATTEMPT, ""), self.child.returncode
+        attempt, exit_code = os.environ.get(ATTEMPT_VARIABLE, ""), self.child.returncode
         if attempt:
-            kill_marked(attempt)
+            kill_attempt(attempt)
         kill_descendants()
-        remove_scratch(attempt)
+        remove_scratch_folder(attempt)
         return exit_code if exit_code >= 0 else 128 - exit_code
 
     def stop(self) -> None:
         """Send SIGTERM to the command and start the grace period; a later call can only shorten the grace period."""
         grace_seconds = min(self.grace_seconds, _ORPHAN_GRACE_SECONDS) if self.is_orphaned else self.grace_seconds
-        if self.kill_at is None and self.child is not None:
+        if self.kill_time is None and self.child is not None:
             self.child.terminate()
-        self.kill_at = min(self.kill_at or float("inf"), time.monotonic() + grace_seconds)
+        self.kill_time = min(self.kill_time or float("inf"), time.monotonic() + grace_seconds)
 
     def _reap_adopted_processes(self) -> None:
         """Reap ended processes that the supervisor has adopted; `poll` reaps the command itself."""
@@ -92,8 +92,8 @@ class Supervisor:
             return
         if pipe_content := os.read(self.pipe, 4096):
             self.grace_seconds = float(pipe_content.split()[-1])
-            if self.kill_at is not None:  # SIGTERM was sent before the new grace period arrived
-                self.kill_at = time.monotonic() + self.grace_seconds
+            if self.kill_time is not None:  # SIGTERM was sent before the new grace period arrived
+                self.kill_time = time.monotonic() + self.grace_seconds
         else:
             self.is_orphaned = True
             self.stop()

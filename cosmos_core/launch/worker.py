@@ -16,21 +16,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.environment import mask_file, masked
+from cosmos_core.environment import mask_file, mask_text
 from cosmos_core.error_handling import log_errors
-from cosmos_core.errors import BY_NAME, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, Preempted, StageFailed
-from cosmos_core.launch.child import Child
-from cosmos_core.launch.processes import kill_marked, remove_scratch
+from cosmos_core.errors import ERRORS_BY_NAME, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, Preempted, StageFailed
+from cosmos_core.launch.child import SupervisedProcess
+from cosmos_core.launch.processes import kill_attempt, remove_scratch_folder
 from cosmos_core.run.files import SHARED_FOLDER, Document, read_document, warn_if_disk_full
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.process import identify_process, is_alive
-from cosmos_core.run.progress import Position, read_progress
+from cosmos_core.run.progress import ProgressRecord, read_progress
 from cosmos_core.run.state import read_state, record_event, update_state
 from cosmos_core.run.tail import FileTail
 
 logger = logging.getLogger(__name__)
 
-LOCK_DESCRIPTORS = "COSMOS_LOCK_DESCRIPTORS"
+LOCK_DESCRIPTORS_VARIABLE = "COSMOS_LOCK_DESCRIPTORS"
 _POLL_SECONDS = 0.1
 _STATE_UPDATE_SECONDS = 2.0
 _MAX_LINES_PER_SECOND = 10
@@ -41,7 +41,7 @@ class _ChildRegistry:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._children: dict[Child, Callable[[], float]] = {}
+        self._children: dict[SupervisedProcess, Callable[[], float]] = {}
         self._num_active_runs = 0
         self.stopping = threading.Event()
 
@@ -60,7 +60,7 @@ class _ChildRegistry:
                 self._num_active_runs -= 1
 
     @contextmanager
-    def register_child(self, child: Child, get_grace_seconds: Callable[[], float]) -> Iterator[None]:
+    def register_child(self, child: SupervisedProcess, get_grace_seconds: Callable[[], float]) -> Iterator[None]:
         """Register a child process for `stop_all`; `get_grace_seconds` returns the time from a stop to SIGKILL."""
         with self._lock:
             self._children[child] = get_grace_seconds
@@ -79,7 +79,7 @@ class _ChildRegistry:
             for child, get_grace_seconds in self._children.items():
                 child.stop(get_grace_seconds())
 
-    def longest_grace(self) -> float:
+    def longest_grace_seconds(self) -> float:
         """Return the longest grace period of the running workers in seconds; 0 if there is no worker."""
         with self._lock:
             return max((get_grace_seconds() for get_grace_seconds in self._children.values()), default=0.0)
@@ -87,7 +87,7 @@ class _ChildRegistry:
 
 _child_registry = _ChildRegistry()
 register_active_run, stop_all = _child_registry.register_active_run, _child_registry.stop_all
-longest_grace, is_stopping = _child_registry.longest_grace, _child_registry.stopping.is_set
+longest_grace_seconds, is_stopping = _child_registry.longest_grace_seconds, _child_registry.stopping.is_set
 
 
 def sleep_unless_stopping(seconds: float) -> None:
@@ -105,28 +105,28 @@ class AttemptSettings:
     threads: int = 1
     grace_seconds: float = 10.0
     timeout_seconds: float | None = None
-    locks: Sequence[int] = ()
+    lock_descriptors: Sequence[int] = ()
     """Descriptors of file locks that the worker inherits, so that the locks last as long as the worker."""
-    on_progress: Callable[[Position], None] = lambda progress: None
-    on_line: Callable[[str], None] = lambda line: None
-    must_end: Callable[[], str] = lambda: ""
+    on_progress: Callable[[ProgressRecord], None] = lambda progress: None
+    report_line: Callable[[str], None] = lambda line: None
+    get_kill_reason: Callable[[], str] = lambda: ""
     """Function that is polled and returns a reason to kill the worker, or an empty string."""
-    must_stop: Callable[[], Preempted | None] = lambda: None
+    get_stop_error: Callable[[], Preempted | None] = lambda: None
     """Function that is polled and returns the error with which the attempt ends once the worker has saved a checkpoint,
     or None."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    inherited: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    inherited_environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     """Environment variables that the worker inherits, by default those of this process."""
     secrets: Sequence[str] = ()
     """Environment variables whose values are masked in the log, in addition to those with a secret-like name."""
 
 
-def run(settings: AttemptSettings) -> Result:
+def run_attempt(settings: AttemptSettings) -> Result:
     """Run one attempt of a stage to its end; return the manifest that the worker committed.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: the worker refused its input (exit 64).
-        Preempted: the worker was stopped and saved a checkpoint (exit 75); or the error that `must_stop` returned.
+        Preempted: the worker was stopped and saved a checkpoint (exit 75); or the error that `get_stop_error` returned.
         StageFailed: the worker crashed, hung, or exceeded its timeout.
     """
     sleep_unless_stopping(0)
@@ -138,17 +138,17 @@ def run(settings: AttemptSettings) -> Result:
     log_path = stage_path / "logs" / f"attempt_{attempt}.log"
     get_grace_seconds = partial(max_grace_seconds, stage_path, settings.grace_seconds)
     command = [settings.python or sys.executable, "-m", "cosmos_core.worker", str(stage_path)]
-    child = Child(
+    child = SupervisedProcess(
         command, log=log_path, grace_seconds=settings.grace_seconds, environment=_build_environment(settings),
-        inherited_environment=settings.inherited, inherit=settings.locks,
+        inherited_environment=settings.inherited_environment, inherited_descriptors=settings.lock_descriptors,
     )  # fmt: skip
     start_time = time.time()
-    attempt_spans = previous_state.closed_attempts(start_time)
+    earlier_attempts = previous_state.closed_attempts(start_time)
     try:
         update_state(
-            stage_path, state="running", attempt=attempt, pid=child.pid, pid_started=child.started, mark=child.attempt,
-            **identify_process(), spans=[*attempt_spans, (start_time, None)], renewed=start_time, ended=None, error="",
-            error_type=""
+            stage_path, state="running", attempt=attempt, pid=child.pid, pid_started=child.start_time,
+            mark=child.attempt, **identify_process(), spans=[*earlier_attempts, (start_time, None)],
+            renewed=start_time, ended=None, error="", error_type="",
         )  # fmt: skip
         record_event(stage_path, "started", f"attempt {attempt}")
         with _child_registry.register_child(child, get_grace_seconds):
@@ -157,9 +157,9 @@ def run(settings: AttemptSettings) -> Result:
         child.kill()
         mask_file(log_path, settings.secrets)  # child processes of the worker may write secrets to the log
         end_time = time.time()
-        spans, position = [*attempt_spans, (start_time, end_time)], _read_position_fields(stage_path)
+        attempts, progress_fields = [*earlier_attempts, (start_time, end_time)], _read_position_fields(stage_path)
         with warn_if_disk_full(f"the end of attempt {attempt} of {stage_path.name}"):
-            update_state(stage_path, spans=spans, ended=end_time, **position)
+            update_state(stage_path, spans=attempts, ended=end_time, **progress_fields)
     if stop_error is not None and not kill_reason and exit_code != EXIT_OK:
         raise stop_error
     return _read_outcome(stage_path, exit_code, kill_reason, log_path)
@@ -168,18 +168,18 @@ def run(settings: AttemptSettings) -> Result:
 def max_grace_seconds(stage_path: Path, grace_seconds: float) -> float:
     """Return the seconds between SIGTERM and SIGKILL of a worker: the configured time for a checkpoint plus the time of
     the longest step, because a step is finished first."""
-    progress = read_progress(stage_path) or Position()
+    progress = read_progress(stage_path) or ProgressRecord()
     return grace_seconds + max(progress.longest_step_seconds, read_state(stage_path).longest_step_seconds)
 
 
-def reap(stage_path: Path) -> bool:
-    """Kill what an earlier attempt has left whose launcher has ended; return False if that launcher is alive."""
+def reap_attempt(stage_path: Path) -> bool:
+    """Kill the remaining processes of the last attempt; return False if the launcher of that attempt is alive."""
     state = read_state(stage_path)
     if is_alive(state.launcher_pid, state.launcher_started) and state.launcher_pid != os.getpid():
         return False
-    if state.mark and (killed_pids := kill_marked(state.mark)):
+    if state.mark and (killed_pids := kill_attempt(state.mark)):
         record_event(stage_path, "reaped", f"processes of attempt {state.attempt}: {killed_pids}")
-    remove_scratch(state.mark)
+    remove_scratch_folder(state.mark)
     return True
 
 
@@ -196,32 +196,32 @@ def _build_environment(settings: AttemptSettings) -> dict[str, str]:
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch requires this for deterministic matrix products on a GPU
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        LOCK_DESCRIPTORS: ",".join(map(str, settings.locks)),
+        LOCK_DESCRIPTORS_VARIABLE: ",".join(map(str, settings.lock_descriptors)),
         **settings.environment,
     }
 
 
 def _wait_for_worker(
-    settings: AttemptSettings, child: Child, log_path: Path, get_grace_seconds: Callable[[], float]
+    settings: AttemptSettings, child: SupervisedProcess, log_path: Path, get_grace_seconds: Callable[[], float]
 ) -> tuple[int, str, Preempted | None]:
     """Wait for the end of the worker. Return its exit code, the reason for which this process ended it (empty if the
-    worker ended by itself), and the error of `must_stop` (None if it requested no stop)."""
+    worker ended by itself), and the error of `get_stop_error` (None if it requested no stop)."""
     kill_reason, stop_error = "", None
     start_time, last_state_time = time.monotonic(), 0.0
     log_forwarder, hang_detector = _LogForwarder(log_path), _HangDetector()
 
-    def show(line: str) -> None:
-        settings.on_line(masked(line, settings.secrets))
+    def forward_line(line: str) -> None:
+        settings.report_line(mask_text(line, settings.secrets))
 
     while (exit_code := child.poll()) is None:
         time.sleep(_POLL_SECONDS)
-        log_forwarder.forward(show)
+        log_forwarder.forward(forward_line)
         if progress := read_progress(settings.stage_path):
             _invoke_callback(settings.on_progress, progress)
             hang_detector.update(progress)
-        if not kill_reason and (kill_reason := settings.must_end()):
+        if not kill_reason and (kill_reason := settings.get_kill_reason()):
             child.kill()
-        if stop_error is None and (stop_error := settings.must_stop()) is not None:
+        if stop_error is None and (stop_error := settings.get_stop_error()) is not None:
             child.stop(get_grace_seconds())
         if not kill_reason and (kill_reason := hang_detector.find_hang()):
             child.kill()
@@ -229,13 +229,13 @@ def _wait_for_worker(
             kill_reason = f"longer than timeout = {settings.timeout_seconds:.0f} s"
             child.stop(get_grace_seconds())
         if time.monotonic() - last_state_time > _STATE_UPDATE_SECONDS:
-            last_state_time, position = time.monotonic(), _read_position_fields(settings.stage_path)
-            _invoke_callback(lambda fields: update_state(settings.stage_path, **fields), position)
-    log_forwarder.forward(show, is_last=True)
+            last_state_time, progress_fields = time.monotonic(), _read_position_fields(settings.stage_path)
+            _invoke_callback(lambda fields: update_state(settings.stage_path, **fields), progress_fields)
+    log_forwarder.forward(forward_line, is_last=True)
     return exit_code, kill_reason, stop_error
 
 
-class Refusal(Document):
+class WorkerError(Document):
     """Content of `error.json`: the error with which a worker of a stage ended."""
 
     type: str
@@ -247,9 +247,9 @@ class _HangDetector:
     """Time since the last progress of a worker by the clock of this process; clocks of other machines may jump."""
 
     def __init__(self) -> None:
-        self._last_position, self._last_change_time = Position(), time.monotonic()
+        self._last_position, self._last_change_time = ProgressRecord(), time.monotonic()
 
-    def update(self, progress: Position) -> None:
+    def update(self, progress: ProgressRecord) -> None:
         """Compare the content of `progress.json` with that of the last call; restart the timer if it has changed."""
         if progress != self._last_position:
             self._last_position, self._last_change_time = progress, time.monotonic()
@@ -282,7 +282,7 @@ def _read_position_fields(path: Path) -> dict[str, Any]:
 
 
 def _read_outcome(stage_path: Path, exit_code: int, kill_reason: str, log_path: Path) -> Result:
-    error = read_document(stage_path / "error.json", Refusal) or Refusal(type="", message="")
+    error = read_document(stage_path / "error.json", WorkerError) or WorkerError(type="", message="")
     stage, message = f"stage {stage_path.name!r}", error.message
     if kill_reason:
         raise StageFailed(f"{stage} was ended: {kill_reason}; log: {log_path}")
@@ -292,8 +292,8 @@ def _read_outcome(stage_path: Path, exit_code: int, kill_reason: str, log_path: 
         return result
     if exit_code == EXIT_PREEMPTED or is_stopping():
         raise Preempted(message or f"{stage} was stopped (exit {exit_code})")
-    if error.type in BY_NAME:
-        raise BY_NAME[error.type](message)
+    if error.type in ERRORS_BY_NAME:
+        raise ERRORS_BY_NAME[error.type](message)
     if exit_code == EXIT_USAGE:
         raise ConfigError(message or f"{stage} refused its configuration; log: {log_path}")
     exit_description = f"signal {exit_code - 128}" if exit_code > 128 else f"exit code {exit_code}"
@@ -307,7 +307,7 @@ class _LogForwarder:
         self._log_tail = FileTail(path)
         self._num_lines_allowed, self._last_forward_time = float(_MAX_LINES_PER_SECOND), time.monotonic()
 
-    def forward(self, receiver: Callable[[str], None], *, is_last: bool = False) -> None:
+    def forward(self, receive_line: Callable[[str], None], *, is_last: bool = False) -> None:
         """Pass new lines of the log to a callback, as the rate allows; with `is_last`, also a line without its end."""
         now = time.monotonic()
         num_lines_allowed = self._num_lines_allowed + (now - self._last_forward_time) * _MAX_LINES_PER_SECOND
@@ -315,4 +315,4 @@ class _LogForwarder:
         for line in filter(None, self._log_tail.lines(is_last=is_last)):
             if self._num_lines_allowed >= 1:
                 self._num_lines_allowed -= 1
-                _invoke_callback(receiver, line)
+                _invoke_callback(receive_line, line)

@@ -20,14 +20,14 @@ from uuid import UUID
 
 from cosmos_core.error_handling import log_errors
 from cosmos_core.machine_properties import git_commit
-from cosmos_core.run.process import start_time
+from cosmos_core.run.process import read_start_time
 
-PREFIX = "cosmos-worker-"
-DIRECTORY = "prefect.deployments.steps.set_working_directory"
+REPORT_VARIABLE_PREFIX = "cosmos-worker-"
+WORKING_DIRECTORY_STEP = "prefect.deployments.steps.set_working_directory"
 """Step of a deployment that names the folder in which its flow runs start."""
 _REPORT_INTERVAL_SECONDS = 20.0
 _REPORT_WINDOW_SECONDS = 300.0
-_MAX_DEAD_SECONDS, _MAX_PENDING_SECONDS, _MAX_UNKNOWN_SECONDS = 10.0, 60.0, 600.0
+_DEAD_TIMEOUT_SECONDS, _NO_PROCESS_TIMEOUT_SECONDS, _REMOTE_TIMEOUT_SECONDS = 10.0, 60.0, 600.0
 """Seconds in the state Pending or Cancelling after which a flow run counts as lost: if its process is dead, if it
 has no process, and if its process may be on another host."""
 
@@ -41,23 +41,24 @@ def start_reporting(pool: str) -> None:
         while True:
             # After an error of the server, waiting times start again: its outage may delay live processes.
             with log_errors(lambda _: first_seen_times.clear()), get_client(sync_client=True) as client:
-                report(client, pool)
+                report_machine(client, pool)
                 end_lost_flow_runs(client, pool, first_seen_times)
             time.sleep(_REPORT_INTERVAL_SECONDS)
 
     threading.Thread(target=report_periodically, daemon=True, name="worker-report").start()
 
 
-def report(client: Any, pool: str) -> None:
+def report_machine(client: Any, pool: str) -> None:
     """Write the Prefect variable with the properties of this machine; `client` is a synchronous Prefect client."""
     from prefect.client.schemas.actions import VariableCreate, VariableUpdate
     from prefect.exceptions import ObjectAlreadyExists
 
-    variable_name = PREFIX + re.sub(r"[^a-z0-9]+", "-", f"{pool}-{socket.gethostname()}".lower())
+    variable_name = REPORT_VARIABLE_PREFIX + re.sub(r"[^a-z0-9]+", "-", f"{pool}-{socket.gethostname()}".lower())
     folder = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute()
     value = {
-        **versions(), "host": socket.gethostname(), "output_dir": str(folder), "free_bytes": free_bytes(folder),
-        "pool": pool, "missing_folders": _list_missing_folders(client, pool), "time": time.time(),
+        **read_versions(), "host": socket.gethostname(), "output_dir": str(folder),
+        "free_bytes": read_free_bytes(folder), "pool": pool,
+        "missing_folders": _list_missing_folders(client, pool), "time": time.time(),
     }  # fmt: skip
     try:
         client.create_variable(VariableCreate(name=variable_name, value=value))
@@ -66,24 +67,24 @@ def report(client: Any, pool: str) -> None:
 
 
 def end_lost_flow_runs(client: Any, pool: str, first_seen_times: dict[UUID, float]) -> None:
-    """Set the state of flow runs of a process pool that are Pending or Cancelling and whose process died, or for which
-    no worker started a process: Crashed or Cancelled. Prefect would leave them Pending, or Cancelling for five minutes.
-    `first_seen_times` has the time, by `time.monotonic`, at which an earlier call first saw each of them so."""
+    """Set flow runs of a process pool that are Pending or Cancelling without a live process to Crashed or Cancelled.
+    Prefect would leave them Pending, or Cancelling for five minutes. `first_seen_times` has the monotonic time at which
+    an earlier call first saw each of these flow runs in its state."""
     from prefect.client.schemas import filters
     from prefect.client.schemas.objects import StateType
     from prefect.states import Cancelled, Crashed
 
     if client.read_work_pool(pool).type != "process":
         return
-    hosts = {worker_report["host"] for worker_report, _ in recent_reports(client) if worker_report["pool"] == pool}
+    hosts = {worker_report["host"] for worker_report, _ in read_recent_reports(client) if worker_report["pool"] == pool}
     final_states = {StateType.PENDING: Crashed, StateType.CANCELLING: Cancelled}
     state_filter = filters.FlowRunFilterStateType(any_=list(final_states))
     flow_runs = client.read_flow_runs(
         work_pool_filter=filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[pool])),
         flow_run_filter=filters.FlowRunFilter(state=filters.FlowRunFilterState(type=state_filter)),
     )
-    for obsolete_id in first_seen_times.keys() - {flow_run.id for flow_run in flow_runs}:
-        del first_seen_times[obsolete_id]
+    for ended_id in first_seen_times.keys() - {flow_run.id for flow_run in flow_runs}:
+        del first_seen_times[ended_id]
     for flow_run in flow_runs:
         waiting_seconds = time.monotonic() - first_seen_times.setdefault(flow_run.id, time.monotonic())
         if waiting_seconds > max_seconds_without_process(flow_run.infrastructure_pid or "", hosts):
@@ -95,37 +96,37 @@ def max_seconds_without_process(pid: str, hosts: Collection[str]) -> float:
     """Return how many seconds a flow run may stay in the state Pending or Cancelling. `pid` is its process on one of
     `hosts`, the machines with workers; an empty `pid` means that no process was started."""
     if not pid:
-        return _MAX_PENDING_SECONDS
+        return _NO_PROCESS_TIMEOUT_SECONDS
     if not pid.isdigit() or set(hosts) != {socket.gethostname()}:
-        return _MAX_UNKNOWN_SECONDS
-    return math.inf if start_time(int(pid)) is not None else _MAX_DEAD_SECONDS
+        return _REMOTE_TIMEOUT_SECONDS
+    return math.inf if read_start_time(int(pid)) is not None else _DEAD_TIMEOUT_SECONDS
 
 
-def recent_reports(client: Any) -> Iterator[tuple[dict[str, Any], float]]:
+def read_recent_reports(client: Any) -> Iterator[tuple[dict[str, Any], float]]:
     """Yield each report of the last five minutes, with the seconds by which its clock is ahead of the server's."""
-    request_body: dict[str, Any] = {"variables": {"name": {"like_": PREFIX}}, "offset": 0}
+    request_body: dict[str, Any] = {"variables": {"name": {"like_": REPORT_VARIABLE_PREFIX}}, "offset": 0}
     # One response of the server has at most 200 variables.
     while variables := client.request("POST", "/variables/filter", json=request_body).json():
         request_body |= {"offset": request_body["offset"] + len(variables)}
-        for variable in (each for each in variables if each["name"].startswith(PREFIX)):
+        for variable in (each for each in variables if each["name"].startswith(REPORT_VARIABLE_PREFIX)):
             updated_at = datetime.fromisoformat(variable["updated"])
             if (datetime.now(UTC) - updated_at).total_seconds() < _REPORT_WINDOW_SECONDS:
                 yield variable["value"], float(variable["value"]["time"]) - updated_at.timestamp()
 
 
 def is_online(worker: Any) -> bool:
-    """Return True if the Prefect server has had a heartbeat of a worker lately."""
+    """Return True if the Prefect server considers a worker to be online, from its heartbeats."""
     return getattr(worker.status, "value", worker.status) == "ONLINE"
 
 
-def versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """Return the git commit of this clone (empty if the code is no clone, as in an image) and Prefect's version."""
     from prefect import __version__
 
     return {"commit": git_commit(), "prefect": __version__}
 
 
-def free_bytes(folder: Path) -> int:
+def read_free_bytes(folder: Path) -> int:
     """Return the free bytes of the disk of a folder, which need not exist yet."""
     return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
 
@@ -136,7 +137,8 @@ def _list_missing_folders(client: Any, pool: str) -> list[str]:
     missing_folders = set[str]()
     for deployment in [each for each in client.read_deployments() if each.work_pool_name == pool]:
         file = str(deployment.entrypoint).partition(":")[0]
-        for folder in filter(None, (step.get(DIRECTORY, {}).get("directory") for step in deployment.pull_steps or [])):
-            if not Path(folder, file if file.endswith(".py") else "").exists():
+        for step in deployment.pull_steps or []:
+            folder = step.get(WORKING_DIRECTORY_STEP, {}).get("directory")
+            if folder and not Path(folder, file if file.endswith(".py") else "").exists():
                 missing_folders.add(folder)
     return sorted(missing_folders)

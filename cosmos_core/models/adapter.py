@@ -16,23 +16,23 @@ from transformers import PreTrainedModel
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.errors import ConfigError, ModelError
 
-_KEY = "policy.lora.lora_path"
-PREFIX = "base_model.model."
+_PATH_KEY = "policy.lora.lora_path"
+TENSOR_PREFIX = "base_model.model."
 """Prefix of the name of each tensor in the file of a saved adapter."""
 _PEFT_SETTING_NAMES = {
     "r": "r", "lora_alpha": "lora_alpha", "target_modules": "target_modules", "use_rslora": "use_rslora",
     "modules_to_save": "modules_to_save", "alpha_pattern": "alpha_pattern", "r_pattern": "rank_pattern",
 }  # fmt: skip
 """Keys of `policy.lora` that a saved adapter also stores, mapped to the names in its file `adapter_config.json`."""
-_IRRELEVANT_SETTINGS = {
+_UNCHECKED_SETTINGS = {
     *_PEFT_SETTING_NAMES.values(), "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "target_parameters", "inference_mode", "exclude_modules", "lora_dropout", "init_lora_weights",
     "ensure_weight_tying", "runtime_config", "fan_in_fan_out",
 }  # fmt: skip
-_BASE_CHANGING_METHODS = ("pissa", "olora", "corda", "loftq")
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq")
 
 
-def load_saved_settings(lora: LoraConfig, tied_names: Sequence[str] = ()) -> peft.LoraConfig:
+def load_adapter_config(lora: LoraConfig, tied_names: Sequence[str] = ()) -> peft.LoraConfig:
     """Return the settings of the adapter in `lora_path`. A recipe may change only the dropout of a saved adapter.
     `tied_names` are the modules of the model that share one weight.
 
@@ -41,64 +41,65 @@ def load_saved_settings(lora: LoraConfig, tied_names: Sequence[str] = ()) -> pef
         ConfigError: a setting of the recipe differs from that of the saved adapter.
     """
     folder = _resolve_adapter_folder(lora)
+    error_prefix = f"{_PATH_KEY} = '{folder}'"
     try:
         saved_config: Any = peft.PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{_KEY} = '{folder}': {' '.join(str(error).split())[:200]}") from error
+        raise ModelError(f"{error_prefix}: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(saved_config, peft.LoraConfig):
-        raise ModelError(f"{_KEY} = '{folder}': a {saved_config.peft_type} adapter; only LoRA is trained here")
+        raise ModelError(f"{error_prefix}: a {saved_config.peft_type} adapter; only LoRA is trained here")
     default_settings = peft.LoraConfig().to_dict()
     for name, value in saved_config.to_dict().items():
-        if name not in _IRRELEVANT_SETTINGS and value != default_settings.get(name):
-            raise ModelError(f"{_KEY} = '{folder}': its {name} = {value} is not trained here; merge it into the model")
-    if str(saved_config.init_lora_weights).startswith(_BASE_CHANGING_METHODS):
+        if name not in _UNCHECKED_SETTINGS and value != default_settings.get(name):
+            raise ModelError(f"{error_prefix}: its {name} = {value} is not trained here; merge it into the model")
+    if str(saved_config.init_lora_weights).startswith(_BASE_CHANGING_INITS):
         raise ModelError(
-            f"{_KEY} = '{folder}': it began with a part of the base weights ({saved_config.init_lora_weights}) and "
+            f"{error_prefix}: it began with a part of the base weights ({saved_config.init_lora_weights}) and "
             f"fits no untouched base; save it again with PEFT's path_initial_model_for_weight_conversion"
         )
-    saved_modules = () if saved_config.ensure_weight_tying else tuple(saved_config.modules_to_save or ())
-    if untied_names := [name for name in tied_names if name.endswith(saved_modules)]:
+    modules_to_save = () if saved_config.ensure_weight_tying else tuple(saved_config.modules_to_save or ())
+    if untied_names := [name for name in tied_names if name.endswith(modules_to_save)]:
         raise ModelError(
-            f"{_KEY} = '{folder}': its modules_to_save trains {untied_names[0]!r} separately, whose weight is "
+            f"{error_prefix}: its modules_to_save trains {untied_names[0]!r} separately, whose weight is "
             f"{' and '.join(tied_names)} in one; give a base model with tie_word_embeddings = false"
         )
     default_lora = LoraConfig()
     for key, name in _PEFT_SETTING_NAMES.items():
-        setting, saved_setting = _normalise_setting(getattr(lora, key)), _normalise_setting(getattr(saved_config, name))
-        if getattr(lora, key) not in (getattr(default_lora, key), "all-linear") and setting != saved_setting:
+        recipe_value, saved_value = map(_normalise_setting, (getattr(lora, key), getattr(saved_config, name)))
+        if getattr(lora, key) not in (getattr(default_lora, key), "all-linear") and recipe_value != saved_value:
             raise ConfigError(
-                f"policy.lora.{key} = {setting}, but the adapter in lora_path has {saved_setting}; leave it out"
+                f"policy.lora.{key} = {recipe_value}, but the adapter in lora_path has {saved_value}; leave it out"
             )
     saved_config.lora_dropout = lora.lora_dropout or saved_config.lora_dropout
     saved_config.inference_mode = False
     return saved_config
 
 
-def load_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
+def load_adapter_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
     """Load the weights in `lora_path` into the adapter of a model; raise ModelError if they are missing or damaged, or
     belong to another model or adapter."""
     file = _resolve_adapter_folder(lora) / "adapter_model.safetensors"
     try:
-        state = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}
+        saved_state = {name.removeprefix(TENSOR_PREFIX): tensor for name, tensor in load_file(file).items()}
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{_KEY}: {file} cannot be read: {error}; copy it again") from error
-    expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    problems = {"no": expected.keys() - state.keys(), "the unknown": state.keys() - expected.keys()}
-    for problem, tensor_names in problems.items():
-        if tensor_names:
-            raise ModelError(f"{_KEY}: {file} has {problem} {min(tensor_names)}; it is of another model or adapter")
-    for name, tensor in state.items():
-        if tensor.shape != expected[name].shape:
+        raise ModelError(f"{_PATH_KEY}: {file} cannot be read: {error}; copy it again") from error
+    model_state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    problems = {"no": model_state.keys() - saved_state.keys(), "the unknown": saved_state.keys() - model_state.keys()}
+    for problem, names in problems.items():
+        if names:
+            raise ModelError(f"{_PATH_KEY}: {file} has {problem} {min(names)}; it is of another model or adapter")
+    for name, tensor in saved_state.items():
+        if tensor.shape != model_state[name].shape:
             raise ModelError(
-                f"{_KEY}: {file} has {name} of shape {tuple(tensor.shape)}, the model needs "
-                f"{tuple(expected[name].shape)}; it is of another model"
+                f"{_PATH_KEY}: {file} has {name} of shape {tuple(tensor.shape)}, the model needs "
+                f"{tuple(model_state[name].shape)}; it is of another model"
             )
-    peft.set_peft_model_state_dict(model, state)
+    peft.set_peft_model_state_dict(model, saved_state)
 
 
 def _resolve_adapter_folder(lora: LoraConfig) -> Path:
     assert lora.lora_path is not None
-    return Path(os.path.expanduser(lora.lora_path))  # unlike Path.expanduser, it keeps the name of an unknown user
+    return Path(os.path.expanduser(lora.lora_path))  # Path.expanduser would raise an error for an unknown user
 
 
 def _normalise_setting(value: Any) -> Any:

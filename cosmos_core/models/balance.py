@@ -20,12 +20,12 @@ from transformers import PreTrainedModel
 
 from cosmos_core.errors import ConfigError
 
-COEFFICIENT_KEY = "policy.aux_loss_coeff"
-SEQUENCES = "sequence_of_token"
+_COEFFICIENT_KEY = "policy.aux_loss_coeff"
+SEQUENCE_INDEX_KEY = "sequence_of_token"
 """Name of the input of `Scorer` with the sequence index of each token; padding has the index R."""
-NUM_SEQUENCES = "num_sequences"
+NUM_SEQUENCES_KEY = "num_sequences"
 """Name of the input of `Scorer` with the number of sequences R."""
-OUTPUT = "balance"
+LOAD_BALANCING_OUTPUT = "balance"
 """Name of the output of `Scorer` with the load-balancing loss: the sum over sequences, weighted by their tokens."""
 
 
@@ -35,7 +35,7 @@ class LoadBalancingSettings:
 
     coefficient: float
     num_experts: int
-    num_chosen: int
+    experts_per_token: int
     """Number of experts to which the router sends each token."""
 
 
@@ -50,41 +50,42 @@ def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> LoadB
     has_loss_function = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
     if not (has_loss_function and num_experts and experts_per_token):
         raise ConfigError(
-            f"{COEFFICIENT_KEY} = {coefficient}: transformers has no load-balancing loss for {type(model).__name__}, "
+            f"{_COEFFICIENT_KEY} = {coefficient}: transformers has no load-balancing loss for {type(model).__name__}, "
             f"which hands out no logits of routers; leave it out"
         )
     return LoadBalancingSettings(coefficient, int(num_experts), int(experts_per_token))
 
 
-def sequences_of(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the inputs of `Scorer` that contain the sequence index of each token. `inputs` are the model inputs of
-    padded or packed rows, and `lengths` are the numbers of tokens of the sequences."""
+def sequence_index_inputs(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the inputs of `Scorer` with the sequence index of each token. `inputs` are the model inputs of padded or
+    packed rows, and `lengths` are the numbers of tokens of the sequences."""
     sequence_indices = torch.arange(len(lengths))
     if "attention_mask" in inputs:
         mask_BT = inputs["attention_mask"].bool()
-        sequence_of_M = torch.where(mask_BT, sequence_indices.unsqueeze(-1), len(lengths)).flatten()
+        sequence_index_M = torch.where(mask_BT, sequence_indices.unsqueeze(-1), len(lengths)).flatten()
     else:
-        sequence_of_M = torch.full((inputs["input_ids"].numel(),), len(lengths))
-        sequence_of_M[: sum(lengths)] = sequence_indices.repeat_interleave(torch.tensor(lengths))
-    return {SEQUENCES: sequence_of_M, NUM_SEQUENCES: len(lengths)}
+        sequence_index_M = torch.full((inputs["input_ids"].numel(),), len(lengths))
+        sequence_index_M[: sum(lengths)] = sequence_indices.repeat_interleave(torch.tensor(lengths))
+    return {SEQUENCE_INDEX_KEY: sequence_index_M, NUM_SEQUENCES_KEY: len(lengths)}
 
 
-def balance_loss(
-    balance: LoadBalancingSettings, logits: Sequence[Tensor], sequence_of_M: Tensor, num_sequences: int
+def load_balancing_loss(
+    settings: LoadBalancingSettings, router_logits: Sequence[Tensor], sequence_index_M: Tensor, num_sequences: int
 ) -> Tensor:
-    """Return the load-balancing loss of a micro-batch, the coefficient times the sum over sequences of tokens * loss,
-    from the router logits ME of each layer; padding has the sequence index `num_sequences`."""
-    shape = (num_sequences + 1, balance.num_experts)
-    logits = [logits_ME.flatten(0, -2) for logits_ME in logits]
-    dtype = torch.promote_types(logits[0].dtype, torch.float32)
-    chosen_counts_RE, probability_sums_RE = (logits[0].new_zeros(shape, dtype=dtype) for _ in range(2))
-    for logits_ME in logits:
-        probability_ME = logits_ME.softmax(-1, dtype=chosen_counts_RE.dtype)
-        expert_ids_MK = probability_ME.detach().topk(balance.num_chosen, dim=-1).indices
-        chosen_one_hot_ME = torch.zeros_like(probability_ME.detach()).scatter_(-1, expert_ids_MK, 1.0)
-        chosen_counts_RE = chosen_counts_RE.index_add(0, sequence_of_M, chosen_one_hot_ME)
-        probability_sums_RE = probability_sums_RE.index_add(0, sequence_of_M, probability_ME)
-    num_tokens_R = torch.bincount(sequence_of_M, minlength=num_sequences + 1)[:num_sequences]
-    num_router_rows_R = (len(logits) * num_tokens_R).clamp(min=1)
-    expert_products_R = (chosen_counts_RE * probability_sums_RE).sum(-1)[:num_sequences] / num_router_rows_R.square()
-    return balance.coefficient * balance.num_experts * (num_tokens_R * expert_products_R).sum()
+    """Return the load-balancing loss of a micro-batch from the router logits ME of each layer: the sum of the losses of
+    its sequences, each times its number of tokens and the coefficient. Padding has the sequence index `num_sequences`.
+    """
+    shape = (num_sequences + 1, settings.num_experts)
+    router_logits = [logits_ME.flatten(0, -2) for logits_ME in router_logits]
+    dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
+    routed_counts_RE, probability_sums_RE = (router_logits[0].new_zeros(shape, dtype=dtype) for _ in range(2))
+    for logits_ME in router_logits:
+        probabilities_ME = logits_ME.softmax(-1, dtype=routed_counts_RE.dtype)
+        expert_ids_MK = probabilities_ME.detach().topk(settings.experts_per_token, dim=-1).indices
+        is_routed_ME = torch.zeros_like(probabilities_ME.detach()).scatter_(-1, expert_ids_MK, 1.0)
+        routed_counts_RE = routed_counts_RE.index_add(0, sequence_index_M, is_routed_ME)
+        probability_sums_RE = probability_sums_RE.index_add(0, sequence_index_M, probabilities_ME)
+    num_tokens_R = torch.bincount(sequence_index_M, minlength=num_sequences + 1)[:num_sequences]
+    num_routings_R = (len(router_logits) * num_tokens_R).clamp(min=1)
+    balance_R = (routed_counts_RE * probability_sums_RE).sum(-1)[:num_sequences] / num_routings_R.square()
+    return settings.coefficient * settings.num_experts * (num_tokens_R * balance_R).sum()

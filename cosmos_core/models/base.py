@@ -14,16 +14,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from cosmos_core.parallel.fsdp import gather_into, reshard
+from cosmos_core.parallel.fsdp import gather_full_model, reshard
 from cosmos_core.parallel.mesh import Mesh
 
 
 def has_dropout(model: nn.Module) -> bool:
     """Return True if a model in training mode randomly zeroes activations or attention weights."""
+    # Some model families have no `nn.Dropout`, but an attribute with the rate for `nn.functional.dropout`.
     return any(
         isinstance(value, float) and value > 0 and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout)))
         for module in model.modules()
-        for name, value in vars(module).items()  # some families store the rate alone, for `nn.functional.dropout`
+        for name, value in vars(module).items()
     )
 
 
@@ -67,49 +68,50 @@ class Batch:
     inputs: dict[str, Tensor]
 
 
-Wants = Any
+OutputSpec = Any
 """Type of the outputs that an update requests: `scorer.RequestedOutputs` for token models, `denoiser.RequestedOutputs`
 for diffusion models, or None for the default outputs (`ModelAdapter.default_outputs`)."""
 
-ChunkConsumer = Callable[[Any, dict[str, Tensor]], Tensor | None]
+BatchConsumer = Callable[[Any, dict[str, Tensor]], Tensor | None]
 """Function from a batch and the raw outputs of the model to the loss of the batch, if gradients are enabled."""
 
 
-class Runner(Protocol):
-    """Base class of runners of micro-batches through a model: sequentially, or through pipeline stages."""
+class MicroBatchRunner(Protocol):
+    """Base class for running micro-batches through a model, sequentially or through pipeline stages."""
 
-    roots: Sequence[nn.Module]
+    root_modules: Sequence[nn.Module]
     """Modules to which FSDP was applied, and which are called instead of the model."""
 
-    def rows(self, size: int) -> int:
+    def rows_per_micro_batch(self, size: int) -> int:
         """Return the number of rows of a micro-batch if at most `size` rows may be in the model at the same time."""
         return size
 
-    def count(self, num_batches: int, size: int) -> int:
+    def num_micro_batches(self, num_batches: int, size: int) -> int:
         """Return the number of micro-batches to run for `num_batches` micro-batches with samples, including the empty
         ones that the runner needs; `size` is the maximum number of rows in the model at the same time."""
         return num_batches
 
-    def run(self, batches: Sequence[Callable[[], Any]], consume: ChunkConsumer, request: Wants, size: int) -> None:
-        """Run each micro-batch that the functions `batches` build forward and, if gradients are enabled, backward.
+    def run(self, batches: Sequence[Callable[[], Any]], consume: BatchConsumer, request: OutputSpec, size: int) -> None:
+        """Run the forward pass of micro-batches and, if gradients are enabled, the backward pass.
 
-        `consume` is called with each batch and its outputs, as in `request`, on the ranks that have the last layer;
-        `size` is the maximum number of rows in the model at the same time.
+        `batches` are functions that build the micro-batches. `consume` is called with each batch and its outputs, as in
+        `request`, on the ranks that have the last layer; `size` is the maximum number of rows in the model at the same
+        time.
         """
 
     def train(self, mode: bool) -> None:
         """Switch the model to training mode (with dropout) if `mode` is True, otherwise to evaluation mode."""
-        for root in self.roots:
+        for root in self.root_modules:
             root.train(mode)
 
     def reshard(self) -> None:
         """Free the gathered weights that FSDP keeps after a forward pass without a backward pass."""
-        for root in self.roots:
+        for root in self.root_modules:
             reshard(root)
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
+class ExportResult:
     """Result of writing a model to a folder."""
 
     checks: tuple[str, ...]
@@ -129,8 +131,8 @@ class ModelAdapter(Protocol):
     """Device of the model inputs; the weights may be on another device."""
     meta_copy: Any
     """Copy of the model on the meta device with the shapes of all weights, if `model` is sharded; otherwise None."""
-    runner: Runner
-    default_outputs: Wants
+    runner: MicroBatchRunner
+    default_outputs: OutputSpec
     """Outputs to compute for an update that requests no outputs."""
     has_model_loss: bool = False
     """Whether the model adds an auxiliary loss to each update (`MicroBatch.model_loss`)."""
@@ -141,9 +143,9 @@ class ModelAdapter(Protocol):
 
     def whole_model(self) -> Any:
         """Return the model with all weights; with a mesh, a copy on the CPU of the first rank, else None."""
-        return self.model if self.meta_copy is None else gather_into(self.meta_copy, self.model)
+        return self.model if self.meta_copy is None else gather_full_model(self.meta_copy, self.model)
 
-    def export(self, target: Path) -> Export | None:
+    def export(self, target: Path) -> ExportResult | None:
         """Write the model to a folder in its training dtype, and verify that the written model has the same outputs;
         raise StageFailed if the disk is full, or if the outputs differ. All ranks must call this method. The first rank
         writes and returns the result; other ranks return None."""
@@ -152,13 +154,13 @@ class ModelAdapter(Protocol):
         """Return the cost of a sample in tokens, for micro-batches of similar cost and for the reported speed."""
 
     def batching_key(self, sample: Any) -> Any:
-        """Return the group of a sample, an orderable value. A micro-batch contains samples of one group only."""
+        """Return a sortable key. Only samples with equal keys can be in the same micro-batch."""
 
-    def assigned_batch(self, sample: Any) -> Hashable | None:
+    def assigned_batch_id(self, sample: Any) -> Hashable | None:
         """Return the id of the micro-batch to which the data feed assigned a sample; None: the feed assigned none."""
         return None
 
-    def arrange(
+    def arrange_micro_batches(
         self, samples: Sequence[Any], order: Sequence[int], size: int, num_ranks: int
     ) -> list[list[int]] | None:
         """Return micro-batches, as indices of samples, that need less computation than batches of `size` samples of
@@ -180,10 +182,10 @@ class ModelAdapter(Protocol):
         """Gather outputs from all ranks that process the same samples, and return the full outputs."""
         return outputs
 
-    def micro_batch(self, batch: Any, outputs: dict[str, Tensor]) -> MicroBatch:
+    def make_micro_batch(self, batch: Any, outputs: dict[str, Tensor]) -> MicroBatch:
         """Convert gathered outputs to a `MicroBatch` with one row per sample."""
 
-    def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
+    def split_outputs(self, micro_batch: MicroBatch) -> list[dict[str, Tensor]]:
         """Return the outputs of each sample of a micro-batch, without padding."""
 
     def attach_loss_derivative(self, batch: Any, loss: Callable[[MicroBatch], Tensor]) -> Any:

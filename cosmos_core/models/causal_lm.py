@@ -17,17 +17,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.data.batch import rows_of, shared_rows, to_device
+from cosmos_core.data.batch import collate_rows, collate_shared_prompts, to_device
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
-from cosmos_core.models.balance import OUTPUT as BALANCE
-from cosmos_core.models.balance import LoadBalancingSettings, sequences_of
-from cosmos_core.models.base import Batch, Export, MicroBatch, ModelAdapter, Runner
+from cosmos_core.models.balance import LOAD_BALANCING_OUTPUT, LoadBalancingSettings, sequence_index_inputs
+from cosmos_core.models.base import Batch, ExportResult, MicroBatch, MicroBatchRunner, ModelAdapter
 from cosmos_core.models.export import export_model
-from cosmos_core.models.kernels import remove_fp8, remove_liger
-from cosmos_core.models.length_rounding import kernel_length
-from cosmos_core.models.lora import FOLDER as ADAPTER
-from cosmos_core.models.lora import is_adapted
+from cosmos_core.models.kernels import remove_fp8, unpatch_liger
+from cosmos_core.models.length_rounding import kernel_padded_length
+from cosmos_core.models.lora import ADAPTER_FOLDER, has_lora_adapter
 from cosmos_core.models.micro_batches import (
     group_by_prompt,
     merge_prompts,
@@ -39,7 +37,7 @@ from cosmos_core.models.micro_batches import (
 from cosmos_core.models.packing import PACKED_ATTENTION, can_merge_prompts, enable_packing
 from cosmos_core.models.pipelined import PipelineRunner
 from cosmos_core.models.processor import ImageReader
-from cosmos_core.models.scorer import LOGPROBS, RequestedOutputs, Scorer
+from cosmos_core.models.scorer import LOGPROBS_ONLY, RequestedOutputs, Scorer
 from cosmos_core.models.sequential import SequentialRunner, forward_context
 from cosmos_core.models.sharded_load import load_sharded
 from cosmos_core.models.verify_export import verify_export
@@ -48,15 +46,13 @@ from cosmos_core.parallel.expert import apply_ep
 from cosmos_core.parallel.fsdp import apply_fsdp, copy_without_weights, gathers_in_param_dtype
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.pipeline import apply_pp
-from cosmos_core.parallel.tensor import apply_tp, check_split
+from cosmos_core.parallel.tensor import apply_tp, check_tp_plan
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch(Batch):
-    """Model inputs of a micro-batch of token rows."""
-
     samples: Sequence[Sample]
     scored_N: Tensor
     """Indices in the model inputs of the trained tokens whose log-probabilities this rank computes."""
@@ -64,7 +60,7 @@ class TokenBatch(Batch):
     """Mask over all trained tokens: True for tokens whose log-probabilities this rank computes; None: all tokens."""
     trained_positions: Sequence[np.ndarray]
     """Indices of the trained tokens among the S predicted tokens of each sample."""
-    derivative_N: Tensor | None = None
+    loss_gradient_N: Tensor | None = None
     """Derivative of the loss with respect to each log-probability on this rank; None: not known in advance."""
     top_ids_NK: Tensor | None = None
     """Token ids whose log-probabilities are computed at each trained token on this rank; None: the most likely ids."""
@@ -101,7 +97,7 @@ def make_input_processing(
 class CausalLM(ModelAdapter):
     """Causal language model, sharded over the mesh."""
 
-    default_outputs: RequestedOutputs = LOGPROBS
+    default_outputs: RequestedOutputs = LOGPROBS_ONLY
 
     def __init__(
         self,
@@ -109,37 +105,37 @@ class CausalLM(ModelAdapter):
         train: TrainConfig,
         input_processing: InputProcessing,
         mesh: Mesh | None = None,
-        balance: LoadBalancingSettings | None = None,
+        load_balancing: LoadBalancingSettings | None = None,
     ) -> None:
         """Parallelise the model over the mesh and prepare it for training. Each update adds the load-balancing loss of
-        experts with the settings `balance`; None: no such loss."""
-        self.model, self.mesh, self.has_model_loss = model, mesh, balance is not None
-        self.device = torch.device(mesh.data.device_type) if mesh else model.device
+        experts with the settings `load_balancing`; None: no such loss."""
+        self.model, self.mesh, self.has_model_loss = model, mesh, load_balancing is not None
+        self.device = torch.device(mesh.dp.device_type) if mesh else model.device
         self.meta_copy = copy_without_weights(model) if mesh else None
         self.tokenizer, self.vision = input_processing.tokenizer, input_processing.vision
-        self._train, self._input_processing = train, input_processing
+        self._train, self._pad_id, self._files = train, input_processing.pad_id, input_processing.files
         self._dtype = getattr(torch, train.logprob_dtype)
         is_packing_enabled = train.sequence_packing
         if is_packing_enabled is None:
             is_packing_enabled = self.device.type == "cuda" or not train.compile
         self._merges_prompts = False
-        self._is_packed = (is_packing_enabled and self.vision is None) or bool(mesh and mesh.context)
+        self._is_packed = (is_packing_enabled and self.vision is None) or bool(mesh and mesh.cp)
         if train.sequence_packing and self.vision is not None:
             logger.warning("train.sequence_packing: rows are padded, because some show images")
         self.runner = self._parallelize()
-        for scorer in (module for root in self.runner.roots for module in root.modules()):
+        for scorer in (module for root in self.runner.root_modules for module in root.modules()):
             if isinstance(scorer, Scorer):
-                scorer.num_ids, scorer.balance = input_processing.num_ids, balance
+                scorer.num_ids, scorer.load_balancing = input_processing.num_ids, load_balancing
 
-    def export(self, target: Path) -> Export | None:
+    def export(self, target: Path) -> ExportResult | None:
         model = self.whole_model()
         if model is None:
             return None
-        # In host memory, because a GPU may not hold the merged and float32 copies that the verification needs.
-        nn.Module.to(remove_liger(remove_fp8(model)), "cpu")
-        export_model(model, self.tokenizer, target, dtype=None, extra_files=self._input_processing.files)
+        # The verification needs a merged and a float32 copy, for which a GPU may have too little memory.
+        nn.Module.to(unpatch_liger(remove_fp8(model)), "cpu")
+        export_model(model, self.tokenizer, target, dtype=None, extra_files=self._files)
         checks = verify_export(model, target, dtype=None, tokenizer=self.tokenizer)
-        return Export(tuple(checks), ADAPTER if is_adapted(model) else "")
+        return ExportResult(tuple(checks), ADAPTER_FOLDER if has_lora_adapter(model) else "")
 
     def num_tokens(self, sample: Sample) -> int:
         """Return the number of tokens of a sample as its cost, so that micro-batches have rows of similar length."""
@@ -149,10 +145,10 @@ class CausalLM(ModelAdapter):
         """Return the group of a sample: rows with images and rows without images are in separate micro-batches."""
         return self.vision.batching_key(sample) if self.vision else 0
 
-    def assigned_batch(self, sample: Sample) -> Hashable | None:
+    def assigned_batch_id(self, sample: Sample) -> Hashable | None:
         return sample.micro_batch
 
-    def arrange(
+    def arrange_micro_batches(
         self, samples: Sequence[Sample], order: Sequence[int], size: int, num_ranks: int
     ) -> list[list[int]] | None:
         """Put completions of one prompt into one micro-batch if packed rows can share prompts; otherwise group padded
@@ -165,36 +161,35 @@ class CausalLM(ModelAdapter):
             return None
         if self._merges_prompts:
             return merge_prompts(samples, order, size, num_ranks)
-        if self._is_packed or self.device.type != "cpu" or (self.mesh and self.mesh.pipeline):
+        if self._is_packed or self.device.type != "cpu" or (self.mesh and self.mesh.pp):
             return None
         return split_by_length(samples, order, size, num_ranks, self._padded_row_length)
 
     def collate(self, samples: Sequence[Sample], indices: Sequence[int], padding_sample: Sample) -> TokenBatch:
-        collated_samples, device = samples or [_mask_all_tokens(padding_sample)], self.device
-        ids = [sample.input_ids for sample in collated_samples]
+        collated, device, pad_id = samples or [_mask_all_tokens(padding_sample)], self.device, self._pad_id
+        token_ids = [sample.input_ids for sample in collated]
         has_rollout_logprobs = all(sample.rollout_logprobs is not None for sample in samples)
-        prompt_groups = group_by_prompt(collated_samples) if self._merges_prompts and has_rollout_logprobs else []
-        total_shared_tokens = sum(num_shared_tokens([collated_samples[i] for i in group]) for group in prompt_groups)
-        if prompt_groups and saves_enough_tokens(sum(map(len, ids)), total_shared_tokens):
-            groups = [(group, prompt_length(collated_samples[group[0]]) * (len(group) > 1)) for group in prompt_groups]
-            rows = shared_rows(ids, groups, self._input_processing.pad_id, self._padded_row_length)
+        prompt_groups = group_by_prompt(collated) if self._merges_prompts and has_rollout_logprobs else []
+        total_shared_tokens = sum(num_shared_tokens([collated[i] for i in group]) for group in prompt_groups)
+        if prompt_groups and saves_enough_tokens(sum(map(len, token_ids)), total_shared_tokens):
+            groups = [(group, prompt_length(collated[group[0]]) * (len(group) > 1)) for group in prompt_groups]
+            rows = collate_shared_prompts(token_ids, groups, pad_id, self._padded_row_length)
         else:
-            pad_id = self._input_processing.pad_id
-            rows = rows_of(ids, pad_id, packed=self._is_packed, num_tokens_of=self._padded_row_length)
-        trained_positions = [np.flatnonzero(sample.loss_mask[1:]) for sample in collated_samples]
-        positions = np.concatenate([start + s for start, s in zip(rows.starts, trained_positions, strict=True)])
+            rows = collate_rows(token_ids, pad_id, packed=self._is_packed, padded_length_fn=self._padded_row_length)
+        trained_positions = [np.flatnonzero(sample.loss_mask[1:]) for sample in collated]
+        indices_by_row = [np.add(*pair) for pair in zip(rows.first_predicted, trained_positions, strict=True)]
         inputs = to_device(rows.inputs, device)
-        if collated_samples[0].images:
+        if collated[0].images:
             del inputs["position_ids"]  # the model computes positions itself, sometimes 2-D image positions
-            for name, tensor in self.vision.inputs(collated_samples, rows.inputs["input_ids"]).items():
+            for name, tensor in self.vision.inputs(collated, rows.inputs["input_ids"]).items():
                 inputs[name] = tensor.to(device, self.model.dtype if tensor.is_floating_point() else None)
         if self.has_model_loss:
-            inputs |= to_device(sequences_of(rows.inputs, [len(row_ids) for row_ids in ids]), device)
-        scored_N = torch.from_numpy(positions).to(device)
+            inputs |= to_device(sequence_index_inputs(rows.inputs, list(map(len, token_ids))), device)
+        scored_N = torch.from_numpy(np.concatenate(indices_by_row)).to(device)
         is_local_N: Tensor | None = None
-        top_ids_NK = _concatenate_top_ids(collated_samples, device)
-        if self.mesh and self.mesh.context:
-            inputs, scored_N, is_local_N = shard_rows(inputs, scored_N, self.mesh.context)
+        top_ids_NK = _concatenate_top_ids(collated, device)
+        if self.mesh and self.mesh.cp:
+            inputs, scored_N, is_local_N = shard_rows(inputs, scored_N, self.mesh.cp)
             top_ids_NK = None if top_ids_NK is None else top_ids_NK[is_local_N]
         return TokenBatch(samples, indices, inputs, scored_N, is_local_N, trained_positions, top_ids_NK=top_ids_NK)
 
@@ -202,96 +197,93 @@ class CausalLM(ModelAdapter):
         """Return the outputs of all trained tokens, of which each context-parallel rank computes only some."""
         if batch.is_local_N is None:
             return outputs
-        assert self.mesh and self.mesh.context
-        return {name: gather_scored(values, batch.is_local_N, self.mesh.context) for name, values in outputs.items()}
+        assert self.mesh and self.mesh.cp
+        return {name: gather_scored(values, batch.is_local_N, self.mesh.cp) for name, values in outputs.items()}
 
-    def micro_batch(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> MicroBatch:
+    def make_micro_batch(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> MicroBatch:
         """Convert outputs to a `MicroBatch` with tensors of shape BS, which are 0 for tokens that are not trained."""
         outputs = dict(outputs)
-        balance = outputs.pop(BALANCE, None)
-        row_index_N = np.repeat(np.arange(len(batch.samples)), [len(s) for s in batch.trained_positions])
-        indices = (row_index_N, np.concatenate(batch.trained_positions))
-        positions = tuple(torch.from_numpy(index_N).to(self.device) for index_N in indices)
+        load_balancing_loss = outputs.pop(LOAD_BALANCING_OUTPUT, None)
+        row_indices_N = np.repeat(np.arange(len(batch.samples)), list(map(len, batch.trained_positions)))
+        trained_indices = (row_indices_N, np.concatenate(batch.trained_positions))
+        index_tensors = tuple(torch.from_numpy(indices_N).to(self.device) for indices_N in trained_indices)
         shape = (len(batch.samples), max(len(sample.input_ids) for sample in batch.samples) - 1)
 
         def scatter_to_rows(values_N: Tensor) -> Tensor:
-            return values_N.new_zeros((*shape, *values_N.shape[1:])).index_put(positions, values_N)
+            return values_N.new_zeros((*shape, *values_N.shape[1:])).index_put(index_tensors, values_N)
 
         mask_BS = scatter_to_rows(torch.ones_like(outputs["logprobs"], requires_grad=False)).bool()
         padded_outputs = {name: scatter_to_rows(values) for name, values in outputs.items()}
-        return MicroBatch(batch.samples, batch.indices, padded_outputs, mask_BS, balance)
+        return MicroBatch(batch.samples, batch.indices, padded_outputs, mask_BS, load_balancing_loss)
 
-    def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
+    def split_outputs(self, micro_batch: MicroBatch) -> list[dict[str, Tensor]]:
         return [
-            {name: value[row_index, : len(sample.input_ids) - 1] for name, value in micro.outputs.items()}
-            for row_index, sample in enumerate(micro.samples)
+            {name: value[row_index, : len(sample.input_ids) - 1] for name, value in micro_batch.outputs.items()}
+            for row_index, sample in enumerate(micro_batch.samples)
         ]
 
     def attach_loss_derivative(self, batch: TokenBatch, loss: Callable[[MicroBatch], Tensor]) -> TokenBatch:
-        num_trained_tokens = sum(len(positions) for positions in batch.trained_positions)
+        num_trained_tokens = sum(map(len, batch.trained_positions))
         logprobs_N = torch.zeros(num_trained_tokens, dtype=self._dtype, device=self.device, requires_grad=True)
-        (derivative_N,) = torch.autograd.grad(loss(self.micro_batch(batch, {"logprobs": logprobs_N})), logprobs_N)
-        return replace(batch, derivative_N=derivative_N if batch.is_local_N is None else derivative_N[batch.is_local_N])
+        (gradient_N,) = torch.autograd.grad(loss(self.make_micro_batch(batch, {"logprobs": logprobs_N})), logprobs_N)
+        return replace(batch, loss_gradient_N=gradient_N if batch.is_local_N is None else gradient_N[batch.is_local_N])
 
     def check_parallel_plan(self) -> None:
         """Check that the tensor-parallel plan of the model, if one is in use, covers all its operations."""
-        if self.mesh and self.mesh.tensor:
+        if self.mesh and self.mesh.tp:
             with forward_context(self._train, self.device) if self._should_autocast_blocks else nullcontext():
-                check_split(self.model, self.runner.roots, self.mesh.tensor)
+                check_tp_plan(self.model, self.runner.root_modules, self.mesh.tp)
             self.runner.reshard()
 
-    def _parallelize(self) -> Runner:
+    def _parallelize(self) -> MicroBatchRunner:
         """Parallelise the model over the mesh, load this rank's weights, and return the runner of micro-batches."""
         mesh, model = self.mesh, self.model
-        if mesh and mesh.pipeline:
-            apply_pp(model, mesh.sizes, mesh.pipeline.get_local_rank())
-        if mesh and mesh.tensor:
-            apply_tp(model, mesh.tensor, with_experts=mesh.expert is None)
-        if mesh and mesh.expert:
+        if mesh and mesh.pp:
+            apply_pp(model, mesh.parallelism, mesh.pp.get_local_rank())
+        if mesh and mesh.tp:
+            apply_tp(model, mesh.tp, with_experts=mesh.ep is None)
+        if mesh and mesh.ep:
             apply_ep(model, mesh, self._train)
-        if mesh and mesh.pipeline:
-            runner: Runner = PipelineRunner(model, self._train, mesh, self._dtype)
+        if mesh and mesh.pp:
+            runner: MicroBatchRunner = PipelineRunner(model, self._train, mesh, self._dtype)
         else:
             scorer = Scorer(model)
-            runner = SequentialRunner(scorer, partial(self._forward, scorer), self._train, self.device)
+            runner = SequentialRunner(scorer, partial(self._score_batch, scorer), self._train, self.device)
         if mesh:
-            for root in runner.roots:
+            for root in runner.root_modules:
                 module: Any = root
                 apply_fsdp(root, module.model, mesh, self._train)
             load_sharded(model)
             for parameter in model.parameters() if mesh.fsdp is None else ():
-                if parameter.device.type != self.device.type:  # of a model that was loaded whole in host memory
+                if parameter.device.type != self.device.type:  # `init_on_meta` has loaded the whole model on the CPU
                     parameter.data = parameter.data.to(self.device)
         if self._is_packed:
             self._enable_packed_rows(runner)
-        if mesh and mesh.context:
-            apply_cp(model, mesh.context, PACKED_ATTENTION)
+        if mesh and mesh.cp:
+            apply_cp(model, mesh.cp, PACKED_ATTENTION)
         return runner
 
-    def _forward(self, scorer: Scorer, batch: TokenBatch, request: RequestedOutputs) -> dict[str, Tensor]:
-        return scorer(
-            batch.inputs, batch.scored_N, request=request, dtype=self._dtype, derivative_N=batch.derivative_N,
-            top_ids_NK=batch.top_ids_NK,
-        )  # fmt: skip
+    def _score_batch(self, scorer: Scorer, batch: TokenBatch, request: RequestedOutputs) -> dict[str, Tensor]:
+        return scorer.score_batch(batch, request, self._dtype)
 
-    def _enable_packed_rows(self, runner: Runner) -> None:
+    def _enable_packed_rows(self, runner: MicroBatchRunner) -> None:
         """Enable packed rows, or use padded rows if the model does not support packing; raise ModelError if context
         parallelism needs packing."""
         mesh = self.mesh
         compute_dtype = getattr(torch, self._train.param_dtype)
-        fsdp_roots = runner.roots if mesh else ()
+        fsdp_roots = runner.root_modules if mesh else ()
         unsupported_reason = enable_packing(
             self.model, fsdp_roots, compute_dtype, gathers_inside_block=self._should_autocast_blocks
         )
         runner.reshard()
-        if unsupported_reason and mesh and mesh.context:
-            raise ModelError(f"policy.parallelism.cp_size = {mesh.sizes.cp_size}: {unsupported_reason}; set it to 1")
+        if unsupported_reason and mesh and mesh.cp:
+            raise ModelError(f"policy.parallelism.cp_size = {mesh.cp.size()}: {unsupported_reason}; set it to 1")
         if unsupported_reason:
             log_level = logging.WARNING if self._train.sequence_packing else logging.INFO
             logger.log(log_level, "train.sequence_packing: rows are padded, because %s", unsupported_reason)
             self._is_packed = False
             return
-        is_model_parallel = mesh and (mesh.context or mesh.pipeline or mesh.tensor or mesh.expert)
+        is_model_parallel = mesh and (mesh.cp or mesh.pp or mesh.tp or mesh.ep)
         if not (is_model_parallel or self.has_model_loss or self._train.compile):
             dtype = compute_dtype if self._should_autocast_blocks else self.model.dtype
             self._merges_prompts = can_merge_prompts(self.model, fsdp_roots, dtype)
@@ -304,8 +296,8 @@ class CausalLM(ModelAdapter):
 
     def _padded_row_length(self, length: int) -> int:
         """Return the length to which rows of `length` tokens are padded, for kernels and context parallelism."""
-        length = kernel_length(length, self.device, getattr(torch, self._train.param_dtype))
-        return length + -length % (self.mesh.context.size() if self.mesh and self.mesh.context else 1)
+        length = kernel_padded_length(length, self.device, getattr(torch, self._train.param_dtype))
+        return length + -length % (self.mesh.cp.size() if self.mesh and self.mesh.cp else 1)
 
 
 def _mask_all_tokens(sample: Sample) -> Sample:

@@ -7,8 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.errors import ConfigError
 
-_KEY = "policy.chat_template"
-TEMPLATES = {
+CHAT_TEMPLATES = {
     "plain": (
         "{{ bos_token or '' }}{% for m in messages %}{% if m.role == 'assistant' %}{{ 'Assistant: ' + m.content "
         "+ eos_token }}{% else %}{{ m.role | capitalize + ': ' + m.content }}{% endif %}{{ '\n\n' }}"
@@ -21,19 +20,21 @@ TEMPLATES = {
 }
 
 
-def set_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
-    """Set the chat template of a tokenizer. `name` is a key of `TEMPLATES`, or the path of a Jinja file; None: keep the
-    template of the tokenizer. Raise ConfigError if there is no such file, or if the tokenizer lacks a token of the
-    template."""
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
+    """Set the chat template of a tokenizer. `name` is a key of `CHAT_TEMPLATES`, or the path of a Jinja file; None:
+    keep the template of the tokenizer. Raise ConfigError if there is no such file, or if the tokenizer's vocabulary
+    lacks tokens of the template."""
     if name is None:
         return
-    if name not in TEMPLATES:
+    if name not in CHAT_TEMPLATES:
         try:
             tokenizer.chat_template = Path(os.path.expanduser(name)).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{_KEY} = {name!r} is none of {', '.join(TEMPLATES)}, and no file: {error}") from None
+            names = ", ".join(CHAT_TEMPLATES)
+            raise ConfigError(f"policy.chat_template = {name!r} is none of {names}, and no file: {error}") from None
         return
-    needed_tokens = ["<|im_start|>", "<|im_end|>"] if name == "chatml" else [tokenizer.eos_token or "eos_token"]
-    if missing_tokens := [token for token in needed_tokens if token not in tokenizer.get_vocab()]:
-        raise ConfigError(f"{_KEY} = {name!r} needs the token {missing_tokens[0]}, which the tokenizer does not have")
-    tokenizer.chat_template = TEMPLATES[name]
+    required_tokens = ["<|im_start|>", "<|im_end|>"] if name == "chatml" else [tokenizer.eos_token or "eos_token"]
+    if missing_tokens := [token for token in required_tokens if token not in tokenizer.get_vocab()]:
+        problem = f"needs the token {missing_tokens[0]}, which the tokenizer does not have"
+        raise ConfigError(f"policy.chat_template = {name!r} {problem}")
+    tokenizer.chat_template = CHAT_TEMPLATES[name]

@@ -25,21 +25,22 @@ from cosmos_core.models.lora import add_adapter
 from cosmos_core.observe.console import make_console
 
 _PROBE_PROMPTS = ["7 red apples on a table", "a cat"]
-_TOLERANCE = 1e-4
+_VELOCITY_TOLERANCE = 1e-4
 """Maximum difference between the velocity that this package computes and that of the pipeline's call, as a fraction of
 the largest velocity."""
-_MISMATCH = "does not do what it should: "
+_FAILURE = "does not do what it should: "
+"""Prefix of the message of a failed check."""
 
 
-class Check(NamedTuple):
+class CheckResult(NamedTuple):
     """Result of one check of a pipeline, a row of the printed table."""
 
     name: str
     is_passed: bool
-    detail: str
+    message: str
 
 
-def check_model(model: str, model_class: str | None = None) -> Iterator[Check]:
+def check_model(model: str, model_class: str | None = None) -> Iterator[CheckResult]:
     """Yield the results of the checks of a pipeline. A check that raises an error has failed. If no family supports the
     pipeline, all further checks are skipped."""
     config = DiffusersConfig(max_prompt_length=64)
@@ -47,9 +48,9 @@ def check_model(model: str, model_class: str | None = None) -> Iterator[Check]:
     try:
         family = open_family(model, policy)
     except CosmosError as error:
-        yield Check("family", False, str(error))
+        yield CheckResult("family", False, str(error))
         return
-    yield Check("family", True, f"{family.folder.class_name} is {type(family).__name__}")
+    yield CheckResult("family", True, f"{family.folder.class_name} is {type(family).__name__}")
     checks: dict[str, Callable[[DiffusionModel], str]] = {
         "noise levels": _check_noise_levels,
         "text": _check_text_embedding,
@@ -60,11 +61,11 @@ def check_model(model: str, model_class: str | None = None) -> Iterator[Check]:
     }
     for name, run_check in checks.items():
         try:
-            detail = run_check(family)
+            message = run_check(family)
         except Exception as error:  # noqa: BLE001 - a user's class may raise any error; it is the result of the check
-            yield Check(name, False, " ".join(f"{type(error).__name__}: {error}".split())[:300])
+            yield CheckResult(name, False, " ".join(f"{type(error).__name__}: {error}".split())[:300])
         else:
-            yield Check(name, not detail.startswith(_MISMATCH), detail)
+            yield CheckResult(name, not message.startswith(_FAILURE), message)
 
 
 def _check_noise_levels(family: DiffusionModel) -> str:
@@ -73,8 +74,9 @@ def _check_noise_levels(family: DiffusionModel) -> str:
     scheduler = family.folder.load("scheduler")
     scheduler.set_timesteps(4)
     difference = float((levels_N - scheduler.sigmas.double()).abs().max())
-    table = f"{family.schedule!r}, shift {family.timestep_shift:g} ({family.train_shift:g} in training)"
-    return table if difference < 1e-3 else f"{_MISMATCH}{table} is {difference:.2g} from {type(scheduler).__name__}"
+    description = f"{family.schedule!r}, shift {family.timestep_shift:g} ({family.train_shift:g} in training)"
+    mismatch = f"{_FAILURE}{description} is {difference:.2g} from {type(scheduler).__name__}"
+    return description if difference < 1e-3 else mismatch
 
 
 def _check_text_embedding(family: DiffusionModel) -> str:
@@ -82,9 +84,9 @@ def _check_text_embedding(family: DiffusionModel) -> str:
     batch_embedding, single_embedding = family.text_embedding(_PROBE_PROMPTS), family.text_embedding(_PROBE_PROMPTS[1:])
     for name, value in batch_embedding.items():
         if len(value) != len(_PROBE_PROMPTS) or value.requires_grad:
-            return f"{_MISMATCH}{name!r} is {tuple(value.shape)}, for {len(_PROBE_PROMPTS)} prompts, without gradient"
+            return f"{_FAILURE}{name!r} is {tuple(value.shape)}, for {len(_PROBE_PROMPTS)} prompts, without gradient"
         if not torch.allclose(value[1:].float(), single_embedding[name].float(), atol=1e-3):
-            return f"{_MISMATCH}{name!r} of a prompt depends on the prompts beside it"
+            return f"{_FAILURE}{name!r} of a prompt depends on the prompts beside it"
     return ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in batch_embedding.items())
 
 
@@ -93,12 +95,12 @@ def _check_media(family: DiffusionModel) -> str:
     pixels, shape = _random_pixels(family)
     mean, logvar = family.visual_embedding(pixels)
     if tuple(mean.shape[1:]) != shape:
-        return f"{_MISMATCH}latents of {tuple(pixels.shape[1:])} are {tuple(mean.shape[1:])}, latent_shape says {shape}"
+        return f"{_FAILURE}latents of {tuple(pixels.shape[1:])} are {tuple(mean.shape[1:])}, latent_shape says {shape}"
     if logvar is not None and logvar.shape != mean.shape:
-        return f"{_MISMATCH}mean and log-variance are of different shapes"
+        return f"{_FAILURE}mean and log-variance are of different shapes"
     decoded_pixels = family.decode(mean)
     if decoded_pixels.shape != pixels.shape:
-        return f"{_MISMATCH}{tuple(pixels.shape[1:])} comes back as {tuple(decoded_pixels.shape[1:])}"
+        return f"{_FAILURE}{tuple(pixels.shape[1:])} comes back as {tuple(decoded_pixels.shape[1:])}"
     vae_kind = "posterior" if logvar is not None else "deterministic"
     return f"{tuple(pixels.shape[1:])} to {shape}, {vae_kind}, standard deviation {mean.std().item():.2f}"
 
@@ -106,34 +108,35 @@ def _check_media(family: DiffusionModel) -> str:
 def _check_prediction(family: DiffusionModel) -> str:
     """Check that this package's call of the denoiser predicts the same velocity as the pipeline's call."""
     network = family.load_denoiser(torch.float32)
-    calls: list[tuple[dict[str, Any], Tensor]] = []
+    recorded_calls: list[tuple[dict[str, Any], Tensor]] = []
     forward = network.forward
     argument_names = list(inspect.signature(forward).parameters)
 
-    def record(*args: Tensor, **kwargs: Any) -> Any:
+    def recorded_forward(*args: Tensor, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        calls.append((dict(zip(argument_names, args, strict=False)) | kwargs, output[0]))
+        recorded_calls.append((dict(zip(argument_names, args, strict=False)) | kwargs, output[0]))
         return output
 
-    network.forward = record
-    probe, generator, max_difference = family.probe(), torch.Generator().manual_seed(0), 0.0
+    network.forward = recorded_forward
+    settings, generator, max_difference = family.probe_settings(), torch.Generator().manual_seed(0), 0.0
     with torch.no_grad():
-        pipeline = family.whole_pipeline(network)
-        pipeline(prompt=_PROBE_PROMPTS[:1], **probe, generator=generator, output_type="pt")
+        family.pipeline.register_modules(**{family.denoiser_name: network})
+        family.pipeline(prompt=_PROBE_PROMPTS[:1], **settings, generator=generator, output_type="pt")
         network.forward = forward
         text_inputs = family.text_embedding(_PROBE_PROMPTS[:1])
-        num_frames = probe.get("frames", probe.get("num_frames", 1))
-        shape = family.latent_shape(probe["height"], probe["width"], num_frames)
-        for arguments, expected_output in calls:
+        num_frames = settings.get("frames", settings.get("num_frames", 1))
+        shape = family.latent_shape(settings["height"], settings["width"], num_frames)
+        for arguments, expected_output in recorded_calls:
             latents = family.latents_in(arguments[argument_names[0]], shape)
-            noise_arguments = family.nft_prepare_transformer_input(latents, torch.ones(len(latents)), text_inputs)
-            timestep_scale = noise_arguments["timestep"].flatten()[0]
+            pure_noise_arguments = family.nft_prepare_transformer_input(latents, torch.ones(len(latents)), text_inputs)
+            timestep_scale = pure_noise_arguments["timestep"].flatten()[0]
             sigma_B = (arguments["timestep"].flatten()[0] / timestep_scale).expand(len(latents))
             velocity = family.predict(network, latents, sigma_B, text_inputs)
             difference = (velocity - family.velocity_of(expected_output, latents)).abs().max()
             max_difference = max(max_difference, float(difference / expected_output.abs().max()))
-    counted = f"{len(calls)} calls, largest difference {max_difference:.1g}"
-    return counted if calls and max_difference <= _TOLERANCE else f"{_MISMATCH}{counted}, more than {_TOLERANCE:g}"
+    summary = f"{len(recorded_calls)} calls, largest difference {max_difference:.1g}"
+    is_equal = bool(recorded_calls) and max_difference <= _VELOCITY_TOLERANCE
+    return summary if is_equal else f"{_FAILURE}{summary}, more than {_VELOCITY_TOLERANCE:g}"
 
 
 def _check_gradient(family: DiffusionModel) -> str:
@@ -144,20 +147,20 @@ def _check_gradient(family: DiffusionModel) -> str:
     velocity = family.predict(network, torch.randn(2, *shape), torch.tensor([0.2, 0.8]), text_inputs)
     velocity.square().mean().backward()  # type: ignore[no-untyped-call]
     weights = list(network.parameters())
-    num_trained = sum(weight.grad is not None for weight in weights)
-    if not num_trained or not torch.isfinite(velocity).all():
-        return f"{_MISMATCH}no weight has a gradient, or a prediction is not finite"
-    return f"{num_trained} of {len(weights)} weights, {sum(w.numel() for w in weights) / 1e6:.3g} M numbers"
+    num_trained_weights = sum(weight.grad is not None for weight in weights)
+    if not num_trained_weights or not torch.isfinite(velocity).all():
+        return f"{_FAILURE}no weight has a gradient, or a prediction is not finite"
+    return f"{num_trained_weights} of {len(weights)} weights, {sum(w.numel() for w in weights) / 1e6:.3g} M numbers"
 
 
 def _check_adapter(family: DiffusionModel) -> str:
     """Check that the LoRA target modules exist, and that the class of the pipeline can load an adapter."""
     network = family.load_denoiser(torch.float32)
     add_adapter(network, LoraConfig(r=2), family.lora_targets)
-    num_trained_weights = sum(parameter.requires_grad for parameter in network.parameters())
+    num_lora_factors = sum(parameter.requires_grad for parameter in network.parameters())
     if not hasattr(family.folder.pipeline_class, "load_lora_weights"):
-        return f"{_MISMATCH}{family.folder.class_name} has no load_lora_weights; train all weights"
-    return f"{num_trained_weights // 2} modules: {', '.join(family.lora_targets)}"
+        return f"{_FAILURE}{family.folder.class_name} has no load_lora_weights; train all weights"
+    return f"{num_lora_factors // 2} modules: {', '.join(family.lora_targets)}"
 
 
 def _random_pixels(family: DiffusionModel) -> tuple[Tensor, tuple[int, ...]]:
@@ -169,15 +172,15 @@ def _random_pixels(family: DiffusionModel) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def main() -> int:
-    """Print the table of checks, and return the exit code: 0 if all checks passed."""
+    """Check the model folder of the command line, print a table, and return the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--class", dest="model_class")
-    arguments = parser.parse_args()
-    table = Table("check", "", "found", title=arguments.model)
+    options = parser.parse_args()
+    table = Table("check", "", "found", title=options.model)
     is_passed = True
-    for check in check_model(arguments.model, arguments.model_class):
-        table.add_row(check.name, "ok" if check.is_passed else "FAILED", check.detail)
+    for check in check_model(options.model, options.model_class):
+        table.add_row(check.name, "ok" if check.is_passed else "FAILED", check.message)
         is_passed &= check.is_passed
     make_console().print(table)
     return EXIT_OK if is_passed else EXIT_REFUSED

@@ -6,9 +6,9 @@ import torch._dynamo.callback
 from torch import nn
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.machine_properties import measure
-from cosmos_core.parallel.fsdp import blocks_of
-from cosmos_core.run.progress import Progress
+from cosmos_core.machine_properties import measure_machine
+from cosmos_core.parallel.fsdp import transformer_blocks
+from cosmos_core.run.progress import ProgressWriter
 
 logger = logging.getLogger(__name__)
 
@@ -16,18 +16,18 @@ logger = logging.getLogger(__name__)
 def compile_blocks(model: nn.Module) -> None:
     """Compile each transformer block of a model with torch.compile; raise ConfigError if this machine lacks a compiler
     that torch.compile needs."""
-    if missing_requirement := measure().lacks:
+    if missing_requirement := measure_machine().lacks:
         raise ConfigError(f"train.compile needs {missing_requirement}; install it, or set train.compile = false")
-    blocks = blocks_of(model)
+    blocks = transformer_blocks(model)
     for block in blocks:
         block.compile(dynamic=True)
     class_names = sorted({type(block).__name__ for block in blocks})
     logger.info("compiled %d blocks of type %s", len(blocks), ", ".join(class_names))
 
 
-def watch_compiling(progress: Progress) -> None:
-    """Report the begin and end of each torch compilation in this process to `progress`, and no longer to the `Progress`
-    of an earlier call. Compilations occur in the first steps, and later for shapes that no compiled graph supports."""
+def report_compilations(progress: ProgressWriter) -> None:
+    """Report the start and end of each torch compilation in this process to `progress`, instead of that of an earlier
+    call. Compilations occur in the first steps, and later for shapes that no compiled graph supports."""
     handler = torch._dynamo.callback.callback_handler
     if not _compile_progress:
         handler.register_start_callback(lambda _: _compile_progress[-1].begin_compiling())
@@ -35,4 +35,4 @@ def watch_compiling(progress: Progress) -> None:
     _compile_progress[:] = [progress]
 
 
-_compile_progress: list[Progress] = []
+_compile_progress: list[ProgressWriter] = []

@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.models.diffusion import DiffusionModel, Text
-from cosmos_core.models.sana_video import SanaVideo, video_compression
+from cosmos_core.models.diffusion import DiffusionModel, TextInputs
+from cosmos_core.models.sana_video import SanaVideo, video_compression_factors
 from cosmos_core.models.video_context import ClipSharding, UlyssesAttention, shard_blocks
 
 PIPELINES = ("Cosmos2_5_PredictBasePipeline",)
 
-CONDITIONING_LEVEL = 0.0001
+CONDITIONING_NOISE_LEVEL = 0.0001
 """Noise level that the network expects for clean conditioning frames."""
 _DEFAULT_TRAIN_SHIFT = 5.0
 _NETWORK_MODULE = "diffusers.models.transformers.transformer_cosmos"
@@ -33,15 +33,15 @@ class GuardrailPlaceholder:
     """Placeholder for the guardrail that the constructor of the pipeline requires."""
 
     def to(self, *args: Any, **kwargs: Any) -> GuardrailPlaceholder:
-        """Return the placeholder itself, because it has no weights to move to a device."""
+        """Return the placeholder, which has no weights to move."""
         return self
 
     def check_text_safety(self, prompt: str) -> bool:
-        """Return True without checking the prompt."""
+        """Accept every prompt."""
         return True
 
     def check_video_safety(self, frames: Any) -> Any:
-        """Return the frames without checking them."""
+        """Return the frames unchanged."""
         return frames
 
 
@@ -53,7 +53,7 @@ class CosmosPredict(SanaVideo):
     pipeline_multiple = 16
     max_conditioning_frames = 2
 
-    def text_embedding(self, prompts: Sequence[str]) -> Text:
+    def text_embedding(self, prompts: Sequence[str]) -> TextInputs:
         with self._working("text_encoder"):
             prompt_embeddings = [
                 self.pipeline.encode_prompt(
@@ -64,9 +64,9 @@ class CosmosPredict(SanaVideo):
             ]  # fmt: skip
         return {"prompt_embeds": torch.cat(prompt_embeddings)}
 
-    def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
+    def dropped_text(self, empty_text: Mapping[str, Tensor]) -> TextInputs:
         """Return zeros as text inputs for a prompt that prompt dropout removed, as in training of the base model."""
-        return {name: torch.zeros_like(value) for name, value in empty.items()}
+        return {name: torch.zeros_like(value) for name, value in empty_text.items()}
 
     def nft_prepare_transformer_input(
         self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_conditioning_B: Tensor | None = None
@@ -82,7 +82,7 @@ class CosmosPredict(SanaVideo):
         return {
             "hidden_states": latents,
             "condition_mask": (1 - trained_mask).expand(-1, -1, -1, height, width),
-            "timestep": (1 - trained_mask) * CONDITIONING_LEVEL + trained_mask * sigma,
+            "timestep": (1 - trained_mask) * CONDITIONING_NOISE_LEVEL + trained_mask * sigma,
             "encoder_hidden_states": text["prompt_embeds"],
             "padding_mask": latents.new_zeros(1, 1, height * pixels_per_position, width * pixels_per_position),
         }
@@ -123,7 +123,7 @@ class CosmosPredict(SanaVideo):
     @property
     def pixels_per_latent(self) -> tuple[int, int]:
         """Return the VAE's compression factors in time and space, from the settings that the pipeline itself uses."""
-        return video_compression({"temperal_downsample": self.folder.settings("vae")["temperal_downsample"]})
+        return video_compression_factors({"temperal_downsample": self.folder.settings("vae")["temperal_downsample"]})
 
     @property
     def num_channels(self) -> int:

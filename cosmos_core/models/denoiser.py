@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.flow_sample import FlowSample
-from cosmos_core.models.base import Batch, Export, MicroBatch, ModelAdapter
-from cosmos_core.models.diffusion import DiffusionModel, Text
+from cosmos_core.models.base import Batch, ExportResult, MicroBatch, ModelAdapter
+from cosmos_core.models.diffusion import DiffusionModel, TextInputs
 from cosmos_core.models.export_pipeline import export_pipeline
-from cosmos_core.models.lora import FOLDER as ADAPTER
-from cosmos_core.models.lora import is_adapted
+from cosmos_core.models.lora import ADAPTER_FOLDER, has_lora_adapter
 from cosmos_core.models.sequential import SequentialRunner, forward_context
 from cosmos_core.models.verify_pipeline_export import verify_pipeline
 from cosmos_core.parallel.fsdp import apply_fsdp, copy_without_weights
@@ -35,12 +34,10 @@ class RequestedOutputs:
 
 @dataclass(frozen=True, slots=True)
 class FlowBatch(Batch):
-    """Model inputs of a micro-batch of noisy latents."""
-
     samples: Sequence[FlowSample]
     sigma_B: Tensor
-    text: Text
-    negative: Text | None
+    text: TextInputs
+    negative_text: TextInputs | None
     num_conditioning_B: Tensor | None
 
 
@@ -55,12 +52,12 @@ class Denoiser(ModelAdapter):
         """Shard the denoiser `model`, with its LoRA adapter if it has one, over the mesh and prepare it for
         training."""
         self.model, self.family, self.mesh = model, family, mesh
-        self.device = torch.device(mesh.data.device_type) if mesh else next(model.parameters()).device
+        self.device = torch.device(mesh.dp.device_type) if mesh else next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.meta_copy = copy_without_weights(model) if mesh else None
         self._train = train
-        if mesh and mesh.context:
-            family.shard_tokens(model, mesh.context)
+        if mesh and mesh.cp:
+            family.shard_tokens(model, mesh.cp)
         root = FsdpRoot(model)
         if mesh:
             apply_fsdp(root, model, mesh, train)
@@ -73,33 +70,33 @@ class Denoiser(ModelAdapter):
         text: Mapping[str, Tensor],
         num_conditioning_B: Tensor | None = None,
         *,
-        negative: Mapping[str, Tensor] | None = None,
+        negative_text: Mapping[str, Tensor] | None = None,
         guidance: float = 1.0,
     ) -> Tensor:
         """Return the velocity for a batch of latents at their noise levels, in the dtype of the latents.
 
-        If `negative`, the embedding of a negative prompt, is not None, the velocity has classifier-free guidance of
-        scale `guidance`. `num_conditioning_B` is the number of clean conditioning frames of each sample. Samplers call
+        With `negative_text`, the embedding of a negative prompt, the velocity has classifier-free guidance of the scale
+        `guidance`. `num_conditioning_B` is the number of clean conditioning frames of each sample. Samplers call
         this method under `torch.no_grad`. With a mesh, all ranks must call this method.
         """
-        [root] = self.runner.roots
+        [root] = self.runner.root_modules
 
-        def velocity(text_inputs: Mapping[str, Tensor]) -> Tensor:
+        def predict_with_text(text_inputs: Mapping[str, Tensor]) -> Tensor:
             device_inputs = {name: value.to(self.device) for name, value in text_inputs.items()}
             with forward_context(self._train, self.device):
                 return self.family.predict(root, latents, sigma_B, device_inputs, num_conditioning_B, dtype=self.dtype)
 
-        if negative is None:
-            return velocity(text)
-        return self.family.apply_guidance(velocity(text), velocity(negative), guidance)
+        if negative_text is None:
+            return predict_with_text(text)
+        return self.family.apply_guidance(predict_with_text(text), predict_with_text(negative_text), guidance)
 
-    def export(self, target: Path) -> Export | None:
+    def export(self, target: Path) -> ExportResult | None:
         model = self.whole_model()
         if model is None:
             return None
         export_pipeline(self.family, model, target)
         checks = verify_pipeline(self.family, model, target, model_class=self.model_class)
-        return Export(tuple(checks), ADAPTER if is_adapted(model) else "")
+        return ExportResult(tuple(checks), ADAPTER_FOLDER if has_lora_adapter(model) else "")
 
     def num_tokens(self, sample: FlowSample) -> int:
         """Return the cost of a sample: the number of elements of one channel of its latents."""
@@ -109,40 +106,40 @@ class Denoiser(ModelAdapter):
         """Return the group of a sample: samples of a group have equal shapes of latents and text, and all or none of
         them have guidance, so that they can be stacked."""
         text_shapes = tuple(sorted((name, tuple(value.shape)) for name, value in sample.text.items()))
-        return tuple(sample.latents.shape), text_shapes, sample.negative is None
+        return tuple(sample.latents.shape), text_shapes, sample.negative_text is None
 
     def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], padding_sample: FlowSample) -> FlowBatch:
         """Collate samples to model inputs and add noise to latents; without samples, collate the sample
-        `padding_sample`. All or none of the samples of an update have noise, which may be created on access."""
-        collated_samples = samples or [padding_sample]
-        latents = self._stack_latents([sample.latents for sample in collated_samples])
-        sigma_B = torch.tensor([sample.sigma for sample in collated_samples], dtype=torch.float64, device=self.device)
-        conditioning_counts = [sample.num_conditioning_frames for sample in collated_samples]
+        `padding_sample`. All or none of the samples of an update have noise; `sample.noise` may create it."""
+        collated = samples or [padding_sample]
+        latents = self._stack_latents([sample.latents for sample in collated])
+        sigma_B = torch.tensor([sample.sigma for sample in collated], dtype=torch.float64, device=self.device)
+        conditioning_counts = [sample.num_conditioning_frames for sample in collated]
         num_conditioning_B = torch.tensor(conditioning_counts, device=self.device) if any(conditioning_counts) else None
         inputs = {"noisy": latents}
-        noises = [noise for sample in collated_samples if (noise := sample.noise) is not None]
+        noises = [noise for sample in collated if (noise := sample.noise) is not None]
         if noises:
             noise = self._stack_latents(noises)
-            noisy = self.family.add_noise(latents, noise, sigma_B.to(latents.dtype), num_conditioning_B)
-            inputs = {"noisy": noisy, "latents": latents, "noise": noise}
-        negatives = [sample.negative for sample in collated_samples if sample.negative is not None]
+            noisy_latents = self.family.add_noise(latents, noise, sigma_B.to(latents.dtype), num_conditioning_B)
+            inputs = {"noisy": noisy_latents, "latents": latents, "noise": noise}
+        negatives = [sample.negative_text for sample in collated if sample.negative_text is not None]
         negative_text = self._stack_text_inputs(negatives) if negatives else None
-        text_inputs = self._stack_text_inputs([sample.text for sample in collated_samples])
+        text_inputs = self._stack_text_inputs([sample.text for sample in collated])
         return FlowBatch(samples, indices, inputs, sigma_B, text_inputs, negative_text, num_conditioning_B)
 
-    def micro_batch(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> MicroBatch:
+    def make_micro_batch(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> MicroBatch:
         mask = self.family.trained_frames_mask(batch.inputs["noisy"], batch.num_conditioning_B)
         if mask is None:
             mask = batch.inputs["noisy"].new_ones(())
         return MicroBatch(batch.samples, batch.indices, outputs | batch.inputs, mask)
 
-    def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
-        return [{"velocity": velocity} for velocity in micro.outputs["velocity"]]
+    def split_outputs(self, micro_batch: MicroBatch) -> list[dict[str, Tensor]]:
+        return [{"velocity": velocity} for velocity in micro_batch.outputs["velocity"]]
 
     def _forward(self, batch: FlowBatch, request: RequestedOutputs) -> dict[str, Tensor]:
         velocity = self.predict(
             batch.inputs["noisy"], batch.sigma_B, batch.text, batch.num_conditioning_B,
-            negative=batch.negative if request.guidance != 1.0 else None, guidance=request.guidance
+            negative_text=batch.negative_text if request.guidance != 1.0 else None, guidance=request.guidance
         )  # fmt: skip
         return {"velocity": velocity}
 
@@ -150,7 +147,7 @@ class Denoiser(ModelAdapter):
         """Stack latents in float32, or in float64 if the weights of the network are float64."""
         return torch.stack(list(tensors)).to(self.device, torch.promote_types(self.dtype, torch.float32))
 
-    def _stack_text_inputs(self, texts: Sequence[Mapping[str, Tensor]]) -> Text:
+    def _stack_text_inputs(self, texts: Sequence[Mapping[str, Tensor]]) -> TextInputs:
         return {name: torch.stack([text[name] for text in texts]).to(self.device) for name in texts[0]}
 
 

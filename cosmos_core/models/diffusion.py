@@ -25,9 +25,9 @@ from cosmos_core.models import flow
 from cosmos_core.models.offload import ComponentOffload
 from cosmos_core.models.pipeline_folder import PipelineFolder
 
-Text = dict[str, Tensor]
+TextInputs = dict[str, Tensor]
 """Text inputs of a denoiser by name; the first dimension of each tensor is the number of prompts."""
-Predict = Callable[..., Tensor]
+VelocityFn = Callable[..., Tensor]
 """`DiffusionModel.predict` with a bound denoiser: `(latents, sigma_B, text, num_conditioning_B)` to the velocity."""
 
 _MAX_TABLE_DIFFERENCE = 1e-5
@@ -59,7 +59,7 @@ class DiffusionModel:
                 f"{self.max_conditioning_frames or 'no'} latent frames"
             )
 
-    def text_embedding(self, prompts: Sequence[str]) -> Text:
+    def text_embedding(self, prompts: Sequence[str]) -> TextInputs:
         """Encode prompts to text inputs of the denoiser, on the CPU."""
         raise NotImplementedError(type(self).__name__)
 
@@ -84,10 +84,10 @@ class DiffusionModel:
             scale, shift = self._vae_scaling
             return vae.decode(latents.to(self.device, torch.float32) / scale + shift, return_dict=False)[0]
 
-    def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
-        """Return the text inputs for a prompt that prompt dropout removed. The default is `empty`, the text inputs of
-        the empty prompt."""
-        return dict(empty)
+    def dropped_text(self, empty_text: Mapping[str, Tensor]) -> TextInputs:
+        """Return the text inputs for a prompt that prompt dropout removed; by default `empty_text`, those of the empty
+        prompt."""
+        return dict(empty_text)
 
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
         """Return the `num_steps` + 1 noise levels of the pipeline's scheduler, from noise to 0, in float64; raise
@@ -96,23 +96,23 @@ class DiffusionModel:
         The levels are computed in float64 instead of from integer timesteps. If they differ from the scheduler's own
         float32 table, that table is returned.
         """
-        if self.schedule == "karras":  # if a setting is missing, the tables differ
-            max_level, min_level = (float(self.scheduler.get(name) or 1) for name in ("sigma_max", "sigma_min"))
-            exact_levels_N = flow.karras_schedule(num_steps, max_sigma=max_level, min_sigma=min_level)
+        if self.schedule == "karras":  # the default 1 for a missing setting gives other levels than the scheduler's
+            max_sigma, min_sigma = (float(self.scheduler.get(name) or 1) for name in ("sigma_max", "sigma_min"))
+            exact_sigmas_N = flow.karras_schedule(num_steps, max_sigma=max_sigma, min_sigma=min_sigma)
         else:
-            exact_levels_N = flow.SCHEDULES[self.schedule](num_steps, self.timestep_shift)
+            exact_sigmas_N = flow.SCHEDULES[self.schedule](num_steps, self.timestep_shift)
         scheduler = self.folder.load("scheduler")
         try:
             scheduler.set_timesteps(num_steps)
         except (ValueError, ImportError) as error:
             remedy = "name another in policy.diffusers.sample.sigma_schedule"
-            raise self._error(f"its scheduler has no table of noise levels here: {error}; {remedy}") from error
+            raise self._config_error(f"its scheduler has no table of noise levels here: {error}; {remedy}") from error
         sigmas_N = scheduler.sigmas.double()
-        has_expected_shape = sigmas_N.shape == exact_levels_N.shape
-        if has_expected_shape and (sigmas_N - exact_levels_N).abs().max() < _MAX_TABLE_DIFFERENCE:
-            return exact_levels_N
+        has_expected_shape = sigmas_N.shape == exact_sigmas_N.shape
+        if has_expected_shape and (sigmas_N - exact_sigmas_N).abs().max() < _MAX_TABLE_DIFFERENCE:
+            return exact_sigmas_N
         if not (has_expected_shape and sigmas_N[0] <= 1 and sigmas_N[-1] == 0 and sigmas_N.diff().max() < 0):
-            raise self._error(
+            raise self._config_error(
                 f"the {len(sigmas_N)} noise levels of its {type(scheduler).__name__} for {num_steps} "
                 f"steps go from {sigmas_N[0]:g} to {sigmas_N[-1]:g}; they must fall from at most 1 to 0 at each step: "
                 f"mend invert_sigmas, final_sigmas_type or the kind of sigmas in scheduler/scheduler_config.json"
@@ -123,9 +123,9 @@ class DiffusionModel:
         self, latents: Tensor, noise: Tensor, sigma_B: Tensor, num_conditioning_B: Tensor | None = None
     ) -> Tensor:
         """Add noise to clean latents up to the noise level of each sample; conditioning frames stay clean."""
-        noisy = flow.noisy_latents(latents, noise, sigma_B)
+        noisy_latents = flow.add_noise(latents, noise, sigma_B)
         mask = self.trained_frames_mask(latents, num_conditioning_B)
-        return noisy if mask is None else mask * noisy + (1 - mask) * latents
+        return noisy_latents if mask is None else mask * noisy_latents + (1 - mask) * latents
 
     def trained_frames_mask(self, latents: Tensor, num_conditioning_B: Tensor | None) -> Tensor | None:
         """Return a mask (B, 1, F, 1, 1) with 1 for trained and 0 for conditioning frames; None: all are trained."""
@@ -164,7 +164,7 @@ class DiffusionModel:
         return output.chunk(2, dim=1)[0] if output.shape[1] == 2 * latents.shape[1] else output
 
     def latents_in(self, hidden_states: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return the latents, of shape `shape`, from the network's input `hidden_states` in the family's layout."""
+        """Convert the network's input `hidden_states`, whose layout depends on the family, to latents of a shape."""
         return hidden_states
 
     def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
@@ -183,13 +183,13 @@ class DiffusionModel:
         with whole clips and gets whole velocities."""
         raise NotImplementedError(type(self).__name__)
 
-    def pipeline_with_logprob(self, sample: Callable[..., Any], predict: Predict, *args: Any, **kwargs: Any) -> Any:
+    def pipeline_with_logprob(self, sample: Callable[..., Any], predict: VelocityFn, *args: Any, **kwargs: Any) -> Any:
         """Call `sample`, a sampler that also returns log-probabilities of its steps; families may override this."""
         return sample(predict, *args, **kwargs)
 
     @cached_property
     def scheduler(self) -> dict[str, Any]:
-        """Return the settings of the pipeline's scheduler."""
+        """Configuration of the pipeline's scheduler."""
         return self.folder.settings("scheduler")
 
     @property
@@ -203,7 +203,7 @@ class DiffusionModel:
             if settings.get("use_karras_sigmas"):
                 return "karras"
             return "unipc" if name.startswith("UniPC") else "dpm"
-        raise self._error(
+        raise self._config_error(
             f"its scheduler {name or 'of no name'} is not that of a rectified flow, the only kind that is trained "
             f"here; give a pipeline that is one"
         )
@@ -237,32 +237,33 @@ class DiffusionModel:
         patch_length = int(patch_size[-1] if isinstance(patch_size, list | tuple) else patch_size)
         return math.lcm(self.pixels_per_latent[1] * patch_length, self.pipeline_multiple)
 
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """Return the shape of the latents of one image or clip from its size in pixels and frames; raise ConfigError if
         the network does not support the size."""
-        in_time, pixels_per_position = self.pixels_per_latent
+        time_factor, pixels_per_position = self.pixels_per_latent
         for name, pixel_size in (("height", height), ("width", width)):
             if pixel_size % self.size_multiple:
                 raise ConfigError(
                     f"policy.diffusers.inference_size: {name} = {pixel_size} must be a multiple of {self.size_multiple}"
                 )
-        if (frames - 1) % in_time:
+        if (num_frames - 1) % time_factor:
             raise ConfigError(
-                f"policy.diffusers.inference_frames = {frames} must be 1 more than a multiple of {in_time}"
+                f"policy.diffusers.inference_frames = {num_frames} must be 1 more than a multiple of {time_factor}"
             )
-        grid = (height // pixels_per_position, width // pixels_per_position)
+        latent_size = (height // pixels_per_position, width // pixels_per_position)
         settings = self.folder.settings(self.denoiser_name)
         max_positions, patch_size = settings.get("pos_embed_max_size"), settings.get("patch_size") or 1
-        if max_positions and max(grid) // patch_size > max_positions:
+        if max_positions and max(latent_size) // patch_size > max_positions:
             raise ConfigError(
                 f"policy.diffusers.inference_size = {[height, width]}: the model has position embeddings for at most "
                 f"{max_positions * patch_size * pixels_per_position} pixels a side; lower it"
             )
-        return (self.num_channels, (frames - 1) // in_time + 1, *grid) if self.is_video else (self.num_channels, *grid)
+        num_latent_frames = [(num_frames - 1) // time_factor + 1] * self.is_video
+        return (self.num_channels, *num_latent_frames, *latent_size)
 
     @property
     def num_channels(self) -> int:
-        """Return the number of channels of a latent."""
+        """Number of channels of the latents that the denoiser takes."""
         return int(self.folder.settings(self.denoiser_name)["in_channels"])
 
     @cached_property
@@ -270,28 +271,22 @@ class DiffusionModel:
         """Return the pipeline without its denoiser; text encoders in `policy.diffusers.dtype`, the VAE in float32."""
         pipeline_class = self.folder.pipeline_class
         component_names = set(inspect.signature(pipeline_class).parameters) & set(self.folder.components)
-        separate_names = {self.denoiser_name, "vae", *self.component_placeholders()}
-        components = {name: self._load(name) for name in sorted(component_names - separate_names)}
+        excluded_names = {self.denoiser_name, "vae", *self.component_placeholders()}
+        components = {name: self._load_component(name) for name in sorted(component_names - excluded_names)}
         return self.make_pipeline(components | {"vae": self.vae, self.denoiser_name: None})
 
     @cached_property
     def vae(self) -> Any:
         """Return the VAE without loading the pipeline, for rollouts and validation, which need no text encoder."""
-        return self._load("vae")
+        return self._load_component("vae")
 
     def make_pipeline(self, components: Mapping[str, Any]) -> Any:
         """Build the pipeline from `components`, by name; required components that are missing are set to None."""
         pipeline_class = self.folder.pipeline_class
         parameters = inspect.signature(pipeline_class).parameters.values()
-        required_components = {each.name: None for each in parameters if each.default is inspect.Parameter.empty}
-        pipeline = pipeline_class(**required_components | self.component_placeholders() | dict(components))
+        unset_components = {p.name: None for p in parameters if p.default is inspect.Parameter.empty}
+        pipeline = pipeline_class(**unset_components | self.component_placeholders() | dict(components))
         pipeline.set_progress_bar_config(disable=True)
-        return pipeline
-
-    def whole_pipeline(self, denoiser: Any) -> Any:
-        """Return the pipeline with its encoders and the given denoiser."""
-        pipeline = self.pipeline
-        pipeline.register_modules(**{self.denoiser_name: denoiser})
         return pipeline
 
     @classmethod
@@ -309,14 +304,14 @@ class DiffusionModel:
     def load_pipeline(cls, folder: PipelineFolder, dtype: torch.dtype) -> Any:
         """Load a whole pipeline with `from_pretrained`, as a user would, except for the `component_placeholders`."""
         entries = folder.index.items()
-        absent_components = {name: None for name, entry in entries if isinstance(entry, list) and not any(entry)}
+        disabled_components = {name: None for name, entry in entries if isinstance(entry, list) and not any(entry)}
         pipeline = folder.pipeline_class.from_pretrained(
-            str(folder.path), dtype=dtype, local_files_only=True, **absent_components | cls.component_placeholders()
+            str(folder.path), dtype=dtype, local_files_only=True, **disabled_components | cls.component_placeholders()
         )
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
-    def probe(self) -> dict[str, Any]:
+    def probe_settings(self) -> dict[str, Any]:
         """Return the arguments of a small and quick call of the pipeline, without prompt and seed."""
         image_size = self.size_multiple * 2
         return self.call_settings((image_size, image_size), self.pixels_per_latent[0] + 1, 2, guidance_scale=1.0)
@@ -335,7 +330,7 @@ class DiffusionModel:
         precision diffusers leaves some weights in float32."""
         return torch.nn.Module.to(self.folder.load(self.denoiser_name, dtype), dtype)
 
-    def _error(self, problem: str) -> ConfigError:
+    def _config_error(self, problem: str) -> ConfigError:
         return ConfigError(f"policy.model_name_or_path = {self.folder.model!r}: {problem}")
 
     @property
@@ -343,7 +338,7 @@ class DiffusionModel:
         settings = self.folder.settings("vae")
         return float(settings.get("scaling_factor") or 1.0), float(settings.get("shift_factor") or 0.0)
 
-    def _load(self, name: str) -> Any:
+    def _load_component(self, name: str) -> Any:
         dtype = torch.float32 if name == "vae" else getattr(torch, self.config.dtype)
         component = self.folder.load(name, dtype)
         if isinstance(component, torch.nn.Module):
@@ -354,10 +349,10 @@ class DiffusionModel:
 
     @contextmanager
     def _working(self, *names: str) -> Iterator[Any]:
-        """Move pipeline components to the device during the block, without gradients, and yield the last component.
+        """Move pipeline components to the device during the block, disable gradients, and yield the last component.
         With `policy.diffusers.offload` they return to host memory after the block, or at the end of an enclosing
         `residency.keep_on_device`."""
-        named_components = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
-        components = [component for component in named_components if component is not None]
+        optional_components = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
+        components = [component for component in optional_components if component is not None]
         with torch.no_grad(), self.residency.on_device(components):
             yield components[-1] if components else None

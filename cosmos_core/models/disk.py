@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.run.files import replaced_folder
+from cosmos_core.run.files import replace_folder
 
 # ENOSPC: the disk is full; EFBIG: a file exceeds the size limit; EDQUOT: a quota is used up. Freeing space helps.
 _DISK_FULL_ERRORS = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
@@ -23,19 +23,20 @@ def translate_disk_errors(name: str, describe_intact_files: Callable[[], str]) -
     `describe_intact_files()`, a text about the files that are still intact."""
     try:
         yield
-    except CheckpointException as error:
-        # CheckpointException is a BaseException, which `except Exception` clauses of callers do not catch.
-        cause = next(iter(error.failures.values()))[0]
-        raise _translate_disk_error(cause, name, describe_intact_files) from error
     except (OSError, SafetensorError) as error:
-        raise _translate_disk_error(error, name, describe_intact_files) from error
+        if (error_number := _find_error_number(error)) is None:
+            raise
+        reason, remedy = os.strerror(error_number), "mend that"
+        if error_number in _DISK_FULL_ERRORS:
+            reason, remedy = "disk full", "free space"
+        raise StageFailed(f"{reason} while saving {name}; {describe_intact_files()}; {remedy} and run again") from error
 
 
 @contextmanager
 def write_export(target: Path, extra_files: Mapping[str, bytes]) -> Iterator[Path]:
     """Yield a folder that replaces `target` when the block ends; raise StageFailed if the disk is full, read-only or
     missing. `extra_files`, the content of files by path in the folder, are written last."""
-    with translate_disk_errors(f"export {target}", lambda: "nothing is left of it"), replaced_folder(target) as folder:
+    with translate_disk_errors(f"export {target}", lambda: "nothing is left of it"), replace_folder(target) as folder:
         yield folder
         for name, content in extra_files.items():
             (folder / name).parent.mkdir(exist_ok=True)
@@ -44,25 +45,16 @@ def write_export(target: Path, extra_files: Mapping[str, bytes]) -> Iterator[Pat
 
 @contextmanager
 def unwrap_checkpoint_errors() -> Iterator[None]:
-    """Raise the cause of a `CheckpointException` of the block instead, because that class is no `Exception`."""
+    """Replace a `CheckpointException` that the block raises by its cause, because that class is no `Exception`."""
     try:
         yield
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from error
 
 
-def _translate_disk_error(error: BaseException, name: str, describe_intact_files: Callable[[], str]) -> BaseException:
-    number = _find_error_number(error)
-    if number is None:
-        return error
-    if number in _DISK_FULL_ERRORS:
-        return StageFailed(f"disk full while saving {name}; {describe_intact_files()}; free space and run again")
-    return StageFailed(f"{os.strerror(number)} while saving {name}; {describe_intact_files()}; mend that and run again")
-
-
 def _find_error_number(error: BaseException) -> int | None:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     # `SafetensorError`, which is raised by Rust code, and `shutil.Error` have the error number only in their texts.
-    match = re.search(r"(?:\(os error |\[Errno )(\d+)", str(error))
-    return int(match[1]) if match else None
+    error_match = re.search(r"(?:\(os error |\[Errno )(\d+)", str(error))
+    return int(error_match[1]) if error_match else None

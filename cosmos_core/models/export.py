@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.models.disk import write_export
 from cosmos_core.models.generation_config import default_generation_config, save_generation_config
-from cosmos_core.models.lora import FOLDER, is_adapted, merge_adapter, merged_state_dict, save_adapter
-from cosmos_core.models.quantized_base import without_quantization
+from cosmos_core.models.lora import ADAPTER_FOLDER, has_lora_adapter, merge_adapter, merged_state_dict, save_adapter
+from cosmos_core.models.quantized_base import disable_requantization
 
 
 def export_model(
@@ -34,14 +34,14 @@ def export_model(
     files by path in the folder. Raise StageFailed if the disk is full or broken.
     """
     with write_export(target, extra_files) as staging_folder:
-        with merge_adapter(model), default_generation_config(model), without_quantization(model):
+        with merge_adapter(model), default_generation_config(model), disable_requantization(model):
             model.save_pretrained(staging_folder, state_dict=_cast_weights(model, dtype), max_shard_size=max_shard_size)
         _export_config(model, dtype).save_pretrained(staging_folder)
         save_generation_config(model, staging_folder)
         tokenizer.init_kwargs.pop("auto_map", None)
         tokenizer.save_pretrained(staging_folder)
-        if is_adapted(model):
-            save_adapter(model, staging_folder / FOLDER)
+        if has_lora_adapter(model):
+            save_adapter(model, staging_folder / ADAPTER_FOLDER)
 
 
 def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

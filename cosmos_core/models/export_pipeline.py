@@ -18,8 +18,8 @@ from torch import Tensor
 
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.disk import write_export
-from cosmos_core.models.lora import FOLDER, has_changed_base, is_adapted, merge_adapter, merged_state_dict
-from cosmos_core.models.pipeline_folder import INDEX, PipelineFolder
+from cosmos_core.models.lora import ADAPTER_FOLDER, has_changed_base, has_lora_adapter, merge_adapter, merged_state_dict
+from cosmos_core.models.pipeline_folder import MODEL_INDEX, PipelineFolder
 from cosmos_core.run.files import copy_file
 
 ADAPTER_FILE = "model.safetensors"
@@ -52,13 +52,13 @@ def export_pipeline(
                 export_state(model, dtype), denoiser_folder, filename_pattern=_WEIGHTS_FILE_PATTERN,
                 metadata={"format": "pt"},
             )  # fmt: skip
-        if is_adapted(model):
-            _save_adapter(family, model, staging_folder / FOLDER)
+        if has_lora_adapter(model):
+            _save_adapter(family, model, staging_folder / ADAPTER_FOLDER)
 
 
 def untrained_files(folder: PipelineFolder, denoiser_name: str) -> Iterator[Path]:
     """Yield the files of a pipeline, relative to its folder, that do not belong to the trained component."""
-    yield Path(INDEX)
+    yield Path(MODEL_INDEX)
     for name in folder.components:
         if name != denoiser_name:
             files = sorted(file for file in (folder.path / name).rglob("*") if file.is_file())

@@ -15,7 +15,7 @@ from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.model_files import MODEL_KEY
 from cosmos_core.models.pipeline_folder import PipelineFolder
-from cosmos_core.registry import import_user_code, suggestion
+from cosmos_core.registry import import_user_code, suggest_names
 
 
 def open_family(model: str, policy: PolicyConfig, device: torch.device | str = "cpu") -> DiffusionModel:
@@ -36,9 +36,10 @@ def find_family(folder: PipelineFolder, model_class: str | None = None) -> type[
         return cls
     modules = pipeline_modules()
     if folder.class_name not in modules:
+        similar_names = suggest_names(folder.class_name, list(modules))
         raise ModelError(
-            f"{MODEL_KEY} = {folder.model!r}: {folder.class_name} is of no family here"
-            f"{suggestion(folder.class_name, list(modules))}; write one of your own and name it in policy.model_class"
+            f"{MODEL_KEY} = {folder.model!r}: {folder.class_name} is of no family here{similar_names}; write one of "
+            f"your own and name it in policy.model_class"
         )
     return importlib.import_module(f"cosmos_core.models.{modules[folder.class_name]}").FAMILY
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cosmos_core.parallel.fsdp import blocks_of
+from cosmos_core.parallel.fsdp import transformer_blocks
 
 _FLOAT32_BYTES = 4
 
@@ -17,25 +17,25 @@ _FLOAT32_BYTES = 4
 class FirstLayers(NamedTuple):
     """First layers of a model to keep."""
 
-    path: str
+    layers_path: str
     """Name of the module list that has the layers of the model."""
     num_first_layers: int
     num_layers: int
 
 
-def num_fitting_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory: int) -> FirstLayers | None:
-    """Return the largest number of first layers, at least one, that fit into `memory` bytes as a float32 copy in
+def num_fitting_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory_bytes: int) -> FirstLayers | None:
+    """Return the largest number of first layers, at least one, that fit into `memory_bytes` bytes as a float32 copy in
     another process; None if all layers fit. If `dtype`, the dtype of the export (None: that of the weights), is not
     float32, this process needs a second copy."""
-    path = layers_path(model)
+    path = find_layers_path(model)
     if path is None:
         return None
     num_copies = 2 if any((dtype or parameter.dtype) is not torch.float32 for parameter in model.parameters()) else 1
     layers = list(model.get_submodule(path).children())
     layer_bytes = [_count_parameters(layer) * _FLOAT32_BYTES * num_copies for layer in layers]
-    needed_bytes, num_kept_layers = _count_parameters(model) * _FLOAT32_BYTES * num_copies - sum(layer_bytes), 0
-    while num_kept_layers < len(layer_bytes) and needed_bytes + layer_bytes[num_kept_layers] <= memory:
-        needed_bytes, num_kept_layers = needed_bytes + layer_bytes[num_kept_layers], num_kept_layers + 1
+    required_bytes, num_kept_layers = _count_parameters(model) * _FLOAT32_BYTES * num_copies - sum(layer_bytes), 0
+    while num_kept_layers < len(layer_bytes) and required_bytes + layer_bytes[num_kept_layers] <= memory_bytes:
+        required_bytes, num_kept_layers = required_bytes + layer_bytes[num_kept_layers], num_kept_layers + 1
     return None if num_kept_layers == len(layer_bytes) else FirstLayers(path, max(1, num_kept_layers), len(layer_bytes))
 
 
@@ -46,8 +46,8 @@ def keep_first_layers(model: PreTrainedModel, first_layers: FirstLayers | None) 
     if first_layers is None:
         yield
         return
-    parent_path, _, child_name = first_layers.path.rpartition(".")
-    parent_module, layers = model.get_submodule(parent_path), model.get_submodule(first_layers.path)
+    parent_path, _, child_name = first_layers.layers_path.rpartition(".")
+    parent_module, layers = model.get_submodule(parent_path), model.get_submodule(first_layers.layers_path)
     parent_module._modules[child_name] = nn.ModuleList(list(layers.children())[: first_layers.num_first_layers])
     try:
         yield
@@ -55,29 +55,29 @@ def keep_first_layers(model: PreTrainedModel, first_layers: FirstLayers | None) 
         parent_module._modules[child_name] = layers
 
 
-def truncate_config(config: PretrainedConfig, first: FirstLayers | None) -> PretrainedConfig:
-    """Change a model config to that of the first layers, and return the config; `first` None: change nothing."""
-    if first is not None:
+def truncate_config(config: PretrainedConfig, first_layers: FirstLayers | None) -> PretrainedConfig:
+    """Change a model config to that of the first layers, and return the config; `first_layers` None: change nothing."""
+    if first_layers is not None:
         text_config = config.get_text_config()
-        text_config.num_hidden_layers = first.num_first_layers
+        text_config.num_hidden_layers = first_layers.num_first_layers
         for name, value in list(vars(text_config).items()):
-            if isinstance(value, list) and len(value) == first.num_layers:  # a config list with one value per layer
-                setattr(text_config, name, value[: first.num_first_layers])
+            if isinstance(value, list) and len(value) == first_layers.num_layers:  # a list with one value per layer
+                setattr(text_config, name, value[: first_layers.num_first_layers])
     return config
 
 
-def is_removed(key: str, first_layers: FirstLayers | None) -> bool:
-    """Return True if the tensor named `key` belongs to a layer that is not kept according to `first_layers`."""
+def is_in_cut_layer(name: str, first_layers: FirstLayers | None) -> bool:
+    """Return True if the tensor named `name` belongs to a layer that is not kept according to `first_layers`."""
     if first_layers is None:
         return False
-    layer_indices = re.findall(rf"(?:^|\.){re.escape(first_layers.path.rpartition('.')[2])}\.(\d+)\.", key)
+    layer_indices = re.findall(rf"(?:^|\.){re.escape(first_layers.layers_path.rpartition('.')[2])}\.(\d+)\.", name)
     return any(first_layers.num_first_layers <= int(index) < first_layers.num_layers for index in layer_indices)
 
 
-def layers_path(model: PreTrainedModel) -> str | None:
+def find_layers_path(model: PreTrainedModel) -> str | None:
     """Return the name of the module list that has the layers of the language model; None: the model has none."""
     config = model.config.get_text_config()
-    num_layers, blocks = getattr(config, "num_hidden_layers", 0), set(blocks_of(model))
+    num_layers, blocks = getattr(config, "num_hidden_layers", 0), set(transformer_blocks(model))
     embedding = model.get_input_embeddings()
     for name, module in model.named_modules():
         has_embedding = any(child is embedding for child in module.children())

@@ -34,16 +34,16 @@ class TrainFlops:
         for parameter in model.parameters():
             if parameter.ndim < 2 or parameter is lookup_weight:
                 continue
-            active_fraction = active_expert_fraction if parameter.ndim == 3 else 1.0
-            self.flops_per_token += active_fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
+            fraction = active_expert_fraction if parameter.ndim == 3 else 1.0
+            self.flops_per_token += fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
         num_heads = getattr(text_config, "num_attention_heads", 0)
         hidden_size = getattr(text_config, "hidden_size", 0)
         head_size = getattr(text_config, "head_dim", None) or hidden_size // max(1, num_heads)
         self._flops_per_token_pair = 6.0 * getattr(text_config, "num_hidden_layers", 0) * num_heads * head_size
 
-    def total(self, costs: Sequence[int]) -> float:
-        """Return the FLOPs of the forward and backward pass of samples; `costs` are their numbers of tokens."""
-        return sum(self.flops_per_token * cost + self._flops_per_token_pair * cost * cost for cost in costs)
+    def total_flops(self, token_counts: Sequence[int]) -> float:
+        """Return the FLOPs of the forward and backward pass of samples; `token_counts` are their numbers of tokens."""
+        return sum(self.flops_per_token * count + self._flops_per_token_pair * count * count for count in token_counts)
 
 
 def _find_lookup_weight(model: nn.Module) -> nn.Parameter | None:

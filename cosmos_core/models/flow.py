@@ -22,23 +22,23 @@ _NUM_TRAIN_NOISE_LEVELS = 1000
 """Number of noise levels with which diffusers' schedulers describe training."""
 
 
-def noisy_latents(x0: Tensor, noise: Tensor, sigma_B: Tensor) -> Tensor:
+def add_noise(x0: Tensor, noise: Tensor, sigma_B: Tensor) -> Tensor:
     """Return the noisy latents (1 - sigma) x0 + sigma noise, with the noise level sigma of each sample."""
     sigma = broadcast_per_sample(sigma_B, x0)
     return (1 - sigma) * x0 + sigma * noise
 
 
-def velocity(x0: Tensor, noise: Tensor) -> Tensor:
+def compute_velocity(x0: Tensor, noise: Tensor) -> Tensor:
     """Return the velocity that a network is trained to predict, `noise` - `x0`, the same at every noise level."""
     return noise - x0
 
 
-def clean_estimate(x: Tensor, v: Tensor, sigma_B: Tensor) -> Tensor:
+def estimate_clean_latents(x: Tensor, v: Tensor, sigma_B: Tensor) -> Tensor:
     """Return the estimate of the clean latents x0 from noisy latents `x` and a predicted velocity `v`."""
     return x - broadcast_per_sample(sigma_B, x) * v
 
 
-def noise_estimate(x: Tensor, v: Tensor, sigma_B: Tensor) -> Tensor:
+def estimate_noise(x: Tensor, v: Tensor, sigma_B: Tensor) -> Tensor:
     """Return the estimate of the noise from noisy latents `x` and a predicted velocity `v`."""
     return x + (1 - broadcast_per_sample(sigma_B, x)) * v
 
@@ -61,20 +61,20 @@ def mean_per_sample(values: Tensor, mask: Tensor | None = None) -> Tensor:
     mask is None or a scalar, the mean is over all elements of the sample."""
     if mask is None or not mask.ndim:
         return values.flatten(1).mean(1)
-    weights = mask.to(values).expand_as(values).flatten(1)
-    return (values.flatten(1) * weights).sum(1) / weights.sum(1)
+    mask_weights = mask.to(values).expand_as(values).flatten(1)
+    return (values.flatten(1) * mask_weights).sum(1) / mask_weights.sum(1)
 
 
-def shift_levels(sigma: Tensor, shift: float) -> Tensor:
+def shift_levels(levels: Tensor, shift: float) -> Tensor:
     """Return noise levels that are moved towards pure noise if `shift` exceeds 1. Larger images need a larger shift.
 
     Source: arXiv 2403.03206, section 5.3.2.
     """
-    return shift * sigma / (1 + (shift - 1) * sigma)
+    return shift * levels / (1 + (shift - 1) * levels)
 
 
-def draw_noise_levels(
-    count: int,
+def sample_noise_levels(
+    num_levels: int,
     scheme: str,
     generator: torch.Generator | None = None,
     *,
@@ -82,30 +82,30 @@ def draw_noise_levels(
     logit_std: float = 1.0,
     shift: float = 1.0,
 ) -> Tensor:
-    """Sample `count` noise levels from the density that `scheme` names, and shift them by `shift`; the result is
+    """Sample `num_levels` noise levels from the density that `scheme` names, and shift them by `shift`; the result is
     float64.
 
     `logit_normal` is sigmoid(logit_mean + logit_std z) with z from N(0, 1); `mode` prefers medium levels; all other
     schemes are uniform (arXiv 2403.03206, section 3.1).
     """
     if scheme == "logit_normal":
-        normal_samples_N = torch.randn(count, generator=generator, dtype=torch.float64)
-        unshifted_levels_N = torch.sigmoid(logit_mean + logit_std * normal_samples_N)
+        normal_samples_N = torch.randn(num_levels, generator=generator, dtype=torch.float64)
+        levels_N = torch.sigmoid(logit_mean + logit_std * normal_samples_N)
     else:
-        unshifted_levels_N = torch.rand(count, generator=generator, dtype=torch.float64)
+        levels_N = torch.rand(num_levels, generator=generator, dtype=torch.float64)
         if scheme == "mode":
-            deviation_N = torch.cos(math.pi * unshifted_levels_N / 2) ** 2 - 1 + unshifted_levels_N
-            unshifted_levels_N = 1 - unshifted_levels_N - _MODE_SCHEME_SCALE * deviation_N
-    return shift_levels(unshifted_levels_N, shift)
+            mode_shift_N = torch.cos(math.pi * levels_N / 2) ** 2 - 1 + levels_N
+            levels_N = 1 - levels_N - _MODE_SCHEME_SCALE * mode_shift_N
+    return shift_levels(levels_N, shift)
 
 
 def loss_weights(sigma_B: Tensor, scheme: str) -> Tensor:
     """Return the loss weight of each sample at its noise level, by the name of a weighting scheme.
 
     The weight is sigma^-2 for `sigma_sqrt`, 2 / (pi (1 - 2 sigma + 2 sigma^2)) for `cosmap`, and 1 for all other
-    schemes, which weight noise levels by the density from which `draw_noise_levels` samples.
+    schemes, which weight noise levels by the density from which `sample_noise_levels` samples.
     """
-    if scheme == "sigma_sqrt":  # lower levels, which the tables of diffusers lack, would have unlimited weights
+    if scheme == "sigma_sqrt":  # diffusers has no levels below 1 / 1000, whose weights would be unbounded
         return sigma_B.clamp(min=1 / _NUM_TRAIN_NOISE_LEVELS) ** -2
     if scheme == "cosmap":
         return 2 / (math.pi * (1 - 2 * sigma_B + 2 * sigma_B**2))
@@ -120,21 +120,21 @@ def flow_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
 def euler_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the noise levels of diffusers' FlowMatchEulerDiscreteScheduler, which the papers on RL with flows used.
     This scheduler shifts its smallest level twice, so its last step is very small."""
-    smallest_level = shift_levels(torch.tensor(1 / _NUM_TRAIN_NOISE_LEVELS, dtype=torch.float64), shift).item()
-    return _append_zero(shift_levels(torch.linspace(1, smallest_level, num_steps, dtype=torch.float64), shift))
+    min_level = shift_levels(torch.tensor(1 / _NUM_TRAIN_NOISE_LEVELS, dtype=torch.float64), shift).item()
+    return _append_zero(shift_levels(torch.linspace(1, min_level, num_steps, dtype=torch.float64), shift))
 
 
 def dpm_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the noise levels of diffusers' DPMSolverMultistepScheduler for flows: from 0.999 to 0, shifted."""
-    largest_level = 1 - 1 / _NUM_TRAIN_NOISE_LEVELS
-    return _append_zero(shift_levels(torch.linspace(largest_level, 0, num_steps + 1, dtype=torch.float64)[:-1], shift))
+    max_level = 1 - 1 / _NUM_TRAIN_NOISE_LEVELS
+    return _append_zero(shift_levels(torch.linspace(max_level, 0, num_steps + 1, dtype=torch.float64)[:-1], shift))
 
 
 def unipc_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the noise levels of diffusers' UniPCMultistepScheduler for flows: from 1 down to above 0.001, shifted,
     followed by 0. The scheduler itself starts at 1 - 1e-6, because its steps take a logarithm."""
-    smallest_level = 1 / _NUM_TRAIN_NOISE_LEVELS
-    return _append_zero(shift_levels(torch.linspace(1, smallest_level, num_steps + 1, dtype=torch.float64)[:-1], shift))
+    min_level = 1 / _NUM_TRAIN_NOISE_LEVELS
+    return _append_zero(shift_levels(torch.linspace(1, min_level, num_steps + 1, dtype=torch.float64)[:-1], shift))
 
 
 def karras_schedule(num_steps: int, shift: float = 1.0, *, max_sigma: float = 200.0, min_sigma: float = 0.01) -> Tensor:
@@ -144,8 +144,8 @@ def karras_schedule(num_steps: int, shift: float = 1.0, *, max_sigma: float = 20
     converted to noise levels s / (1 + s) of a flow; `shift` is ignored. The default range is that of Cosmos-Predict2.5.
     """
     rho = 7.0
-    interpolation_N = torch.linspace(0, 1, num_steps, dtype=torch.float64)
-    edm_sigma_N = (max_sigma ** (1 / rho) + interpolation_N * (min_sigma ** (1 / rho) - max_sigma ** (1 / rho))) ** rho
+    fraction_N = torch.linspace(0, 1, num_steps, dtype=torch.float64)
+    edm_sigma_N = (max_sigma ** (1 / rho) + fraction_N * (min_sigma ** (1 / rho) - max_sigma ** (1 / rho))) ** rho
     return _append_zero(edm_sigma_N / (1 + edm_sigma_N))
 
 

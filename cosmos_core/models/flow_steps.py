@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cosmos_core.models.flow import broadcast_per_sample, clean_estimate, mean_per_sample, noise_estimate
+from cosmos_core.models.flow import broadcast_per_sample, estimate_clean_latents, estimate_noise, mean_per_sample
 
 _PURE_NOISE_LEVEL = 0.999
 """Noise level above which latents count as pure noise."""
@@ -28,7 +28,7 @@ class NoiseLevels:
     """Noise levels at the start and at the end of a sampler step, with one value per sample or one for all samples."""
 
     sigma: Tensor
-    next: Tensor
+    next_sigma: Tensor
     second_sigma: Tensor
     """Second noise level of the schedule; it replaces sigma = 1, at which 1 / (1 - sigma) is infinite."""
 
@@ -40,22 +40,23 @@ class Transition(NamedTuple):
     std: Tensor
     """Standard deviation of the elements of the latents, one value per sample or one for all samples; 0: the step is
     deterministic."""
-    rate: Tensor
+    noise_rate: Tensor
     """Noise rate of the stochastic differential equation, std / sqrt(sigma - next sigma); the KL is divided by it."""
     has_density: bool = True
     """Whether `log_prob` is the log-density of the Gaussian; False: minus the mean squared distance (FlowCPS)."""
 
 
-Kernel = Callable[[Tensor, Tensor, NoiseLevels, float], Transition]
+StochasticStep = Callable[[Tensor, Tensor, NoiseLevels, float], Transition]
+"""Function from latents, velocity, noise levels and noise strength eta to the distribution after a step."""
 
 
-def flow_sde(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
+def flow_grpo_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
     """Return the stochastic step of FlowGRPO (arXiv 2505.05470), with the noise rate eta sqrt(sigma / (1 - sigma)).
 
     The drift preserves the distribution of latents at each noise level. The noise rate is unbounded as sigma approaches
     1, so for sigma above 0.999 the second noise level replaces sigma in 1 - sigma.
     """
-    sigma, sigma_change = levels.sigma, levels.next - levels.sigma
+    sigma, sigma_change = levels.sigma, levels.next_sigma - levels.sigma
     noise_rate = eta * torch.sqrt(sigma / (1 - torch.where(sigma > _PURE_NOISE_LEVEL, levels.second_sigma, sigma)))
     drift_factor = noise_rate**2 / (2 * sigma)
     velocity_factor = (1 + drift_factor * (1 - sigma)) * sigma_change
@@ -65,8 +66,9 @@ def flow_sde(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transitio
 
 def dance_grpo_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
     """Return the stochastic step of DanceGRPO (arXiv 2505.07818): constant noise rate eta, drift by the score."""
-    sigma, sigma_change = levels.sigma, levels.next - levels.sigma
-    score = (broadcast_per_sample(1 - sigma, x) * clean_estimate(x, v, sigma) - x) / broadcast_per_sample(sigma**2, x)
+    sigma, sigma_change = levels.sigma, levels.next_sigma - levels.sigma
+    clean_latents = estimate_clean_latents(x, v, sigma)
+    score = (broadcast_per_sample(1 - sigma, x) * clean_latents - x) / broadcast_per_sample(sigma**2, x)
     mean = x + v * broadcast_per_sample(sigma_change, x) - score * broadcast_per_sample(0.5 * eta**2 * sigma_change, x)
     noise_rate = torch.full_like(sigma, eta)
     return Transition(mean, noise_rate * torch.sqrt(-sigma_change), noise_rate)
@@ -75,46 +77,49 @@ def dance_grpo_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Tr
 def flow_cps_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
     """Return the stochastic step of FlowCPS (arXiv 2509.05952), in which the fraction sin(eta pi / 2) of the noise is
     new. The total noise after the step is exactly that of the next noise level."""
-    new_noise = levels.next * math.sin(eta * math.pi / 2)
-    kept_noise = torch.sqrt((levels.next**2 - new_noise**2).clamp(min=0))
-    clean_latents, noise = clean_estimate(x, v, levels.sigma), noise_estimate(x, v, levels.sigma)
-    mean = broadcast_per_sample(1 - levels.next, x) * clean_latents + broadcast_per_sample(kept_noise, x) * noise
-    return Transition(mean, new_noise, new_noise, has_density=False)
+    new_noise_std = levels.next_sigma * math.sin(eta * math.pi / 2)
+    kept_noise_std = torch.sqrt((levels.next_sigma**2 - new_noise_std**2).clamp(min=0))
+    clean_latents, noise = estimate_clean_latents(x, v, levels.sigma), estimate_noise(x, v, levels.sigma)
+    clean_scale = broadcast_per_sample(1 - levels.next_sigma, x)
+    mean = clean_scale * clean_latents + broadcast_per_sample(kept_noise_std, x) * noise
+    return Transition(mean, new_noise_std, new_noise_std, has_density=False)
 
 
 def ddim_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
     """Return the step of DDIM (arXiv 2010.02502) for a flow: eta = 0 is the Euler step, eta = 1 the posterior of the
     forward process."""
-    sigma, next_sigma = levels.sigma, levels.next
-    kept_noise_factor = (1 - sigma) / (1 - next_sigma)
-    variance = (sigma**2 - (kept_noise_factor * next_sigma) ** 2).clamp(min=0)
+    sigma, next_sigma = levels.sigma, levels.next_sigma
+    clean_ratio = (1 - sigma) / (1 - next_sigma)
+    variance = (sigma**2 - (clean_ratio * next_sigma) ** 2).clamp(min=0)
     std = torch.minimum(eta * next_sigma / sigma * torch.sqrt(variance), next_sigma)
-    kept_noise = torch.sqrt(next_sigma**2 - std**2)
-    clean_latents, noise = clean_estimate(x, v, sigma), noise_estimate(x, v, sigma)
-    mean = broadcast_per_sample(1 - next_sigma, x) * clean_latents + broadcast_per_sample(kept_noise, x) * noise
+    kept_noise_std = torch.sqrt(next_sigma**2 - std**2)
+    clean_latents, noise = estimate_clean_latents(x, v, sigma), estimate_noise(x, v, sigma)
+    mean = broadcast_per_sample(1 - next_sigma, x) * clean_latents + broadcast_per_sample(kept_noise_std, x) * noise
     return Transition(mean, std, std / torch.sqrt(sigma - next_sigma))
 
 
-KERNELS: dict[str, Kernel] = {"flow": flow_sde, "dance": dance_grpo_step, "cps": flow_cps_step, "ddim": ddim_step}
+STOCHASTIC_STEPS: dict[str, StochasticStep] = {
+    "flow": flow_grpo_step, "dance": dance_grpo_step, "cps": flow_cps_step, "ddim": ddim_step
+}  # fmt: skip
 """Functions for stochastic steps, by the name in `policy.diffusers.sample.solver`."""
 
 
-def compute_transition(kernel: str, x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
+def compute_transition(step_name: str, x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
     """Return the distribution of the latents after a stochastic step from the latents `x` with the predicted velocity
-    `v`; `kernel` is a key of `KERNELS`, `eta` the strength of the noise."""
+    `v`; `step_name` is a key of `STOCHASTIC_STEPS`, `eta` the strength of the noise."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return KERNELS[kernel](x.to(dtype), v.to(dtype), levels, eta)
+    return STOCHASTIC_STEPS[step_name](x.to(dtype), v.to(dtype), levels, eta)
 
 
-def log_prob(distribution: Transition, next_latents: Tensor, mask: Tensor | None = None) -> Tensor:
+def log_prob(transition: Transition, next_latents: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return for each sample the log-probability of the latents `next_latents` after a step, as the *mean* over the
     elements with mask 1 (None: all elements); conditioning frames have mask 0. Because the value is a mean, clip ranges
     are as small as 1e-4."""
-    mean, next_latents = distribution.mean, next_latents.to(distribution.mean.dtype)
+    mean, next_latents = transition.mean, next_latents.to(transition.mean.dtype)
     squared_error_B = mean_per_sample((next_latents - mean) ** 2, mask)
-    if not distribution.has_density:
+    if not transition.has_density:
         return -squared_error_B
-    std = distribution.std.to(squared_error_B)
+    std = transition.std.to(squared_error_B)
     return -squared_error_B / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
 
 
@@ -133,16 +138,16 @@ class DpmSolver2M:
 
     def __init__(self, sigmas_N: Tensor) -> None:
         self._sigmas_N = sigmas_N
-        self._clean_estimate: Tensor | None = None
+        self._previous_clean: Tensor | None = None
 
-    def step(self, x: Tensor, v: Tensor, i: int) -> Tensor:
-        """Return the latents after step `i` of the schedule. Call this method for the steps in order."""
-        sigma, next_sigma = self._sigmas_N[i], self._sigmas_N[i + 1]
-        clean_latents, previous_clean = clean_estimate(x, v, sigma), self._clean_estimate
-        self._clean_estimate = clean_latents
-        if previous_clean is None or next_sigma == 0 or self._sigmas_N[i - 1] >= 1:
+    def step(self, x: Tensor, v: Tensor, step_index: int) -> Tensor:
+        """Return the latents after step `step_index` of the schedule. Call this method for the steps in order."""
+        sigma, next_sigma = self._sigmas_N[step_index], self._sigmas_N[step_index + 1]
+        clean_latents, previous_clean = estimate_clean_latents(x, v, sigma), self._previous_clean
+        self._previous_clean = clean_latents
+        if previous_clean is None or next_sigma == 0 or self._sigmas_N[step_index - 1] >= 1:
             return euler_step(x, v, sigma, next_sigma)
-        log_snr = [torch.log((1 - level) / level).item() for level in (self._sigmas_N[i - 1], sigma, next_sigma)]
+        log_snr = [torch.log((1 - s) / s).item() for s in (self._sigmas_N[step_index - 1], sigma, next_sigma)]
         log_snr_step, previous_log_snr_step = log_snr[2] - log_snr[1], log_snr[1] - log_snr[0]
         clean_slope = (clean_latents - previous_clean) / (previous_log_snr_step / log_snr_step)
         clean_scale = (1 - next_sigma).item() * math.expm1(-log_snr_step)
@@ -150,4 +155,4 @@ class DpmSolver2M:
 
     def restart(self) -> None:
         """Discard the stored clean estimate, for example after a stochastic step; the next step is of order 1."""
-        self._clean_estimate = None
+        self._previous_clean = None

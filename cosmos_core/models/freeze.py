@@ -11,27 +11,27 @@ from transformers import PreTrainedModel
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.lora import add_adapter
-from cosmos_core.models.quantized_base import TRAINABLE_FORMATS, quantization_method
-from cosmos_core.registry import suggestion
+from cosmos_core.models.quantized_base import DEQUANTIZED_FORMATS, quantization_method
+from cosmos_core.registry import suggest_names
 
 
-def mark_trained_weights(model: nn.Module, policy: PolicyConfig, targets: Sequence[str] = ()) -> None:
+def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets: Sequence[str] = ()) -> None:
     """Mark which weights of a model are trained, according to the settings in `policy`.
 
     The settings are `lora`, which adds an adapter, or `freeze_pattern`, `trainable_pattern` and `trainable_map`. If
-    none is set, all weights are trained. A tied weight matches under each of its names. `targets` are the modules to
-    adapt if the recipe names none; empty: the default modules of PEFT.
+    none is set, all weights are trained. A tied weight matches under each of its names. `default_targets` are the
+    modules to adapt if the recipe names none; empty: the default modules of PEFT.
 
     Raises:
         ConfigError: a name or pattern matches no weight, no weight remains to train, `lora` is combined with another
             of these settings, or the weights are quantized in a format that is not dequantized.
     """
     keys = [key for key in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, key)]
-    method = quantization_method(model.config) if isinstance(model, PreTrainedModel) and not keys else None
-    if method and method not in TRAINABLE_FORMATS:
+    quantization = quantization_method(model.config) if isinstance(model, PreTrainedModel) and not keys else None
+    if quantization and quantization not in DEQUANTIZED_FORMATS:
         raise ConfigError(
-            f"policy.model_name_or_path: the model's weights are quantized ({method}): they are not trained, and no "
-            f"adapter can be merged into them, as engines and the export need; take the model without quantization"
+            f"policy.model_name_or_path: the model's weights are quantized ({quantization}): they are not trained, and "
+            f"no adapter can be merged into them, as engines and the export need; take the model without quantization"
         )
     if not keys and policy.lora is None:
         return
@@ -42,52 +42,52 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, targets: Sequen
     if policy.lora is not None:
         if keys:
             raise ConfigError(f"policy.{keys[0]} excludes policy.lora, which trains adapters and modules_to_save alone")
-        with _placeholders(model):
-            add_adapter(model, policy.lora, targets)
+        with _replace_meta_parameters(model):
+            add_adapter(model, policy.lora, default_targets)
         return
     for key, patterns in (("freeze_pattern", policy.freeze_pattern), ("trainable_pattern", policy.trainable_pattern)):
         if patterns:
             model.requires_grad_(key == "freeze_pattern")
         for pattern in patterns or ():
             _set_requires_grad(model, f"policy.{key}", pattern, pattern, key == "trainable_pattern")
-    for name, is_trained in sorted((policy.trainable_map or {}).items(), key=lambda entry: len(entry[0])):
+    for name, is_trained in sorted((policy.trainable_map or {}).items(), key=lambda item: len(item[0])):
         # The longest name comes last, so that the setting of an inner module takes precedence.
         _set_requires_grad(model, "policy.trainable_map", name, rf"^{re.escape(name)}(\.|\Z)", is_trained)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"policy.{keys[-1]} leaves no weight to train; name fewer in it")
 
 
-def _set_requires_grad(model: nn.Module, key: str, name_or_pattern: str, expression: str, is_trained: bool) -> None:
-    named_weights = dict(model.named_parameters(remove_duplicate=False))  # lists a tied weight under each of its names
-    parameters = [parameter for name, parameter in named_weights.items() if re.search(expression, name)]
+def _set_requires_grad(model: nn.Module, key: str, name_or_pattern: str, regex: str, is_trained: bool) -> None:
+    named_weights = dict(model.named_parameters(remove_duplicate=False))  # includes all names of a tied weight
+    parameters = [parameter for name, parameter in named_weights.items() if re.search(regex, name)]
     if not parameters:
-        known_names = sorted({re.split(r"\.\d+\.", name)[0] for name in named_weights})  # up to the layer number
-        raise ConfigError(f"{key}: {name_or_pattern!r} matches no weight{suggestion(name_or_pattern, known_names)}")
+        prefixes = sorted({re.split(r"\.\d+\.", name)[0] for name in named_weights})  # cut before the layer number
+        raise ConfigError(f"{key}: {name_or_pattern!r} matches no weight{suggest_names(name_or_pattern, prefixes)}")
     for parameter in parameters:
         parameter.requires_grad_(is_trained)
 
 
 @contextmanager
-def _placeholders(model: nn.Module) -> Iterator[None]:
+def _replace_meta_parameters(model: nn.Module) -> Iterator[None]:
     """Replace the meta parameters of a model, which `load_sharded` reads later, by placeholders on a real device during
-    the block, so that adapters that are created get data. Each placeholder is an expanded scalar, which needs no
+    the block, so that new adapters are created on that device. A placeholder is an expanded scalar, which needs no
     memory. If the default device is meta, as in an estimate of memory, do nothing."""
-    replacements: dict[nn.Parameter, nn.Parameter] = {}
+    placeholders: dict[nn.Parameter, nn.Parameter] = {}
     if torch.get_default_device().type != "meta":
         device = next((buffer.device for buffer in model.buffers() if not buffer.is_meta), torch.device("cpu"))
-        for parameter in filter(lambda each: each.is_meta, model.parameters()):
-            scalar = torch.zeros((), dtype=parameter.dtype, device=device)
-            replacements[parameter] = nn.Parameter(scalar.expand(parameter.shape), parameter.requires_grad)
-    _replace_parameters(model, replacements)
+        for parameter in filter(lambda parameter: parameter.is_meta, model.parameters()):
+            zero = torch.zeros((), dtype=parameter.dtype, device=device)
+            placeholders[parameter] = nn.Parameter(zero.expand(parameter.shape), parameter.requires_grad)
+    _swap_parameters(model, placeholders)
     try:
         yield
     finally:
-        for parameter, replacement in replacements.items():
-            parameter.requires_grad_(replacement.requires_grad)
-        _replace_parameters(model, {replacement: parameter for parameter, replacement in replacements.items()})
+        for parameter, placeholder in placeholders.items():
+            parameter.requires_grad_(placeholder.requires_grad)
+        _swap_parameters(model, {placeholder: parameter for parameter, placeholder in placeholders.items()})
 
 
-def _replace_parameters(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
+def _swap_parameters(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -11,10 +11,10 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from cosmos_core.models.model_files import locate_model, read_object, translate_load_errors
+from cosmos_core.models.model_files import locate_model, read_json, translate_load_errors
 
-FILE = "generation_config.json"
-_PRIMARY_SETTINGS = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate", "eos_token_id")
+GENERATION_CONFIG = "generation_config.json"
+_SETTINGS_TRIED_FIRST = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate", "eos_token_id")
 """Generation settings that determine whether other settings are valid, and are therefore tried first."""
 
 logger = logging.getLogger(__name__)
@@ -24,11 +24,12 @@ def load_generation_config(model: str, revision: str | None = None) -> Generatio
     """Load the generation config of a model, such as its end tokens; return None if the model has no such file, and
     raise ModelError if the file is not a JSON object. Settings that transformers refuses are left out with a
     warning."""
-    if (content := _read_generation_config(model, revision)) is None:
+    if (settings := _read_generation_config(model, revision)) is None:
         return None
-    config, refused_names = _split_refused_settings(content)
+    config, refused_names = _split_refused_settings(settings)
     if refused_names:
-        logger.warning("%s of %s: transformers refuses to load %s, left out", FILE, model, ", ".join(refused_names))
+        names = ", ".join(refused_names)
+        logger.warning("%s of %s: transformers refuses to load %s, left out", GENERATION_CONFIG, model, names)
     return config
 
 
@@ -40,7 +41,7 @@ def find_refused_settings(model: str, revision: str | None = None) -> list[str]:
 
 def save_generation_config(model: PreTrainedModel, folder: Path) -> None:
     """Write the generation config of a model without transformers' validation, which refuses some values."""
-    model.generation_config.to_json_file(folder / FILE, keys_to_pop=["compile_config"])
+    model.generation_config.to_json_file(folder / GENERATION_CONFIG, keys_to_pop=["compile_config"])
 
 
 @contextmanager
@@ -56,26 +57,26 @@ def default_generation_config(model: PreTrainedModel) -> Iterator[None]:
 def _read_generation_config(model: str, revision: str | None) -> dict[str, Any] | None:
     model_source, load_options = locate_model(model, revision)
     load_options |= {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    with translate_load_errors(FILE, model):
-        file = cached_file(str(model_source), FILE, **load_options)
-    return None if file is None else read_object(Path(file), model)
+    with translate_load_errors(GENERATION_CONFIG, model):
+        file = cached_file(str(model_source), GENERATION_CONFIG, **load_options)
+    return None if file is None else read_json(Path(file), model)
 
 
-def _split_refused_settings(content: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
+def _split_refused_settings(settings: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
     """Return a generation config with the settings that transformers accepts, and the names of the refused settings."""
-    if full_config := _try_build_config(content):
-        return full_config, []
+    if complete_config := _try_build_config(settings):
+        return complete_config, []
     accepted_settings: dict[str, Any] = {}
-    for key in sorted(content, key=lambda key: (key not in _PRIMARY_SETTINGS, key)):
-        if _try_build_config({**accepted_settings, key: content[key]}):
-            accepted_settings[key] = content[key]
-    return GenerationConfig.from_dict(dict(accepted_settings)), sorted(content.keys() - accepted_settings.keys())
+    for key in sorted(settings, key=lambda key: (key not in _SETTINGS_TRIED_FIRST, key)):
+        if _try_build_config({**accepted_settings, key: settings[key]}):
+            accepted_settings[key] = settings[key]
+    return GenerationConfig.from_dict(dict(accepted_settings)), sorted(settings.keys() - accepted_settings.keys())
 
 
-def _try_build_config(content: Mapping[str, Any]) -> GenerationConfig | None:
-    """Return a generation config with the settings `content`; None if transformers cannot load or write them."""
+def _try_build_config(settings: Mapping[str, Any]) -> GenerationConfig | None:
+    """Return a generation config with the settings `settings`; None if transformers cannot load or write them."""
     try:
-        config = GenerationConfig.from_dict(dict(content))
+        config = GenerationConfig.from_dict(dict(settings))
         GenerationConfig.from_dict(config.to_dict())  # transformers repeats this conversion when it loads a model
         config.to_json_string()
         eos_token_ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id or 0]

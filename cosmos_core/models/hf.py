@@ -25,14 +25,14 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import meta_device_safe_creation_ops, no_init_weights
 from transformers.quantizers.auto import get_hf_quantizer
 
-from cosmos_core.data.prepared import check_ids, longest_row
+from cosmos_core.data.prepared import check_token_ids, longest_row_length
 from cosmos_core.errors import DataError, ModelError
-from cosmos_core.models.chat_templates import set_template
+from cosmos_core.models.chat_templates import set_chat_template
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.lora import merge_adapter, merged_state_dict
-from cosmos_core.models.model_files import check_weights, locate_model, model_error, read_object, translate_load_errors
-from cosmos_core.models.quantized_base import MXFP4, dequantize_options
-from cosmos_core.models.recompute import Recompute, recompute_activations
+from cosmos_core.models.model_files import check_weights, locate_model, model_error, read_json, translate_load_errors
+from cosmos_core.models.quantized_base import MXFP4, make_dequantize_options
+from cosmos_core.models.recompute import RecomputeMode, recompute_activations
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -47,7 +47,7 @@ def load_tokenizer(
         # Without this check, transformers creates an empty tokenizer from config.json alone.
         raise model_error(model, "the folder has no tokenizer; save one beside the weights (tokenizer.json)")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        read_object(Path(model_source, name), model)
+        read_json(Path(model_source, name), model)
     with translate_load_errors("tokenizer", model):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(model_source), trust_remote_code=False, **load_options
@@ -58,7 +58,7 @@ def load_tokenizer(
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
         problem = "the tokenizer has neither a pad_token nor an eos_token"
         raise model_error(model, f"{problem}; name one of its tokens in tokenizer_config.json")
-    set_template(tokenizer, chat_template)
+    set_chat_template(tokenizer, chat_template)
     return tokenizer
 
 
@@ -78,7 +78,7 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
             problem = "the folder has a model and an adapter (adapter_config.json)"
             raise model_error(model, f"{problem}; move the adapter to a folder for policy.lora.lora_path")
     for name in ("config.json", "generation_config.json"):
-        read_object(Path(model_source, name), model)
+        read_json(Path(model_source, name), model)
     with translate_load_errors("config.json", model):
         return AutoConfig.from_pretrained(str(model_source), trust_remote_code=False, **load_options)
 
@@ -89,7 +89,7 @@ def load_model(
     revision: str | None = None,
     dtype: torch.dtype,
     device: torch.device | None = None,
-    gradient_checkpointing: Recompute = False,
+    gradient_checkpointing: RecomputeMode = False,
 ) -> PreTrainedModel:
     """Load the model of a folder or Hub id in evaluation mode on `device` (None: CPU), and check its tensors.
 
@@ -105,17 +105,17 @@ def load_model(
     cls = _find_model_class(config)
     if generation_config := load_generation_config(model, revision):
         load_options["generation_config"] = generation_config
-    load_options |= (quantization := dequantize_options(config))
+    load_options |= (dequantization := make_dequantize_options(config))
     with translate_load_errors("weights", model):
         loaded_model, loading_info = cls.from_pretrained(
             str(model_source), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
             **load_options, **_select_attention(cls, config),
         )  # fmt: skip
-    if quantization and quantization["quantization_config"].quant_method == MXFP4:
-        loaded_model.__dict__.pop("_weight_conversions")  # with these, transformers leaves experts out of saved weights
+    if dequantization and dequantization["quantization_config"].quant_method == MXFP4:
+        loaded_model.__dict__.pop("_weight_conversions")  # otherwise transformers saves no experts
     check_loaded_tensors(loaded_model, loading_info, model)
     for name, tensor in loaded_model.state_dict().items():
-        if problem := nonfinite_message(name, tensor):
+        if problem := describe_nonfinite_values(name, tensor):
             raise model_error(model, problem)
     # Rollout engines load the revision that the config records, but transformers does not always record it.
     loaded_model.config._commit_hash = getattr(loaded_model.config, "_commit_hash", None) or revision
@@ -125,7 +125,7 @@ def load_model(
 
 
 def model_without_weights(
-    model: str, *, revision: str | None = None, dtype: torch.dtype, gradient_checkpointing: Recompute = False
+    model: str, *, revision: str | None = None, dtype: torch.dtype, gradient_checkpointing: RecomputeMode = False
 ) -> PreTrainedModel:
     """Build the model that `load_model` would return from its config.json, without weights, for the meta device or fake
     mode; raise ModelError if its config.json is wrong, or its architecture does not generate text."""
@@ -140,21 +140,21 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
     embedding of a whole batch (`longrope`, `dynamic`), so that results would depend on its longest row."""
     text_config = config.get_text_config()
     rope_parameters = getattr(text_config, "rope_parameters", None) or {}
-    for rope_settings in [rope_parameters] if "rope_type" in rope_parameters else rope_parameters.values():
-        if rope_settings.get("rope_type") not in ("longrope", "dynamic"):
+    for rope_config in [rope_parameters] if "rope_type" in rope_parameters else rope_parameters.values():
+        if rope_config.get("rope_type") not in ("longrope", "dynamic"):
             continue
-        max_stable_length = rope_settings.get("original_max_position_embeddings") or text_config.max_position_embeddings
-        if max_length > max_stable_length:
+        max_unscaled_length = rope_config.get("original_max_position_embeddings") or text_config.max_position_embeddings
+        if max_length > max_unscaled_length:
             raise ModelError(
-                f"policy.model_max_length = {max_length}: the model's {rope_settings['rope_type']!r} positions change "
-                f"for every row of a batch that has one of more than {max_stable_length} tokens, so a loss would "
-                f"depend on its neighbours; make it at most {max_stable_length}"
+                f"policy.model_max_length = {max_length}: the model's {rope_config['rope_type']!r} positions change "
+                f"for every row of a batch that has one of more than {max_unscaled_length} tokens, so a loss would "
+                f"depend on its neighbours; make it at most {max_unscaled_length}"
             )
 
 
-def check_rows(config: PretrainedConfig, folder: Path, build: Callable[[], PreTrainedModel]) -> str:
+def check_rows(config: PretrainedConfig, folder: Path, build_model: Callable[[], PreTrainedModel]) -> str:
     """Refuse prepared rows in `folder` that a model cannot process. Return a warning if rows exceed the model's
-    positions, otherwise an empty string. `build` returns the model; it is called only if weight shapes are needed.
+    positions, otherwise an empty string. `build_model` is called only if shapes of weights are needed.
 
     Raises:
         DataError: a token has no embedding.
@@ -162,18 +162,18 @@ def check_rows(config: PretrainedConfig, folder: Path, build: Callable[[], PreTr
     """
     text_config = config.get_text_config()
     try:
-        check_ids(folder, getattr(text_config, "vocab_size", 0))
+        check_token_ids(folder, getattr(text_config, "vocab_size", 0))
     except DataError:  # the embeddings of some models have more rows than `vocab_size`
-        embedding: Any = build().get_input_embeddings()
-        check_ids(folder, embedding.weight.shape[0])
-    max_positions, longest_length = getattr(text_config, "max_position_embeddings", None), longest_row(folder)
-    if not max_positions or longest_length <= max_positions:
+        embedding: Any = build_model().get_input_embeddings()
+        check_token_ids(folder, embedding.weight.shape[0])
+    max_positions, max_row_tokens = getattr(text_config, "max_position_embeddings", None), longest_row_length(folder)
+    if not max_positions or max_row_tokens <= max_positions:
         return ""
-    problem = f"rows of up to {longest_length:,} tokens are longer than the {max_positions:,} positions of the model"
-    model, remedy = build(), "lower policy.model_max_length"
+    problem = f"rows of up to {max_row_tokens:,} tokens are longer than the {max_positions:,} positions of the model"
+    model, remedy = build_model(), "lower policy.model_max_length"
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    sizes = {each.num_embeddings for each in embeddings if each is not model.get_input_embeddings()}
-    if not sizes.isdisjoint({max_positions, max_positions + 2}):
+    num_embeddings = {module.num_embeddings for module in embeddings if module is not model.get_input_embeddings()}
+    if not num_embeddings.isdisjoint({max_positions, max_positions + 2}):
         raise ModelError(f"{problem}; {remedy}")
     return f"{problem} (max_position_embeddings), so it learns positions that it never saw; {remedy}"
 
@@ -200,15 +200,15 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
     with translate_load_errors("architecture", model):  # importing the model class fails if a library is missing
         cls = _find_model_class(config)
     if config.architectures:
-        entry = f"config.json has architectures = {config.architectures!r}"
+        setting = f"config.json has architectures = {config.architectures!r}"
         if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-            problem = f"{entry}, which transformers has no model for"
+            problem = f"{setting}, which transformers has no model for"
             raise model_error(model, f"{problem}; name a causal language model there")
         if not cls.can_generate():
             raise model_error(model, f"{cls.__name__} does not generate text; give a causal language model")
         config_class: Any = cls.config_class
-        if config_class and not any(isinstance(each, config_class) for each in (config, config.get_text_config())):
-            raise model_error(model, f"{entry} and model_type = {config.model_type!r}, which do not belong together")
+        if config_class and not any(isinstance(c, config_class) for c in (config, config.get_text_config())):
+            raise model_error(model, f"{setting} and model_type = {config.model_type!r}, which do not belong together")
     for key, default_value in (("output_attentions", False), ("return_dict", True)):
         if (value := getattr(config, key, default_value)) != default_value:
             problem = f"config.json has {key} = {value}, which changes what a forward pass returns"
@@ -235,28 +235,28 @@ def _select_attention(cls: Any, config: PretrainedConfig) -> dict[str, str]:
     return {"attn_implementation": "sdpa"} if getattr(cls, "_supports_sdpa", True) else {}
 
 
-def check_loaded_tensors(loaded: PreTrainedModel, info: dict[str, Any], model: str) -> None:
+def check_loaded_tensors(loaded_model: PreTrainedModel, loading_info: dict[str, Any], model: str) -> None:
     """Raise ModelError if tensors are missing, unexpected, of another shape, or not tied although config.json ties
     them; transformers only logs a warning in this case."""
-    mismatched_names = {entry[0] for entry in info["mismatched_keys"]}
-    tied_names = loaded.get_expanded_tied_weights_keys(all_submodels=True).keys()
+    mismatched_names = {entry[0] for entry in loading_info["mismatched_keys"]}
+    tied_names = loaded_model.get_expanded_tied_weights_keys(all_submodels=True).keys()
     problems = {
-        "missing from the files": set(info["missing_keys"]) - mismatched_names,
-        f"in the files but not in {type(loaded).__name__}": set(info["unexpected_keys"]),
+        "missing from the files": set(loading_info["missing_keys"]) - mismatched_names,
+        f"in the files but not in {type(loaded_model).__name__}": set(loading_info["unexpected_keys"]),
         "of another shape than config.json says": mismatched_names,
-        "that config.json ties to others, but the files do not": tied_names - loaded.all_tied_weights_keys.keys(),
+        "that config.json ties to others, but the files do not": tied_names - loaded_model.all_tied_weights_keys.keys(),
     }
     messages = [
         f"{len(names)} tensors {problem}: {', '.join(sorted(names)[:3])}{', ...' * (len(names) > 3)}"
         for problem, names in problems.items() if names
     ]  # fmt: skip
-    if info.get("error_msgs"):
-        messages.append("; ".join(info["error_msgs"]))
+    if loading_info.get("error_msgs"):
+        messages.append("; ".join(loading_info["error_msgs"]))
     if messages:
         raise model_error(model, f"{'; '.join(messages)}; the weights do not belong to this config.json")
 
 
-def nonfinite_message(name: str, tensor: Tensor) -> str:
+def describe_nonfinite_values(name: str, tensor: Tensor) -> str:
     """Return an error message if a tensor contains NaN or infinity, otherwise an empty string."""
     # Minimum and maximum are finite only if all values are; isfinite() on the tensor would need more memory.
     if not tensor.is_floating_point() or not tensor.numel() or torch.stack(tensor.aminmax()).isfinite().all():

@@ -24,7 +24,7 @@ from cosmos_core.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _MIN_FP8_CAPABILITY = (8, 9)
-_HOPPER_MAJOR = 9
+_HOPPER_MAJOR_VERSION = 9
 _FP8_SIZE_MULTIPLE = 16
 """Number by which the input and output features of a linear layer must be divisible for fp8 products."""
 
@@ -32,7 +32,7 @@ _unpatched_namespaces: dict[str, dict[str, Any]] = {}
 """Content of the modules of transformers in which Liger has replaced functions, by name of the module."""
 
 
-def use_liger(model: PreTrainedModel) -> None:
+def patch_with_liger(model: PreTrainedModel) -> None:
     """Replace norms, rotary embedding and activation functions of a model by Liger's kernels, but not the loss, because
     `scorer.py` computes log-probabilities. Raise ConfigError if Liger has no kernels for the model family."""
     liger_patches: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
@@ -44,8 +44,8 @@ def use_liger(model: PreTrainedModel) -> None:
     patch_functions[model_type](model=model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
-def remove_liger(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `use_liger`, because Liger's kernels need a GPU, and return the model. Do nothing for another model."""
+def unpatch_liger(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo `patch_with_liger`, because Liger's kernels need a GPU, and return the model; other models do not change."""
     vars(sys.modules[type(model).__module__]).update(_unpatched_namespaces.pop(type(model).__module__, {}))
     for module in model.modules():
         for name, method in list(vars(module).items()):
@@ -54,7 +54,7 @@ def remove_liger(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def use_fp8(model: PreTrainedModel, fp8: FP8Config) -> None:
+def enable_fp8_if_supported(model: PreTrainedModel, fp8: FP8Config) -> None:
     """Make linear layers of the blocks multiply in fp8 if the GPU supports it; weights and optimizer do not change."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     if capability >= _MIN_FP8_CAPABILITY:
@@ -76,7 +76,7 @@ def convert_to_fp8(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = Fa
     block_class_names = tuple(model._no_split_modules or ())
     block_names = [name for name, module in model.named_modules() if type(module).__name__ in block_class_names]
 
-    def is_converted(module: nn.Module, name: str) -> bool:
+    def should_convert(module: nn.Module, name: str) -> bool:
         return (
             type(module) is nn.Linear  # a subclass of nn.Linear may be a router of experts
             and any(name.startswith(f"{block}.") for block in block_names)
@@ -84,7 +84,7 @@ def convert_to_fp8(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = Fa
             and not module.out_features % _FP8_SIZE_MULTIPLE
         )
 
-    float8.convert_to_float8_training(model, config=config, module_filter_fn=is_converted)
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=should_convert)
 
 
 def remove_fp8(model: PreTrainedModel) -> PreTrainedModel:
@@ -92,16 +92,16 @@ def remove_fp8(model: PreTrainedModel) -> PreTrainedModel:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child).__name__ == "Float8Linear" and isinstance(child, nn.Linear):
-                linear = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None, device="meta")
-                linear.weight, linear.bias = child.weight, child.bias
-                setattr(module, name, linear)
+                layer = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None, device="meta")
+                layer.weight, layer.bias = child.weight, child.bias
+                setattr(module, name, layer)
     return model
 
 
-def use_flash_attention() -> bool:
+def enable_flash_attention_3() -> bool:
     """Use FlashAttention 3 for packed attention if the GPU is a Hopper and the package is installed; return True if it
     is used. torch's default kernel is FlashAttention 2, which reaches about half of the rate of a Hopper GPU."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _HOPPER_MAJOR:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _HOPPER_MAJOR_VERSION:
         return False
     try:
         activate_flash_attention_impl("FA3")
@@ -112,18 +112,17 @@ def use_flash_attention() -> bool:
     return True
 
 
-def autocast_experts(experts: Any, states: Tensor, *routing: Tensor) -> Tensor:
-    """Compute the output of experts by the grouped matrix product, on a GPU in the dtype of autocast: there the product
-    is fast only in half precision, and autocast does not cover it. The alternative, a loop over the experts,
-    synchronises with the GPU for each expert."""
-    device_type = states.device.type
+def autocast_experts(experts: Any, hidden_states: Tensor, *routing_arguments: Tensor) -> Tensor:
+    """Return the output of experts, computed by the grouped matrix product of transformers. On a GPU, the weights are
+    cast to the dtype of autocast, which does not cover this product, because it is fast only in half precision."""
+    device_type = hidden_states.device.type
     if device_type != "cuda" or not torch.is_autocast_enabled(device_type):
-        return grouped_mm_experts_forward(experts, states, *routing)
+        return grouped_mm_experts_forward(experts, hidden_states, *routing_arguments)
     dtype = torch.get_autocast_dtype(device_type)
     cast_weights = {name: weight.to(dtype) for name, weight in experts._parameters.items() if weight is not None}
     experts.__dict__.update(cast_weights)  # instance attributes take precedence over parameters of the same name
     try:
-        return grouped_mm_experts_forward(experts, states, *routing)
+        return grouped_mm_experts_forward(experts, hidden_states, *routing_arguments)
     finally:
         for name in cast_weights:
             del experts.__dict__[name]

@@ -11,21 +11,21 @@ from torch.nn.functional import pad
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def round_length(length: int) -> int:
+def round_up_length(length: int) -> int:
     """Return `length` rounded up to a multiple of 32 or, above 512, of an eighth of the next lower power of two."""
     return length + -length % max(32, (1 << length.bit_length()) // 16)
 
 
-def kernel_length(length: int, device: torch.device, dtype: torch.dtype) -> int:
+def kernel_padded_length(length: int, device: torch.device, dtype: torch.dtype) -> int:
     """Return the length to which rows of `length` tokens are padded for a computation in `dtype` on `device`. The
     length is rounded up if the device compiles a kernel for each shape, otherwise unchanged."""
-    return round_length(length) if device.type == "cpu" and dtype in _HALF_DTYPES else length
+    return round_up_length(length) if device.type == "cpu" and dtype in _HALF_DTYPES else length
 
 
-def pad_to_kernel(tensor: Tensor, dim: int) -> Tensor:
-    """Pad a tensor with zeros at the end of the negative dimension `dim`, up to the `kernel_length` of its size. The
-    dtype of the computation is that of autocast if autocast is enabled, otherwise that of the tensor."""
+def pad_for_kernel(tensor: Tensor, dim: int) -> Tensor:
+    """Pad a tensor with zeros at the end of the negative dimension `dim`, up to its `kernel_padded_length`. The
+    computation is in the dtype of autocast if autocast is enabled, otherwise in that of the tensor."""
     device_type, length = tensor.device.type, tensor.shape[dim]
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else tensor.dtype
-    padding_length = kernel_length(length, tensor.device, dtype) - length
+    padding_length = kernel_padded_length(length, tensor.device, dtype) - length
     return pad(tensor, [0, 0] * (-dim - 1) + [0, padding_length]) if padding_length else tensor

@@ -26,26 +26,25 @@ from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.errors import ConfigError
-from cosmos_core.models.adapter import PREFIX, load_saved_settings, load_weights
+from cosmos_core.models.adapter import TENSOR_PREFIX, load_adapter_config, load_adapter_weights
 from cosmos_core.models.lora_targets import (
-    ExactLora,
+    ExactTargetLora,
     adapted_layers,
     describe_adapter,
     find_targets,
     layers_by_pattern_name,
-    names_of_targets,
-    portable_config,
+    make_portable_config,
+    possible_target_names,
     resolve_saved_targets,
-    separate_patterns,
+    write_pattern_per_layer,
 )
-from cosmos_core.registry import suggestion
+from cosmos_core.registry import suggest_names
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "lora"
+ADAPTER_FOLDER = "lora"
 """Name of the subfolder with the adapter in an export, next to the merged weights."""
 _ADAPTER_NAME = "default"
-_KEY = "policy.lora"
 _BASE_CHANGING_INITS = ("pissa", "olora")
 """Prefixes of the names of LoRA initialisations that move a part of the base weights into the adapter."""
 
@@ -68,44 +67,45 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     if lora.target_modules is None and targets:
         lora = lora.derive(target_modules=tuple(targets))
     targets = lora.target_modules if isinstance(lora.target_modules, tuple) else ()
-    saved_modules = tuple(lora.modules_to_save or ())
-    _check_targets("target_modules", targets, names_of_targets(model), r"(^|.*\.){}")
-    _check_targets("modules_to_save", saved_modules, [name for name, _ in model.named_modules() if name], r".*{}")
+    modules_to_save = tuple(lora.modules_to_save or ())
+    _check_targets("target_modules", targets, possible_target_names(model), r"(^|.*\.){}")
+    _check_targets("modules_to_save", modules_to_save, [name for name, _ in model.named_modules() if name], r".*{}")
     tied_names = _find_tied_modules(model)
     if lora.lora_path is None:
-        config = _build_peft_config(model, lora, any(name.endswith(saved_modules) for name in tied_names))
+        config = _build_peft_config(model, lora, any(name.endswith(modules_to_save) for name in tied_names))
     else:
-        config = load_saved_settings(lora, tied_names)
+        config = load_adapter_config(lora, tied_names)
         resolve_saved_targets(config, model)
     config.base_model_name_or_path = getattr(model, "name_or_path", None)
     config.revision = getattr(model.config, "_commit_hash", None)
     try:
         with warnings.catch_warnings(action="ignore"):  # PEFT only warns of problems that this function checks itself
-            ExactLora(model, config, _ADAPTER_NAME)
+            ExactTargetLora(model, config, _ADAPTER_NAME)
     except (ValueError, TypeError, re.error) as error:
         if lora.target_modules is None:
-            problem = f"{_KEY}.target_modules is left out, and PEFT has none for {type(model).__name__}"
+            problem = f"policy.lora.target_modules is left out, and PEFT has none for {type(model).__name__}"
             raise ConfigError(f"{problem}; give 'all-linear' or a list") from error
-        raise ConfigError(f"{_KEY}: PEFT refuses {type(model).__name__}: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"policy.lora: PEFT refuses {type(model).__name__}: {reason}") from error
     layers_by_name: Mapping[str, Any] = adapted_layers(model)
-    if refused_names := [name for name in tied_names if name in layers_by_name]:
-        source = f"lora_path = '{lora.lora_path}'" if lora.lora_path else "target_modules"
+    if tied_targets := [name for name in tied_names if name in layers_by_name]:
+        setting = f"lora_path = '{lora.lora_path}'" if lora.lora_path else "target_modules"
         raise ConfigError(
-            f"{_KEY}.{source} names {refused_names[0]!r}, whose weight is {' and '.join(tied_names)} in one; "
+            f"policy.lora.{setting} names {tied_targets[0]!r}, whose weight is {' and '.join(tied_names)} in one; "
             f"name it in modules_to_save{' of a new adapter' if lora.lora_path else ''}, which trains it whole"
         )
     logger.info("policy.lora: %s", describe_adapter(model, lora.target_modules))
     for key, patterns in (("r_pattern", lora.r_pattern), ("alpha_pattern", lora.alpha_pattern)):
         _check_targets(key, patterns or {}, layers_by_pattern_name(model), r"(.*\.)?({})", True)
-    separate_patterns(model, config)
+    write_pattern_per_layer(model, config)
     # The output head runs again in the backward pass, with another dropout mask.
     if lora.lora_dropout and isinstance(_embedding_and_head(model)[1], LoraLayer):
         raise ConfigError(
-            f"{_KEY}.lora_dropout = {lora.lora_dropout} excludes an adapter on the head; leave it out of "
+            f"policy.lora.lora_dropout = {lora.lora_dropout} excludes an adapter on the head; leave it out of "
             f"target_modules or set lora_dropout = 0.0"
         )
     if lora.lora_path is not None and not next(model.parameters()).is_meta:
-        load_weights(model, lora)
+        load_adapter_weights(model, lora)
     if needs_base_weights(lora):
         for layer in layers_by_name.values():
             for factor_name in ("A", "B"):
@@ -113,8 +113,8 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
                 layer.register_buffer(f"initial_{factor_name}", initial_factor, persistent=False)
 
 
-def is_adapted(model: nn.Module) -> bool:
-    """Return True if the model has an adapter."""
+def has_lora_adapter(model: nn.Module) -> bool:
+    """Return whether PEFT has added an adapter to the model."""
     return hasattr(model, "peft_config")
 
 
@@ -160,7 +160,7 @@ def names_without_adapter(model: nn.Module) -> dict[str, str]:
 
 def trains_only_linear_factors(model: nn.Module) -> bool:
     """Return True if training changes only LoRA factors of linear layers, and all other weights stay unchanged."""
-    if not is_adapted(model) or has_changed_base(model):
+    if not has_lora_adapter(model) or has_changed_base(model):
         return False
     config: Any = model.peft_config[_ADAPTER_NAME]  # type: ignore[union-attr,index]
     other_changes = (config.modules_to_save, config.use_dora, config.lora_bias, config.bias != "none")
@@ -170,18 +170,18 @@ def trains_only_linear_factors(model: nn.Module) -> bool:
     )
 
 
-def add_adapter_like(model: Any, adapted: Any) -> None:
-    """Add an adapter to `model` with the settings of the adapter of `adapted`. The caller must load the weights."""
+def add_adapter_from(model: Any, adapted_model: Any) -> None:
+    """Add an adapter with the settings of that of `adapted_model` to `model`. The caller must load the weights."""
     with torch.random.fork_rng():
-        ExactLora(model, copy.deepcopy(adapted.peft_config[_ADAPTER_NAME]), _ADAPTER_NAME)
+        ExactTargetLora(model, copy.deepcopy(adapted_model.peft_config[_ADAPTER_NAME]), _ADAPTER_NAME)
 
 
-def scales_of(model: nn.Module) -> dict[str, float]:
+def lora_scale_by_layer(model: nn.Module) -> dict[str, float]:
     """Return for each adapted layer, by name, the factor by which the LoRA product B A is scaled before it is added."""
     return {name: layer.scaling[_ADAPTER_NAME] for name, layer in adapted_layers(model).items()}
 
 
-def factor_of(key: str) -> tuple[str, str]:
+def split_factor_key(key: str) -> tuple[str, str]:
     """Split the state dict key of a LoRA factor into the name of its layer and `A` or `B`."""
     layer_name, _, factor_name = key.rpartition(".lora_")
     return layer_name, factor_name[0]
@@ -190,7 +190,7 @@ def factor_of(key: str) -> tuple[str, str]:
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write the adapter of a model to a folder in PEFT's format. `PeftModel.from_pretrained(base, folder)` then loads
     the adapter onto the original base model."""
-    config = portable_config(model.peft_config[_ADAPTER_NAME], model)
+    config = make_portable_config(model.peft_config[_ADAPTER_NAME], model)
     config.inference_mode = True
     # PEFT stores sets, whose order differs between processes.
     for name in ("target_modules", "target_parameters", "modules_to_save", "exclude_modules"):
@@ -201,7 +201,7 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
         state = _rebase_adapter_on_original(model, state, config)
     folder.mkdir(parents=True)
     # Each tensor is copied, because safetensors refuses tensors that share memory, such as tied weights.
-    tensors = {PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
+    tensors = {TENSOR_PREFIX + name: t.detach().to("cpu", copy=True).contiguous() for name, t in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(str(folder))
 
@@ -210,20 +210,20 @@ def _build_peft_config(model: Any, lora: LoraConfig, should_keep_ties: bool) -> 
     targets = find_targets(model, lora.target_modules)
     if targets.parameters and needs_base_weights(lora):
         raise ConfigError(
-            f"{_KEY}.init_lora_weights = {lora.init_lora_weights!r} starts from linear layers, and "
+            f"policy.lora.init_lora_weights = {lora.init_lora_weights!r} starts from linear layers, and "
             f"{targets.parameters[0]} is none; use true, or leave it out of target_modules"
         )
     rank_pattern, alpha_pattern = dict(lora.r_pattern or {}), dict(lora.alpha_pattern or {})
-    double_rank = targets.double_rank
-    if rank_pattern or alpha_pattern:  # then each layer may have another rank or alpha
-        double_rank = [name for name in names_of_targets(model) if name.endswith(tuple(double_rank))]
+    double_rank_names = targets.double_rank_names
+    if rank_pattern or alpha_pattern:  # each layer may have its own rank or alpha
+        double_rank_names = [name for name in possible_target_names(model) if name.endswith(tuple(double_rank_names))]
     # Two stacked projections need twice the rank, at an unchanged scale: alpha / r, or alpha / sqrt(r).
-    alpha_growth = math.sqrt(2) if lora.use_rslora else 2
-    doubled_rank, raised_alpha = dict[str, int](), dict[str, float]()
-    for name in double_rank:
+    alpha_factor = math.sqrt(2) if lora.use_rslora else 2
+    rank_overrides, alpha_overrides = dict[str, int](), dict[str, float]()
+    for name in double_rank_names:
         rank = rank_pattern.get(get_pattern_key(list(rank_pattern), name), lora.r)
         alpha = alpha_pattern.get(get_pattern_key(list(alpha_pattern), name), lora.lora_alpha)
-        doubled_rank[f".*{re.escape(name)}"], raised_alpha[f".*{re.escape(name)}"] = 2 * rank, alpha_growth * alpha
+        rank_overrides[f".*{re.escape(name)}"], alpha_overrides[f".*{re.escape(name)}"] = 2 * rank, alpha_factor * alpha
     config_class: Any = peft.LoraConfig  # the type annotations of this class are narrower than what it accepts
     return config_class(
         task_type="CAUSAL_LM" if isinstance(model, PreTrainedModel) else None,
@@ -232,27 +232,27 @@ def _build_peft_config(model: Any, lora: LoraConfig, should_keep_ties: bool) -> 
         lora_dropout=lora.lora_dropout,
         target_modules=targets.modules,
         target_parameters=targets.parameters or None,
-        exclude_modules=targets.excluded or None,
+        exclude_modules=targets.excluded_modules or None,
         use_rslora=lora.use_rslora,
         modules_to_save=list(lora.modules_to_save) if lora.modules_to_save else None,
         ensure_weight_tying=should_keep_ties,
-        alpha_pattern=raised_alpha | alpha_pattern,
-        rank_pattern=doubled_rank | rank_pattern,
+        alpha_pattern=alpha_overrides | alpha_pattern,
+        rank_pattern=rank_overrides | rank_pattern,
         # True on the meta device, where weights have no values to decompose.
         init_lora_weights=next(model.parameters()).is_meta or lora.init_lora_weights,
     )
 
 
 def _check_targets(
-    key: str, targets: Iterable[str], names: Collection[str], pattern_template: str, are_patterns: bool = False
+    key: str, targets: Iterable[str], names: Collection[str], pattern_template: str, are_regexes: bool = False
 ) -> None:
     """Check that each of `targets`, inserted into the regular expression `pattern_template`, matches at least one
     module name."""
     for target in targets:
-        expression = pattern_template.format(target if are_patterns else re.escape(target))
-        if not any(re.fullmatch(expression, name) for name in names):
-            last_components = sorted({name.rpartition(".")[2] for name in names})
-            raise ConfigError(f"{_KEY}.{key} = {target!r} matches no module{suggestion(target, last_components)}")
+        pattern = pattern_template.format(target if are_regexes else re.escape(target))
+        if not any(re.fullmatch(pattern, name) for name in names):
+            similar_names = suggest_names(target, sorted({name.rpartition(".")[2] for name in names}))
+            raise ConfigError(f"policy.lora.{key} = {target!r} matches no module{similar_names}")
 
 
 def _embedding_and_head(model: nn.Module) -> tuple[Any, Any]:
@@ -272,34 +272,34 @@ def _find_tied_modules(model: nn.Module) -> list[str]:
 
 def _remove_wrapper_names(key: str, wrapper_names: set[str]) -> str:
     """Return a state dict key without the name components of PEFT's `wrapper_names`; empty for an adapter's tensor."""
-    key_components, kept_components, i = key.split("."), [], 0
-    while i < len(key_components):
-        if ".".join(key_components[:i]) not in wrapper_names:
-            kept_components.append(key_components[i])
-        elif key_components[i : i + 2] == ["modules_to_save", _ADAPTER_NAME]:
-            i += 1
-        elif key_components[i] != "base_layer":
+    components, kept_components, index = key.split("."), [], 0
+    while index < len(components):
+        if ".".join(components[:index]) not in wrapper_names:
+            kept_components.append(components[index])
+        elif components[index : index + 2] == ["modules_to_save", _ADAPTER_NAME]:
+            index += 1
+        elif components[index] != "base_layer":
             return ""
-        i += 1
+        index += 1
     return ".".join(kept_components)
 
 
-def _rebase_adapter_on_original(model: PreTrainedModel, state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+def _rebase_adapter_on_original(model: nn.Module, state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Convert an adapter whose initialisation B0 A0 changed the base weights to an adapter for the original base
     weights. The new adapter has twice the rank: B A - B0 A0 = [B -B0] [A; A0]."""
     buffers = dict(model.named_buffers())
-    doubled_rank_state = {}
+    rebased_state = {}
     for name, tensor in state.items():
-        layer_name, factor = factor_of(name)
+        layer_name, factor = split_factor_key(name)
         initial_factor = buffers.get(f"{layer_name}.initial_{factor}")
         if initial_factor is not None:  # otherwise the tensor is no LoRA factor but a weight in `modules_to_save`
-            is_a = factor == "A"
-            tensor = torch.cat([tensor, initial_factor if is_a else -initial_factor], 0 if is_a else 1)
-        doubled_rank_state[name] = tensor
+            is_factor_a = factor == "A"
+            tensor = torch.cat([tensor, initial_factor if is_factor_a else -initial_factor], 0 if is_factor_a else 1)
+        rebased_state[name] = tensor
     # alpha grows with the rank, so that the scale of the adapter, alpha / r or alpha / sqrt(r), does not change.
-    alpha_growth = math.sqrt(2) if config.use_rslora else 2.0
-    config.r, config.lora_alpha = 2 * config.r, alpha_growth * config.lora_alpha
+    alpha_factor = math.sqrt(2) if config.use_rslora else 2.0
+    config.r, config.lora_alpha = 2 * config.r, alpha_factor * config.lora_alpha
     config.rank_pattern = {name: 2 * rank for name, rank in config.rank_pattern.items()}
-    config.alpha_pattern = {name: alpha_growth * alpha for name, alpha in config.alpha_pattern.items()}
+    config.alpha_pattern = {name: alpha_factor * alpha for name, alpha in config.alpha_pattern.items()}
     config.init_lora_weights = True
-    return doubled_rank_state
+    return rebased_state

@@ -7,6 +7,7 @@ the same names.
 """
 
 import copy
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -23,28 +24,28 @@ from transformers.pytorch_utils import Conv1D
 from cosmos_core.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
-_FUSED = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+_EXPERT_PROJECTIONS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 """Names of the projections that a stacked parameter of experts contains, for each naming scheme of checkpoints.
 Checkpoints store each projection separately."""
-_ADAPTER_MARKERS = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
+_ADAPTER_COMPONENTS = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
 
 
-class Targets(NamedTuple):
+class AdapterTargets(NamedTuple):
     """Layers that an adapter changes, in the form of PEFT's configuration."""
 
     modules: list[str] | str | None
     parameters: list[str]
-    excluded: list[str]
-    double_rank: list[str]
+    excluded_modules: list[str]
+    double_rank_names: list[str]
     """Names of stacked parameters that contain two projections and therefore get an adapter of twice the rank."""
 
 
-class ExactLora(peft.LoraModel):
+class ExactTargetLora(peft.LoraModel):
     """LoRA model of PEFT for exactly the layers in its configuration, without PEFT's translation of older names."""
 
     def __init__(self, model: nn.Module, config: Any, name: str) -> None:
         self._exact_targets = config.target_modules, config.target_parameters
-        config.target_modules, config.target_parameters = [], None  # hide names that PEFT would translate
+        config.target_modules, config.target_parameters = [], None  # PEFT would rewrite the names
         super().__init__(model, config, name)
 
     def _check_new_adapter_config(self, config: Any) -> None:
@@ -52,80 +53,85 @@ class ExactLora(peft.LoraModel):
         super()._check_new_adapter_config(config)
 
 
-def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -> Targets:
+def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -> AdapterTargets:
     """Return the layers of a model that the setting `target_modules` of a recipe selects; raise ConfigError if it names
     only one of two projections that experts store in one matrix."""
     if target_modules is None:
-        return Targets(None, [], [], [])
+        return AdapterTargets(None, [], [], [])
     stacked_names = _find_stacked_parameters(model)
     if isinstance(target_modules, str):
-        excluded = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and not is_plain_linear(m)]
-        kinds = sorted(set(map(name_without_prefix, stacked_names)))
-        return Targets(ALL_LINEAR, kinds, excluded, [kind for kind in kinds if kind.endswith("gate_up_proj")])
+        linear_modules = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        excluded_modules = [name for name, module in linear_modules if not is_plain_linear(module)]
+        parameter_names = sorted(set(map(name_without_prefix, stacked_names)))
+        double_rank = [name for name in parameter_names if name.endswith("gate_up_proj")]
+        return AdapterTargets(ALL_LINEAR, parameter_names, excluded_modules, double_rank)
 
     def matching_targets(*names: str) -> list[str]:
         return [target for target in target_modules for name in names if _has_name_suffix(name, target)]
 
     target_parameters: set[str] = set()
-    double_rank: set[str] = set()
+    double_rank_names: set[str] = set()
     matched_targets: set[str] = set()
     for name in stacked_names:
         parent_name, _, child_name = name.rpartition(".")
-        for projections in ((child_name,), *_FUSED.get(child_name, ())):
-            matches = matching_targets(*(f"{parent_name}.{each}" for each in projections))
-            if matches and len(matches) < len(projections):
+        for projections in ((child_name,), *_EXPERT_PROJECTIONS.get(child_name, ())):
+            matching_names = matching_targets(*(f"{parent_name}.{projection}" for projection in projections))
+            if matching_names and len(matching_names) < len(projections):
                 raise ConfigError(
-                    f"policy.lora.target_modules names {matches[0]!r} alone, but the experts of "
+                    f"policy.lora.target_modules names {matching_names[0]!r} alone, but the experts of "
                     f"{name_without_prefix(parent_name)} "
                     f"hold {' and '.join(projections)} in one matrix; name both or neither"
                 )
-            if matches:
-                target_parameters.add(_shorten_parameter_name(name, matches))
-                matched_targets |= set(matches)
-                double_rank |= {_shorten_parameter_name(name, matches)} if len(projections) > 1 else set()
+            if matching_names:
+                target_parameters.add(_shorten_parameter_name(name, matching_names))
+                matched_targets |= set(matching_names)
+                double_rank_names |= {_shorten_parameter_name(name, matching_names)} if len(projections) > 1 else set()
     module_names = []
     for name, module in model.named_modules():
         if not _is_weight_target(module):
             module_names.append(name)
-        elif matches := matching_targets(name):
-            target_parameters.add(f"{_shorten_parameter_name(name, matches)}.weight")
-            matched_targets |= set(matches)
+        elif matching_names := matching_targets(name):
+            target_parameters.add(f"{_shorten_parameter_name(name, matching_names)}.weight")
+            matched_targets |= set(matching_names)
     remaining_targets = [
         t for t in target_modules if t not in matched_targets or any(_has_name_suffix(name, t) for name in module_names)
     ]
-    return Targets(remaining_targets, sorted(target_parameters), [], sorted(double_rank))
+    return AdapterTargets(remaining_targets, sorted(target_parameters), [], sorted(double_rank_names))
 
 
-def names_of_targets(model: nn.Module) -> list[str]:
+def possible_target_names(model: nn.Module) -> list[str]:
     """Return all names that `target_modules` may contain: modules, stacked parameters, and the projections in these."""
     names = [name for name, _ in model.named_modules() if name]
     for name in _find_stacked_parameters(model):
         parent_name, _, child_name = name.rpartition(".")
         names.append(name)
-        names += [f"{parent_name}.{each}" for projections in _FUSED.get(child_name, ()) for each in projections]
+        projections = itertools.chain(*_EXPERT_PROJECTIONS.get(child_name, ()))
+        names += [f"{parent_name}.{projection}" for projection in projections]
     return names
 
 
-def portable_config(config: Any, model: nn.Module) -> Any:
+def make_portable_config(config: Any, model: nn.Module) -> Any:
     """Return an adapter configuration with which PEFT adapts the same layers when it loads the adapter. PEFT rewrites
     the names of some linear layers to names of fused experts; such layers are listed as target parameters, whose names
     PEFT does not rewrite. The tensors of the adapter keep their names and shapes."""
-    config, translated_config = copy.deepcopy(config), copy.deepcopy(config)
+    config, rewritten_config = copy.deepcopy(config), copy.deepcopy(config)
     try:
-        convert_peft_config_for_transformers(translated_config, model, None)
+        convert_peft_config_for_transformers(rewritten_config, model, None)
     except ValueError:  # PEFT requires both gate and up projection for names that it treats as experts
-        translated_config.target_modules = ()
-    lost_targets = set(config.target_modules or ()) - set(translated_config.target_modules or ())
-    if not lost_targets:
+        rewritten_config.target_modules = ()
+    rewritten_targets = set(config.target_modules or ()) - set(rewritten_config.target_modules or ())
+    if not rewritten_targets:
         return config
-    config.target_modules = set(config.target_modules) - lost_targets
+    config.target_modules = set(config.target_modules) - rewritten_targets
     parameters, layers = set(config.target_parameters or ()), adapted_layers(model)
-    module_counts = Counter(name_without_prefix(name) for name, _ in model.named_modules() if ".base_layer" not in name)
-    adapted_counts = Counter(map(name_without_prefix, layers))
+    module_names = [name for name, _ in model.named_modules() if ".base_layer" not in name]
+    num_modules = Counter(map(name_without_prefix, module_names))
+    num_adapted = Counter(map(name_without_prefix, layers))
     for name, layer in layers.items():
-        if not isinstance(layer, ParamWrapper) and any(_has_name_suffix(name, target) for target in lost_targets):
-            kind = name_without_prefix(name)
-            parameters.add(f"{kind if module_counts[kind] == adapted_counts[kind] else name}.weight")
+        if not isinstance(layer, ParamWrapper) and any(_has_name_suffix(name, target) for target in rewritten_targets):
+            short_name = name_without_prefix(name)
+            are_all_adapted = num_modules[short_name] == num_adapted[short_name]
+            parameters.add(f"{short_name if are_all_adapted else name}.weight")
             (rank,), (alpha,) = layer.r.values(), layer.lora_alpha.values()
             if (rank, alpha) != (config.r, config.lora_alpha):
                 pattern = f"{re.escape(name)}(\\.weight)?"
@@ -136,17 +142,18 @@ def portable_config(config: Any, model: nn.Module) -> Any:
 
 def resolve_saved_targets(config: Any, model: nn.Module) -> None:
     """Change the configuration of a saved adapter so that it names layers of `model` as `find_targets` does. Linear
-    layers that `portable_config` listed as parameters are listed as modules again."""
-    listed_parameters = set(config.target_parameters or ())
-    linear = {
-        name: {target for target in listed_parameters if _has_name_suffix(f"{name}.weight", target)}
+    layers that `make_portable_config` listed as parameters are listed as modules again."""
+    saved_parameters = set(config.target_parameters or ())
+    matches_by_layer = {
+        name: {target for target in saved_parameters if _has_name_suffix(f"{name}.weight", target)}
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     }
-    config.target_parameters = listed_parameters.difference(*linear.values())
+    config.target_parameters = saved_parameters.difference(*matches_by_layer.values())
     if not isinstance(config.target_modules, str):
         targets = find_targets(model, sorted(config.target_modules or ()))
-        config.target_modules = {*(targets.modules or ()), *(name for name, matches in linear.items() if matches)}
+        linear_names = (name for name, matches in matches_by_layer.items() if matches)
+        config.target_modules = {*(targets.modules or ()), *linear_names}
         config.target_parameters |= set(targets.parameters)
 
 
@@ -163,7 +170,7 @@ def layers_by_pattern_name(model: nn.Module) -> dict[str, LoraLayer]:
     }
 
 
-def separate_patterns(model: Any, config: Any) -> None:
+def write_pattern_per_layer(model: Any, config: Any) -> None:
     """Give each layer its own rank and alpha pattern if the order of the patterns in `config` matters. The first
     pattern that matches a layer counts, and PEFT sorts the patterns of a saved adapter."""
     if any(list(patterns) != sorted(patterns) for patterns in (config.rank_pattern, config.alpha_pattern)):
@@ -181,15 +188,16 @@ def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> 
     if target_modules != ALL_LINEAR:  # the user chose layers by name, so unadapted layers are not listed
         return text
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    unchanged: Counter[str] = Counter()
+    unadapted_counts: Counter[str] = Counter()
     for name, module in model.named_modules():
-        is_in_adapter = any(marker in name for marker in _ADAPTER_MARKERS)
-        if is_in_adapter or isinstance(module, LoraLayer | nn.Embedding):
+        is_adapter_module = any(component in name for component in _ADAPTER_COMPONENTS)
+        if is_adapter_module or isinstance(module, LoraLayer | nn.Embedding):
             continue
         if any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
-            excluded_kind = "the head" if module is head else type(module).__name__
-            unchanged[f"{name_without_prefix(name)} ({excluded_kind})"] += 1
-    return text + ("; not on " + ", ".join(f"{count} {kind}" for kind, count in unchanged.items()) if unchanged else "")
+            layer_kind = "the head" if module is head else type(module).__name__
+            unadapted_counts[f"{name_without_prefix(name)} ({layer_kind})"] += 1
+    unadapted_text = ", ".join(f"{count} {kind}" for kind, count in unadapted_counts.items())
+    return text + f"; not on {unadapted_text}" * bool(unadapted_counts)
 
 
 def name_without_prefix(name: str) -> str:
@@ -237,8 +245,8 @@ def _shorten_parameter_name(name: str, targets: Sequence[str]) -> str:
 def _is_weight_target(module: nn.Module) -> bool:
     """Return True if PEFT can adapt only the weight of a module and not the module itself, for example of a router."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
-    is_supported = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d | Conv1D)
-    return weight is not None and weight.ndim in {2, 3} and not is_supported
+    is_adaptable_module = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d | Conv1D)
+    return weight is not None and weight.ndim in {2, 3} and not is_adaptable_module
 
 
 def _has_name_suffix(name: str, target: str) -> bool:

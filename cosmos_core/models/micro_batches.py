@@ -25,7 +25,7 @@ def split_by_length(
     sorted_indices: Sequence[int],
     size: int,
     num_ranks: int,
-    width: Callable[[int], int] = lambda length: length,
+    padded_length_fn: Callable[[int], int] = lambda length: length,
 ) -> list[list[int]] | None:
     """Return micro-batches of at most `size` padded rows with the fewest tokens, padding included; None if batches of
     equal numbers of rows need hardly more tokens.
@@ -35,24 +35,24 @@ def split_by_length(
         sorted_indices: indices of the samples to arrange, the longest first.
         size: maximum number of rows of a micro-batch.
         num_ranks: number of data-parallel ranks, which get the micro-batches in turn.
-        width: function from the length of the longest row of a micro-batch to the padded length.
+        padded_length_fn: function from the length of the longest row of a micro-batch to the padded length.
     """
     # The ranks run rows of similar length in parallel, so the longest of `num_ranks` rows determines the cost.
-    widths = [width(len(samples[i].input_ids)) for i in sorted_indices[::num_ranks]]
-    num_unsplit_tokens = sum(widths[start] * len(widths[start : start + size]) for start in range(0, len(widths), size))
-    if sum(widths) >= (1 - _MAX_PADDING_FRACTION) * num_unsplit_tokens:
+    lengths = [padded_length_fn(len(samples[i].input_ids)) for i in sorted_indices[::num_ranks]]
+    equal_size_cost = sum(lengths[start] * len(lengths[start : start + size]) for start in range(0, len(lengths), size))
+    if sum(lengths) >= (1 - _MAX_PADDING_FRACTION) * equal_size_cost:
         return None
-    overhead = min(_MAX_OVERHEAD_TOKENS, sum(widths) // _OVERHEAD_DIVISOR)
-    costs, starts = [0], [0]
-    for end in range(1, len(widths) + 1):
+    overhead_tokens = min(_MAX_OVERHEAD_TOKENS, sum(lengths) // _OVERHEAD_DIVISOR)
+    costs, best_starts = [0], [0]
+    for end in range(1, len(lengths) + 1):
         possible_starts = range(max(0, end - size), end)
-        cost, start = min((costs[i] + widths[i] * (end - i) + overhead, i) for i in possible_starts)
+        cost, start = min((costs[i] + lengths[i] * (end - i) + overhead_tokens, i) for i in possible_starts)
         costs.append(cost)
-        starts.append(start)
-    bounds = [len(widths)]
-    while bounds[-1]:
-        bounds.append(starts[bounds[-1]])
-    slices = [(num_ranks * start, num_ranks * end) for start, end in pairwise(reversed(bounds))]
+        best_starts.append(start)
+    boundaries = [len(lengths)]
+    while boundaries[-1]:
+        boundaries.append(best_starts[boundaries[-1]])
+    slices = [(num_ranks * start, num_ranks * end) for start, end in pairwise(reversed(boundaries))]
     batches = [list(sorted_indices[start + k : end : num_ranks]) for start, end in slices for k in range(num_ranks)]
     return [batch for batch in batches if batch]
 
@@ -92,26 +92,26 @@ def merge_prompts(
     of `split_by_length`.
     """
     groups = [[sorted_indices[k] for k in group] for group in group_by_prompt([samples[i] for i in sorted_indices])]
-    group_tokens = [num_shared_tokens([samples[i] for i in group]) for group in groups]
+    tokens_by_group = [num_shared_tokens([samples[i] for i in group]) for group in groups]
     num_tokens = sum(len(samples[i].input_ids) for i in sorted_indices)
-    max_row_tokens = size * len(samples[sorted_indices[0]].input_ids)
-    max_tokens = min(max_row_tokens, max(max(group_tokens), -(-sum(group_tokens) // num_ranks)))
+    max_unmerged_tokens = size * len(samples[sorted_indices[0]].input_ids)
+    max_tokens = min(max_unmerged_tokens, max(max(tokens_by_group), -(-sum(tokens_by_group) // num_ranks)))
     batches: list[list[int]] = []
-    batch_tokens: list[int] = []
-    for num_group_tokens, group in sorted(zip(group_tokens, groups, strict=True), key=lambda entry: -entry[0]):
+    tokens_by_batch: list[int] = []
+    for group_tokens, group in sorted(zip(tokens_by_group, groups, strict=True), key=lambda pair: -pair[0]):
         num_prompt_tokens = prompt_length(samples[group[0]])
-        if not batches or batch_tokens[-1] + num_group_tokens > max_tokens:
+        if not batches or tokens_by_batch[-1] + group_tokens > max_tokens:
             batches.append([])
-            batch_tokens.append(0)
-        batch_tokens[-1] += num_prompt_tokens
+            tokens_by_batch.append(0)
+        tokens_by_batch[-1] += num_prompt_tokens
         for i in group:
-            num_new_tokens = len(samples[i].input_ids) - num_prompt_tokens
-            if batches[-1] and batch_tokens[-1] + num_new_tokens > max_tokens:
+            num_completion_tokens = len(samples[i].input_ids) - num_prompt_tokens
+            if batches[-1] and tokens_by_batch[-1] + num_completion_tokens > max_tokens:
                 batches.append([])
-                batch_tokens.append(num_prompt_tokens)
+                tokens_by_batch.append(num_prompt_tokens)
             batches[-1].append(i)
-            batch_tokens[-1] += num_new_tokens
-    order = sorted(range(len(batches)), key=lambda k: -batch_tokens[k])
-    if not saves_enough_tokens(num_tokens / num_ranks, sum(batch_tokens[k] for k in order[::num_ranks])):
+            tokens_by_batch[-1] += num_completion_tokens
+    order = sorted(range(len(batches)), key=lambda k: -tokens_by_batch[k])
+    if not saves_enough_tokens(num_tokens / num_ranks, sum(tokens_by_batch[k] for k in order[::num_ranks])):
         return None
     return [batches[k] for k in order]

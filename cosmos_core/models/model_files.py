@@ -26,20 +26,20 @@ MODEL_KEY = "policy.model_name_or_path"
 
 
 def model_error(model: str, problem: str) -> ModelError:
-    """Return the error for a model that cannot be used because of `problem`."""
+    """Return an error about the model that `policy.model_name_or_path` names."""
     return ModelError(f"{MODEL_KEY} = {model!r}: {problem}")
 
 
 def locate_model(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
-    """Return the folder `model` and no arguments if it exists, otherwise a Hub id and the arguments to fetch its files;
-    raise ModelError if the name is neither."""
+    """Return the folder `model` and an empty dictionary if the folder exists, otherwise the Hub id `model` and the
+    arguments to fetch its files; raise ModelError if `model` is neither."""
     path = Path(os.path.expanduser(model))  # os.path, because Path.expanduser raises an error for some invalid names
     if os.path.isdir(path):
         return path, {}
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or os.path.exists(path):
         problem = "is a file, not a folder" if os.path.exists(path) else "does not exist"
         raise model_error(model, f"{path} {problem}; give a folder in Hugging Face format or a Hub id")
-    return model, {"revision": revision, "local_files_only": not hub_is_reachable()}
+    return model, {"revision": revision, "local_files_only": not is_hub_reachable()}
 
 
 def translate_load_errors(component: str, model: str) -> AbstractContextManager[None]:
@@ -47,13 +47,13 @@ def translate_load_errors(component: str, model: str) -> AbstractContextManager[
     Errors of memory, disk and network, and errors of the class `CosmosError`, are raised unchanged."""
 
     def convert(error: Exception) -> Exception:
-        is_transient = is_machine_error(error) or (is_network_error(error) and hub_is_reachable())
+        is_transient = is_machine_error(error) or (is_network_error(error) and is_hub_reachable())
         return error if is_transient else _describe_load_error(component, model, error)
 
     return convert_errors(convert)
 
 
-def read_object(file: Path, model: str) -> dict[str, Any]:
+def read_json(file: Path, model: str) -> dict[str, Any]:
     """Read the object in a JSON file of a model's folder; return an empty dictionary if the file is missing. Raise
     ModelError if it is damaged or has no object: later errors of libraries would name neither file nor cause."""
     if not os.path.isfile(file):  # Path.is_file raises an error for a name that is too long
@@ -102,13 +102,13 @@ def _find_local_files(folder: Path, model: str) -> list[Path]:
         if os.path.lexists(folder / single_file):  # a broken link must be reported, not skipped
             return [folder / single_file]
         if os.path.lexists(folder / index_file):
-            return _files_in_index(folder / index_file, model)
+            return _weight_files_in_index(folder / index_file, model)
     problem = f"the folder has no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}"
     raise model_error(model, f"cannot load the weights: {problem}; copy them again")
 
 
-def _files_in_index(file: Path, model: str) -> list[Path]:
-    index = read_object(file, model)
+def _weight_files_in_index(file: Path, model: str) -> list[Path]:
+    index = read_json(file, model)
     names = index.get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise model_error(model, f"{file} has no weight_map from tensors to files; copy it again")
@@ -147,11 +147,11 @@ def _check_pickled_weights(file: Path, model: str) -> None:
 
 def _describe_load_error(component: str, model: str, error: Exception) -> ModelError:
     if "automatic conversion of the weights" in str(error):
-        return merge_error(model)
+        return unmergeable_tensors_error(model)
     if "trust_remote_code" in str(error):
         problem = f"its {component} needs code that is not part of transformers (auto_map), which is never run"
         return model_error(model, f"{problem}; take a model of a family that transformers has")
-    if not os.path.exists(os.path.expanduser(model)) and not hub_is_reachable():
+    if not os.path.exists(os.path.expanduser(model)) and not is_hub_reachable():
         problem = f"the Hugging Face Hub cannot be reached from here, and its cache has no {component} of that name"
         remedy = "give a local folder or download the model first"
         return model_error(model, f"no such folder, {problem}; {remedy}")
@@ -160,13 +160,13 @@ def _describe_load_error(component: str, model: str, error: Exception) -> ModelE
     return model_error(model, f"cannot load the {component}: {reason}")
 
 
-def merge_error(model: str) -> ModelError:
+def unmergeable_tensors_error(model: str) -> ModelError:
     """Return the error for tensors that transformers cannot merge into one weight, such as experts of a layer."""
     problem = "of tensors that belong together, like the experts of a layer, some are missing or of another shape"
     return model_error(model, f"{problem}; the weights do not belong to this config.json")
 
 
-def hub_is_reachable() -> bool:
+def is_hub_reachable() -> bool:
     """Return True if the host name of the Hugging Face Hub resolves, or if a proxy is configured. Without this check,
     libraries on a machine without network retry each file for 20 s."""
     if constants.HF_HUB_OFFLINE:

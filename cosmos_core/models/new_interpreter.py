@@ -16,14 +16,14 @@ from pebble import ProcessPool
 
 from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import StageFailed
-from cosmos_core.observe.logs import configure
+from cosmos_core.observe.logs import configure_logging
 from cosmos_core.parent import kill_with_parent
 
 T = TypeVar("T")
 _POLL_SECONDS = 2.0
 
 
-def pool_of_one_process() -> ProcessPool:
+def open_interpreter_pool() -> ProcessPool:
     """Return a pool with one new Python interpreter, which starts with the first task and shares no state."""
     return ProcessPool(1, initializer=_prepare_interpreter, initargs=(os.getpid(),), context=get_context("spawn"))
 
@@ -32,25 +32,25 @@ def call_in_interpreter(
     pool: ProcessPool,
     function: Callable[..., T],
     arguments: tuple[Any, ...],
-    seconds: float | None,
-    folder: Path,
-    poll: Callable[[], None] = lambda: None,
+    timeout_seconds: float | None,
+    export_folder: Path,
+    on_poll: Callable[[], None] = lambda: None,
 ) -> T:
-    """Call `function(*arguments)` in the process of `pool`, and return the result; raise StageFailed, which names
-    `folder`, the export that the function reads, if it raised an error or took longer than `seconds` (None: no limit).
+    """Call `function(*arguments)`, which reads the export in `export_folder`, in the process of `pool`, and return the
+    result; raise StageFailed if it raised an error or took longer than `timeout_seconds` (None: no limit).
 
-    `poll` is called every few seconds until the function returns. If `poll` raises an error, the interpreter is
+    `on_poll` is called every few seconds until the function returns. If `on_poll` raises an error, the interpreter is
     stopped.
     """
-    failure_prefix = f"export {folder} failed the check 'reload'"
-    future = pool.schedule(function, arguments, timeout=seconds)
+    failure_prefix = f"export {export_folder} failed the check 'reload'"
+    future = pool.schedule(function, arguments, timeout=timeout_seconds)
     with cleanup_on_error(pool.stop):
         while not wait([future], _POLL_SECONDS).done:
-            poll()
+            on_poll()
     try:
         return future.result()
     except TimeoutError:
-        raise StageFailed(f"{failure_prefix}: not loaded after {seconds:g} s") from None
+        raise StageFailed(f"{failure_prefix}: not loaded after {timeout_seconds:g} s") from None
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise StageFailed(f"{failure_prefix}: a fresh interpreter cannot load it: {reason[-300:]}") from error
@@ -59,6 +59,6 @@ def call_in_interpreter(
 def _prepare_interpreter(parent_pid: int) -> None:
     """Prepare the new interpreter: it ends with its parent process, logs only warnings, and never uses the network."""
     kill_with_parent(parent_pid)
-    configure("WARNING")
+    configure_logging("WARNING")
     os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub, which is imported later, reads the variable at import
     gc.disable()  # garbage collection is not needed in a short-lived process

@@ -17,15 +17,15 @@ def activations_on_cpu() -> saved_tensors_hooks:
     which FSDP manages, stay on the device."""
     offload_hooks = save_on_cpu(pin_memory=torch.cuda.is_available())
 
-    def pack(tensor: Tensor) -> Any:
+    def offload_tensor(tensor: Tensor) -> Any:
         base_tensor = tensor._base if tensor._base is not None else tensor
         is_kept_on_device = isinstance(base_tensor, nn.Parameter) or tensor.numel() < MIN_OFFLOADED_ELEMENTS
         return tensor if is_kept_on_device else offload_hooks.pack_hook(tensor)
 
-    def unpack(packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else offload_hooks.unpack_hook(packed)
+    def restore_tensor(saved: Any) -> Tensor:
+        return saved if isinstance(saved, Tensor) else offload_hooks.unpack_hook(saved)
 
-    return saved_tensors_hooks(pack, unpack)
+    return saved_tensors_hooks(offload_tensor, restore_tensor)
 
 
 class ComponentOffload:
@@ -39,7 +39,7 @@ class ComponentOffload:
 
     @contextmanager
     def on_device(self, components: Sequence[nn.Module]) -> Iterator[None]:
-        """Move components to the device for the duration of the block."""
+        """Keep the weights of components on the device within the block."""
         for component in components:
             self._weights_on_device.setdefault(component, [(weight, weight.data) for weight in component.parameters()])
             component.to(self._device)

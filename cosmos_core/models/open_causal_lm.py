@@ -4,15 +4,15 @@ import logging
 
 import torch
 
-from cosmos_core.config.media import media_settings
+from cosmos_core.config.media import image_settings
 from cosmos_core.data.prepared import has_images
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.balance import load_balancing_settings
 from cosmos_core.models.causal_lm import CausalLM, make_input_processing
-from cosmos_core.models.compiled import compile_blocks, watch_compiling
+from cosmos_core.models.compiled import compile_blocks, report_compilations
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import check_row_length, check_rows, load_model, load_tokenizer
-from cosmos_core.models.kernels import use_flash_attention, use_fp8, use_liger
+from cosmos_core.models.kernels import enable_flash_attention_3, enable_fp8_if_supported, patch_with_liger
 from cosmos_core.models.lora import needs_base_weights
 from cosmos_core.models.processor import ImageReader, load_processor, processor_files
 from cosmos_core.models.sharded_load import init_on_meta
@@ -37,13 +37,13 @@ def open_model(stage: Stage) -> CausalLM:
     tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # any token id can pad, because masks are built from positions
-    vision = open_image_reader(stage)
+    image_reader = open_image_reader(stage)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mesh = open_mesh(policy.parallelism, device.type)
-    load_function = init_on_meta if mesh and not needs_base_weights(policy.lora) else load_model
-    if mesh and load_function is load_model:
+    load_fn = init_on_meta if mesh and not needs_base_weights(policy.lora) else load_model
+    if mesh and load_fn is load_model:
         logger.info("every rank loads the whole model before it is split: policy.lora starts from its weights")
-    model = load_function(
+    model = load_fn(
         stage.model,
         revision=policy.model_revision,
         dtype=getattr(torch, train.master_dtype),
@@ -52,23 +52,24 @@ def open_model(stage: Stage) -> CausalLM:
     )
     move_buffers(model, device)
     check_row_length(model.config, policy.model_max_length)
-    prepared_rows = stage.data if stage.kind.reads_data == "prepared" else None
-    if prepared_rows is not None and (warning := check_rows(model.config, prepared_rows, lambda: model)):
+    prepared_folder = stage.data if stage.kind.reads_data == "prepared" else None
+    if prepared_folder is not None and (warning := check_rows(model.config, prepared_folder, lambda: model)):
         logger.warning("%s", warning)
-    use_flash_attention()
+    enable_flash_attention_3()
     if policy.enable_liger_kernel:
-        use_liger(model)
+        patch_with_liger(model)
     if stage.kind.trains_model:  # other stages load a model into which the adapter of `policy.lora` is already merged
         mark_trained_weights(model, policy)
         if train.fp8.enable_fp8:
-            use_fp8(model, train.fp8)
+            enable_fp8_if_supported(model, train.fp8)
     train = train.derive(compile=stage.recipe.should_compile_blocks(device.type) and policy.parallelism.tp_size == 1)
     if train.compile:
-        watch_compiling(stage.progress)
+        report_compilations(stage.progress)
         compile_blocks(model)
     extra_files = processor_files(stage.model, policy.model_revision, policy.chat_template)
     load_balancing = load_balancing_settings(model, policy.aux_loss_coeff) if stage.kind.trains_model else None
-    return CausalLM(model, train, make_input_processing(tokenizer, model, vision, extra_files), mesh, load_balancing)
+    input_processing = make_input_processing(tokenizer, model, image_reader, extra_files)
+    return CausalLM(model, train, input_processing, mesh, load_balancing)
 
 
 def open_image_reader(stage: Stage) -> ImageReader | None:
@@ -76,9 +77,9 @@ def open_image_reader(stage: Stage) -> ImageReader | None:
     the recipe has a parallelism or load balancing that does not support images, and ModelError without a processor."""
     if stage.data is None or not has_images(stage.data):
         return None
-    if obstacle := stage.recipe.obstacle_to_images(stage.kind):
-        raise ConfigError(obstacle)
-    processor = load_processor(stage.model, stage.recipe.policy.model_revision, media_settings(stage.recipe).pixels)
+    if unsupported_setting := stage.recipe.describe_image_obstacle(stage.kind):
+        raise ConfigError(unsupported_setting)
+    processor = load_processor(stage.model, stage.recipe.policy.model_revision, image_settings(stage.recipe).pixels)
     if processor is None:
         raise ModelError(f"{stage.model}: the prepared rows show images, and the model has no processor to read them")
     return ImageReader(processor)

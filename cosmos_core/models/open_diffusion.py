@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from cosmos_core.models.compiled import compile_blocks, watch_compiling
+from cosmos_core.models.compiled import compile_blocks, report_compilations
 from cosmos_core.models.denoiser import Denoiser
 from cosmos_core.models.families import open_family
 from cosmos_core.models.freeze import mark_trained_weights
@@ -30,8 +30,8 @@ def open_model(stage: Stage) -> Denoiser:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     family = open_family(stage.model, policy, device)
     mesh = open_mesh(policy.parallelism, device.type)
-    if mesh and mesh.context:
-        family.check_context(mesh.context.size())
+    if mesh and mesh.cp:
+        family.check_context(mesh.cp.size())
     if mesh:
         logger.info("every rank loads the whole denoiser before it is split")
     model = family.load_denoiser(getattr(torch, train.master_dtype))
@@ -41,7 +41,7 @@ def open_model(stage: Stage) -> Denoiser:
     if stage.kind.trains_model:
         mark_trained_weights(model, policy, family.lora_targets)
     if stage.recipe.should_compile_blocks(device.type):
-        watch_compiling(stage.progress)
+        report_compilations(stage.progress)
         compile_blocks(model)
     adapter = Denoiser(model, family, train, mesh)
     adapter.model_class = policy.model_class

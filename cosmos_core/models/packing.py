@@ -27,9 +27,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from cosmos_core.data.batch import Bounds, rows_of, shared_rows, to_device
+from cosmos_core.data.batch import SequenceBounds, collate_rows, collate_shared_prompts, to_device
 from cosmos_core.models.base import has_dropout
-from cosmos_core.models.length_rounding import round_length
+from cosmos_core.models.length_rounding import round_up_length
 from cosmos_core.models.scorer import is_without_data
 from cosmos_core.parallel.mesh import any_rank
 
@@ -37,8 +37,8 @@ PACKED_ATTENTION = "packed_sdpa"
 _PACKED_ATTENTION_NAMES = {"sdpa": PACKED_ATTENTION, "eager": "packed_eager"}
 _PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _PROBE_LENGTHS, _PROBE_WINDOW = (5, 9), 3
-_TOLERANCE = 1e-3
-_VARLEN_DEVICE, _VARLEN_CAPABILITY = "cuda", (8, 0)
+_PROBE_TOLERANCE = 1e-3
+_VARLEN_DEVICE, _VARLEN_MIN_CAPABILITY = "cuda", (8, 0)
 _VARLEN_DTYPES, _VARLEN_MAX_HEAD_SIZE = {torch.bfloat16, torch.float16}, 256
 _GQA_OPTIONS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Arguments of `varlen_attn` for grouped-query attention; empty for older versions of torch."""
@@ -51,18 +51,18 @@ logger = logging.getLogger(__name__)
 
 def enable_packing(
     model: PreTrainedModel,
-    roots: Sequence[nn.Module] = (),
+    root_modules: Sequence[nn.Module] = (),
     compute_dtype: torch.dtype | None = None,
     *,
     gathers_inside_block: bool = False,
 ) -> str:
-    """Enable packed rows for `model`, which have sequence bounds (`data.batch.packed_bounds`) and `position_ids` that
-    restart in each sequence. Return an empty string, or the reason why the model does not support packed rows and stays
-    unchanged. If it is sharded, all ranks must call this function.
+    """Enable packed rows for `model`, which have the inputs of `data.batch.packed_attention_kwargs`, and `position_ids`
+    that restart in each sequence. Return an empty string, or the reason why the model does not support packed rows and
+    stays unchanged. If it is sharded, all ranks must call this function.
 
     Args:
         model: model whose attention is replaced.
-        roots: modules to call instead of a sharded model.
+        root_modules: modules to call instead of a sharded model.
         compute_dtype: autocast dtype of training, which determines the kernel; None: the dtype of the weights.
         gathers_inside_block: whether FSDP gathers weights in `compute_dtype`, so that no other dtype can be tested.
     """
@@ -82,36 +82,36 @@ def enable_packing(
         dtypes[compute_dtype] = None
     for dtype in dtypes:
         _set_attention(model, attention_name)
-        is_different = not _is_packing_exact(model, roots, attention_name, dtype)
-        if any_rank(is_different) if roots else is_different:  # pipeline ranks test different layers
+        is_different = not _is_packing_exact(model, root_modules, attention_name, dtype)
+        if any_rank(is_different) if root_modules else is_different:  # each pipeline rank has tested its own layers
             _set_attention(model, attention_name)
             return "packed sequences have other logits than separate ones"
     return ""
 
 
 @torch.no_grad()
-def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch.dtype) -> bool:
+def can_merge_prompts(model: PreTrainedModel, root_modules: Sequence[Any], dtype: torch.dtype) -> bool:
     """Return True if a packed row, which must be enabled already, may contain a prompt once for several sequences.
 
     Sharing requires `PACKED_ATTENTION` without windows in all layers, a CPU, and no dropout, which would be the same
-    for all sequences. A probe compares outputs in `dtype`. `roots` are the modules to call instead of a sharded model,
-    on all ranks.
+    for all sequences. A probe compares outputs in `dtype`. `root_modules` are the modules to call instead of a sharded
+    model, on all ranks.
     """
-    text = model.config.get_text_config()
-    is_full_attention = set(getattr(text, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    if text._attn_implementation != PACKED_ATTENTION or not is_full_attention or getattr(text, "sliding_window", None):
+    config = model.config.get_text_config()
+    has_windows = set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
+    if config._attn_implementation != PACKED_ATTENTION or has_windows or getattr(config, "sliding_window", None):
         return False
     if _compute_device(model).type != "cpu" or is_without_data(model) or has_dropout(model):
         return False
     prompt, *continuations = _random_rows(model, (7, *_PROBE_LENGTHS))
-    token_rows = [np.concatenate([prompt, each]) for each in continuations]
-    shared_row = shared_rows(token_rows, [((0, 1), len(prompt))], 0, lambda length: length)
+    token_rows = [np.concatenate([prompt, continuation]) for continuation in continuations]
+    merged_row = collate_shared_prompts(token_rows, [((0, 1), len(prompt))], 0, lambda length: length)
     with _evaluation_mode(model, dtype):
-        separate_outputs = _compute_probe_outputs(model, roots, rows_of(token_rows, 0, packed=True).inputs)
-        shared_outputs = _compute_probe_outputs(model, roots, shared_row.inputs)
+        separate_outputs = _compute_probe_outputs(model, root_modules, collate_rows(token_rows, 0, packed=True).inputs)
+        merged_outputs = _compute_probe_outputs(model, root_modules, merged_row.inputs)
     first_length = len(token_rows[0])
     expected_outputs = torch.cat([separate_outputs[:first_length], separate_outputs[first_length + len(prompt) :]])
-    return _is_close(shared_outputs, expected_outputs, dtype)
+    return _is_close(merged_outputs, expected_outputs, dtype)
 
 
 def packed_attention(
@@ -122,15 +122,15 @@ def packed_attention(
     bounds, window_size = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
     if bounds is None and not (window_size and attention_mask is None and query.shape[2] == key.shape[2]):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
-    enable_gqa = query.shape[1] != key.shape[1]
+    dropout_rate, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
+    is_gqa = query.shape[1] != key.shape[1]
     if bounds is not None and query.device.type == _VARLEN_DEVICE:
-        cast_states = _cast_to_autocast(query), _cast_to_autocast(key), _cast_to_autocast(value)
-        reason = varlen_obstacle(*cast_states, dropout)
-        if not reason:
-            return _attend_varlen(cast_states, kwargs), None
+        qkv_states = _cast_to_autocast(query), _cast_to_autocast(key), _cast_to_autocast(value)
+        unsupported_reason = unsupported_varlen_reason(*qkv_states, dropout_rate)
+        if not unsupported_reason:
+            return _varlen_attention(qkv_states, kwargs), None
         if not torch.compiler.is_compiling():
-            _log_once(reason)
+            _log_fallback_once(unsupported_reason)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         length, num_prompt_tokens = query.shape[2], key.shape[2] - query.shape[2]
@@ -138,15 +138,15 @@ def packed_attention(
         if num_prompt_tokens:
             mask = query.new_ones(length, key.shape[2], dtype=torch.bool).tril(num_prompt_tokens)
         attended_BKPD = scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
-            enable_gqa=enable_gqa,
+            query, key, value, attn_mask=mask, dropout_p=dropout_rate, is_causal=mask is None, scale=scaling,
+            enable_gqa=is_gqa,
         )  # fmt: skip
         return attended_BKPD.transpose(1, 2)
 
-    return _attend_per_sequence(bounds, attend, query, key, value), None
+    return _per_sequence_attention(bounds, attend, query, key, value), None
 
 
-def varlen_obstacle(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> str:
+def unsupported_varlen_reason(query: Tensor, key: Tensor, value: Tensor, dropout_rate: float) -> str:
     """Return the reason why torch's `varlen_attn` does not support these inputs; empty if it supports them."""
     head_size = query.shape[-1]
     if query.dtype not in _VARLEN_DTYPES:
@@ -155,15 +155,15 @@ def varlen_obstacle(query: Tensor, key: Tensor, value: Tensor, dropout: float) -
         return f"its kernel takes heads of a multiple of 8 up to {_VARLEN_MAX_HEAD_SIZE}, and these have {head_size}"
     if value.shape[-1] != head_size:
         return f"its kernel takes values as wide as keys, and these have {value.shape[-1]} and {head_size}"
-    if dropout:
-        return f"its kernel knows no dropout, and attention_dropout is {dropout}"
-    if query.is_cuda and (capability := torch.cuda.get_device_capability(query.device)) < _VARLEN_CAPABILITY:
-        return f"its kernel needs capability {_VARLEN_CAPABILITY}, and this GPU has {capability}"
+    if dropout_rate:
+        return f"its kernel knows no dropout, and attention_dropout is {dropout_rate}"
+    if query.is_cuda and (capability := torch.cuda.get_device_capability(query.device)) < _VARLEN_MIN_CAPABILITY:
+        return f"its kernel needs capability {_VARLEN_MIN_CAPABILITY}, and this GPU has {capability}"
     return ""
 
 
 @cache
-def _log_once(reason: str) -> None:
+def _log_fallback_once(reason: str) -> None:
     logger.info("packed attention runs over groups of sequences, because %s", reason)
 
 
@@ -174,10 +174,10 @@ def _cast_to_autocast(state: Tensor) -> Tensor:
     return state.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else state
 
 
-def _attend_varlen(states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
+def _varlen_attention(qkv_states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
     """Compute the attention of all sequences with one call of `varlen_attn`; shapes as in `packed_attention`."""
     window_size, cu_seq_lens, max_length = kwargs.get("sliding_window"), kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
-    query_PKD, key_PKD, value_PKD = (state.transpose(1, 2).squeeze(0) for state in states)
+    query_PKD, key_PKD, value_PKD = (state.transpose(1, 2).squeeze(0) for state in qkv_states)
     output_PKD = varlen_attn(
         query_PKD, key_PKD, value_PKD, cu_seq_lens, cu_seq_lens, max_length, max_length, scale=kwargs.get("scaling"),
         window_size=(window_size - 1 if window_size else -1, 0),  # visible keys before and after a query; -1: all
@@ -203,41 +203,40 @@ def packed_eager_attention(
         mask = query.new_zeros(length, length).masked_fill(~is_visible, min_value)
         return eager_attention(module, query, key, value, mask[None, None], **kwargs)[0]
 
-    return _attend_per_sequence(bounds, attend, query, key, value), None
+    return _per_sequence_attention(bounds, attend, query, key, value), None
 
 
 def _make_mask(make_full_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
-    """Return the result of `make_full_mask`, or None if there are neither padding tokens nor cached keys."""
+    """Return the mask that `make_full_mask` makes, or None if there are neither padding tokens nor cached keys."""
     has_padding, has_cache = kwargs.get("attention_mask") is not None, kwargs.get("q_length") != kwargs.get("kv_length")
     return make_full_mask(*args, **kwargs) if has_padding or has_cache else None
 
 
-def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
+def _per_sequence_attention(bounds: SequenceBounds | None, attend: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
     """Compute the attention of each sequence of a packed row BKPD with the function `attend`.
 
-    If `bounds` is None, the row is one sequence. A sequence with a shared prompt (`Bounds.prompts`) also attends to the
-    prompt. Sequences of similar length, whose prompts have equal lengths, form a batch, padded on the right, which
-    causal attention ignores. The row is divided by `Tensor.split`, because the gradient of an indexed slice would be as
-    large as the row.
+    If `bounds` is None, the row is one sequence. A sequence with a shared prompt also attends to the prompt. Sequences
+    of similar length, whose prompts have equal lengths, form a batch, padded on the right, which causal attention
+    ignores. `Tensor.split` divides the row, because the gradient of an indexed slice would be as large as the row.
     """
     if bounds is None:
-        return attend(*states)
-    lengths, prompt_indices = np.diff(bounds.ends).tolist(), bounds.prompts
-    slices = [state.squeeze(0).split(lengths, dim=1) for state in states]  # each slice: (K, sequence length, D)
+        return attend(*qkv)
+    lengths, prompt_indices = np.diff(bounds.boundaries).tolist(), bounds.prompt_indices
+    split_states = [state.squeeze(0).split(lengths, dim=1) for state in qkv]  # shapes (K, sequence length, D)
     indices_by_lengths: dict[tuple[int, int], list[int]] = {}
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         length, prompt_index = lengths[index], prompt_indices[index]
         # In float32 no kernel is compiled for each shape, so a short sequence is padded only to a power of two.
-        is_short = states[0].dtype == torch.float32 and length <= _MAX_SHORT_LENGTH
-        padded_length = 1 << (length - 1).bit_length() if is_short else round_length(length)
+        is_padded_to_power = qkv[0].dtype == torch.float32 and length <= _MAX_SHORT_LENGTH
+        padded_length = 1 << (length - 1).bit_length() if is_padded_to_power else round_up_length(length)
         prompt_length = lengths[prompt_index] if prompt_index >= 0 else 0
         indices_by_lengths.setdefault((padded_length, prompt_length), []).append(index)
     outputs: dict[int, Tensor] = {}
     for (padded_length, prompt_length), indices in indices_by_lengths.items():
-        batch = [_stack_padded([state_slices[i] for i in indices], padded_length) for state_slices in slices]
+        batch = [_stack_padded([slices[i] for i in indices], padded_length) for slices in split_states]
         if prompt_length:  # prepend the keys and values of the shared prompts
-            prompts = [torch.stack([state_slices[prompt_indices[i]] for i in indices]) for state_slices in slices[1:]]
-            batch[1:] = [torch.cat(pair, dim=2) for pair in zip(prompts, batch[1:], strict=True)]
+            prompts = [torch.stack([slices[prompt_indices[i]] for i in indices]) for slices in split_states[1:]]
+            batch[1:] = [torch.cat(key_or_value, dim=2) for key_or_value in zip(prompts, batch[1:], strict=True)]
         outputs |= zip(indices, attend(*batch).unbind(0), strict=True)
     return torch.cat([outputs[index][:length] for index, length in enumerate(lengths)]).unsqueeze(0)
 
@@ -249,11 +248,11 @@ def _stack_padded(states: Sequence[Tensor], length: int) -> Tensor:
     return stacks[0] if len(stacks) == 1 else torch.cat(stacks)
 
 
-def _sliding_window_mask(length: int, window: int, device: torch.device) -> Tensor:
+def _sliding_window_mask(length: int, window_size: int, device: torch.device) -> Tensor:
     """Return the causal mask of a sliding window, (positions, positions): True where the query (row) attends to the key
     (column)."""
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    return (distance >= 0) & (distance < window)
+    distances = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distances >= 0) & (distances < window_size)
 
 
 def _set_attention(model: PreTrainedModel, attention_name: str) -> None:
@@ -266,15 +265,16 @@ def _set_attention(model: PreTrainedModel, attention_name: str) -> None:
 def _shorten_sliding_windows(model: PreTrainedModel) -> Iterator[None]:
     """Make sliding windows shorter than the rows of the probe during the block. The probe thus detects model families
     whose packed attention ignores the window."""
-    owners: list[Any] = [model.config.get_text_config(), *model.modules()]
-    original_windows = [(owner, owner.sliding_window) for owner in owners if getattr(owner, "sliding_window", None)]
+    modules: list[Any] = [model.config.get_text_config(), *model.modules()]
+    window_sizes = [(module, getattr(module, "sliding_window", None)) for module in modules]
+    window_sizes = [(module, size) for module, size in window_sizes if size]
     try:
-        for owner, _ in original_windows:
-            owner.sliding_window = _PROBE_WINDOW
+        for module, _ in window_sizes:
+            module.sliding_window = _PROBE_WINDOW
         yield
     finally:
-        for owner, window_size in original_windows:
-            owner.sliding_window = window_size
+        for module, window_size in window_sizes:
+            module.sliding_window = window_size
 
 
 @contextmanager
@@ -296,45 +296,46 @@ def _random_rows(model: PreTrainedModel, lengths: Sequence[int]) -> list[np.ndar
 
 def _compute_device(model: PreTrainedModel) -> torch.device:
     """Return the device on which the model computes: that of the mesh if its shards are offloaded to the CPU."""
-    sharded_parameter = next((each for each in model.parameters() if isinstance(each, DTensor)), None)
+    sharded_parameter = next((parameter for parameter in model.parameters() if isinstance(parameter, DTensor)), None)
     return model.device if sharded_parameter is None else torch.device(sharded_parameter.device_mesh.device_type)
 
 
 @torch.no_grad()
-def _is_packing_exact(model: PreTrainedModel, roots: Sequence[Any], attention_name: str, dtype: torch.dtype) -> bool:
-    """Return True if packed rows have the same outputs as separate rows: logits, or the last hidden states of each
-    module in `roots` if there are any.
+def _is_packing_exact(
+    model: PreTrainedModel, root_modules: Sequence[Any], attention_name: str, dtype: torch.dtype
+) -> bool:
+    """Return True if packed rows have the same outputs (see `_compute_probe_outputs`) as separate rows.
 
     Separate rows use the attention `attention_name`, and all rows are computed in `dtype`. Afterwards packed attention
     is enabled.
     """
     token_rows = _random_rows(model, _PROBE_LENGTHS)
 
-    def logits(token_rows: Sequence[Any], *, packed: bool) -> Tensor:
-        return _compute_probe_outputs(model, roots, rows_of(token_rows, 0, packed=packed).inputs)
+    def compute_outputs(token_rows: Sequence[Any], *, packed: bool) -> Tensor:
+        return _compute_probe_outputs(model, root_modules, collate_rows(token_rows, 0, packed=packed).inputs)
 
     with _shorten_sliding_windows(model), _evaluation_mode(model, dtype):
-        separate_outputs = torch.cat([logits([row], packed=False) for row in token_rows])
+        separate_outputs = torch.cat([compute_outputs([row], packed=False) for row in token_rows])
         _set_attention(model, _PACKED_ATTENTION_NAMES[attention_name])
         try:
-            packed_outputs = logits(token_rows, packed=True)
+            packed_outputs = compute_outputs(token_rows, packed=True)
         except (TypeError, ValueError, RuntimeError, AttributeError):  # this model family refuses packed inputs
             return False
     return _is_close(packed_outputs, separate_outputs, dtype)
 
 
-def _compute_probe_outputs(model: PreTrainedModel, roots: Sequence[Any], inputs: dict[str, Any]) -> Tensor:
-    """Return the logits of the first row, or its last hidden states from each module in `roots` if there are any."""
+def _compute_probe_outputs(model: PreTrainedModel, root_modules: Sequence[Any], inputs: dict[str, Any]) -> Tensor:
+    """Return the logits of the first row or, with `root_modules`, its last hidden states from each of these modules."""
     inputs = to_device(inputs, _compute_device(model))
-    if roots:
-        return torch.cat([root.probe(inputs)[0] for root in roots], dim=-1)
+    if root_modules:
+        return torch.cat([root.probe(inputs)[0] for root in root_modules], dim=-1)
     return model(**inputs, use_cache=False).logits[0]
 
 
-def _is_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+def _is_close(outputs: Tensor, expected_outputs: Tensor, dtype: torch.dtype) -> bool:
     # In half precision, the kernels of packed and separate rows round sums differently.
-    tolerance = max(_TOLERANCE, 8 * torch.finfo(dtype).eps)
-    return bool((actual - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item()))
+    tolerance = max(_PROBE_TOLERANCE, 8 * torch.finfo(dtype).eps)
+    return bool((outputs - expected_outputs).abs().max() <= tolerance * max(1.0, expected_outputs.abs().max().item()))
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

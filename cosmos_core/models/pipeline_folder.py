@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from cosmos_core.models.model_files import locate_model, model_error, read_object, translate_load_errors
+from cosmos_core.models.model_files import locate_model, model_error, read_json, translate_load_errors
 
-INDEX = "model_index.json"
+MODEL_INDEX = "model_index.json"
 _COMPONENT_LIBRARIES = ("diffusers", "transformers")
 
 
@@ -24,17 +24,17 @@ class PipelineFolder:
         if isinstance(model_source, Path):
             self.path = model_source
         else:
-            pipeline: Any = importlib.import_module("diffusers").DiffusionPipeline
+            pipeline_class: Any = importlib.import_module("diffusers").DiffusionPipeline
             with translate_load_errors("pipeline", model):
-                self.path = Path(pipeline.download(model_source, **load_options))
-        self.index = read_object(self.path / INDEX, model)
+                self.path = Path(pipeline_class.download(model_source, **load_options))
+        self.index = read_json(self.path / MODEL_INDEX, model)
         if not isinstance(self.index.get("_class_name"), str):
             remedy = "give a folder that DiffusionPipeline.save_pretrained wrote, or leave policy.is_diffusers out"
-            raise model_error(model, f"the folder has no {INDEX} that names a pipeline; {remedy}")
+            raise model_error(model, f"the folder has no {MODEL_INDEX} that names a pipeline; {remedy}")
 
     @property
     def class_name(self) -> str:
-        """Return the name of the pipeline's class."""
+        """Name of the pipeline's class in diffusers."""
         return str(self.index["_class_name"])
 
     @property
@@ -47,7 +47,7 @@ class PipelineFolder:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Return the names of the components of the pipeline."""
+        """Names of the components that the folder contains."""
         entries = [(name, entry) for name, entry in self.index.items() if not name.startswith("_")]
         return tuple(name for name, entry in entries if isinstance(entry, list) and len(entry) == 2 and entry[1])
 
@@ -56,11 +56,12 @@ class PipelineFolder:
         class is not in diffusers or transformers."""
         if name not in self.components:
             component_names = ", ".join(self.components) or "nothing"
-            raise model_error(self.model, f"{INDEX} names no {name!r}; it has {component_names}")
+            raise model_error(self.model, f"{MODEL_INDEX} names no {name!r}; it has {component_names}")
         library, class_name = self.index[name]
         cls = getattr(importlib.import_module(library), class_name, None) if library in _COMPONENT_LIBRARIES else None
         if not isinstance(cls, type):
-            raise model_error(self.model, f"{INDEX} wants {library}.{class_name} for {name!r}, which is not installed")
+            problem = f"{MODEL_INDEX} wants {library}.{class_name} for {name!r}, which is not installed"
+            raise model_error(self.model, problem)
         return cls
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Any:
@@ -90,6 +91,6 @@ class PipelineFolder:
     def settings(self, name: str) -> dict[str, Any]:
         """Return the configuration of the component `name` without building it; empty if it has no configuration."""
         for file in (f"{name}_config.json", "config.json"):
-            if settings := read_object(self.path / name / file, self.model):
+            if settings := read_json(self.path / name / file, self.model):
                 return settings
         return {}

@@ -16,31 +16,31 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.models.base import ChunkConsumer, Runner
-from cosmos_core.models.scorer import LOGPROBS, RequestedOutputs, Scorer
+from cosmos_core.models.base import BatchConsumer, MicroBatchRunner
+from cosmos_core.models.scorer import LOGPROBS_ONLY, RequestedOutputs, Scorer
 from cosmos_core.models.sequential import forward_context
 from cosmos_core.parallel.mesh import Mesh
-from cosmos_core.parallel.pipeline import num_stages, stage_of, stages_of_rank
+from cosmos_core.parallel.pipeline import extract_stage, num_stages, stages_of_rank
 
 _SINGLE_STAGE_SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 
 
 class StageModule(nn.Module):
-    """Pipeline stage as a module; its inputs are the number of a micro-batch and the previous stage's output."""
+    """Pipeline stage as a module; its inputs are the index of a micro-batch and the previous stage's output."""
 
     def __init__(
-        self, model: PreTrainedModel, number: int, is_last_stage: bool, train: TrainConfig, dtype: torch.dtype
+        self, model: PreTrainedModel, stage_index: int, is_last_stage: bool, train: TrainConfig, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.scorer = Scorer(model)
-        self.number, self.is_last_stage, self._train, self._dtype = number, is_last_stage, train, dtype
+        self.stage_index, self.is_last_stage, self._train, self._dtype = stage_index, is_last_stage, train, dtype
         self.hidden_dtype = model.dtype
         """Dtype of hidden states between stages, stored because `model.dtype` changes while FSDP gathers weights."""
         self.batches: Sequence[Any] = ()
         """Micro-batches of the current call of `PipelineRunner.run`."""
-        self.request, self.num_tokens = LOGPROBS, 0
+        self.request, self.num_tokens = LOGPROBS_ONLY, 0
         """Outputs to compute for these micro-batches, and number of tokens P of the longest one."""
-        self.names: list[str] = []
+        self.output_names: list[str] = []
         """Names of the outputs of the last pipeline stage, stored because torch's schedules pass only tensors."""
 
     @property
@@ -50,92 +50,92 @@ class StageModule(nn.Module):
 
     def probe(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the hidden states that this pipeline stage computes from token inputs."""
-        return self.scorer.hidden(inputs)
+        return self.scorer.compute_hidden_states(inputs)
 
-    def forward(self, *hidden_PH: Tensor, number: Tensor) -> Any:
+    def forward(self, *hidden_PH: Tensor, batch_index: Tensor) -> Any:
         """Return the hidden states PH or, from the last pipeline stage, the outputs of the scorer."""
-        batch = self.batches[int(number)]
+        batch = self.batches[int(batch_index)]
         shape = batch.inputs["input_ids"].shape
         inputs = dict(batch.inputs)
         if hidden_PH:
             inputs["inputs_embeds"] = hidden_PH[0][: shape.numel()].view(*shape, -1)
         with forward_context(self._train, batch.scored_N.device):
             if self.is_last_stage:
-                outputs = self.scorer(
-                    inputs, batch.scored_N, request=self.request, dtype=self._dtype, derivative_N=batch.derivative_N,
-                    top_ids_NK=batch.top_ids_NK,
-                )  # fmt: skip
-                self.names = list(outputs)
+                outputs = self.scorer.score_batch(batch, self.request, self._dtype, inputs)
+                self.output_names = list(outputs)
                 return tuple(outputs.values())
-            hidden_BTH = self.scorer.hidden(inputs)
+            hidden_BTH = self.scorer.compute_hidden_states(inputs)
         return pad(hidden_BTH.flatten(0, 1), (0, 0, 0, self.num_tokens - shape.numel())).to(self.hidden_dtype)
 
 
-class PipelineRunner(Runner):
+class PipelineRunner(MicroBatchRunner):
     """Runner of micro-batches through the pipeline stages of this rank."""
 
     def __init__(self, model: PreTrainedModel, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> None:
-        assert mesh.pipeline is not None
-        self._model, self._parallelism = model, mesh.sizes
-        self._device = torch.device(mesh.data.device_type)  # shards of the model may be on the CPU (`fsdp_offload`)
-        self._pipeline_group, self._num_stages = mesh.pipeline.get_group(), num_stages(model, mesh.sizes)
-        self.roots: list[StageModule] = [
-            StageModule(stage_of(model, number, mesh.sizes), number, number == self._num_stages - 1, train, dtype)
-            for number in stages_of_rank(model, mesh.sizes, mesh.pipeline.get_local_rank())
+        assert mesh.pp is not None
+        self._model, self._parallelism = model, mesh.parallelism
+        self._device = torch.device(mesh.dp.device_type)  # shards of the model may be on the CPU (`fsdp_offload`)
+        self._pipeline_group, self._num_stages = mesh.pp.get_group(), num_stages(model, mesh.parallelism)
+        self.root_modules: list[StageModule] = [
+            StageModule(extract_stage(model, i, mesh.parallelism), i, i == self._num_stages - 1, train, dtype)
+            for i in stages_of_rank(model, mesh.parallelism, mesh.pp.get_local_rank())
         ]
 
-    def rows(self, size: int) -> int:
+    def rows_per_micro_batch(self, size: int) -> int:
         """Return the number of rows per micro-batch: `size`, but at most `pp_micro_batch_size`."""
         return min(size, self._parallelism.pp_micro_batch_size)
 
-    def count(self, num_batches: int, size: int) -> int:
+    def num_micro_batches(self, num_batches: int, size: int) -> int:
         """Return the number of micro-batches to run, including empty ones: torch's schedules require a number of
         micro-batches per pass that is divisible by the number of pipeline ranks."""
         num_passes = self._num_passes(num_batches, size)
         return num_passes * self._round_up_to_ranks(-(-num_batches // num_passes))
 
     def run(
-        self, batches: Sequence[Callable[[], Any]], consume: ChunkConsumer, request: RequestedOutputs, size: int
+        self, batches: Sequence[Callable[[], Any]], consume: BatchConsumer, request: RequestedOutputs, size: int
     ) -> None:
         """Run micro-batches through the pipeline, in passes of at most `size` rows."""
         micro_batches = [build_batch() for build_batch in batches]
         num_tokens = max(batch.inputs["input_ids"].numel() for batch in micro_batches)
         batches_per_pass = len(micro_batches) // self._num_passes(len(micro_batches), size)
 
-        def loss(output: Any, number: Tensor) -> Tensor | None:
-            output_tensors = output if isinstance(output, tuple) else (output,)
-            return consume(micro_batches[int(number)], dict(zip(self.roots[-1].names, output_tensors, strict=True)))
+        def compute_loss(outputs: Any, batch_index: Tensor) -> Tensor | None:
+            tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+            named_outputs = dict(zip(self.root_modules[-1].output_names, tensors, strict=True))
+            return consume(micro_batches[int(batch_index)], named_outputs)
 
-        for stage in self.roots:
+        for stage in self.root_modules:
             stage.batches, stage.request, stage.num_tokens = micro_batches, request, num_tokens
         # All passes use the same schedule, because the first step of a new schedule discards existing gradients.
-        schedule = self._build_schedule(batches_per_pass, num_tokens, loss)
+        schedule = self._build_schedule(batches_per_pass, num_tokens, compute_loss)
         run_step = schedule.step if torch.is_grad_enabled() else schedule.eval
         for batch_indices in torch.arange(len(micro_batches)).split(batches_per_pass):
-            run_step(number=batch_indices, target=batch_indices, return_outputs=False)
-        for stage in self.roots:
+            run_step(batch_index=batch_indices, target=batch_indices, return_outputs=False)
+        for stage in self.root_modules:
             stage.batches = ()
 
     def _num_passes(self, num_batches: int, size: int) -> int:
-        return -(-num_batches // self._round_up_to_ranks(-(-size // self.rows(size))))
+        return -(-num_batches // self._round_up_to_ranks(-(-size // self.rows_per_micro_batch(size))))
 
     def _round_up_to_ranks(self, num_batches: int) -> int:
         """Return `num_batches` rounded up to the next multiple of the number of pipeline ranks."""
         return num_batches + -num_batches % self._pipeline_group.size()
 
-    def _build_schedule(self, num_batches: int, num_tokens: int, loss: Callable[[Any, Tensor], Tensor | None]) -> Any:
+    def _build_schedule(
+        self, num_batches: int, num_tokens: int, loss_fn: Callable[[Any, Tensor], Tensor | None]
+    ) -> Any:
         """Return torch's pipeline schedule for `num_batches` micro-batches of at most `num_tokens` tokens."""
-        dtype, hidden_size = self.roots[0].hidden_dtype, self._model.config.hidden_size
+        dtype, hidden_size = self.root_modules[0].hidden_dtype, self._model.config.hidden_size
         meta_hidden_PH = torch.empty(num_tokens, hidden_size, dtype=dtype, device="meta", requires_grad=True)
         stages: list[Any] = [
             PipelineStage(
-                stage, stage.number, self._num_stages, self._device, group=self._pipeline_group,
-                input_args=(meta_hidden_PH,) if stage.number else (),
+                stage, stage.stage_index, self._num_stages, self._device, group=self._pipeline_group,
+                input_args=(meta_hidden_PH,) if stage.stage_index else (),
                 output_args=(meta_hidden_PH,) * (1 + stage.is_last_stage)
             )
-            for stage in self.roots
+            for stage in self.root_modules
         ]  # fmt: skip
-        schedule_options: dict[str, Any] = {"n_microbatches": num_batches, "loss_fn": loss, "scale_grads": False}
+        options: dict[str, Any] = {"n_microbatches": num_batches, "loss_fn": loss_fn, "scale_grads": False}
         if self._parallelism.pp_schedule == "Interleaved1F1B":
-            return ScheduleInterleaved1F1B(stages, **schedule_options)
-        return _SINGLE_STAGE_SCHEDULES[self._parallelism.pp_schedule](stages[0], **schedule_options)
+            return ScheduleInterleaved1F1B(stages, **options)
+        return _SINGLE_STAGE_SCHEDULES[self._parallelism.pp_schedule](stages[0], **options)

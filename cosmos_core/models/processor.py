@@ -21,7 +21,9 @@ from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.models.hf import load_config
 from cosmos_core.models.model_files import locate_model, translate_load_errors
 
-FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
+PROCESSOR_FILES = (
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json"
+)  # fmt: skip
 """Names of the files of a processor, except for the files of its tokenizer, such as `chat_template.jinja`."""
 _PIXEL_LIMIT_KEYS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
@@ -35,20 +37,20 @@ def processor_files(model: str, revision: str | None = None, chat_template: str 
         "_raise_exceptions_for_connection_errors": False,  # offline, a file that is not in the cache counts as missing
     }
     # An export writes its chat template to `chat_template.jinja`, but transformers prefers this file if both exist.
-    names = [name for name in FILES if chat_template is None or name != "chat_template.json"]
+    names = [name for name in PROCESSOR_FILES if chat_template is None or name != "chat_template.json"]
     paths = {name: cached_file(str(model_source), name, **load_options) for name in names}
     return {name: Path(path).read_bytes() for name, path in paths.items() if path is not None}
 
 
 def load_processor(
-    model: str, revision: str | None = None, pixels: Sequence[tuple[str, int]] = ()
+    model: str, revision: str | None = None, pixel_limits: Sequence[tuple[str, int]] = ()
 ) -> ProcessorMixin | None:
-    """Load the processor of a model folder or Hub id; return None for a text-only model. `pixels` are the `min_pixels`
-    and `max_pixels` of images, which override the limits in the processor's settings.
+    """Load the processor of a model folder or Hub id; return None for a text-only model. `pixel_limits` are the
+    `min_pixels` and `max_pixels` of images, which override the limits in the processor's settings.
 
     Raises:
         ModelError: a file is damaged, or the processor needs a library that is not installed.
-        ConfigError: the processor does not support a setting in `pixels`.
+        ConfigError: the processor does not support a setting in `pixel_limits`.
     """
     if not processor_files(model, revision):
         return None
@@ -57,42 +59,43 @@ def load_processor(
     load_options["trust_remote_code"] = False
     with translate_load_errors("processor", model):
         if cls is not None and "video_processor" in cls.get_attributes() and not is_torchvision_available():
-            processor = _load_without_videos(cls, str(model_source), load_options)
+            processor = _load_without_video(cls, str(model_source), load_options)
         else:
             processor = AutoProcessor.from_pretrained(str(model_source), **load_options)
     if getattr(processor, "image_processor", None) is None:
         return None
     if processor.chat_template is None:  # older checkpoints store the template only in tokenizer_config.json
         processor.chat_template = processor.tokenizer.chat_template
-    for key, size in pixels:
-        # With `merge_size`, the limits in `size` are numbers of pixels; in other processors, lengths of edges.
+    for key, num_pixels in pixel_limits:
+        # With `merge_size`, the limits in `num_pixels` are numbers of pixels; in other processors, lengths of edges.
         if not hasattr(processor.image_processor, "merge_size"):
             name = type(processor).__name__
-            raise ConfigError(f"custom.vision.{key} = {size}: {name} has no such setting; leave it out")
-        setattr(processor.image_processor.size, _PIXEL_LIMIT_KEYS[key], size)
+            raise ConfigError(f"custom.vision.{key} = {num_pixels}: {name} has no such setting; leave it out")
+        setattr(processor.image_processor.size, _PIXEL_LIMIT_KEYS[key], num_pixels)
     return processor
 
 
-def image_word(processor: ProcessorMixin) -> str:
+def image_token_text(processor: ProcessorMixin) -> str:
     """Return the word that represents an image in a text, which the processor expands to the tokens of the image."""
     return cast(Any, processor).image_token
 
 
-def _load_without_videos(processor_class: Any, model_source: str, load_options: dict[str, Any]) -> ProcessorMixin:
+def _load_without_video(processor_class: Any, model_source: str, load_options: dict[str, Any]) -> ProcessorMixin:
     """Load a processor for images and videos without its video processor, which would require torchvision."""
 
-    def check(self: Any, name: str, argument: Any) -> Any:
+    def check_component(self: Any, name: str, argument: Any) -> Any:
         is_video = name == "video_processor"
         return None if is_video else processor_class.check_argument_for_proper_class(self, name, argument)
 
-    lenient_class: Any = type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": check})
+    methods = {"check_argument_for_proper_class": check_component}
+    subclass: Any = type(processor_class.__name__, (processor_class,), methods)
     settings, _ = processor_class.get_processor_dict(model_source, **load_options)
     components = {
         "image_processor": AutoImageProcessor.from_pretrained(model_source, **load_options),
         "tokenizer": AutoTokenizer.from_pretrained(model_source, **load_options),
         "video_processor": None,
     }
-    return lenient_class.from_args_and_dict([components[name] for name in processor_class.get_attributes()], settings)
+    return subclass.from_args_and_dict([components[name] for name in processor_class.get_attributes()], settings)
 
 
 class ImageReader:
@@ -121,12 +124,12 @@ class ImageReader:
     def inputs(self, rows: Sequence[Sample], input_ids_BT: Tensor) -> dict[str, Tensor]:
         """Return the model inputs, by name, for the images of rows of one group with the padded token ids
         `input_ids_BT`; raise DataError if an image or the processor has changed since the rows were prepared."""
-        images = [[open_image(ref) for ref in row.images] for row in rows]
-        # The text consists only of the words that represent images, because the processor needs no other text here.
-        text = [image_word(self._processor) * len(row_images) for row_images in images]
-        inputs: dict[str, Any] = dict(self._processor(text=text, images=images, padding=True, return_tensors="pt"))
-        image_ids_BT, _ = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
-        processed_mask_BT, mask_BT = self._mark_image_tokens(image_ids_BT), self._mark_image_tokens(input_ids_BT)
+        images = [[open_image(image_reference) for image_reference in row.images] for row in rows]
+        # The texts consist only of image tokens, because the processor needs no other text here.
+        texts = [image_token_text(self._processor) * len(row_images) for row_images in images]
+        inputs: dict[str, Any] = dict(self._processor(text=texts, images=images, padding=True, return_tensors="pt"))
+        processed_ids_BT, _ = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
+        processed_mask_BT, mask_BT = self._mark_image_tokens(processed_ids_BT), self._mark_image_tokens(input_ids_BT)
         if not torch.equal(processed_mask_BT.sum(-1), mask_BT.sum(-1)):
             raise DataError("the processor makes another number of tokens of an image than when its row was prepared")
         for name in ("mm_token_type_ids", "token_type_ids"):
@@ -152,7 +155,7 @@ class ImageReader:
         num_tiles = inputs["aspect_ratio_mask"].sum(-1).tolist()
         image_token_id: Any = self._processor.image_token_ids[0]
         attention_spans = [get_cross_attention_token_mask(row.input_ids.tolist(), image_token_id) for row in rows]
-        dense_mask = convert_sparse_cross_attention_mask_to_dense(
+        attention_mask = convert_sparse_cross_attention_mask_to_dense(
             attention_spans, num_tiles=num_tiles, max_num_tiles=inputs["aspect_ratio_mask"].shape[-1], length=num_tokens
         )
-        return torch.from_numpy(dense_mask)
+        return torch.from_numpy(attention_mask)

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-TRAINABLE_FORMATS = FP8, MXFP4 = "fp8", "mxfp4"
+DEQUANTIZED_FORMATS = FP8, MXFP4 = "fp8", "mxfp4"
 """Formats that are dequantized when a model is loaded."""
 
 
@@ -19,15 +19,15 @@ def quantization_method(config: PretrainedConfig) -> str | None:
     return getattr(method, "value", method)
 
 
-def dequantize_options(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that dequantize the weights of such a model; empty for other models."""
-    if quantization_method(config) not in TRAINABLE_FORMATS:
+def make_dequantize_options(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that dequantize a model; empty if its weights are not quantized."""
+    if quantization_method(config) not in DEQUANTIZED_FORMATS:
         return {}
     return {"quantization_config": AutoQuantizationConfig.from_dict({**config.quantization_config, "dequantize": True})}
 
 
 @contextmanager
-def without_quantization(model: PreTrainedModel) -> Iterator[None]:
+def disable_requantization(model: PreTrainedModel) -> Iterator[None]:
     """Disable the conversion that would quantize the weights of a model again when they are saved, if the model was
     dequantized from FP8. Engines need the conversion, because they compute in the format of the base model."""
     conversions = getattr(model, "_weight_conversions", None) or []

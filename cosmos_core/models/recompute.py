@@ -15,49 +15,49 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-Recompute = bool | Literal["selective"]
+RecomputeMode = bool | Literal["selective"]
 """Type of a setting of recomputation. False keeps all activations, True keeps only the inputs of blocks, and
 `selective` also keeps small activations that are expensive to compute."""
 
 logger = logging.getLogger(__name__)
 
-_ATEN = torch.ops.aten
+_ATEN_OPERATORS = torch.ops.aten
 _ATTENTION_OPERATIONS = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-    _ATEN._scaled_dot_product_flash_attention.default,
-    _ATEN._scaled_dot_product_efficient_attention.default,
-    _ATEN._scaled_dot_product_cudnn_attention.default,
+    _ATEN_OPERATORS._scaled_dot_product_flash_attention_for_cpu.default,
+    _ATEN_OPERATORS._scaled_dot_product_flash_attention.default,
+    _ATEN_OPERATORS._scaled_dot_product_efficient_attention.default,
+    _ATEN_OPERATORS._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
 }
-_MATRIX_PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
+_MATRIX_PRODUCTS = {_ATEN_OPERATORS.mm.default, _ATEN_OPERATORS.addmm.default}
 
 
-def recompute_activations(model: Any, how: Recompute) -> None:
+def recompute_activations(model: Any, mode: RecomputeMode) -> None:
     """Make the blocks of a model of transformers or diffusers recompute activations in the backward pass; gradients do
     not change. If the model does not support recomputation, log a warning and keep all activations: recomputation is a
     default and must not stop a run."""
-    if not how:
+    if not mode:
         return
-    settings: dict[str, Any] = {"use_reentrant": False}
-    if how == "selective":
-        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _choose_checkpoint_policy)
+    checkpoint_settings: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        checkpoint_settings["context_fn"] = partial(create_selective_checkpoint_contexts, _choose_checkpoint_policy)
 
-    def run(module: nn.Module, *args: Any) -> Any:
-        return checkpoint(module.__call__, *args, **settings)
+    def checkpoint_module(module: nn.Module, *args: Any) -> Any:
+        return checkpoint(module.__call__, *args, **checkpoint_settings)
 
     try:
         if isinstance(model, PreTrainedModel):
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_settings)
             model.config.use_cache = False
         else:
-            model.enable_gradient_checkpointing(run)
+            model.enable_gradient_checkpointing(checkpoint_module)
     except ValueError as error:
         logger.warning("policy.model_gradient_checkpointing has no effect, every activation is kept: %s", error)
 
 
 def _choose_checkpoint_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_saved = operation in _ATTENTION_OPERATIONS
+    should_save = operation in _ATTENTION_OPERATIONS
     if operation in _MATRIX_PRODUCTS:
         first_argument, second_argument = args[-2:]
-        is_saved = second_argument.shape[-1] <= first_argument.shape[-1]
-    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+        should_save = second_argument.shape[-1] <= first_argument.shape[-1]
+    return CheckpointPolicy.MUST_SAVE if should_save else CheckpointPolicy.PREFER_RECOMPUTE

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cosmos_core.models.diffusion import DiffusionModel, Text
+from cosmos_core.models.diffusion import DiffusionModel, TextInputs
 
 PIPELINES = ("SanaPipeline",)
 
@@ -26,7 +26,7 @@ class Sana(DiffusionModel):
     prompt_tokenizer = ("tokenizer", 1)
     pipeline_multiple = 32
 
-    def text_embedding(self, prompts: Sequence[str]) -> Text:
+    def text_embedding(self, prompts: Sequence[str]) -> TextInputs:
         """Encode prompts to text inputs of the denoiser. As in a call of the pipeline, an instruction is put before
         each prompt, except before the empty prompt of guidance."""
         call_parameters = inspect.signature(type(self.pipeline).__call__).parameters
@@ -34,13 +34,13 @@ class Sana(DiffusionModel):
         encoded_prompts = []
         with self._working("text_encoder"):
             for prompt in prompts:
-                tokens_1LD, mask_1L, _, _ = self.pipeline.encode_prompt(
+                embedding_1LD, mask_1L, _, _ = self.pipeline.encode_prompt(
                     [prompt], False, device=self.device, max_sequence_length=self.config.max_prompt_length,
                     complex_human_instruction=instruction if prompt else None,
                 )  # fmt: skip
-                encoded_prompts.append((tokens_1LD.cpu(), mask_1L.cpu()))
-        tokens_BLD, mask_BL = (torch.cat(components) for components in zip(*encoded_prompts, strict=True))
-        return {"prompt_embeds": tokens_BLD, "prompt_attention_mask": mask_BL}
+                encoded_prompts.append((embedding_1LD.cpu(), mask_1L.cpu()))
+        embeddings_BLD, mask_BL = (torch.cat(tensors) for tensors in zip(*encoded_prompts, strict=True))
+        return {"prompt_embeds": embeddings_BLD, "prompt_attention_mask": mask_BL}
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
         with self._working("vae") as vae:

@@ -20,20 +20,20 @@ class SanaVideo(Sana):
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return as mean the mode of the VAE's posterior, normalised by channel, and None as log-variance."""
         with self._working("vae") as vae:
-            output = vae.encode(pixels.to(self.device, torch.float32))
-            latents = output.latent_dist.mode() if hasattr(output, "latent_dist") else output.latent
-            mean, std = channel_statistics(vae, latents)
+            encoded = vae.encode(pixels.to(self.device, torch.float32))
+            latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
+            mean, std = latent_channel_statistics(vae, latents)
             return ((latents - mean) / std).cpu(), None
 
     def decode(self, latents: Tensor) -> Tensor:
         with self._working("vae") as vae:
             latents = latents.to(self.device, torch.float32)
-            mean, std = channel_statistics(vae, latents)
+            mean, std = latent_channel_statistics(vae, latents)
             return vae.decode(latents * std + mean, return_dict=False)[0]
 
     @property
     def pixels_per_latent(self) -> tuple[int, int]:
-        return video_compression(self.folder.settings("vae"))
+        return video_compression_factors(self.folder.settings("vae"))
 
     def call_settings(self, *size: Any, **settings: Any) -> dict[str, Any]:
         arguments = super().call_settings(*size, **settings)
@@ -46,30 +46,30 @@ class SanaVideo(Sana):
         """Divide the frames of each clip among the ranks of a mesh; blocks convolve over time, so frames stay whole."""
         clip_sharding, tokens_per_frame = ClipSharding(mesh), 1
 
-        def adapt(arguments: dict[str, Any]) -> None:
+        def shard_frames(arguments: dict[str, Any]) -> None:
             nonlocal tokens_per_frame
             tokens_per_frame = arguments["height"] * arguments["width"]
             clip_sharding.distribute(arguments["frames"] * tokens_per_frame, tokens_per_frame)
-            arguments["frames"] = clip_sharding.length // tokens_per_frame
+            arguments["frames"] = clip_sharding.local_length // tokens_per_frame
 
-        shard_blocks(denoiser, clip_sharding, {"rotary_emb": 1}, adapt, {})
+        shard_blocks(denoiser, clip_sharding, {"rotary_emb": 1}, shard_frames, {})
         for block in denoiser.transformer_blocks:
             block.attn1.set_processor(SummedLinearAttention(clip_sharding))
             exchange_borders(block.ff.conv_temp, clip_sharding, lambda: tokens_per_frame)
 
 
-def channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
+def latent_channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of each channel of a VAE's latents; 0 and 1 if the VAE declares none."""
     statistics = []
-    for name, default in (("latents_mean", 0.0), ("latents_std", 1.0)):
-        values = vae.config.get(name)
-        values = vae.__dict__.get("_buffers", {}).get(name) if values is None else values
-        values = torch.full((latents.shape[1],), default) if values is None else torch.as_tensor(values)
-        statistics.append(values.to(latents).view(1, -1, 1, 1, 1))
+    for name, default_value in (("latents_mean", 0.0), ("latents_std", 1.0)):
+        values_C = vae.config.get(name)
+        values_C = vae.__dict__.get("_buffers", {}).get(name) if values_C is None else values_C
+        values_C = torch.full((latents.shape[1],), default_value) if values_C is None else torch.as_tensor(values_C)
+        statistics.append(values_C.to(latents).view(1, -1, 1, 1, 1))
     return statistics[0], statistics[1]
 
 
-def video_compression(settings: dict[str, Any]) -> tuple[int, int]:
+def video_compression_factors(settings: dict[str, Any]) -> tuple[int, int]:
     """Return the number of frames and of pixels per side that one latent position covers, from VAE settings."""
     temporal_factor = settings.get("scale_factor_temporal") or settings.get("temporal_compression_ratio")
     spatial_factor = settings.get("scale_factor_spatial") or settings.get("spatial_compression_ratio")

@@ -25,12 +25,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from cosmos_core.models.balance import NUM_SEQUENCES, OUTPUT, SEQUENCES, LoadBalancingSettings, balance_loss
-from cosmos_core.models.length_rounding import pad_to_kernel
+from cosmos_core.models import balance
+from cosmos_core.models.length_rounding import pad_for_kernel
 
 PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-4
-_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _MEMORY_DIVISOR = 64 << 20, 1 << 30, 64
+_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _CHUNKS_PER_MEMORY = 64 << 20, 1 << 30, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class RequestedOutputs:
     """Whether to return for each token if its label is the most likely token."""
 
 
-LOGPROBS = RequestedOutputs()
+LOGPROBS_ONLY = RequestedOutputs()
 """Outputs for a caller that needs only log-probabilities, at temperature 1."""
 
 
-def chunk_bytes(device: torch.device) -> int:
+def default_chunk_bytes(device: torch.device) -> int:
     """Return the maximum size in bytes of the float32 logits of one chunk: a 64th of the memory of `device` as a power
     of two, from 64 MiB to 1 GiB.
 
@@ -61,14 +61,14 @@ def chunk_bytes(device: torch.device) -> int:
     """
     is_cuda = device.type == "cuda" and torch.cuda.is_available()
     total_memory = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
-    return min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, 1 << ((total_memory // _MEMORY_DIVISOR).bit_length() - 1)))
+    return min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, 1 << ((total_memory // _CHUNKS_PER_MEMORY).bit_length() - 1)))
 
 
 class Scorer(nn.Module):
     """Language model that returns log-probabilities instead of logits."""
 
     def __init__(self, model: PreTrainedModel, chunk_bytes: int | None = None) -> None:
-        """Store the model. `chunk_bytes`: maximum size of the float32 logits of a chunk; None: see `chunk_bytes`."""
+        """Store the model. `chunk_bytes`: maximum size of a chunk's float32 logits; None: `default_chunk_bytes`."""
         super().__init__()
         self.model = model
         self._chunk_bytes = chunk_bytes
@@ -77,7 +77,7 @@ class Scorer(nn.Module):
         self.num_ids: int | None = None
         """Number of token ids among which the most likely tokens are selected; None: all rows of the head, which may
         exceed the ids of the tokenizer."""
-        self.balance: LoadBalancingSettings | None = None
+        self.load_balancing: balance.LoadBalancingSettings | None = None
         """Settings of the load-balancing loss, the output `balance` if gradients are enabled; None: no loss."""
 
     def forward(
@@ -85,9 +85,9 @@ class Scorer(nn.Module):
         inputs: dict[str, Any],
         scored_N: Tensor,
         *,
-        request: RequestedOutputs = LOGPROBS,
+        request: RequestedOutputs = LOGPROBS_ONLY,
         dtype: torch.dtype = torch.float32,
-        derivative_N: Tensor | None = None,
+        loss_gradient_N: Tensor | None = None,
         top_ids_NK: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return outputs of the selected tokens by name: `logprobs` N and, as requested in `request`, `entropy` N,
@@ -101,7 +101,7 @@ class Scorer(nn.Module):
                 s + 1 of row b, conditioned on the tokens before it.
             request: the outputs and their temperature.
             dtype: dtype of the log-softmax.
-            derivative_N: derivative of the loss with respect to each log-probability, if known. A wrong value costs
+            loss_gradient_N: derivative of the loss with respect to each log-probability, if known. A wrong value costs
                 time, but changes no result.
             top_ids_NK: ids whose `top_logprobs` are computed instead of the model's own `request.top_k`, such as the
                 most likely ids of a teacher.
@@ -109,28 +109,37 @@ class Scorer(nn.Module):
         has_labels = "shift_labels" in inputs
         labels_BS = inputs["shift_labels"] if has_labels else inputs["input_ids"][:, 1:]
         labels_N = labels_BS.reshape(-1)[scored_N]
-        hidden_BTH, head, balance_output = self._run_body(inputs)
+        hidden_BTH, head, auxiliary_loss = self._run_body(inputs)
         hidden_BSH = hidden_BTH if has_labels else hidden_BTH[:, :-1]
         hidden_NH = hidden_BSH.reshape(-1, hidden_BTH.shape[-1])[scored_N]
-        max_chunk_bytes = self._chunk_bytes or chunk_bytes(hidden_NH.device)
-        num_ids = min(self.num_ids or self.vocabulary, self.vocabulary)
+        max_chunk_bytes = self._chunk_bytes or default_chunk_bytes(hidden_NH.device)
+        num_ids = min(self.num_ids or self.vocab_size, self.vocab_size)
         num_top_ids = min(request.top_k, num_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
-        num_rows = max(1, max_chunk_bytes // (4 * self.vocabulary))
-        chunk_scorer = _ChunkScorer(head, request, num_top_ids, num_ids, dtype, num_rows)
-        if derivative_N is not None:
-            derivative_N = derivative_N.to(dtype)  # the backward pass compares it with the gradient from autograd
+        chunk_size = max(1, max_chunk_bytes // (4 * self.vocab_size))
+        chunk_scorer = _ChunkScorer(head, request, num_top_ids, num_ids, dtype, chunk_size)
+        if loss_gradient_N is not None:
+            loss_gradient_N = loss_gradient_N.to(dtype)  # so that `_ChunkedScoring.backward` can compare it exactly
         head_weights = head.trained_weights if torch.is_grad_enabled() else []
-        outputs = _ChunkedScore.apply(chunk_scorer, hidden_NH, labels_N, top_ids_NK, derivative_N, *head_weights)
-        return dict(zip(chunk_scorer.names, outputs, strict=True)) | balance_output
+        outputs = _ChunkedScoring.apply(chunk_scorer, hidden_NH, labels_N, top_ids_NK, loss_gradient_N, *head_weights)
+        return dict(zip(chunk_scorer.output_names, outputs, strict=True)) | auxiliary_loss
 
-    def hidden(self, inputs: dict[str, Any]) -> Tensor:
+    def score_batch(
+        self, batch: Any, request: RequestedOutputs, dtype: torch.dtype, inputs: dict[str, Any] | None = None
+    ) -> dict[str, Tensor]:
+        """Return the requested outputs for a `TokenBatch`; `inputs` replaces its model inputs unless it is None."""
+        return self(
+            inputs or batch.inputs, batch.scored_N, request=request, dtype=dtype,
+            loss_gradient_N=batch.loss_gradient_N, top_ids_NK=batch.top_ids_NK,
+        )  # fmt: skip
+
+    def compute_hidden_states(self, inputs: dict[str, Any]) -> Tensor:
         """Return the last hidden states BTH, the input of the head or of the next pipeline stage."""
         return self.model.base_model(**_select_model_inputs(inputs), use_cache=False).last_hidden_state
 
-    probe = hidden  # under this name, FSDP gathers the weights for a call as for `forward`
+    probe = compute_hidden_states  # `apply_fsdp` registers this name as a forward method of FSDP
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """Return the number of rows of the output head."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
@@ -138,18 +147,19 @@ class Scorer(nn.Module):
         """Return the hidden states, the head, and the load-balancing loss by name (empty if disabled). If the model's
         logits are not head(body(x)), return the logits and an identity head."""
         if self._has_plain_head is None:
-            self._has_plain_head = self._probe(inputs["input_ids"].device)
-        body_module = self.model.base_model if self._has_plain_head else self.model
-        balance = self.balance if torch.is_grad_enabled() else None
-        balance_output: dict[str, Tensor] = {}
-        router_options = {"output_router_logits": True} if balance else {}
-        output = body_module(**_select_model_inputs(inputs), use_cache=False, **router_options)
-        if balance:
-            sequence_of_M, num_sequences = inputs[SEQUENCES], int(inputs[NUM_SEQUENCES])
-            balance_output = {OUTPUT: balance_loss(balance, output.router_logits, sequence_of_M, num_sequences)}
+            self._has_plain_head = self._test_plain_head(inputs["input_ids"].device)
+        body = self.model.base_model if self._has_plain_head else self.model
+        settings = self.load_balancing if torch.is_grad_enabled() else None
+        router_options = {"output_router_logits": True} if settings else {}
+        body_output = body(**_select_model_inputs(inputs), use_cache=False, **router_options)
+        auxiliary_loss: dict[str, Tensor] = {}
+        if settings:
+            sequence_index_M, num_sequences = inputs[balance.SEQUENCE_INDEX_KEY], int(inputs[balance.NUM_SEQUENCES_KEY])
+            loss = balance.load_balancing_loss(settings, body_output.router_logits, sequence_index_M, num_sequences)
+            auxiliary_loss = {balance.LOAD_BALANCING_OUTPUT: loss}
         if not self._has_plain_head:
-            return output.logits, _OutputHead(None, lambda logits: logits), balance_output
-        return output.last_hidden_state, self._output_head, balance_output
+            return body_output.logits, _OutputHead(None, lambda logits: logits), auxiliary_loss
+        return body_output.last_hidden_state, self._output_head, auxiliary_loss
 
     @property
     def _output_head(self) -> _OutputHead:
@@ -167,7 +177,7 @@ class Scorer(nn.Module):
         return logits_MV
 
     @torch.no_grad()
-    def _probe(self, device: torch.device) -> bool:
+    def _test_plain_head(self, device: torch.device) -> bool:
         """Return True if head(body(x)) equals the model's own logits for a few tokens on `device`."""
         if self.model.get_output_embeddings() is None or self.model.base_model is self.model:
             return False
@@ -175,7 +185,7 @@ class Scorer(nn.Module):
             return True
         was_training = self.model.training
         self.model.eval()  # dropout would make the two results differ
-        token_ids = torch.arange(1, PROBE_TOKENS + 1, device=device).unsqueeze(0) % self.vocabulary
+        token_ids = torch.arange(1, PROBE_TOKENS + 1, device=device).unsqueeze(0) % self.vocab_size
         # The autocast cache is disabled: a recomputation in a later pass would not find casts cached here.
         with _open_autocast(device, _autocast_dtype(device)):
             expected_logits = self.model(input_ids=token_ids, use_cache=False).logits
@@ -196,7 +206,8 @@ def is_without_data(model: nn.Module) -> bool:
 
 def _select_model_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the inputs for the model: `inputs` without the entries that only the scorer reads."""
-    scorer_inputs = {"shift_labels", SEQUENCES, NUM_SEQUENCES, *(["input_ids"] if "inputs_embeds" in inputs else [])}
+    scorer_inputs = {"shift_labels", balance.SEQUENCE_INDEX_KEY, balance.NUM_SEQUENCES_KEY}
+    scorer_inputs |= {"input_ids"} if "inputs_embeds" in inputs else set()
     return {name: value for name, value in inputs.items() if name not in scorer_inputs}
 
 
@@ -211,12 +222,11 @@ class _OutputHead:
 
     @property
     def trained_weights(self) -> list[nn.Parameter]:
-        """Return the weights of the head that require a gradient."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad] if self.module else []
 
-    def cast(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the matrices of the head by name in `dtype`, the dtype of autocast; empty if no cast is needed.
-        The matrices are cast once instead of once per chunk. Casts of trained matrices are autograd leaves."""
+    def cast_weights(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Return the matrices of the head by name, cast to the dtype of autocast; empty if no cast is needed. They are
+        cast once for all chunks, as leaves of the autograd graph."""
         if self.module is None or dtype is None:
             return {}
         return {
@@ -242,7 +252,7 @@ class _OutputHead:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkScorer:
-    """Settings and formulas of `_ChunkedScore`: outputs of a chunk, and loss derivative with respect to its logits."""
+    """Settings and formulas of `_ChunkedScoring`: outputs of a chunk, and gradient of the loss for its logits."""
 
     head: _OutputHead
     request: RequestedOutputs
@@ -251,166 +261,174 @@ class _ChunkScorer:
     num_ids: int
     """Number of token ids among which the K most likely ids are selected."""
     dtype: torch.dtype
-    num_rows: int
+    chunk_size: int
     """Number M of tokens of a full chunk."""
 
     @property
-    def names(self) -> list[str]:
+    def output_names(self) -> list[str]:
         """Return the names of the outputs in the order of their computation."""
-        top = ["top_logprobs", "top_ids"] if self.num_top_ids else []
-        return ["logprobs", *["entropy"] * bool(self.request.entropy), *top, *["is_top"] * self.request.is_top]
+        top_names = ["top_logprobs", "top_ids"] if self.num_top_ids else []
+        return ["logprobs", *["entropy"] * bool(self.request.entropy), *top_names, *["is_top"] * self.request.is_top]
 
     @property
     def differentiable_outputs(self) -> set[str]:
         """Return the names of the outputs through which gradients flow."""
-        return set(self.names) - {"top_ids", "is_top"} - ({"entropy"} if self.request.entropy != "gradient" else set())
+        return set(self.output_names) - {"top_ids", "is_top", *(["entropy"] * (self.request.entropy != "gradient"))}
 
-    def chunks(self, num_tokens: int) -> list[slice]:
-        """Return the slices of the `num_tokens` selected tokens that form the chunks."""
-        return [slice(start, start + self.num_rows) for start in range(0, num_tokens, self.num_rows)]
+    def chunk_slices(self, num_tokens: int) -> list[slice]:
+        return [slice(start, start + self.chunk_size) for start in range(0, num_tokens, self.chunk_size)]
 
-    def logits(self, hidden_MH: Tensor, cast_weights: dict[str, Tensor]) -> Tensor:
+    def compute_logits(self, hidden_MH: Tensor, cast_weights: dict[str, Tensor]) -> Tensor:
         """Return the logits of a chunk. The head runs on a padded length that is efficient for kernels."""
-        logits = self.head(pad_to_kernel(hidden_MH, -2), cast_weights)
-        return logits if len(logits) == len(hidden_MH) else logits[: len(hidden_MH)]
+        logits_MV = self.head(pad_for_kernel(hidden_MH, -2), cast_weights)
+        return logits_MV if len(logits_MV) == len(hidden_MH) else logits_MV[: len(hidden_MH)]
 
-    def softmax(self, logits_MV: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_logits(self, logits_MV: Tensor) -> tuple[Tensor, Tensor]:
         """Return a chunk's logits divided by the temperature MV, and their logsumexp M1."""
-        scaled_MV = logits_MV.detach().to(self.dtype)
+        logits_MV = logits_MV.detach().to(self.dtype)
         if self.request.temperature != 1.0:
-            scaled_MV = scaled_MV / self.request.temperature
-        return scaled_MV, scaled_MV.logsumexp(-1, keepdim=True)
+            logits_MV = logits_MV / self.request.temperature
+        return logits_MV, logits_MV.logsumexp(-1, keepdim=True)
 
-    def outputs(self, softmax: tuple[Tensor, Tensor], labels_M: Tensor, top_ids_MK: Tensor | None) -> dict[str, Tensor]:
-        """Return the outputs of a chunk of tokens by name."""
-        scaled_MV, sums_M1 = softmax
-        label_M1 = scaled_MV.gather(-1, labels_M.unsqueeze(-1))
-        outputs = {"logprobs": (label_M1 - sums_M1).squeeze(-1)}
+    def compute_outputs(
+        self, logits_MV: Tensor, logsumexp_M1: Tensor, labels_M: Tensor, top_ids_MK: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Return the outputs of a chunk of tokens by name, from the results of `scale_logits`."""
+        label_logits_M1 = logits_MV.gather(-1, labels_M.unsqueeze(-1))
+        outputs = {"logprobs": (label_logits_M1 - logsumexp_M1).squeeze(-1)}
         if self.request.entropy:
-            logprobs_MV = scaled_MV.log_softmax(-1)
+            logprobs_MV = logits_MV.log_softmax(-1)
             outputs["entropy"] = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
         if self.num_top_ids:
             if top_ids_MK is None:
-                top_ids_MK = scaled_MV[:, : self.num_ids].topk(self.num_top_ids, dim=-1).indices
-            outputs |= {"top_logprobs": scaled_MV.gather(-1, top_ids_MK) - sums_M1, "top_ids": top_ids_MK}
+                top_ids_MK = logits_MV[:, : self.num_ids].topk(self.num_top_ids, dim=-1).indices
+            outputs |= {"top_logprobs": logits_MV.gather(-1, top_ids_MK) - logsumexp_M1, "top_ids": top_ids_MK}
         if self.request.is_top:
-            outputs["is_top"] = (label_M1.squeeze(-1) == scaled_MV.amax(-1)).to(self.dtype)
+            outputs["is_top"] = (label_logits_M1.squeeze(-1) == logits_MV.amax(-1)).to(self.dtype)
         return outputs
 
-    def derivative(
-        self, softmax: tuple[Tensor, Tensor], labels_M: Tensor, gradients: dict[str, Tensor], top_ids_MK: Tensor | None
+    def logit_gradient(
+        self,
+        logits_MV: Tensor,
+        logsumexp_M1: Tensor,
+        labels_M: Tensor,
+        gradients: dict[str, Tensor],
+        top_ids_MK: Tensor | None,
     ) -> Tensor:
-        """Return the derivative of the loss with respect to the logits of a chunk, MV, from the upstream gradients of
-        the outputs.
+        """Return the gradient of the loss with respect to the logits of a chunk, MV, from the gradients of the outputs.
 
-        With p the softmax and g the upstream gradient of an output, the derivative is g (1[v = t] - p_v) for the
+        With p the softmax and g the gradient of an output, the gradient is g (1[v = t] - p_v) for the
         log-probability of token t, and -g p_v (log p_v + E) for the entropy E.
         """
         gradients = {name: gradient.to(self.dtype) for name, gradient in gradients.items()}
         gradient_M1 = total_gradient_M1 = gradients["logprobs"].unsqueeze(-1)
         if "top_logprobs" in gradients:
             total_gradient_M1 = gradient_M1 + gradients["top_logprobs"].sum(-1, keepdim=True)
-        derivative_MV = softmax[0] - softmax[1]
+        gradient_MV = logits_MV - logsumexp_M1
         if "entropy" in gradients:
-            probabilities_MV = derivative_MV.exp()
-            entropy_M1 = -(probabilities_MV * derivative_MV).sum(-1, keepdim=True)
-            derivative_MV.add_(entropy_M1).mul_(gradients["entropy"].unsqueeze(-1))
-            derivative_MV.add_(total_gradient_M1).neg_().mul_(probabilities_MV)
+            probabilities_MV = gradient_MV.exp()
+            entropy_M1 = -(probabilities_MV * gradient_MV).sum(-1, keepdim=True)
+            gradient_MV.add_(entropy_M1).mul_(gradients["entropy"].unsqueeze(-1))
+            gradient_MV.add_(total_gradient_M1).neg_().mul_(probabilities_MV)
         else:
-            derivative_MV.exp_().mul_(-total_gradient_M1)
-        derivative_MV.scatter_add_(-1, labels_M.unsqueeze(-1), gradient_M1)
+            gradient_MV.exp_().mul_(-total_gradient_M1)
+        gradient_MV.scatter_add_(-1, labels_M.unsqueeze(-1), gradient_M1)
         if "top_logprobs" in gradients and top_ids_MK is not None:
-            derivative_MV.scatter_add_(-1, top_ids_MK, gradients["top_logprobs"])
-        return derivative_MV if self.request.temperature == 1.0 else derivative_MV.div_(self.request.temperature)
+            gradient_MV.scatter_add_(-1, top_ids_MK, gradients["top_logprobs"])
+        return gradient_MV if self.request.temperature == 1.0 else gradient_MV.div_(self.request.temperature)
 
 
-class _ChunkedScore(torch.autograd.Function):
+class _ChunkedScoring(torch.autograd.Function):
     """Autograd function for the outputs of a `_ChunkScorer`, chunk by chunk, so that logits are freed early."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        task: _ChunkScorer,
+        chunk_scorer: _ChunkScorer,
         hidden_NH: Tensor,
         labels_N: Tensor,
         top_ids_NK: Tensor | None,
-        derivative_N: Tensor | None,
+        loss_gradient_N: Tensor | None,
         *weights: Tensor,
     ) -> Any:
-        ctx.task, ctx.weights = task, weights
+        ctx.chunk_scorer, ctx.weights = chunk_scorer, weights
         ctx.compute_dtype = _autocast_dtype(hidden_NH.device)
-        gradients = None
-        if derivative_N is not None and task.differentiable_outputs == {"logprobs"} and any(ctx.needs_input_grad):
-            gradients = _Gradients(task, hidden_NH, weights, ctx.compute_dtype)
+        accumulator, names = None, chunk_scorer.output_names
+        is_derivative_known = loss_gradient_N is not None and chunk_scorer.differentiable_outputs == {"logprobs"}
+        if is_derivative_known and any(ctx.needs_input_grad):
+            accumulator = _GradientAccumulator(chunk_scorer, hidden_NH, weights, ctx.compute_dtype)
         chunk_outputs: list[dict[str, Tensor]] = []
         with _open_autocast(hidden_NH.device, ctx.compute_dtype):
-            cast_weights = {} if gradients else task.head.cast(ctx.compute_dtype)
-            for chunk in task.chunks(len(labels_N)):
-                top_ids_MK = None if top_ids_NK is None else top_ids_NK[chunk]
-                logits_MV = gradients.logits(chunk) if gradients else task.logits(hidden_NH[chunk], cast_weights)
-                softmax = task.softmax(logits_MV)
+            cast_weights = {} if accumulator else chunk_scorer.head.cast_weights(ctx.compute_dtype)
+            for chunk in chunk_scorer.chunk_slices(len(labels_N)):
+                labels_M, top_ids_MK = labels_N[chunk], None if top_ids_NK is None else top_ids_NK[chunk]
+                if accumulator:
+                    logits_MV = accumulator.compute_logits(chunk)
+                else:
+                    logits_MV = chunk_scorer.compute_logits(hidden_NH[chunk], cast_weights)
+                scaled_MV, logsumexp_M1 = chunk_scorer.scale_logits(logits_MV)
                 del logits_MV
-                chunk_outputs.append(task.outputs(softmax, labels_N[chunk], top_ids_MK))
-                if gradients and derivative_N is not None:
-                    gradients.add(task.derivative(softmax, labels_N[chunk], {"logprobs": derivative_N[chunk]}, None))
-                del softmax
-        ctx.precomputed = gradients.totals() if gradients else None
+                chunk_outputs.append(chunk_scorer.compute_outputs(scaled_MV, logsumexp_M1, labels_M, top_ids_MK))
+                if accumulator and loss_gradient_N is not None:
+                    gradients = {"logprobs": loss_gradient_N[chunk]}
+                    accumulator.add(chunk_scorer.logit_gradient(scaled_MV, logsumexp_M1, labels_M, gradients, None))
+                del scaled_MV, logsumexp_M1
+        ctx.precomputed = accumulator.total_gradients() if accumulator else None
         outputs = {
-            name: _concatenate_chunks([each[name] for each in chunk_outputs], name, task, hidden_NH)
-            for name in task.names
+            name: _concatenate_chunks([outputs_M[name] for outputs_M in chunk_outputs], name, chunk_scorer, hidden_NH)
+            for name in names
         }
-        ctx.save_for_backward(hidden_NH, labels_N, outputs.get("top_ids"), derivative_N)
-        ctx.mark_non_differentiable(*(outputs[name] for name in task.names if name not in task.differentiable_outputs))
+        ctx.save_for_backward(hidden_NH, labels_N, outputs.get("top_ids"), loss_gradient_N)
+        ctx.mark_non_differentiable(*(outputs[name] for name in {*names} - chunk_scorer.differentiable_outputs))
         return tuple(outputs.values())
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:  # type: ignore[override]
-        task: _ChunkScorer = ctx.task
-        hidden_NH, labels_N, top_ids_NK, derivative_N = ctx.saved_tensors
-        named_upstream = zip(task.names, upstream, strict=True)
-        upstream_by_name = {name: each for name, each in named_upstream if name in task.differentiable_outputs}
+    def backward(ctx: Any, *output_gradients: Tensor) -> Any:  # type: ignore[override]
+        chunk_scorer: _ChunkScorer = ctx.chunk_scorer
+        hidden_NH, labels_N, top_ids_NK, loss_gradient_N = ctx.saved_tensors
+        gradients_by_name = dict(zip(chunk_scorer.output_names, output_gradients, strict=True))
         precomputed_gradients, ctx.precomputed = ctx.precomputed, None
         # The comparison is exact, because an approximately equal derivative would change the gradient.
-        if precomputed_gradients is not None and bool((upstream_by_name["logprobs"] == derivative_N).all()):
+        if precomputed_gradients is not None and bool((gradients_by_name["logprobs"] == loss_gradient_N).all()):
             return None, precomputed_gradients[0], None, None, None, *precomputed_gradients[1:]
         del precomputed_gradients
         with _open_autocast(hidden_NH.device, ctx.compute_dtype):
-            gradients = _Gradients(task, hidden_NH, ctx.weights, ctx.compute_dtype)
-            for chunk in task.chunks(len(labels_N)):
-                softmax = task.softmax(gradients.logits(chunk))
-                top_ids_MK = None if top_ids_NK is None else top_ids_NK[chunk]
-                chunk_gradients = {name: gradient[chunk] for name, gradient in upstream_by_name.items()}
-                gradients.add(task.derivative(softmax, labels_N[chunk], chunk_gradients, top_ids_MK))
-                del softmax
-        total_gradients = gradients.totals()
+            accumulator = _GradientAccumulator(chunk_scorer, hidden_NH, ctx.weights, ctx.compute_dtype)
+            for chunk in chunk_scorer.chunk_slices(len(labels_N)):
+                labels_M, top_ids_MK = labels_N[chunk], None if top_ids_NK is None else top_ids_NK[chunk]
+                scaled_MV, logsumexp_M1 = chunk_scorer.scale_logits(accumulator.compute_logits(chunk))
+                gradients = {name: gradients_by_name[name][chunk] for name in chunk_scorer.differentiable_outputs}
+                accumulator.add(chunk_scorer.logit_gradient(scaled_MV, logsumexp_M1, labels_M, gradients, top_ids_MK))
+                del scaled_MV, logsumexp_M1
+        total_gradients = accumulator.total_gradients()
         return None, total_gradients[0], None, None, None, *total_gradients[1:]
 
 
-class _Gradients:
+class _GradientAccumulator:
     """Gradients of the hidden states and of the weights of the head, accumulated chunk by chunk."""
 
     def __init__(
-        self, task: _ChunkScorer, hidden_NH: Tensor, weights: Sequence[Tensor], compute_dtype: torch.dtype | None
+        self, chunk_scorer: _ChunkScorer, hidden_NH: Tensor, weights: Sequence[Tensor], dtype: torch.dtype | None
     ) -> None:
-        self._chunk_scorer, self._hidden_NH, self._weights = task, hidden_NH, weights
-        self._cast = task.head.cast(compute_dtype)
-        self._tensors_with_grad = task.head.differentiated_tensors(self._cast, weights)
+        self._chunk_scorer, self._hidden_NH, self._weights = chunk_scorer, hidden_NH, weights
+        self._cast_weights = chunk_scorer.head.cast_weights(dtype)
+        self._tensors_with_grad = chunk_scorer.head.differentiated_tensors(self._cast_weights, weights)
         self._hidden_gradient = torch.empty_like(hidden_NH)
         self._weight_gradients: list[Tensor] = []
-        self._has_many_chunks = len(hidden_NH) > task.num_rows
+        self._has_many_chunks = len(hidden_NH) > chunk_scorer.chunk_size
 
-    def logits(self, chunk: slice) -> Tensor:
+    def compute_logits(self, chunk: slice) -> Tensor:
         """Return the logits of a chunk, and keep their autograd graph for `add`."""
         self._current_chunk = chunk
         self._hidden_MH = self._hidden_NH[chunk].detach().requires_grad_()
         with torch.enable_grad():
-            self._logits_MV = self._chunk_scorer.logits(self._hidden_MH, self._cast)
+            self._logits_MV = self._chunk_scorer.compute_logits(self._hidden_MH, self._cast_weights)
         return self._logits_MV
 
-    def add(self, derivative_MV: Tensor) -> None:
-        """Add the gradients of the newest chunk, given the derivative of the loss with respect to its logits."""
+    def add(self, gradient_MV: Tensor) -> None:
+        """Add the gradients of the newest chunk; `gradient_MV` is the gradient of the loss for its logits."""
         self._hidden_gradient[self._current_chunk], *weight_gradients = torch.autograd.grad(
-            self._logits_MV, [self._hidden_MH, *self._tensors_with_grad], derivative_MV.to(self._logits_MV.dtype)
+            self._logits_MV, [self._hidden_MH, *self._tensors_with_grad], gradient_MV.to(self._logits_MV.dtype)
         )
         del self._logits_MV
         if not self._weight_gradients:
@@ -423,18 +441,17 @@ class _Gradients:
         for total_gradient, gradient in zip(self._weight_gradients, weight_gradients, strict=True):
             total_gradient.add_(gradient)
 
-    def totals(self) -> tuple[Tensor, ...]:
-        """Return the total gradients of the hidden states and of each weight."""
+    def total_gradients(self) -> tuple[Tensor, ...]:
         weight_gradients = self._weight_gradients or [torch.zeros_like(weight) for weight in self._weights]
         return (self._hidden_gradient, *(t.to(w.dtype) for t, w in zip(weight_gradients, self._weights, strict=True)))
 
 
-def _concatenate_chunks(chunks: Sequence[Tensor], name: str, task: _ChunkScorer, hidden_NH: Tensor) -> Tensor:
+def _concatenate_chunks(chunks: Sequence[Tensor], name: str, chunk_scorer: _ChunkScorer, hidden_NH: Tensor) -> Tensor:
     """Concatenate one output of all chunks; if there are no chunks, return an empty tensor."""
     if chunks:
         return torch.cat(list(chunks))
-    shape = (0, task.num_top_ids) if name.startswith("top_") else (0,)
-    return hidden_NH.new_zeros(shape, dtype=torch.int64 if name == "top_ids" else task.dtype)
+    shape = (0, chunk_scorer.num_top_ids) if name.startswith("top_") else (0,)
+    return hidden_NH.new_zeros(shape, dtype=torch.int64 if name == "top_ids" else chunk_scorer.dtype)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.errors import ConfigError
-from cosmos_core.models.diffusion import DiffusionModel, Text
+from cosmos_core.models.diffusion import DiffusionModel, TextInputs
 from cosmos_core.models.pipeline_folder import PipelineFolder
 
 PIPELINES = ("StableDiffusion3Pipeline",)
@@ -35,7 +35,7 @@ class SD3(DiffusionModel):
             )
         super().__init__(folder, config, device)
 
-    def text_embedding(self, prompts: Sequence[str]) -> Text:
+    def text_embedding(self, prompts: Sequence[str]) -> TextInputs:
         """Encode prompts to text inputs of the denoiser. Without a T5, its embeddings are zeros, as in the pipeline."""
         pipeline, prompt_list = self.pipeline, list(prompts)
         if pipeline.transformer is None:  # without a T5, the pipeline reads the size of an embedding from its denoiser

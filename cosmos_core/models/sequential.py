@@ -8,22 +8,21 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.models.base import ChunkConsumer, Runner, Wants
+from cosmos_core.models.base import BatchConsumer, MicroBatchRunner, OutputSpec
 from cosmos_core.models.offload import activations_on_cpu
 
-Forward = Callable[[Any, Wants], dict[str, Tensor]]
+Forward = Callable[[Any, OutputSpec], dict[str, Tensor]]
 """Function from a batch and the requested outputs to the outputs by name."""
 
 
-class SequentialRunner(Runner):
+class SequentialRunner(MicroBatchRunner):
     """Runner of micro-batches through one module, without empty micro-batches."""
 
     def __init__(self, root: nn.Module, forward: Forward, train: TrainConfig, device: torch.device) -> None:
-        """Store the root module of FSDP, `root`, and the function `forward`, which calls this module."""
-        self.roots = [root]
+        self.root_modules = [root]
         self._run_forward, self._train, self._device = forward, train, device
 
-    def run(self, batches: Sequence[Callable[[], Any]], consume: ChunkConsumer, request: Wants, size: int) -> None:
+    def run(self, batches: Sequence[Callable[[], Any]], consume: BatchConsumer, request: OutputSpec, size: int) -> None:
         for build_batch in batches:
             batch = build_batch()
             with forward_context(self._train, self._device):

@@ -38,9 +38,9 @@ from transformers.modeling_utils import LoadStateDictInfo, str_to_torch_dtype
 
 from cosmos_core.errors import ModelError
 from cosmos_core.models.generation_config import load_generation_config
-from cosmos_core.models.hf import check_loaded_tensors, load_model, model_without_weights, nonfinite_message
-from cosmos_core.models.model_files import merge_error, model_error, translate_load_errors, weight_files
-from cosmos_core.models.recompute import Recompute
+from cosmos_core.models.hf import check_loaded_tensors, describe_nonfinite_values, load_model, model_without_weights
+from cosmos_core.models.model_files import model_error, translate_load_errors, unmergeable_tensors_error, weight_files
+from cosmos_core.models.recompute import RecomputeMode
 from cosmos_core.parallel.fsdp import local_shard, names_of_tied_weights, shard_bounds
 from cosmos_core.parallel.mesh import first_error_of_ranks
 from cosmos_core.transient import is_machine_error
@@ -50,12 +50,12 @@ logger = logging.getLogger(__name__)
 _ADAPTER_COMPONENTS = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
 """Name components that an adapter inserts into the names of weights. Names in the files do not have them."""
 
-_MAX_AUDITED_BYTES = 64 << 30
+_MAX_CHECKED_BYTES = 64 << 30
 """Maximum total size of weight files whose values are checked before a run."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 _WeightTransform = WeightRenaming | WeightConverter
-_SourceTensor = tuple[str, str, Any]
+_FileTensor = tuple[str, str, Any]
 """Key of a tensor in the files, pattern of a transform that matches the key, and the tensor as a lazy slice."""
 
 
@@ -64,7 +64,7 @@ class _TensorGroup:
     """Group of tensors in the files that a transform converts together to one or several weights of the model."""
 
     transform: _WeightTransform
-    sources: Sequence[_SourceTensor]
+    file_tensors: Sequence[_FileTensor]
     shapes: Mapping[str, torch.Size]
     """Shapes of the converted weights, by name in the model."""
 
@@ -87,7 +87,7 @@ def init_on_meta(
     revision: str | None = None,
     dtype: torch.dtype,
     device: torch.device,
-    gradient_checkpointing: Recompute = False,
+    gradient_checkpointing: RecomputeMode = False,
 ) -> PreTrainedModel:
     """Return the same model as `load_model`, but with parameters on the meta device until `load_sharded` reads them.
 
@@ -111,39 +111,40 @@ def init_on_meta(
 
 
 def check_file_tensors(
-    network: PreTrainedModel, model: str, revision: str | None = None, beat: Callable[[], None] = lambda: None
+    network: PreTrainedModel, model: str, revision: str | None = None, on_progress: Callable[[], None] = lambda: None
 ) -> str:
     """Compare the tensors in a local model folder with those of `network`, a model on the meta device, and check their
-    values one group at a time, with a call of `beat` after each; raise ModelError if `load_model` or `load_sharded`
-    would fail. Return a notice if the files are too large to read."""
+    values one group at a time, with a call of `on_progress` after each; raise ModelError if `load_model` or
+    `load_sharded` would fail. Return a notice if the files are too large to read."""
     if not Path(model).expanduser().is_dir():
         return ""
     files, reason = weight_files(model, revision)
     reason = reason or _plan_loading(network, model, revision, network.dtype, torch.device("meta"), files)
-    size = sum(file.stat().st_size for file in Path(model).expanduser().glob("*") if file.suffix in _WEIGHT_SUFFIXES)
-    if size > _MAX_AUDITED_BYTES:
-        return f"the values of {size / 1e9:,.0f} GB of weights are not looked at before the model is loaded"
+    weights = (file for file in Path(model).expanduser().glob("*") if file.suffix in _WEIGHT_SUFFIXES)
+    total_bytes = sum(file.stat().st_size for file in weights)
+    if total_bytes > _MAX_CHECKED_BYTES:
+        return f"the values of {total_bytes / 1e9:,.0f} GB of weights are not looked at before the model is loaded"
     if not reason:
-        _audit_values(network, beat)
+        _check_weight_values(network, on_progress)
     elif not getattr(network.config, "quantization_config", None):
         load_model(model, revision=revision, dtype=network.dtype)
     return ""
 
 
-def _audit_values(network: PreTrainedModel, report_progress: Callable[[], None]) -> None:
+def _check_weight_values(network: PreTrainedModel, report_progress: Callable[[], None]) -> None:
     """Check the values of all weights in a loading plan; tied weights stay in memory until they are compared."""
-    plan, state, tied_tensors = (_LOADING_PLANS.pop(network), network.state_dict(keep_vars=True), dict[int, Tensor]())
-    num_names = Counter(id(state[name]) for group in plan.groups for name in group.shapes)
+    plan, state, tied_tensors = _LOADING_PLANS.pop(network), network.state_dict(keep_vars=True), dict[int, Tensor]()
+    names_per_tensor = Counter(id(state[name]) for group in plan.groups for name in group.shapes)
     for group in plan.groups:
-        group_targets, loaded_tensors = dict[str, list[Tensor]](), set(tied_tensors.values())
+        target_tensors, loaded_tensors = dict[str, list[Tensor]](), set(tied_tensors.values())
         for name in group.shapes:
             key = id(state[name])
-            target = tied_tensors[key] if key in tied_tensors else torch.empty_like(state[name], device="cpu").detach()
-            group_targets[name] = [target]
-            if num_names[key] > 1:
-                tied_tensors[key] = target
+            tensor = tied_tensors[key] if key in tied_tensors else torch.empty_like(state[name], device="cpu").detach()
+            target_tensors[name] = [tensor]
+            if names_per_tensor[key] > 1:
+                tied_tensors[key] = tensor
         try:
-            _read_tensor_group(group, group_targets, network, loaded_tensors)
+            _read_tensor_group(group, target_tensors, network, loaded_tensors)
         except (ModelError, SafetensorError, OSError) as error:
             if is_machine_error(error):
                 raise
@@ -190,16 +191,16 @@ def _plan_loading(
                 tensor.data = tensor.data.float()
     with translate_load_errors("weights", model):
         open_files = [safe_open(file, framework="pt") for file in files]
-        slices = {key: file.get_slice(key) for file in open_files for key in file.keys()}  # noqa: SIM118
-    groups, loading_info = _group_file_tensors(network, slices, model)
+        tensor_slices = {key: file.get_slice(key) for file in open_files for key in file.keys()}  # noqa: SIM118
+    groups, loading_info = _group_file_tensors(network, tensor_slices, model)
     missing_names = set(loading_info.missing_keys)
     loading_info.missing_keys -= {
         name for names in names_of_tied_weights(network) if set(names) - missing_names for name in names
     }
-    needed_names = set(loading_info.missing_keys)
+    required_names = set(loading_info.missing_keys)
     network._adjust_missing_and_unexpected_keys(loading_info)
     check_loaded_tensors(network, loading_info.to_dict(), model)
-    if needed_names - loading_info.missing_keys:
+    if required_names - loading_info.missing_keys:
         return "transformers makes up some of its weights"
     _initialise_buffers(network, device)
     # Without generation_config.json, config.json determines the generation config.
@@ -214,83 +215,84 @@ def _group_file_tensors(
 ) -> tuple[list[_TensorGroup], LoadStateDictInfo]:
     """Return the groups of tensors in files that become weights, and the loading information of transformers. The
     loading information lists missing and unexpected tensors, and tensors of another shape."""
-    model_state = network.state_dict()
+    state_dict = network.state_dict()
     weight_conversions = get_model_conversion_mapping(network)
-    renamings = [each for each in weight_conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in weight_conversions if isinstance(each, WeightConverter)]
+    renamings = [conversion for conversion in weight_conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in weight_conversions if isinstance(conversion, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    sources_by_target: dict[str, tuple[_WeightTransform, list[_SourceTensor]]] = {}
-    loading_info = LoadStateDictInfo(set(model_state), set(), set(), [], {}, set())
+    sources_by_weight: dict[str, tuple[_WeightTransform, list[_FileTensor]]] = {}
+    loading_info = LoadStateDictInfo(set(state_dict), set(), set(), [], {}, set())
     for key in sorted(slices, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, network.base_model_prefix, model_state)
-        if name not in model_state and key in model_state:
-            name, pattern = rename_source_key(key, [], [], network.base_model_prefix, model_state)
-        if name not in model_state:
+        name, pattern = rename_source_key(key, renamings, converters, network.base_model_prefix, state_dict)
+        if name not in state_dict and key in state_dict:
+            name, pattern = rename_source_key(key, [], [], network.base_model_prefix, state_dict)
+        if name not in state_dict:
             target_patterns = converter_of[pattern].target_patterns if pattern else [""]
-            loading_info.unexpected_keys |= {name.replace(target_patterns[0], each) for each in target_patterns}
+            loading_info.unexpected_keys |= {name.replace(target_patterns[0], target) for target in target_patterns}
             continue
         transform: _WeightTransform = copy.deepcopy(converter_of[pattern]) if pattern else WeightRenaming(key, name)
-        sources_by_target.setdefault(name, (transform, []))[1].append((key, pattern or key, slices[key]))
-    network.__dict__["_weight_conversions"] = [each for each in weight_conversions if each.was_used()]
+        sources_by_weight.setdefault(name, (transform, []))[1].append((key, pattern or key, slices[key]))
+    network.__dict__["_weight_conversions"] = [conversion for conversion in weight_conversions if conversion.was_used()]
     groups = []
-    for name, (transform, sources) in sources_by_target.items():
+    for name, (transform, file_tensors) in sources_by_weight.items():
         meta_tensors = [
-            torch.empty(each.get_shape(), dtype=str_to_torch_dtype.get(each.get_dtype(), torch.float32), device="meta")
-            for _, _, each in sources
+            torch.empty(s.get_shape(), dtype=str_to_torch_dtype.get(s.get_dtype(), torch.float32), device="meta")
+            for _, _, s in file_tensors
         ]
         try:
-            converted_weights = _convert_tensors(name, transform, sources, meta_tensors, network, loading_info)
+            converted_weights = _convert_tensors(name, transform, file_tensors, meta_tensors, network, loading_info)
         except SkipParameters:
-            raise merge_error(model) from None
+            raise unmergeable_tensors_error(model) from None
         shapes = {key: tensor.shape for key, tensor in converted_weights.items()}
-        groups.append(_TensorGroup(transform, sources, shapes))
+        groups.append(_TensorGroup(transform, file_tensors, shapes))
         loading_info.missing_keys -= shapes.keys()
-        loading_info.unexpected_keys |= {key for key in shapes if key not in model_state}
+        loading_info.unexpected_keys |= {key for key in shapes if key not in state_dict}
         for key, shape in shapes.items():
-            if key in model_state and shape != model_state[key].shape:
-                loading_info.mismatched_keys.add((key, tuple(shape), tuple(model_state[key].shape)))  # type: ignore[arg-type]
+            if key in state_dict and shape != state_dict[key].shape:
+                loading_info.mismatched_keys.add((key, tuple(shape), tuple(state_dict[key].shape)))  # type: ignore[arg-type]
     return groups, loading_info
 
 
 def _convert_tensors(
     name: str,
     transform: _WeightTransform,
-    sources: Sequence[_SourceTensor],
+    file_tensors: Sequence[_FileTensor],
     tensors: Sequence[Any],
     model: PreTrainedModel,
-    info: LoadStateDictInfo | None = None,
+    loading_info: LoadStateDictInfo | None = None,
 ) -> dict[str, Tensor]:
-    """Convert tensors in files, or functions that read them, to weights; return the weights by name in the model."""
+    """Convert tensors, or functions that read tensors of files, to weights; return the weights by name in the model."""
     transform = copy.deepcopy(transform)
-    for (key, pattern, _), tensor in zip(sources, tensors, strict=True):
+    for (key, pattern, _), tensor in zip(file_tensors, tensors, strict=True):
         transform.add_tensor(name, key, pattern, tensor)
-    converted_weights = transform.convert(name, model=model, config=model.config, loading_info=info)
+    converted_weights = transform.convert(name, model=model, config=model.config, loading_info=loading_info)
     return {key: value[0] if isinstance(value, list) else value for key, value in converted_weights.items()}
 
 
 def _read_tensor_group(
     group: _TensorGroup, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, loaded_tensors: set[Tensor]
 ) -> None:
-    """Fill this rank's shards of the weights of a group; `loaded_tensors` are the tensors that are filled already."""
-    local_targets = {name: [t for t in targets.get(name, ()) if local_shard(t).numel()] for name in group.shapes}
-    if not any(local_targets.values()):
+    """Fill this rank's shards of the weights of a group, the tensors in `targets` by name; `loaded_tensors` are the
+    tensors that are filled already."""
+    local_tensors = {name: [t for t in targets.get(name, ()) if local_shard(t).numel()] for name in group.shapes}
+    if not any(local_tensors.values()):
         return
-    sources, first_row = group.sources, 0
+    file_tensors, first_row = group.file_tensors, 0
     if isinstance(group.transform, WeightRenaming):
-        converted_weights: dict[str, Any] = dict.fromkeys(local_targets, sources[0][2])
+        converted_weights: dict[str, Any] = dict.fromkeys(local_tensors, file_tensors[0][2])
     else:
         if _is_expert_stack(group):
-            expert_rows = shard_bounds(next(iter(local_targets.values()))[0])[0]
-            sources_by_pattern: dict[str, list[_SourceTensor]] = {}
-            for source in sources:  # within each pattern in the order of the experts
-                sources_by_pattern.setdefault(source[1], []).append(source)
-            sources = [source for each in sources_by_pattern.values() for source in each[expert_rows]]
-            first_row = expert_rows.start
-        tensor_readers = [partial(source.__getitem__, ...) for _, _, source in sources]
-        converted_weights = _convert_tensors(next(iter(local_targets)), group.transform, sources, tensor_readers, model)
-    for name, tensors in local_targets.items():
+            local_rows = shard_bounds(next(iter(local_tensors.values()))[0])[0]
+            tensors_by_pattern: dict[str, list[_FileTensor]] = {}
+            for file_tensor in file_tensors:  # the tensors of a pattern are in the order of the experts
+                tensors_by_pattern.setdefault(file_tensor[1], []).append(file_tensor)
+            file_tensors = [t for expert_tensors in tensors_by_pattern.values() for t in expert_tensors[local_rows]]
+            first_row = local_rows.start
+        readers = [partial(tensor_slice.__getitem__, ...) for _, _, tensor_slice in file_tensors]
+        converted_weights = _convert_tensors(next(iter(local_tensors)), group.transform, file_tensors, readers, model)
+    for name, tensors in local_tensors.items():
         for tensor in tensors:
-            _copy_shard(name, tensor, converted_weights[name], first_row, is_dry_run=tensor in loaded_tensors)
+            _copy_shard(name, tensor, converted_weights[name], first_row, is_comparison=tensor in loaded_tensors)
             loaded_tensors.add(tensor)
 
 
@@ -300,8 +302,8 @@ def _is_expert_stack(group: _TensorGroup) -> bool:
     if len(group.shapes) > 1 or not isinstance(operations[0], MergeModulelist) or operations[0].dim != 0:
         return False
     (shape,) = group.shapes.values()
-    pattern_counts = Counter(pattern for _, pattern, _ in group.sources)
-    return all(map(_keeps_first_dim, operations[1:])) and set(pattern_counts.values()) == {shape[0]}
+    num_tensors_by_pattern = Counter(pattern for _, pattern, _ in group.file_tensors)
+    return all(map(_keeps_first_dim, operations[1:])) and set(num_tensors_by_pattern.values()) == {shape[0]}
 
 
 def _keeps_first_dim(operation: Any) -> bool:
@@ -310,18 +312,18 @@ def _keeps_first_dim(operation: Any) -> bool:
     return isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0
 
 
-def _copy_shard(name: str, tensor: Tensor, source: Any, first_row: int, is_dry_run: bool) -> None:
-    """Copy this rank's shard of `source`, a tensor or a slice of a file that begins with row `first_row` of the whole
-    weight, to `tensor`; with `is_dry_run`, compare them instead, because `tensor` is already filled."""
+def _copy_shard(name: str, tensor: Tensor, full_tensor: Any, first_row: int, is_comparison: bool) -> None:
+    """Copy this rank's shard of `full_tensor`, a tensor or a slice of a file that begins with row `first_row` of the
+    whole weight, to `tensor`; with `is_comparison`, compare them instead, because `tensor` is already filled."""
     shard_slices = shard_bounds(tensor)
     if first_row:
         shard_slices = (slice(shard_slices[0].start - first_row, shard_slices[0].stop - first_row), *shard_slices[1:])
-    values, local_tensor = source[shard_slices or ...], local_shard(tensor).detach()
-    if not is_dry_run:
-        local_tensor.copy_(values)
-        if problem := nonfinite_message(name, local_tensor):
+    shard_values, local_tensor = full_tensor[shard_slices or ...], local_shard(tensor).detach()
+    if not is_comparison:
+        local_tensor.copy_(shard_values)
+        if problem := describe_nonfinite_values(name, local_tensor):
             raise ModelError(problem)
-    elif not torch.equal(local_tensor, values.to(local_tensor)):
+    elif not torch.equal(local_tensor, shard_values.to(local_tensor)):
         raise ModelError(
             f"config.json ties {name} to a tensor that has other values in the files; they do not belong together"
         )
@@ -336,8 +338,8 @@ def _allocate_shards(model: PreTrainedModel, device: torch.device) -> dict[str, 
             if parameter is not None and local_shard(parameter).is_meta:
                 if parameter not in allocated_parameters:
                     # Unlike `DTensor.from_local`, `empty_like` keeps shards in host memory although the mesh has GPUs.
-                    empty = torch.empty_like(parameter, device=device, memory_format=torch.contiguous_format)
-                    allocated_parameters[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    empty_shard = torch.empty_like(parameter, device=device, memory_format=torch.contiguous_format)
+                    allocated_parameters[parameter] = nn.Parameter(empty_shard, requires_grad=parameter.requires_grad)
                 module._parameters[name] = allocated_parameters[parameter]
     tensors_by_name: dict[str, list[Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -354,5 +356,5 @@ def _initialise_buffers(network: PreTrainedModel, device: torch.device) -> None:
     for module in network.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                real_buffer = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer
-                module._buffers[name] = real_buffer.to(device)
+                allocated_buffer = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer
+                module._buffers[name] = allocated_buffer.to(device)

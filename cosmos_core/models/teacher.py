@@ -22,11 +22,11 @@ from cosmos_core.models.model_files import MODEL_KEY, check_weights
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import move_buffers
 
-TEACHER = "teacher"
+TEACHER_WEIGHTS = "teacher"
 """Name under which `TrainerView.evaluate` selects the weights of the teacher."""
 
 TEACHER_KEY = "distillation.model_name_or_path"
-_OWN_SETTINGS = (
+_TEACHER_TRAIN_SETTINGS = (
     "master_dtype", "param_dtype", "logprob_dtype", "fsdp_offload", "fsdp_reshard_after_forward", "sequence_packing",
 )  # fmt: skip
 
@@ -40,19 +40,19 @@ def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapt
     """
     tokenizer = policy.tokenizer
     check_vocabulary(teacher, tokenizer)
-    teacher_train = teacher_settings(teacher, recipe.train)
+    teacher_train_config = make_teacher_train_config(teacher, recipe.train)
     with name_teacher_in_errors():
         load_function = init_on_meta if policy.mesh else load_model
         model = load_function(
             teacher.model_name_or_path,
             revision=teacher.model_revision,
-            dtype=getattr(torch, teacher_train.master_dtype),
-            device=torch.device("cpu") if teacher_train.fsdp_offload else policy.device,
+            dtype=getattr(torch, teacher_train_config.master_dtype),
+            device=torch.device("cpu") if teacher_train_config.fsdp_offload else policy.device,
         )
         move_buffers(model, policy.device)
         model.requires_grad_(False)
         check_row_length(model.config, recipe.policy.model_max_length)
-        return CausalLM(model, teacher_train, make_input_processing(tokenizer, model), policy.mesh)
+        return CausalLM(model, teacher_train_config, make_input_processing(tokenizer, model), policy.mesh)
 
 
 def check_teacher(teacher: DistillationConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -81,9 +81,10 @@ def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizer
         )
 
 
-def teacher_settings(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:
+def make_teacher_train_config(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:
     """Return the train settings of the recipe with the dtypes and the sharding of the teacher."""
-    return train.derive(**{name: getattr(teacher, name) for name in _OWN_SETTINGS}, fp8=FP8Config(), compile=False)
+    own_settings = {name: getattr(teacher, name) for name in _TEACHER_TRAIN_SETTINGS}
+    return train.derive(**own_settings, fp8=FP8Config(), compile=False)
 
 
 @contextmanager

@@ -22,13 +22,13 @@ from transformers.utils import cached_file
 
 from cosmos_core.errors import EXIT_OK, EXIT_PREEMPTED, CosmosError, ModelError, first_line
 from cosmos_core.models.model_files import locate_model, translate_load_errors
-from cosmos_core.models.pipeline_folder import INDEX
+from cosmos_core.models.pipeline_folder import MODEL_INDEX
 
-Respond = Callable[[str, int], str]
+RespondFn = Callable[[str, int], str]
 """Function from a prompt and its number to the completion of a model, or to the name of the generated image file."""
 
 
-def open_chat(model: str, max_tokens: int, temperature: float, device: torch.device) -> Respond:
+def open_chat(model: str, max_tokens: int, temperature: float, device: torch.device) -> RespondFn:
     """Return a function that completes prompts with a language model; raise ModelError if the model cannot be loaded.
     If the model has a chat template, each prompt continues the conversation."""
     from transformers.utils.logging import disable_progress_bar
@@ -37,9 +37,11 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = load_tokenizer(model)
-    loaded_model = load_model(model, dtype=dtype_on(device), device=device)
+    loaded_model = load_model(model, dtype=select_dtype(device), device=device)
     conversation: list[dict[str, Any]] = []
-    sampling: dict[str, Any] = {"do_sample": bool(temperature), **({"temperature": temperature} if temperature else {})}
+    sampling_options: dict[str, Any] = {"do_sample": bool(temperature)}
+    if temperature:
+        sampling_options["temperature"] = temperature
 
     def respond(prompt: str, number: int) -> str:
         conversation.append({"role": "user", "content": prompt})
@@ -52,17 +54,17 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
         torch.manual_seed(number)
         inputs = {name: tokenized_prompt[name].to(device) for name in ("input_ids", "attention_mask")}
         pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        output = loaded_model.generate(  # type: ignore[operator]
-            **inputs, max_new_tokens=max_tokens, pad_token_id=pad_token_id, **sampling
+        output_ids = loaded_model.generate(  # type: ignore[operator]
+            **inputs, max_new_tokens=max_tokens, pad_token_id=pad_token_id, **sampling_options
         )
-        text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        conversation.append({"role": "assistant", "content": text})
-        return str(text)
+        completion = tokenizer.decode(output_ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        conversation.append({"role": "assistant", "content": completion})
+        return str(completion)
 
     return respond
 
 
-def open_image_generator(model: str, name: str, device: torch.device) -> Respond:
+def open_image_generator(model: str, name: str, device: torch.device) -> RespondFn:
     """Return a function that writes the generated image of a prompt to the current folder; raise ModelError if the
     pipeline cannot be loaded, or draws videos. The noise is the same for each model."""
     from cosmos_core.models.diffusion import DiffusionModel
@@ -72,7 +74,7 @@ def open_image_generator(model: str, name: str, device: torch.device) -> Respond
     if {"frames", "num_frames"} & inspect.signature(folder.pipeline_class.__call__).parameters.keys():
         raise ModelError(f"{model}: this pipeline draws videos; cosmos try shows text and images")
     try:
-        pipeline = DiffusionModel.load_pipeline(folder, dtype_on(device)).to(device)
+        pipeline = DiffusionModel.load_pipeline(folder, select_dtype(device)).to(device)
     except (ImportError, OSError, ValueError, AttributeError, KeyError) as error:
         # A component, such as the guardrail of Cosmos, needs a package, or the folder lacks files.
         remedy = "" if isinstance(error, ImportError) else "; export it again"
@@ -86,16 +88,17 @@ def open_image_generator(model: str, name: str, device: torch.device) -> Respond
     return respond
 
 
-def dtype_on(device: torch.device) -> torch.dtype:
+def select_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype of models on a device: on a GPU, whose memory may have to hold two models, bfloat16."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _is_pipeline(model: str) -> bool:
-    """Return whether a folder or Hub id is a pipeline of diffusers; ModelError: it cannot be read."""
-    source, load_options = locate_model(model, None)
-    with translate_load_errors(INDEX, model):
-        return bool(cached_file(str(source), INDEX, _raise_exceptions_for_missing_entries=False, **load_options))
+    """Return True if a folder or Hub id is a diffusers pipeline; raise ModelError if it cannot be read."""
+    model_source, load_options = locate_model(model, None)
+    with translate_load_errors(MODEL_INDEX, model):
+        load_options["_raise_exceptions_for_missing_entries"] = False
+        return bool(cached_file(str(model_source), MODEL_INDEX, **load_options))
 
 
 def _read_prompts(prompt: str) -> Iterator[str]:
@@ -117,14 +120,14 @@ def main() -> int:
     console = Console(highlight=False, markup=False, emoji=False)
     logging.disable(logging.WARNING)
     try:
-        responders = [
+        respond_functions = [
             open_image_generator(model, f"{name}-{index}", device)
             if _is_pipeline(model)
             else open_chat(model, options["max_tokens"], options["temperature"], device)
             for index, (model, name) in enumerate(zip(models, options["names"], strict=True))
         ]
         for prompt_index, prompt in zip(count(), _read_prompts(options["prompt"]), strict=False):
-            responses = [respond(prompt, prompt_index) for respond in responders]
+            responses = [respond(prompt, prompt_index) for respond in respond_functions]
             if len(responses) == 1:
                 console.print(responses[0], soft_wrap=True)
             else:

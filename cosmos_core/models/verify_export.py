@@ -37,20 +37,20 @@ from transformers.core_model_loading import revert_weight_conversion
 from cosmos_core.errors import ProgramError, StageFailed
 from cosmos_core.models.first_layers import (
     FirstLayers,
-    is_removed,
+    is_in_cut_layer,
     keep_first_layers,
     num_fitting_layers,
     truncate_config,
 )
-from cosmos_core.models.lora import FOLDER, has_changed_base, is_adapted, merge_adapter, merged_state_dict
+from cosmos_core.models.lora import ADAPTER_FOLDER, has_changed_base, has_lora_adapter, merge_adapter, merged_state_dict
 from cosmos_core.models.model_files import model_error, translate_load_errors
-from cosmos_core.models.new_interpreter import call_in_interpreter, pool_of_one_process
-from cosmos_core.models.quantized_base import dequantize_options, without_quantization
+from cosmos_core.models.new_interpreter import call_in_interpreter, open_interpreter_pool
+from cosmos_core.models.quantized_base import disable_requantization, make_dequantize_options
 
 _WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 _PROBE_INPUT_SHAPE = (2, 16)
 _PROBE_TEXT = "Is 12 + 7 = 19?\n  Déjà vu: ½ · 東京 🙂"
-_RELOAD_SECONDS = 3000
+_RELOAD_TIMEOUT_SECONDS = 3000
 # Maximum difference of logits as a fraction of the largest logit. Both processes compute in float32 with the same
 # weights, but on different devices the order of sums may differ.
 _RELATIVE_TOLERANCE = 1e-4
@@ -58,19 +58,19 @@ _RELATIVE_TOLERANCE = 1e-4
 _MERGE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.1}
 _MAX_MEMORY_FRACTION = 0.8
 """Fraction of the free memory that copies of the model may use; the page cache of the files needs the rest."""
-_COMPARED_MODEL_NAMES = {"reload": "reloaded model", "merge": "merged model", "adapter": "adapter on its base"}
+_MODEL_DESCRIPTIONS = {"reload": "reloaded model", "merge": "merged model", "adapter": "adapter on its base"}
 
 
-class Probe(NamedTuple):
+class LogitsProbe(NamedTuple):
     """Inputs and settings of the computation that this process and the fresh interpreter both run."""
 
     input_ids_BT: np.ndarray
     dtype: torch.dtype
     """Dtype in which the base model of an adapter is loaded; other models are loaded in float32."""
-    attention: str
+    attention_name: str
     num_threads: int
-    first: FirstLayers | None
-    buffers: dict[str, torch.dtype]
+    first_layers: FirstLayers | None
+    buffer_dtypes: dict[str, torch.dtype]
     """Dtypes, by name, of buffers that are in no checkpoint and are not float32 in the trainer."""
 
 
@@ -80,7 +80,7 @@ def verify_export(
     *,
     dtype: torch.dtype | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    memory: int | None = None,
+    memory_bytes: int | None = None,
 ) -> list[str]:
     """Compare the export in `target` with the model in memory, and return the names of the checks that passed. A model
     with an adapter is compared in merged form, and the adapter is compared separately.
@@ -93,25 +93,25 @@ def verify_export(
     Raises:
         StageFailed: a check failed; the message names the tensors or the difference.
     """
-    with pool_of_one_process() as pool:
+    with open_interpreter_pool() as pool:
         with merge_adapter(model):
-            with without_quantization(model):
+            with disable_requantization(model):
                 expected_tensors = revert_weight_conversion(model, merged_state_dict(model))
             checks = _check_files(expected_tensors, target, dtype)
-            available_memory = psutil.virtual_memory().available if memory is None else memory
+            available_memory = psutil.virtual_memory().available if memory_bytes is None else memory_bytes
             first_layers = num_fitting_layers(model, dtype, int(available_memory * _MAX_MEMORY_FRACTION))
             with keep_first_layers(model, first_layers):
                 merged_logits_BTV = _compute_trainer_logits(model, dtype)
-                reloaded_logits_BTV, description = _compute_reloaded_logits(model, target, first_layers, pool)
+                reloaded_logits_BTV, reloaded_tokenizer = _compute_reloaded_logits(model, target, first_layers, pool)
         checks.append(_compare_logits("reload", merged_logits_BTV, reloaded_logits_BTV, target, first_layers))
         if tokenizer is not None:
-            if description != _describe_tokenizer(tokenizer):
+            if reloaded_tokenizer != _describe_tokenizer(tokenizer):
                 raise ProgramError(
                     f"export {target} failed the check 'tokenizer': the reloaded one encodes {_PROBE_TEXT!r} "
                     "otherwise or has another chat template; save the tokenizer again from the base model"
                 )
             checks.append("tokenizer")
-        if is_adapted(model):
+        if has_lora_adapter(model):
             with keep_first_layers(model, first_layers):
                 checks += _check_adapter(model, merged_logits_BTV, target, first_layers, pool)
     return checks
@@ -137,25 +137,25 @@ def _check_files(
 ) -> list[str]:
     """Check that the weight files and their index contain exactly the tensors `expected_tensors` of the model, bit for
     bit in `dtype`. Of tied weights at least one key must exist."""
-    file_by_key: dict[str, str] = {}
+    file_names_by_key: dict[str, str] = {}
     differing_keys: list[str] = []
-    for file, key, tensor in tensors_of(export_folder):
-        file_by_key[key] = file.name
-        if (expected := expected_tensors.get(key)) is not None:
-            expected = expected.detach().to("cpu", dtype if expected.is_floating_point() else None)
-            differing_keys += [] if are_bits_equal(tensor, expected) else [key]
+    for file, key, tensor in iterate_tensors(export_folder):
+        file_names_by_key[key] = file.name
+        if (expected_tensor := expected_tensors.get(key)) is not None:
+            expected_tensor = expected_tensor.detach().to("cpu", dtype if expected_tensor.is_floating_point() else None)
+            differing_keys += [] if are_bits_equal(tensor, expected_tensor) else [key]
     keys_by_storage: dict[tuple[int, torch.Size], set[str]] = {}
     for key, tensor in expected_tensors.items():
         keys_by_storage.setdefault((tensor.data_ptr(), tensor.shape), set()).add(key)
-    missing_keys = sorted(min(keys) for keys in keys_by_storage.values() if not keys & file_by_key.keys())
-    unexpected_keys = sorted(file_by_key.keys() - expected_tensors.keys())
+    missing_keys = sorted(min(keys) for keys in keys_by_storage.values() if not keys & file_names_by_key.keys())
+    unexpected_keys = sorted(file_names_by_key.keys() - expected_tensors.keys())
     if missing_keys or unexpected_keys:
         raise ProgramError(
             f"export {export_folder} failed the check 'keys': missing {format_names(missing_keys)}, unexpected "
             f"{format_names(unexpected_keys)}; it must not be used, run the stage again"
         )
-    index = export_folder / _WEIGHTS_INDEX_FILE
-    if index.exists() and json.loads(index.read_text(encoding="utf-8"))["weight_map"] != file_by_key:
+    index_file = export_folder / _WEIGHTS_INDEX_FILE
+    if index_file.exists() and json.loads(index_file.read_text(encoding="utf-8"))["weight_map"] != file_names_by_key:
         remedy = f"{_WEIGHTS_INDEX_FILE} does not match the files; run the stage again"
         raise ProgramError(f"export {export_folder} failed the check 'keys': {remedy}")
     if differing_keys:
@@ -166,9 +166,9 @@ def _check_files(
     return ["keys", "bytes"]
 
 
-def tensors_of(target: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
+def iterate_tensors(folder: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
     """Yield file, key and tensor of all tensors in a folder of safetensors files; raise StageFailed if one is bad."""
-    for file in sorted(target.glob("*.safetensors")):
+    for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensor_file:
                 yield from ((file, key, tensor_file.get_tensor(key)) for key in tensor_file.keys())  # noqa: SIM118
@@ -178,16 +178,17 @@ def tensors_of(target: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
 
 
 def _check_adapter(
-    model: PreTrainedModel, merged_logits_BTV: torch.Tensor, target: Path, first: FirstLayers | None, pool: ProcessPool
+    model: PreTrainedModel, merged_BTV: torch.Tensor, target: Path, first_layers: FirstLayers | None, pool: ProcessPool
 ) -> list[str]:
     """Check that merging the adapter changes the logits only by rounding, and that PEFT computes the same logits from
     the base model and the exported adapter."""
     logits_BTV, merge_tolerance = _compute_trainer_logits(model, None), _MERGE_TOLERANCE[model.dtype]
-    adapter_folder, tolerance = target / FOLDER, merge_tolerance if has_changed_base(model) else _RELATIVE_TOLERANCE
-    reloaded_logits_BTV, _ = _compute_reloaded_logits(model, adapter_folder, first, pool)
+    tolerance = merge_tolerance if has_changed_base(model) else _RELATIVE_TOLERANCE
+    adapter_folder = target / ADAPTER_FOLDER
+    reloaded_logits_BTV, _ = _compute_reloaded_logits(model, adapter_folder, first_layers, pool)
     return [
-        _compare_logits("merge", logits_BTV, merged_logits_BTV, target, first, merge_tolerance),
-        _compare_logits("adapter", logits_BTV, reloaded_logits_BTV, adapter_folder, first, tolerance),
+        _compare_logits("merge", logits_BTV, merged_BTV, target, first_layers, merge_tolerance),
+        _compare_logits("adapter", logits_BTV, reloaded_logits_BTV, adapter_folder, first_layers, tolerance),
     ]
 
 
@@ -195,15 +196,15 @@ def _compute_reloaded_logits(
     model: PreTrainedModel, folder: Path, first_layers: FirstLayers | None, pool: ProcessPool
 ) -> tuple[torch.Tensor, list[object]]:
     """Return the logits BTV that a fresh interpreter computes from an export, and a description of its tokenizer."""
-    attention = (model.config._attn_implementation or "sdpa").removeprefix("packed_")  # padded rows need no prefix
+    attention_name = (model.config._attn_implementation or "sdpa").removeprefix("packed_")  # it is not registered there
     buffer_dtypes = {
         name: buffer.dtype
         for name, buffer in model.named_buffers()
         if buffer.is_floating_point() and buffer.dtype != torch.float32
     }
     token_ids, num_threads = _make_probe_ids(model).numpy(), torch.get_num_threads()
-    probe_inputs = Probe(token_ids, model.dtype, attention, num_threads, first_layers, buffer_dtypes)
-    logits_BTV, tokenizer = call_in_interpreter(pool, compute_logits, (folder, probe_inputs), _RELOAD_SECONDS, folder)
+    probe = LogitsProbe(token_ids, model.dtype, attention_name, num_threads, first_layers, buffer_dtypes)
+    logits_BTV, tokenizer = call_in_interpreter(pool, compute_logits, (folder, probe), _RELOAD_TIMEOUT_SECONDS, folder)
     return torch.from_numpy(logits_BTV), tokenizer
 
 
@@ -223,79 +224,79 @@ def _compare_logits(
 ) -> str:
     """Return a text about a check that passed; raise an error if the logits differ by more than `relative_tolerance`
     times the largest logit."""
-    layers = f" (first {first_layers.num_first_layers} of {first_layers.num_layers} layers)" if first_layers else ""
+    suffix = f" (first {first_layers.num_first_layers} of {first_layers.num_layers} layers)" if first_layers else ""
     if are_bits_equal(trainer_logits_BTV, reloaded_logits_BTV):
-        return f"{check_name}{layers}: bit-identical"
+        return f"{check_name}{suffix}: bit-identical"
     tolerance = relative_tolerance * float(trainer_logits_BTV.abs().max())
     is_same_shape = trainer_logits_BTV.shape == reloaded_logits_BTV.shape
     difference = float((trainer_logits_BTV - reloaded_logits_BTV).abs().max()) if is_same_shape else float("inf")
     if not difference <= tolerance:  # `not <=` instead of `>`, so that NaN fails too
         raise ProgramError(
             f"export {export_folder} failed the check {check_name!r}: logits of the "
-            f"{_COMPARED_MODEL_NAMES[check_name]} differ by {difference:.2g} from the trainer's, more than "
+            f"{_MODEL_DESCRIPTIONS[check_name]} differ by {difference:.2g} from the trainer's, more than "
             f"{tolerance:.2g}; compare its config.json with that of the base model"
         )
-    return f"{check_name}{layers}: max difference {difference:.1g} <= {tolerance:.1g}"
+    return f"{check_name}{suffix}: max difference {difference:.1g} <= {tolerance:.1g}"
 
 
 @torch.no_grad()
 def _compute_trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.Tensor:
     """Return the logits BTV that the model computes in float32 with weights rounded to `dtype`, as in the export."""
-    weights = {name: (p if dtype is None else p.to(dtype)).float() for name, p in model.named_parameters()}
+    float_weights = {name: (p if dtype is None else p.to(dtype)).float() for name, p in model.named_parameters()}
     was_training = model.training
     model.eval()
     try:
         arguments = {"input_ids": _make_probe_ids(model).to(model.device), "use_cache": False}
         with torch.compiler.set_stance("force_eager"):  # blocks may be compiled for another device
-            output = torch.func.functional_call(model, weights, kwargs=arguments)
+            output = torch.func.functional_call(model, float_weights, kwargs=arguments)
     finally:
         model.train(was_training)
     return output.logits.float().cpu()
 
 
 @torch.no_grad()
-def compute_logits(folder: Path, probe_inputs: Probe) -> tuple[np.ndarray, list[object]]:
+def compute_logits(folder: Path, probe: LogitsProbe) -> tuple[np.ndarray, list[object]]:
     """Load the export in `folder` as a user would; return the probe's logits BTV and a tokenizer description."""
-    torch.set_num_threads(probe_inputs.num_threads)
+    torch.set_num_threads(probe.num_threads)
     has_adapter = (folder / "adapter_config.json").is_file()
-    model = _load_with_adapter(folder, probe_inputs) if has_adapter else _load_exported_model(folder, probe_inputs)
+    model = _load_with_adapter(folder, probe) if has_adapter else _load_exported_model(folder, probe)
     for name, buffer in model.named_buffers():
-        buffer.copy_(buffer.to(probe_inputs.buffers.get(name, buffer.dtype)))
+        buffer.copy_(buffer.to(probe.buffer_dtypes.get(name, buffer.dtype)))
     ProcessorMixin.get_processor_dict(folder)
     tokenizer = [] if has_adapter else _describe_tokenizer(AutoTokenizer.from_pretrained(folder))
-    logits_BTV = model.eval()(input_ids=torch.from_numpy(probe_inputs.input_ids_BT), use_cache=False).logits
+    logits_BTV = model.eval()(input_ids=torch.from_numpy(probe.input_ids_BT), use_cache=False).logits
     return logits_BTV.float().numpy(), tokenizer
 
 
-def _load_exported_model(folder: Path, probe_inputs: Probe) -> Any:
-    config = truncate_config(AutoConfig.from_pretrained(folder), probe_inputs.first)
-    load_result: Any = auto_class(config).from_pretrained(
-        folder, config=config, dtype=torch.float32, attn_implementation=probe_inputs.attention, output_loading_info=True
+def _load_exported_model(folder: Path, probe: LogitsProbe) -> Any:
+    config = truncate_config(AutoConfig.from_pretrained(folder), probe.first_layers)
+    load_result: Any = select_auto_class(config).from_pretrained(
+        folder, config=config, dtype=torch.float32, attn_implementation=probe.attention_name, output_loading_info=True
     )
     model, loading_info = load_result
-    unexpected_keys = [key for key in loading_info["unexpected_keys"] if not is_removed(str(key), probe_inputs.first)]
-    loading_info["unexpected_keys"] = unexpected_keys
+    unexpected_keys = map(str, loading_info["unexpected_keys"])
+    loading_info["unexpected_keys"] = [key for key in unexpected_keys if not is_in_cut_layer(key, probe.first_layers)]
     if problems := {name: sorted(map(str, keys)) for name, keys in loading_info.items() if keys}:
         raise StageFailed(f"transformers found {problems}")
     return model
 
 
-def _load_with_adapter(folder: Path, probe_inputs: Probe) -> Any:
+def _load_with_adapter(folder: Path, probe: LogitsProbe) -> Any:
     """Return the base model that an exported adapter names, in the dtype of training, with the adapter."""
     adapter_config = PeftConfig.from_pretrained(str(folder))
     base_model_name, revision = str(adapter_config.base_model_name_or_path), adapter_config.revision
-    config = truncate_config(AutoConfig.from_pretrained(base_model_name, revision=revision), probe_inputs.first)
-    model_class: Any = auto_class(config)
+    config = truncate_config(AutoConfig.from_pretrained(base_model_name, revision=revision), probe.first_layers)
+    model_class: Any = select_auto_class(config)
     base_model = model_class.from_pretrained(
-        base_model_name, config=config, revision=revision, dtype=probe_inputs.dtype,
-        attn_implementation=probe_inputs.attention,
+        base_model_name, config=config, revision=revision, dtype=probe.dtype,
+        attn_implementation=probe.attention_name,
         generation_config=GenerationConfig(),  # transformers may refuse the generation config of the base model
-        **dequantize_options(config),
+        **make_dequantize_options(config),
     )  # fmt: skip
     return PeftModel.from_pretrained(base_model, str(folder)).float()
 
 
-def auto_class(config: PretrainedConfig) -> Any:
+def select_auto_class(config: PretrainedConfig) -> Any:
     """Return the auto class of transformers that loads the architecture in a model config. AutoModelForCausalLM does
     not support some vision-language models, and loads others without their vision tower."""
     name = (config.architectures or [""])[0]

@@ -20,16 +20,16 @@ from cosmos_core.errors import StageFailed
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.export_pipeline import export_state, untrained_files
 from cosmos_core.models.families import find_family
-from cosmos_core.models.lora import FOLDER, is_adapted, merge_adapter
-from cosmos_core.models.new_interpreter import call_in_interpreter, pool_of_one_process
+from cosmos_core.models.lora import ADAPTER_FOLDER, has_lora_adapter, merge_adapter
+from cosmos_core.models.new_interpreter import call_in_interpreter, open_interpreter_pool
 from cosmos_core.models.pipeline_folder import PipelineFolder
-from cosmos_core.models.verify_export import are_bits_equal, format_names, tensors_of
+from cosmos_core.models.verify_export import are_bits_equal, format_names, iterate_tensors
 
 _PROBE_PROMPT = "7 red apples on a table, 東京"
 _TIMEOUT_SECONDS = 3000
 
 
-class Probe(NamedTuple):
+class ImageProbe(NamedTuple):
     """Settings with which a fresh interpreter generates an image."""
 
     folder: Path
@@ -75,7 +75,7 @@ def _check_files(family: DiffusionModel, expected_tensors: dict[str, Tensor], ta
     the files of components that were not trained equal the files of the base pipeline."""
     exported_keys: set[str] = set()
     changed_keys: list[str] = []
-    for _, key, tensor in tensors_of(target / family.denoiser_name):
+    for _, key, tensor in iterate_tensors(target / family.denoiser_name):
         exported_keys.add(key)
         if key in expected_tensors and not are_bits_equal(tensor, expected_tensors[key]):
             changed_keys.append(key)
@@ -87,8 +87,8 @@ def _check_files(family: DiffusionModel, expected_tensors: dict[str, Tensor], ta
             f"{format_names(unexpected_keys)}, changed {format_names(sorted(changed_keys))}; it must not be used, "
             f"run the stage again"
         )
-    folder, files = family.folder, untrained_files(family.folder, family.denoiser_name)
-    differing_files = [str(file) for file in files if not filecmp.cmp(folder.path / file, target / file, shallow=False)]
+    base_path, files = family.folder.path, untrained_files(family.folder, family.denoiser_name)
+    differing_files = [str(file) for file in files if not filecmp.cmp(base_path / file, target / file, shallow=False)]
     if differing_files:
         raise StageFailed(
             f"export {target} failed the check 'copies': {format_names(differing_files)} is not what was copied; "
@@ -100,14 +100,14 @@ def _check_images(
     family: DiffusionModel, model: Any, target: Path, dtype: torch.dtype | None, model_class: str | None
 ) -> list[str]:
     """Check that the exported pipeline, and the adapter on its base, generate the same image as the policy."""
-    export_dtype, probe_settings, num_threads = dtype or model.dtype, family.probe(), torch.get_num_threads()
+    export_dtype, probe_settings, num_threads = dtype or model.dtype, family.probe_settings(), torch.get_num_threads()
     with merge_adapter(model):
         policy_images = {"images": _generate_rounded(family, model, export_dtype)}
-    probes = [Probe(target, None, probe_settings, export_dtype, model_class, num_threads)]
-    if is_adapted(model):
+    probes = [ImageProbe(target, None, probe_settings, export_dtype, model_class, num_threads)]
+    if has_lora_adapter(model):
         policy_images["adapter"] = _generate_rounded(family, model, model.dtype)
-        base = family.folder.path
-        probes.append(Probe(base, target / FOLDER, probe_settings, model.dtype, model_class, num_threads))
+        base_path, adapter_path = family.folder.path, target / ADAPTER_FOLDER
+        probes.append(ImageProbe(base_path, adapter_path, probe_settings, model.dtype, model_class, num_threads))
     for (name, expected), image in zip(policy_images.items(), _generate_in_interpreter(probes), strict=True):
         if not are_bits_equal(expected, image):
             difference = float((expected - image).abs().max()) if expected.shape == image.shape else float("inf")
@@ -128,7 +128,7 @@ def _generate_rounded(family: DiffusionModel, model: Any, dtype: torch.dtype) ->
     pipeline = family.make_pipeline({**components, family.denoiser_name: model})
     # The fresh interpreter compiles no block, and the kernels of compiled blocks round differently.
     with torch.compiler.set_stance("force_eager"), _round_weights(model, dtype):
-        return _generate_images(pipeline, settings=family.probe(), **text_inputs)
+        return _generate_images(pipeline, settings=family.probe_settings(), **text_inputs)
 
 
 @contextmanager
@@ -159,17 +159,17 @@ def _generate_images(pipeline: Any, settings: dict[str, Any], **inputs: Any) -> 
     return images.float().cpu()  # type: ignore[no-any-return]
 
 
-def _generate_in_interpreter(probes: Sequence[Probe]) -> list[Tensor]:
+def _generate_in_interpreter(probes: Sequence[ImageProbe]) -> list[Tensor]:
     """Return the images of the probes, generated in a fresh interpreter."""
-    with pool_of_one_process() as pool:
+    with open_interpreter_pool() as pool:
         images = call_in_interpreter(pool, generate_images, (probes,), _TIMEOUT_SECONDS, probes[0].folder)
     return [torch.from_numpy(image) for image in images]
 
 
 @torch.no_grad()
-def generate_images(probes: Sequence[Probe]) -> list[np.ndarray]:
-    """Return an image for each `Probe`, generated by the diffusers pipeline in its folder, which is loaded as a user
-    would load it, with the adapter if the probe has one."""
+def generate_images(probes: Sequence[ImageProbe]) -> list[np.ndarray]:
+    """Return an image for each `ImageProbe`, generated by the diffusers pipeline in its folder, which is loaded as a
+    user would load it, with the adapter if the probe has one."""
     images = []
     for probe in probes:
         torch.set_num_threads(probe.num_threads)

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from cosmos_core.parallel.context import exchange
+from cosmos_core.parallel.context import all_to_all
 
-Dims = Mapping[str, int]
+TokenDims = Mapping[str, int]
 """Index of the token dimension of each argument that has an entry per token, by name of the argument."""
 
 
@@ -35,35 +35,37 @@ class ClipSharding:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
-        self.count = self.length = 0
+        self.num_tokens = self.local_length = 0
 
-    def distribute(self, count: int, unit: int = 1) -> None:
-        """Distribute a clip of `count` tokens over the ranks, in units of `unit` consecutive tokens."""
-        self.count, self.length = count, unit * -(-count // (unit * self.size))
+    def distribute(self, num_tokens: int, tokens_per_unit: int = 1) -> None:
+        """Distribute a clip of `num_tokens` tokens over the ranks, in units of `tokens_per_unit` consecutive tokens."""
+        self.num_tokens = num_tokens
+        self.local_length = tokens_per_unit * -(-num_tokens // (tokens_per_unit * self.size))
 
     def local_tokens(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's tokens of a tensor that has all tokens, padded with zeros."""
-        start = min(self.rank * self.length, self.count)
-        return self._pad_tokens(tensor.narrow(dim, start, min(self.length, self.count - start)), dim, self.length)
+        start = min(self.rank * self.local_length, self.num_tokens)
+        local_tensor = tensor.narrow(dim, start, min(self.local_length, self.num_tokens - start))
+        return self._pad_tokens(local_tensor, dim, self.local_length)
 
     def gather_tokens(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the tokens of all ranks. In the backward pass, each rank gets the gradient of its tokens."""
-        all_tokens: Tensor = _GatherFromRanks.apply(tensor, dim, self.group)
-        return all_tokens.narrow(dim, 0, self.count)
+        all_tokens: Tensor = _ConcatenateOverRanks.apply(tensor, dim, self.group)
+        return all_tokens.narrow(dim, 0, self.num_tokens)
 
     def token_mask(self, like_tensor: Tensor) -> Tensor:
         """Return a mask N over this rank's tokens: 1 for tokens, 0 for padding, in dtype and device of
         `like_tensor`."""
-        index_N = self.rank * self.length + torch.arange(self.length, device=like_tensor.device)
-        return (index_N < self.count).to(like_tensor.dtype)
+        index_N = self.rank * self.local_length + torch.arange(self.local_length, device=like_tensor.device)
+        return (index_N < self.num_tokens).to(like_tensor.dtype)
 
-    def to_heads(self, states_BKND: Tensor) -> Tensor:
+    def exchange_tokens_for_heads(self, states_BKND: Tensor) -> Tensor:
         """Exchange this rank's tokens of all heads for all tokens of this rank's heads, by an all-to-all."""
-        return exchange(states_BKND, 1, 2, self.group).narrow(2, 0, self.count)
+        return all_to_all(states_BKND, 1, 2, self.group).narrow(2, 0, self.num_tokens)
 
-    def to_tokens(self, states_BKND: Tensor) -> Tensor:
+    def exchange_heads_for_tokens(self, states_BKND: Tensor) -> Tensor:
         """Exchange all tokens of this rank's heads for this rank's tokens of all heads, by an all-to-all."""
-        return exchange(self._pad_tokens(states_BKND, 2, self.length * self.size), 2, 1, self.group)
+        return all_to_all(self._pad_tokens(states_BKND, 2, self.local_length * self.size), 2, 1, self.group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks; gradients are summed too, because a rank uses the sum for its own tokens."""
@@ -72,12 +74,12 @@ class ClipSharding:
     def add_borders(self, frames_BCFS: Tensor) -> Tensor:
         """Return the frames of this rank with one more frame at each end, from the neighbouring ranks. The frames
         before the first and after the last frame of the clip are zeros."""
-        own_borders = torch.stack([frames_BCFS[:, :, 0], frames_BCFS[:, :, -1]])
-        rank_padding = (0,) * 2 * own_borders.ndim + (self.rank, self.size - 1 - self.rank)
-        all_borders = self.all_reduce(functional.pad(own_borders[None], rank_padding))
-        zero_border = torch.zeros_like(own_borders[0])
-        previous_frame = all_borders[self.rank - 1, 1] if self.rank else zero_border
-        next_frame = all_borders[self.rank + 1, 0] if self.rank + 1 < self.size else zero_border
+        local_borders = torch.stack([frames_BCFS[:, :, 0], frames_BCFS[:, :, -1]])
+        rank_padding = (0,) * 2 * local_borders.ndim + (self.rank, self.size - 1 - self.rank)
+        all_borders = self.all_reduce(functional.pad(local_borders[None], rank_padding))
+        zero_frame = torch.zeros_like(local_borders[0])
+        previous_frame = all_borders[self.rank - 1, 1] if self.rank else zero_frame
+        next_frame = all_borders[self.rank + 1, 0] if self.rank + 1 < self.size else zero_frame
         return torch.cat([previous_frame[:, :, None], frames_BCFS, next_frame[:, :, None]], dim=2)
 
     @staticmethod
@@ -88,46 +90,46 @@ class ClipSharding:
 
 def shard_blocks(
     denoiser: Any,
-    shards: ClipSharding,
-    dims: Dims,
-    adapt: Callable[[dict[str, Any]], None],
-    block_sizes: Mapping[str, Dims],
+    clip_sharding: ClipSharding,
+    dims: TokenDims,
+    prepare_arguments: Callable[[dict[str, Any]], None],
+    dims_by_layer: Mapping[str, TokenDims],
 ) -> None:
     """Make the blocks of a denoiser process only this rank's tokens.
 
     Args:
         denoiser: module with `transformer_blocks`, and `proj_out` as its last layer.
-        shards: distribution of tokens over ranks, which `adapt` sets.
+        clip_sharding: distribution of tokens over ranks, which `prepare_arguments` sets.
         dims: token dimension of each argument of a block, except `hidden_states`.
-        adapt: function that changes the arguments of a block, by name, before they are sharded.
-        block_sizes: token dimensions of the arguments with all tokens of layers after the blocks, by layer name.
+        prepare_arguments: function that changes the arguments of a block, by name, before they are sharded.
+        dims_by_layer: token dimensions of the arguments with all tokens of layers after the blocks, by layer name.
     """
 
-    def shard_arguments(arguments: dict[str, Any], dims: Dims) -> None:
+    def shard_arguments(arguments: dict[str, Any], dims: TokenDims) -> None:
         for name, dim in dims.items():
             value = arguments.get(name)
             if isinstance(value, tuple):
-                arguments[name] = tuple(shards.local_tokens(component, dim) for component in value)
-            elif isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == shards.count:
-                arguments[name] = shards.local_tokens(value, dim)
+                arguments[name] = tuple(clip_sharding.local_tokens(component, dim) for component in value)
+            elif isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == clip_sharding.num_tokens:
+                arguments[name] = clip_sharding.local_tokens(value, dim)
 
     for block_index, block in enumerate(denoiser.transformer_blocks):
 
-        def enter(arguments: dict[str, Any], is_first: bool = block_index == 0) -> None:
-            adapt(arguments)
-            shard_arguments(arguments, {**dims, **({"hidden_states": 1} if is_first else {})})
+        def prepare_and_shard(arguments: dict[str, Any], is_first_block: bool = block_index == 0) -> None:
+            prepare_arguments(arguments)
+            shard_arguments(arguments, {**dims, **({"hidden_states": 1} if is_first_block else {})})
 
-        _register_argument_hook(block, enter)
-    for name, block_size in block_sizes.items():
-        _register_argument_hook(denoiser.get_submodule(name), partial(shard_arguments, dims=block_size))
-    denoiser.proj_out.register_forward_hook(lambda module, args, output: shards.gather_tokens(output, 1))
+        _register_argument_hook(block, prepare_and_shard)
+    for name, layer_dims in dims_by_layer.items():
+        _register_argument_hook(denoiser.get_submodule(name), partial(shard_arguments, dims=layer_dims))
+    denoiser.proj_out.register_forward_hook(lambda module, args, output: clip_sharding.gather_tokens(output, 1))
 
 
 class UlyssesAttention:
     """Softmax attention over all tokens of a clip, with the formula of `CosmosAttnProcessor2_0` in diffusers."""
 
-    def __init__(self, shards: ClipSharding) -> None:
-        self._shards = shards
+    def __init__(self, clip_sharding: ClipSharding) -> None:
+        self._clip_sharding = clip_sharding
 
     def __call__(
         self,
@@ -137,7 +139,6 @@ class UlyssesAttention:
         attention_mask: Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> Tensor:
-        """Return the attention output for the tokens of this rank."""
         assert encoder_hidden_states is None and attention_mask is None, "blocks attend to their own tokens so"
 
         def split_heads(projection: nn.Module) -> Tensor:
@@ -148,16 +149,17 @@ class UlyssesAttention:
         if image_rotary_emb is not None:
             rotate = partial(apply_rotary_emb, freqs_cis=image_rotary_emb, use_real=True, use_real_unbind_dim=-2)
             query, key = rotate(query), rotate(key)
-        query, key, value = (self._shards.to_heads(each) for each in (query, key, value))
-        attended_BKND = self._shards.to_tokens(functional.scaled_dot_product_attention(query, key, value))
+        query, key, value = (self._clip_sharding.exchange_tokens_for_heads(states) for states in (query, key, value))
+        attended_BKND = functional.scaled_dot_product_attention(query, key, value)
+        attended_BKND = self._clip_sharding.exchange_heads_for_tokens(attended_BKND)
         return _project_output(attn, attended_BKND.transpose(1, 2).flatten(2, 3).type_as(query))
 
 
 class SummedLinearAttention:
     """Linear attention over all tokens of a clip, with the formula of `SanaLinearAttnProcessor3_0` in diffusers."""
 
-    def __init__(self, shards: ClipSharding) -> None:
-        self._shards = shards
+    def __init__(self, clip_sharding: ClipSharding) -> None:
+        self._clip_sharding = clip_sharding
 
     def __call__(
         self,
@@ -167,7 +169,6 @@ class SummedLinearAttention:
         attention_mask: Tensor | None = None,
         rotary_emb: Any = None,
     ) -> Tensor:
-        """Return the attention output for the tokens of this rank."""
         assert encoder_hidden_states is None, "blocks attend to their own tokens so"
 
         def split_heads(states: Tensor) -> Tensor:
@@ -177,23 +178,23 @@ class SummedLinearAttention:
         query = query if attn.norm_q is None else attn.norm_q(query)
         key = key if attn.norm_k is None else attn.norm_k(key)
         query, key = functional.relu(split_heads(query)), functional.relu(split_heads(key))
-        key = key * self._shards.token_mask(key)[None, :, None, None]
-        rotated_query, rotated_key = (_apply_rotary_embedding(each, *rotary_emb).float() for each in (query, key))
-        key_sum_BKD = self._shards.all_reduce(key.sum(1))
-        value_key_sum_BKDD = self._shards.all_reduce(torch.einsum("bnkc,bnkd->bkcd", value.float(), rotated_key))
+        key = key * self._clip_sharding.token_mask(key)[None, :, None, None]
+        rotated_query, rotated_key = (_apply_rotary_embedding(states, *rotary_emb).float() for states in (query, key))
+        key_sum_BKD = self._clip_sharding.all_reduce(key.sum(1))
+        value_key_sum_BKDD = self._clip_sharding.all_reduce(torch.einsum("bnkc,bnkd->bkcd", value.float(), rotated_key))
         scale_BNK = 1 / (torch.einsum("bkd,bnkd->bnk", key_sum_BKD, query) + 1e-15)
         attended_BNKD = torch.einsum("bkcd,bnkd->bnkc", value_key_sum_BKDD, rotated_query) * scale_BNK[..., None]
         return _project_output(attn, attended_BNKD.flatten(2).to(hidden_states.dtype))
 
 
-def exchange_borders(convolution: nn.Module, shards: ClipSharding, tokens_per_frame: Callable[[], int]) -> None:
+def exchange_borders(convolution: nn.Module, clip_sharding: ClipSharding, tokens_per_frame: Callable[[], int]) -> None:
     """Make a convolution over time (B, C, F, S) use the neighbouring frames of other ranks at both ends. Otherwise the
     convolution would pad each rank's frames with zeros. `tokens_per_frame` returns the number of tokens of a frame."""
 
     def add_neighbour_frames(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         (frames_BCFS,) = args
-        frame_mask_F = shards.token_mask(frames_BCFS)[:: tokens_per_frame()]
-        return (shards.add_borders(frames_BCFS * frame_mask_F[:, None]),)
+        frame_mask_F = clip_sharding.token_mask(frames_BCFS)[:: tokens_per_frame()]
+        return (clip_sharding.add_borders(frames_BCFS * frame_mask_F[:, None]),)
 
     convolution.register_forward_pre_hook(add_neighbour_frames)
     convolution.register_forward_hook(lambda module, args, output: output[:, :, 1:-1])
@@ -223,7 +224,7 @@ def _register_argument_hook(module: nn.Module, change_arguments: Callable[[dict[
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-class _GatherFromRanks(torch.autograd.Function):
+class _ConcatenateOverRanks(torch.autograd.Function):
     """Differentiable concatenation over ranks. All ranks use the result equally, so gradients are not summed."""
 
     @staticmethod

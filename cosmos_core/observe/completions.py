@@ -7,11 +7,11 @@ from typing import Any
 
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe.formatting import as_float
-from cosmos_core.run.files import json_objects
+from cosmos_core.run.files import parse_json_objects
 from cosmos_core.run.progress import has_step
 from cosmos_core.run.tail import FileTail
 
-FOLDER = "completions"
+COMPLETIONS_FOLDER = "completions"
 
 
 def iter_completions(run: Path, stage: str, step: int | None, order: str, max_count: int) -> Iterator[str]:
@@ -31,11 +31,11 @@ def iter_completions(run: Path, stage: str, step: int | None, order: str, max_co
     lines = _read_completions(path, step)
     if order:
         lines = [line for line in lines if isinstance(line.get("reward"), int | float)]
-        sign = -1.0 if order == "best" else 1.0
+        sort_sign = -1.0 if order == "best" else 1.0
 
         def sort_key(line: dict[str, Any]) -> tuple[bool, float]:
             reward = as_float(line["reward"])
-            return math.isnan(reward), sign * reward
+            return math.isnan(reward), sort_sign * reward
 
         lines.sort(key=sort_key)
     if not lines:
@@ -77,21 +77,22 @@ def _find_stage_path(run: Path, name: str) -> Path:
     matching_stages = [each for each in stages if not name or each.name == name]
     if not matching_stages:
         reason = "only RL and validations of it log completions"
-        no_names = f"none, since {reason}; complete prompts with cosmos try {run.name}"
+        no_stages_text = f"none, since {reason}; complete prompts with cosmos try {run.name}"
         names, stage_suffix = ", ".join(each.name for each in stages), f" of a stage {name!r}" if name else ""
-        raise ConfigError(f"{run.name}: no completions{stage_suffix}; stages with some: {names or no_names}")
-    return next((each for each in reversed(matching_stages) if (each / FOLDER).is_dir()), matching_stages[-1])
+        raise ConfigError(f"{run.name}: no completions{stage_suffix}; stages with some: {names or no_stages_text}")
+    trainings = [each for each in matching_stages if (each / COMPLETIONS_FOLDER).is_dir()]
+    return (trainings or matching_stages)[-1]
 
 
 def _list_completion_files(stage: Path) -> list[Path]:
     """Return the files with completions of training, ordered by step; if none exist, the file of validation."""
-    return sorted((stage / FOLDER).glob("step_*.jsonl")) or list(stage.glob("samples.jsonl"))
+    return sorted((stage / COMPLETIONS_FOLDER).glob("step_*.jsonl")) or list(stage.glob("samples.jsonl"))
 
 
 def _read_completions(stage: Path, step: int | None) -> list[dict[str, Any]]:
     files = _list_completion_files(stage)
     if step is not None and len(files) > 1:
         files = [file for file in files if file.stem == f"step_{step:06d}"]
-    lines = [line for line in json_objects(FileTail(files[-1]).lines()) if has_step(line)] if files else []
+    lines = [line for line in parse_json_objects(FileTail(files[-1]).lines()) if has_step(line)] if files else []
     selected_step = max((line["step"] for line in lines), default=0) if step is None else step
     return [line for line in lines if line["step"] == selected_step]

@@ -21,13 +21,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cosmos_core.observe import formatting
 from cosmos_core.observe.costs import cost_card
-from cosmos_core.observe.record import RunRecord, StageRecord, model_loading_code, read_run, time_overhead
+from cosmos_core.observe.formatting import (
+    find_headline,
+    format_count,
+    format_duration,
+    format_number,
+    short_name,
+    table_metrics,
+    tokens_per_second,
+)
+from cosmos_core.observe.record import RunRecord, StageRecord, model_loading_code, read_run, time_breakdown
 from cosmos_core.observe.report_server import report_url
-from cosmos_core.observe.resuming import pause_or_death
-from cosmos_core.run.progress import Position
-from cosmos_core.run.state import ACTIVE
+from cosmos_core.observe.resuming import describe_interruption
+from cosmos_core.run.progress import ProgressRecord
+from cosmos_core.run.state import ACTIVE_STATES
 
 MIN_LINE_INTERVAL_SECONDS = 10.0
 """Minimum number of seconds between two printed lines of a running stage if the output is no terminal."""
@@ -40,10 +48,10 @@ _STATE_SYMBOLS = {
     "waiting": "·", "running": "▶", "retrying": "↻", "reused": "≡", "done": "✓", "failed": "✗", "refused": "✗",
     "stopped": "■", "died": "✗",
 }  # fmt: skip
-_SPARKLINE_LEVELS = "▁▂▃▄▅▆▇█"
+_SPARKLINE_BARS = "▁▂▃▄▅▆▇█"
 _MEMORY_METRICS = {"GPU": "memory/gpu_gib", "memory": "memory/host_gib"}
-_SPARKLINE_WIDTH = 12  # number of characters of a sparkline
-# Phases that are shown only before the first step, because a step number implies them.
+_SPARKLINE_WIDTH = 12  # maximum number of characters of a sparkline
+# Phases of a train step: after the first step, only the step number is shown.
 _PHASES_OF_STEP = frozenset({"step", "generate", "score"})
 _PLAIN_TEXT_WIDTH = 160
 
@@ -51,19 +59,19 @@ _PLAIN_TEXT_WIDTH = 160
 @dataclass
 class _StageDisplayState:
     state: str = "waiting"
-    progress: Position | None = None
+    progress: ProgressRecord | None = None
     start_time: float | None = None
     end_time: float | None = None
-    printed_at: float = 0.0
-    last_subject: tuple[Any, ...] = ()
+    last_print_time: float = 0.0
+    last_progress_key: tuple[Any, ...] = ()
     """Phase, number of processed items and step of the last printed line, so that no line is printed twice."""
-    phase_began: float = 0.0
+    phase_start_time: float = 0.0
     reported_compile_seconds: float = 0.0
     """Compilation time in seconds that the last printed line about compilation has reported."""
     printed_warnings: set[str] = field(default_factory=set)
-    history: dict[int, float] = field(default_factory=dict)
+    headline_values: dict[int, float] = field(default_factory=dict)
     """Value of the headline metric (reward, loss or accuracy) by step."""
-    anchor: Position | None = None
+    first_step_progress: ProgressRecord | None = None
     """Progress at the first step of the attempt, after whose compilation the time per step is measured."""
 
 
@@ -74,7 +82,7 @@ class Display:
         stages: Names of the stages to show.
         terminal: Whether to show a live table; None: only if `stream` is a terminal.
         stream: Output stream; None: standard output.
-        clock: Function that returns the current time in seconds.
+        get_time: Function that returns the current time in seconds.
     """
 
     def __init__(
@@ -83,11 +91,11 @@ class Display:
         *,
         terminal: bool | None = None,
         stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        get_time: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream or sys.stdout
         self._is_terminal = self._stream.isatty() if terminal is None else terminal
-        self._clock = clock
+        self._clock = get_time
         self._lock = threading.RLock()
         self._stage_states = {name: _StageDisplayState() for name in stages}
         self._name_width = max((len(name) for name in stages), default=0)
@@ -96,7 +104,7 @@ class Display:
 
     def __enter__(self) -> Display:
         if self._is_terminal:
-            self._live_display = Live(get_renderable=self._table, console=self._console, refresh_per_second=4)
+            self._live_display = Live(console=self._console, get_renderable=self._build_table, refresh_per_second=4)
             self._live_display.start()
         return self
 
@@ -105,41 +113,42 @@ class Display:
             self._live_display.stop()
             self._live_display = None
 
-    def update(self, stage: str, state: str, progress: Position | None = None) -> None:
-        """Update the state of a stage; `progress` is the content of its `progress.json`, None keeps the last one."""
+    def update(self, stage: str, state: str, progress: ProgressRecord | None = None) -> None:
+        """Update the state of a stage; `progress` is the content of its `progress.json`; None: unchanged progress."""
         with self._lock:
             line = self._stage_states.setdefault(stage, _StageDisplayState())
             self._name_width = max(self._name_width, len(stage))
             has_changed, now = state != line.state, self._clock()
             if has_changed:
                 line.state = state
-                if state in ACTIVE:
+                if state in ACTIVE_STATES:
                     line.start_time, line.end_time = now if line.start_time is None else line.start_time, None
                 elif line.start_time is not None and line.end_time is None:
                     line.end_time = now
             if progress is not None:
                 if line.progress is None or line.progress.phase != progress.phase:
-                    line.phase_began = now
+                    line.phase_start_time = now
                 line.progress = progress
-                if (metric := formatting.headline(progress.metrics)) and math.isfinite(metric[1]):
-                    line.history[progress.step] = metric[1]
-                anchor = line.anchor
-                if progress.step and not (anchor and anchor.pid == progress.pid and anchor.step <= progress.step):
-                    line.anchor = progress
-            is_due = now - line.printed_at >= MIN_LINE_INTERVAL_SECONDS and _get_progress_key(line) != line.last_subject
-            if self._live_display is None and (has_changed or (state in ACTIVE and is_due)):
-                line.printed_at = now
+                if (metric := find_headline(progress.metrics)) and math.isfinite(metric[1]):
+                    line.headline_values[progress.step] = metric[1]
+                first = line.first_step_progress
+                if progress.step and not (first and first.pid == progress.pid and first.step <= progress.step):
+                    line.first_step_progress = progress
+            is_line_due = _get_progress_key(line) != line.last_progress_key
+            is_line_due &= now - line.last_print_time >= MIN_LINE_INTERVAL_SECONDS
+            if self._live_display is None and (has_changed or (state in ACTIVE_STATES and is_line_due)):
+                line.last_print_time = now
                 text = "  ".join(self._format_line_parts(line, has_changed=has_changed))
                 self._write_line(f"{stage:<{self._name_width}}  {text}".rstrip())
-                line.last_subject = () if has_changed else _get_progress_key(line)
+                line.last_progress_key = () if has_changed else _get_progress_key(line)
             new_warnings = [] if progress is None else [e for e in progress.warnings if e not in line.printed_warnings]
             line.printed_warnings.update(new_warnings)
         for warning in new_warnings:
             self.message(f"{stage:<{self._name_width}}  warning: {warning}")
 
     def message(self, text: str) -> None:
-        """Print one line of text, above the live table if it is shown."""
-        # Printing under `self._lock` could deadlock: rich holds its own lock while `_table` acquires `self._lock`.
+        """Print one line of text; if the live table is shown, print the line above the table."""
+        # Printing under `self._lock` could deadlock: rich holds its lock while `_build_table` acquires `self._lock`.
         if self._live_display is not None:
             self._console.print(Text(text))
             return
@@ -152,14 +161,14 @@ class Display:
 
     def _format_line_parts(self, line: _StageDisplayState, *, has_changed: bool) -> list[str]:
         line_parts = [line.state] if has_changed else []
-        if line.state in {"waiting", "reused"} or (has_changed and line.state in ACTIVE):
+        if line.state in {"waiting", "reused"} or (has_changed and line.state in ACTIVE_STATES):
             return line_parts
-        line_parts += filter(None, (_phase(line), *self._format_step_texts(line)))
-        if line.state not in ACTIVE:
+        line_parts += filter(None, (_format_phase(line), *self._format_step_texts(line)))
+        if line.state not in ACTIVE_STATES:
             seconds = self._get_elapsed_seconds(line)
-            return line_parts if seconds is None else [*line_parts, formatting.duration(seconds)]
-        eta = _estimate_eta_seconds(line)
-        return line_parts if eta is None else [*line_parts, f"eta {formatting.duration(eta)}"]
+            return line_parts if seconds is None else [*line_parts, format_duration(seconds)]
+        eta_seconds = _estimate_eta_seconds(line)
+        return line_parts if eta_seconds is None else [*line_parts, f"eta {format_duration(eta_seconds)}"]
 
     def _format_step_texts(self, line: _StageDisplayState) -> list[str]:
         """Return the texts of a printed line: the step with its metrics, unless the last line of the running stage
@@ -169,9 +178,9 @@ class Display:
             return []
         if progress.phase != "compile" and progress.compile_seconds > line.reported_compile_seconds:
             line.reported_compile_seconds = progress.compile_seconds
-            compile_text = f"compiled in {formatting.duration(progress.compile_seconds)}"
-        is_step_printed = line.state in ACTIVE and line.last_subject[2:] == (progress.step,)
-        return [compile_text] if is_step_printed else [_format_step(line), *_numbers(line), compile_text]
+            compile_text = f"compiled in {format_duration(progress.compile_seconds)}"
+        is_step_printed = line.state in ACTIVE_STATES and line.last_progress_key[2:] == (progress.step,)
+        return [compile_text] if is_step_printed else [_format_step(line), *_format_numbers(line), compile_text]
 
     def _get_elapsed_seconds(self, line: _StageDisplayState) -> float | None:
         if line.start_time is None:
@@ -179,11 +188,11 @@ class Display:
         return (self._clock() if line.end_time is None else line.end_time) - line.start_time
 
     def _describe_phase(self, line: _StageDisplayState) -> str:
-        phase = _phase(line) if line.state == "running" else ""
-        elapsed_text = f" {formatting.duration(self._clock() - line.phase_began)}" if phase == "compile" else ""
+        phase = _format_phase(line) if line.state == "running" else ""
+        elapsed_text = f" {format_duration(self._clock() - line.phase_start_time)}" if phase == "compile" else ""
         return f"{phase}{elapsed_text}" or line.state
 
-    def _table(self) -> RenderableType:
+    def _build_table(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
         is_wide = self._console.width >= 100
         for column in range(7):
@@ -192,15 +201,15 @@ class Display:
             for name, line in self._stage_states.items():
                 style, seconds = STATE_STYLES.get(line.state, ""), self._get_elapsed_seconds(line)
                 progress_bar = _progress_bar(line, 24 if is_wide else 10, self._clock())
-                eta = _estimate_eta_seconds(line) if line.state in ACTIVE else None
-                time_text = formatting.duration(seconds) if eta is None else f"eta {formatting.duration(eta)}"
+                eta_seconds = _estimate_eta_seconds(line) if line.state in ACTIVE_STATES else None
+                time_text = format_duration(seconds) if eta_seconds is None else f"eta {format_duration(eta_seconds)}"
                 table.add_row(
                     Text(f"{_STATE_SYMBOLS.get(line.state, ' ')} {name}", style=style),
                     Text(self._describe_phase(line), style=style),
                     progress_bar if line.state != "waiting" else "",
                     _format_step(line).removeprefix("step "),
-                    Text("  ".join([*_numbers(line), *_resources(line)] if is_wide else _numbers(line))),
-                    Text(sparkline(list(line.history.values())) if is_wide else "", style=style),
+                    Text("  ".join(_format_numbers(line) + (_format_resources(line) if is_wide else []))),
+                    Text(sparkline(list(line.headline_values.values())) if is_wide else "", style=style),
                     Text(time_text if seconds is not None else "", style="dim"),
                 )
         return table
@@ -212,7 +221,7 @@ def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
     title = f"{run.name}  {run.path.name}  {run.outcome}"
     console = make_console(stream)
     console.print(Group(_build_table(run, _STATUS_COLUMNS, title), *_list_notices(run)))
-    if text := pause_or_death(run):
+    if text := describe_interruption(run):
         # soft_wrap: the text contains a command to copy, which must not be broken into lines
         console.print(Text(text, style="yellow"), soft_wrap=True)
 
@@ -220,9 +229,9 @@ def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
 def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     """Print the outcome of a run: its stages, the time spent inside and outside of them, and how to load its model."""
     run = read_run(run_path)
-    seconds = time_overhead(run) or dict.fromkeys(("wall", "inside", "overhead"), 0.0)
+    seconds = time_breakdown(run) or dict.fromkeys(("wall", "inside", "overhead"), 0.0)
     names = {"inside": "time inside stage workers", "overhead": "orchestration overhead"}
-    summary_fields = {name: formatting.duration(seconds[key]) for key, name in names.items()} | cost_card(run)
+    summary_fields = {name: format_duration(seconds[key]) for key, name in names.items()} | cost_card(run)
     if (run.path / "report.html").is_file():
         summary_fields["report"] = report_url(run.path) or str(run.path / "report.html")
     if run.outcome in {"failed", "refused", "stopped"}:  # the model of an incomplete run may be its base model
@@ -232,22 +241,22 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
         summary_fields |= {"model": str(run.model), "load it with": model_loading_code(run.model)}
     if run.published_locations:
         summary_fields["published"] = ", ".join(run.published_locations)
-    title = f"{run.name}  {run.path.name}  {run.outcome} after {formatting.duration(seconds['wall'])}"
+    title = f"{run.name}  {run.path.name}  {run.outcome} after {format_duration(seconds['wall'])}"
     key_width = max(len(key) for key in summary_fields)
     console = make_console(stream)
-    # The title is not passed to the table, which would wrap it at the width of the table.
+    # The table would wrap a title at its own width, so the title is printed separately.
     console.print(Text(title, style="bold"), soft_wrap=True)
     console.print(Group(_build_table(run, _SUMMARY_COLUMNS), *_list_notices(run)))
     for key, value in summary_fields.items():
-        # soft_wrap: values contain paths and Python code to copy, which must not be broken into lines
+        # soft_wrap: paths and Python code are copied by users, so they must not be broken into lines
         console.print(Text.assemble((f"{key:<{key_width}}  ", "dim"), value), soft_wrap=True)
 
 
 def make_console(stream: TextIO | None = None) -> Console:
-    """Return a console for tables and text as it is; one that is no terminal has a fixed width."""
-    plain: dict[str, Any] = dict.fromkeys(("highlight", "markup", "emoji"), False)  # names may contain `[...]`
-    console = Console(file=stream or sys.stdout, **plain)
-    return console if console.is_terminal else Console(file=console.file, width=_PLAIN_TEXT_WIDTH, **plain)
+    """Return a console for tables and for text without markup; if the output is no terminal, the width is fixed."""
+    plain_options: dict[str, Any] = dict.fromkeys(("highlight", "markup", "emoji"), False)  # names may contain `[...]`
+    console = Console(file=stream or sys.stdout, **plain_options)
+    return console if console.is_terminal else Console(file=console.file, width=_PLAIN_TEXT_WIDTH, **plain_options)
 
 
 def _list_notices(run: RunRecord) -> list[Text]:
@@ -279,17 +288,17 @@ def _format_state(stage: StageRecord) -> Text:
 
 
 def _format_stage_metrics(stage: StageRecord) -> Text:
-    words = [f"{key} {formatting.number(value)}" for key, value in formatting.table_metrics(stage.metrics).items()]
+    metric_texts = [f"{key} {format_number(value)}" for key, value in table_metrics(stage.metrics).items()]
     if best_step := stage.best_step:
-        best_value = f"{formatting.short_name(best_step.metric)} {formatting.number(best_step.value)}"
-        words.append(f"best {best_value} at step {best_step.step}")
-    return Text("  ".join(words))
+        best_value = f"{short_name(best_step.metric)} {format_number(best_step.value)}"
+        metric_texts.append(f"best {best_value} at step {best_step.step}")
+    return Text("  ".join(metric_texts))
 
 
 _SUMMARY_COLUMNS: dict[str, Callable[[StageRecord], str | Text]] = {
     "stage": lambda stage: Text(stage.name),
     "state": _format_state,
-    "time": lambda stage: "" if stage.seconds is None else formatting.duration(stage.seconds),
+    "time": lambda stage: "" if stage.seconds is None else format_duration(stage.seconds),
     "metrics": _format_stage_metrics,
 }
 _STATUS_COLUMNS: dict[str, Callable[[StageRecord], str | Text]] = {
@@ -303,24 +312,26 @@ _STATUS_COLUMNS: dict[str, Callable[[StageRecord], str | Text]] = {
 }
 
 
-def _format_ratio(step: Any, total: Any) -> str:
-    if step is None or (step == 0 and not total):
+def _format_ratio(step: Any, num_steps: Any) -> str:
+    if step is None or (step == 0 and not num_steps):
         return ""
-    return f"{step}/{total}" if total else str(step)
+    return f"{step}/{num_steps}" if num_steps else str(step)
 
 
-def _phase(line: _StageDisplayState) -> str:
-    if line.progress is None or line.state not in ACTIVE:
+def _format_phase(line: _StageDisplayState) -> str:
+    if line.progress is None or line.state not in ACTIVE_STATES:
         return ""
     progress = line.progress
-    extent = f" {progress.done}/{progress.count}" if progress.count else ""
-    return "" if progress.phase in _PHASES_OF_STEP and progress.step and not extent else f"{progress.phase}{extent}"
+    count_text = f" {progress.done}/{progress.count}" if progress.count else ""
+    is_implied = progress.phase in _PHASES_OF_STEP and progress.step and not count_text
+    return "" if is_implied else f"{progress.phase}{count_text}"
 
 
 def _get_progress_key(line: _StageDisplayState) -> tuple[Any, ...]:
     """Return the phase, number of processed items and step that a printed line of a stage reports."""
-    progress = line.progress
-    return ("", 0, 0) if progress is None else (progress.phase if _phase(line) else "", progress.done, progress.step)
+    if (progress := line.progress) is None:
+        return "", 0, 0
+    return progress.phase if _format_phase(line) else "", progress.done, progress.step
 
 
 def _format_step(line: _StageDisplayState) -> str:
@@ -328,19 +339,20 @@ def _format_step(line: _StageDisplayState) -> str:
     return f"step {ratio}" if ratio else ""
 
 
-def _numbers(line: _StageDisplayState) -> list[str]:
+def _format_numbers(line: _StageDisplayState) -> list[str]:
     metrics = line.progress.metrics if line.progress else {}
-    headline_metric, speed = formatting.headline(metrics), formatting.tokens_per_second(metrics)
-    numbers = [f"{headline_metric[0]} {formatting.number(headline_metric[1])}"] if headline_metric else []
-    return [*numbers, f"{formatting.count(speed)} tok/s"] if speed is not None and line.state in ACTIVE else numbers
+    headline_metric, speed = find_headline(metrics), tokens_per_second(metrics)
+    numbers = [f"{headline_metric[0]} {format_number(headline_metric[1])}"] if headline_metric else []
+    numbers += [f"{format_count(speed)} tok/s"] if speed is not None and line.state in ACTIVE_STATES else []
+    return numbers
 
 
-def _resources(line: _StageDisplayState) -> list[str]:
-    """Return the seconds of generation, scoring and training in the newest step if several are reported, and the
-    memory that training uses: GPU memory if it is measured, otherwise host memory."""
-    metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
+def _format_resources(line: _StageDisplayState) -> list[str]:
+    """Return as texts: the seconds of generation, scoring and training in the newest step, if at least two of them were
+    measured, and the memory that training uses, GPU memory or else host memory."""
+    metrics = line.progress.metrics if line.progress and line.state in ACTIVE_STATES else {}
     times = [(name, metrics[f"time/{name}"]) for name in ("generate", "score", "train") if f"time/{name}" in metrics]
-    time_texts = [" ".join(f"{name} {formatting.duration(seconds)}" for name, seconds in times)] * (len(times) > 1)
+    time_texts = [" ".join(f"{name} {format_duration(seconds)}" for name, seconds in times)] * (len(times) > 1)
     memory_texts = [f"{name} {metrics[key]:.1f} GiB" for name, key in _MEMORY_METRICS.items() if key in metrics]
     return [*time_texts, *memory_texts[:1]]
 
@@ -350,9 +362,9 @@ def sparkline(values: Sequence[float]) -> str:
     if len(values) < 2:
         return ""
     num_bars = min(_SPARKLINE_WIDTH, len(values))
-    bars = [values[round(i * (len(values) - 1) / (num_bars - 1))] for i in range(num_bars)]
-    low, height = min(bars), max(bars) - min(bars)
-    return "".join(_SPARKLINE_LEVELS[round((value - low) / height * 7) if height else 0] for value in bars)
+    values = [values[round(i * (len(values) - 1) / (num_bars - 1))] for i in range(num_bars)]
+    min_value, extent = min(values), max(values) - min(values)
+    return "".join(_SPARKLINE_BARS[round((value - min_value) / extent * 7) if extent else 0] for value in values)
 
 
 def _progress_bar(line: _StageDisplayState, width: int, now: float) -> ProgressBar:
@@ -365,7 +377,7 @@ def _progress_bar(line: _StageDisplayState, width: int, now: float) -> ProgressB
 
 def _estimate_eta_seconds(line: _StageDisplayState) -> float | None:
     """Return the estimated seconds until a stage's last step, from its time per step so far; None if it is unknown."""
-    position, first = line.progress, line.anchor
+    position, first = line.progress, line.first_step_progress
     if position is None or first is None or not position.total or not first.step < position.step < position.total:
         return None
     seconds = position.heartbeat - first.heartbeat - (position.compile_seconds - first.compile_seconds)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from cosmos_core.observe import formatting
+from cosmos_core.observe.formatting import as_float, format_number
 from cosmos_core.observe.record import RunRecord, read_pipeline, read_run
-from cosmos_core.run.directory import read_start_info, runs_in
-from cosmos_core.run.gpu_time import gpu_seconds, intervals_of_run
+from cosmos_core.run.directory import list_runs, read_start_info
+from cosmos_core.run.gpu_time import gpu_seconds, read_run_gpu_intervals
 from cosmos_core.run.state import GpuInterval
 
 _SECONDS_PER_HOUR = 3600.0
@@ -34,27 +34,26 @@ class RunCost:
         """Return the GPU hours that all attempts of all stages held."""
         return sum(map(gpu_seconds, self.holds.values())) / _SECONDS_PER_HOUR
 
-    def cost(self, hours: float | None) -> str:
+    def format_cost(self, hours: float | None) -> str:
         """Return the cost of a number of GPU hours as text; empty if the price or the number is unknown (None)."""
-        return "" if self.price is None or hours is None else formatting.number(hours * self.price)
+        return "" if self.price is None or hours is None else format_number(hours * self.price)
 
     @property
     def rows(self) -> Iterator[tuple[str, int, int, float, str, str]]:
         """Yield for each time interval: stage, attempt, number of GPUs, seconds, GPU hours and cost."""
         for stage, gpu_intervals in self.holds.items():
-            for hold in gpu_intervals:
-                hours = gpu_seconds([hold]) / _SECONDS_PER_HOUR
-                seconds = (hold.end or hold.begin) - hold.begin
-                yield stage, hold.attempt, hold.gpus, seconds, formatting.number(hours), self.cost(hours)
+            for each in gpu_intervals:
+                hours, seconds = gpu_seconds([each]) / _SECONDS_PER_HOUR, (each.end or each.begin) - each.begin
+                yield stage, each.attempt, each.gpus, seconds, format_number(hours), self.format_cost(hours)
 
     def __str__(self) -> str:
-        hours, cost = f"{formatting.number(self.hours)} GPU hours", self.cost(self.hours)
+        hours, cost = f"{format_number(self.hours)} GPU hours", self.format_cost(self.hours)
         parts = [f"{cost} for {hours}" if cost else hours]
         if self.estimated_hours is not None:
-            estimate = f"{formatting.number(self.estimated_hours)} GPU hours"
-            parts.append(f"estimated {self.cost(self.estimated_hours) or estimate}")
+            estimate_text = f"{format_number(self.estimated_hours)} GPU hours"
+            parts.append(f"estimated {self.format_cost(self.estimated_hours) or estimate_text}")
         if self.budget is not None:
-            parts.append(f"budget {formatting.number(self.budget)}")
+            parts.append(f"budget {format_number(self.budget)}")
         return ", ".join(parts)
 
 
@@ -62,11 +61,11 @@ def cost_of(run_path: Path) -> RunCost:
     """Return the GPU hours and the cost of a run so far."""
     pipeline, start_info = read_pipeline(run_path), read_start_info(run_path)
     values = [pipeline.get(key) for key in ("price_per_gpu_hour", "budget")]
-    price, budget = (formatting.as_float(value) if isinstance(value, int | float) else None for value in values)
+    price, budget = (as_float(value) if isinstance(value, int | float) else None for value in values)
     estimates = list(start_info.estimate.values()) if start_info else []
     has_estimates = bool(estimates) and None not in estimates
     hours = sum(value or 0.0 for value in estimates) / _SECONDS_PER_HOUR if has_estimates else None
-    return RunCost(intervals_of_run(run_path), price, budget, hours)
+    return RunCost(read_run_gpu_intervals(run_path), price, budget, hours)
 
 
 def cost_card(run: RunRecord) -> dict[str, str]:
@@ -85,14 +84,14 @@ def table_of_costs(output_dir: Path, max_runs: int) -> Table:
     for column in ("GPU hours", "cost", "estimate", "budget"):
         table.add_column(column, justify="right")
     total_hours, total_cost, is_complete = 0.0, 0.0, True
-    for start_info in runs_in(output_dir)[-max_runs:]:
+    for start_info in list_runs(output_dir)[-max_runs:]:
         run, cost = read_run(output_dir / start_info.run_id), cost_of(output_dir / start_info.run_id)
-        budget = formatting.number(cost.budget) if cost.budget is not None else ""
-        cost_cells = [formatting.number(cost.hours), cost.cost(cost.hours), cost.cost(cost.estimated_hours), budget]
+        cost_cells = [format_number(cost.hours), *map(cost.format_cost, (cost.hours, cost.estimated_hours))]
+        cost_cells.append(format_number(cost.budget) if cost.budget is not None else "")
         table.add_row(start_info.run_id, run.name, run.outcome, *cost_cells)
         total_hours, total_cost = total_hours + cost.hours, total_cost + cost.hours * (cost.price or 0.0)
         is_complete = is_complete and (cost.price is not None or not cost.hours)
     table.add_section()
-    cost_text = f"{'' if is_complete else '> '}{formatting.number(total_cost)}"
-    table.add_row("all", "", "", formatting.number(total_hours), cost_text, "", "")
+    cost_text = f"{'' if is_complete else '> '}{format_number(total_cost)}"
+    table.add_row("all", "", "", format_number(total_hours), cost_text, "", "")
     return table

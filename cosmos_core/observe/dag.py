@@ -13,7 +13,7 @@ from cosmos_core.observe.record import RunRecord, StageRecord
 _BOX_WIDTH, _BOX_HEIGHT = 138, 62
 _HORIZONTAL_GAP, _VERTICAL_GAP = 34, 16
 _EDGE_SLOT_HEIGHT = 10
-_MARGIN = 4
+_PAGE_MARGIN = 4
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class _LayoutNode:
 
     @property
     def left_edge(self) -> float:
-        return _MARGIN + self.column * (_BOX_WIDTH + _HORIZONTAL_GAP)
+        return _PAGE_MARGIN + self.column * (_BOX_WIDTH + _HORIZONTAL_GAP)
 
 
-def layout(run: RunRecord) -> Graph | None:
-    """Compute where the boxes and edges of the graph of a run's stages are drawn; None if the run has no stages."""
+def compute_layout(run: RunRecord) -> Graph | None:
+    """Return the positions of the boxes and edges of the graph of a run's stages; None if the run has no stages."""
     layout_nodes = _build_layout_nodes(run.stages)
     if not layout_nodes:
         return None
@@ -60,8 +60,8 @@ def layout(run: RunRecord) -> Graph | None:
     for column in columns:
         _arrange_column(column, height)
     return Graph(
-        width=2 * _MARGIN + len(columns) * (_BOX_WIDTH + _HORIZONTAL_GAP) - _HORIZONTAL_GAP,
-        height=height + 2 * _MARGIN,
+        width=2 * _PAGE_MARGIN + len(columns) * (_BOX_WIDTH + _HORIZONTAL_GAP) - _HORIZONTAL_GAP,
+        height=height + 2 * _PAGE_MARGIN,
         boxes=[(node.left_edge, node.y, node.stage) for node in layout_nodes if node.stage],
         edges=[
             (_edge_path(other, node), node.stage is not None) for node in layout_nodes for other in node.predecessors
@@ -73,11 +73,11 @@ def _build_layout_nodes(stages: tuple[StageRecord, ...]) -> list[_LayoutNode]:
     nodes_by_name = {stage.name: _LayoutNode(stage.depth, stage) for stage in stages}
     edge_slots: list[_LayoutNode] = []
     for stage in stages:
-        for edge_end in (nodes_by_name[name] for name in stage.after if name in nodes_by_name):
-            for column in range(edge_end.column + 1, stage.depth):
-                edge_end = _LayoutNode(column, None, [edge_end])
-                edge_slots.append(edge_end)
-            nodes_by_name[stage.name].predecessors.append(edge_end)
+        for source_node in (nodes_by_name[name] for name in stage.after if name in nodes_by_name):
+            for column in range(source_node.column + 1, stage.depth):
+                source_node = _LayoutNode(column, None, [source_node])
+                edge_slots.append(source_node)
+            nodes_by_name[stage.name].predecessors.append(source_node)
     return [*nodes_by_name.values(), *edge_slots]
 
 
@@ -89,15 +89,15 @@ def _arrange_column(column: list[_LayoutNode], height: float) -> None:
         return sum(predecessor_centers) / len(predecessor_centers) if predecessor_centers else height / 2
 
     column.sort(key=preferred_height)
-    y = _MARGIN + (height - sum(node.height + _VERTICAL_GAP for node in column) + _VERTICAL_GAP) / 2
+    y = _PAGE_MARGIN + (height - sum(node.height + _VERTICAL_GAP for node in column) + _VERTICAL_GAP) / 2
     for node in column:
         node.y = y
         y += node.height + _VERTICAL_GAP
 
 
-def _edge_path(source: _LayoutNode, target: _LayoutNode) -> str:
-    x1, y1 = source.left_edge + _BOX_WIDTH, source.y + source.height / 2
-    x2, y2 = target.left_edge, target.y + target.height / 2
-    path_start = f"M{source.left_edge:g} {y1:g} H{x1:g}" if source.stage is None else f"M{x1:g} {y1:g}"
+def _edge_path(source_node: _LayoutNode, target_node: _LayoutNode) -> str:
+    x1, y1 = source_node.left_edge + _BOX_WIDTH, source_node.y + source_node.height / 2
+    x2, y2 = target_node.left_edge, target_node.y + target_node.height / 2
+    path_start = f"M{source_node.left_edge:g} {y1:g} H{x1:g}" if source_node.stage is None else f"M{x1:g} {y1:g}"
     middle_x = (x1 + x2) / 2
     return f"{path_start} C{middle_x:g} {y1:g} {middle_x:g} {y2:g} {x2:g} {y2:g}"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cosmos_core.config.conditions import LOWER_IS_BETTER, STDERR
+from cosmos_core.config.conditions import LOWER_IS_BETTER, STDERR_SUFFIX
 
 _METRIC_SUFFIXES = ("/mean", "_mean", "/avg", "_avg")
 RESOURCE_PREFIXES = ("time/", "throughput/", "memory/")
@@ -18,23 +18,23 @@ _SHARED_METRICS = frozenset({"reward", "loss"})
 """Names of metrics that training and validation both report, computed from different rows or completions."""
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Return a duration in seconds as text such as `3.1s`, `42s`, `1m40s`, `2h05m`, `3d04h`; a dash for None."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
     if seconds < 9.95:
         return f"{max(seconds, 0.0):.1f}s"
-    rounded = round(seconds)
-    if rounded < 60:
-        return f"{rounded}s"
-    if rounded < 3600:
-        return f"{rounded // 60}m{rounded % 60:02d}s"
-    if rounded < 86400:
-        return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
-    return f"{rounded // 86400}d{rounded % 86400 // 3600:02d}h"
+    whole_seconds = round(seconds)
+    if whole_seconds < 60:
+        return f"{whole_seconds}s"
+    if whole_seconds < 3600:
+        return f"{whole_seconds // 60}m{whole_seconds % 60:02d}s"
+    if whole_seconds < 86400:
+        return f"{whole_seconds // 3600}h{whole_seconds % 3600 // 60:02d}m"
+    return f"{whole_seconds // 86400}d{whole_seconds % 86400 // 3600:02d}h"
 
 
-def machines(ranks: Iterable[Any]) -> str:
+def describe_machines(ranks: Iterable[Any]) -> str:
     """Return the machines of ranks (`host`, `gpus`, `threads`) as `node-3 (8 ranks, NVIDIA H100, 16 threads)`."""
     rank_counts = Counter((rank.host, ", ".join(dict.fromkeys(rank.gpus)) or "cpu", rank.threads) for rank in ranks)
     return "; ".join(
@@ -43,7 +43,7 @@ def machines(ranks: Iterable[Any]) -> str:
     )
 
 
-def clock(unix_time: float | None) -> str:
+def format_timestamp(unix_time: float | None) -> str:
     """Return a unix time as local date and time; empty if the time is None or 0."""
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix_time)) if unix_time else ""
 
@@ -56,9 +56,9 @@ def format_time(unix_time: float | None) -> str:
     return time.strftime("%H:%M" if local_time[:3] == current_time[:3] else "%Y-%m-%d %H:%M", local_time)
 
 
-def size(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """Return a number of bytes as text such as `850 B`, `3.2 kB`, `1.4 MB`."""
-    text = count(num_bytes)
+    text = format_count(num_bytes)
     return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
 
 
@@ -70,7 +70,7 @@ def as_float(value: float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def number(value: Any) -> str:
+def format_number(value: Any) -> str:
     """Return a metric as text: three decimals, thousands separators if whole or large, or three digits if below 0.001;
     a dash for None."""
     if value is None:
@@ -85,15 +85,15 @@ def number(value: Any) -> str:
     return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.3g}"
 
 
-def count(value: float) -> str:
-    """Return a count as text such as `850`, `3.2k`, `1.4M`."""
+def format_count(value: float) -> str:
+    """Return a number as text with a unit prefix, such as `850`, `3.2k`, `1.4M`."""
     for unit_size, unit_letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= unit_size:
             return f"{value / unit_size:.1f}{unit_letter}"
     return f"{value:.0f}"
 
 
-def family(key: str) -> str:
+def metric_family(key: str) -> str:
     """Return the name of a metric without prefix and suffix: `loss` for `train/loss`, `reward` for `reward/mean`."""
     for suffix in _METRIC_SUFFIXES:
         key = key.removesuffix(suffix)
@@ -103,41 +103,41 @@ def family(key: str) -> str:
 def judge_change(key: str, change: float | None) -> str:
     """Return whether a change of a metric is `better` or `worse`; empty for no change or no preferred direction."""
     lower_is_better = any(word in key.lower() for word in LOWER_IS_BETTER)
-    if not change or not (lower_is_better or family(key) in _HEADLINE_METRICS):
+    if not change or not (lower_is_better or metric_family(key) in _HEADLINE_METRICS):
         return ""
     return "better" if (change < 0) == lower_is_better else "worse"
 
 
-def headline(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
+def find_headline(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
     """Return name and value of the reward, else the loss, else the accuracy, for a progress line, or None."""
     for name in _HEADLINE_METRICS:
         for key, value in metrics.items():
-            if family(key) == name and isinstance(value, int | float):
+            if metric_family(key) == name and isinstance(value, int | float):
                 return name, as_float(value)
     return None
 
 
 def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
     """Return the number of tokens per second from the metrics of a step; None if it was not measured."""
-    speeds = (value for key, value in metrics.items() if family(key) == "tokens_per_second")
+    speeds = (value for key, value in metrics.items() if metric_family(key) == "tokens_per_second")
     return next((as_float(speed) for speed in speeds if isinstance(speed, int | float)), None)
 
 
 def key_metrics(metrics: Mapping[str, Any], max_count: int = 4) -> dict[str, float]:
     """Return at most `max_count` metrics: first those of validation, then reward, loss and accuracy, then others."""
 
-    ranks = {name: rank for rank, name in enumerate(_HEADLINE_METRICS)}
+    rank_by_name = {name: rank for rank, name in enumerate(_HEADLINE_METRICS)}
 
-    def metric_rank(key: str) -> int:
-        return -1 if key.startswith("validation/") else ranks.get(family(key), len(ranks))
+    def get_rank(key: str) -> int:
+        return -1 if key.startswith("validation/") else rank_by_name.get(metric_family(key), len(rank_by_name))
 
     shown_keys = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(RESOURCE_PREFIXES)]
-    return {key: metrics[key] for key in sorted(shown_keys, key=metric_rank)[:max_count]}
+    return {key: metrics[key] for key in sorted(shown_keys, key=get_rank)[:max_count]}
 
 
 def short_name(key: str) -> str:
     """Return the short name of a metric for tables: `loss` for training, `held-out loss` for validation."""
-    name = _TABLE_METRIC_NAMES.get(family(key), family(key))
+    name = _TABLE_METRIC_NAMES.get(metric_family(key), metric_family(key))
     return f"held-out {name}" if key.startswith("validation/") and name in _SHARED_METRICS else name
 
 
@@ -147,7 +147,7 @@ def table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     shown_metrics: dict[str, float] = {}
     for name in _TABLE_METRIC_NAMES:
         for key, value in ranked_metrics.items():
-            if family(key) == name:
+            if metric_family(key) == name:
                 shown_metrics.setdefault(short_name(key), value)
-    others = [key for key in ranked_metrics if not key.endswith(STDERR)][:3]
-    return shown_metrics or {(key.partition("/")[2] or key).replace("_", " "): ranked_metrics[key] for key in others}
+    others = [each for each in ranked_metrics.items() if not each[0].endswith(STDERR_SUFFIX)][:3]
+    return shown_metrics or {(key.partition("/")[2] or key).replace("_", " "): value for key, value in others}

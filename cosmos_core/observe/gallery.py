@@ -16,24 +16,24 @@ from typing import Any
 
 import numpy as np
 
-from cosmos_core.run.files import replaced_folder, step_of
+from cosmos_core.run.files import parse_step, replace_folder
 from cosmos_core.types import ScoredGroup
 
-FOLDER = "visual_output"
+SAMPLES_FOLDER = "visual_output"
 GRID_FILE = "grid.png"
-VIDEO = ".mp4"
-_FRAMES_PER_SECOND = 16  # of SANA-Video and Cosmos-Predict2.5, and of the videos that rewards are called with
+VIDEO_SUFFIX = ".mp4"
+_FRAMES_PER_SECOND = 16  # frame rate of SANA-Video and Cosmos-Predict2.5; rewards assume it too
 MAX_PROMPTS, _MAX_SAMPLES_PER_PROMPT = 12, 8
 _MIN_CELL_SIZE = 96  # minimum width of a cell of the grid, in pixels
 _MAX_CELL_SIZE = 256
-_LINE_HEIGHT, _MARGIN, _TEXT_COLOR, _BACKGROUND_COLOR = 12, 4, (40, 40, 48), (255, 255, 255)
+_LINE_HEIGHT, _CELL_MARGIN, _TEXT_COLOR, _BACKGROUND_COLOR = 12, 4, (40, 40, 48), (255, 255, 255)
 _LETTER_WIDTH = 6  # approximate width in pixels of a letter in captions
 _MAX_EMBEDDED_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
 class GeneratedSample:
-    """Generated image or video with its prompt and its reward."""
+    """Image or video that a diffusion model generated, with its prompt and its reward."""
 
     prompt: str
     pixels: np.ndarray
@@ -58,31 +58,31 @@ class GeneratedSample:
 
 def step_folder(stage: Path, step: int) -> Path:
     """Return the folder with the samples that were generated after train step `step`."""
-    return stage / FOLDER / f"step_{step}"
+    return stage / SAMPLES_FOLDER / f"step_{step}"
 
 
-def save(stage: Path, step: int, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
-    """Write the samples of at most `MAX_PROMPTS` prompts, 8 per prompt, and their grid to the folder of a step; return
-    the paths of each row, relative to the stage."""
+def save_step_samples(stage: Path, step: int, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
+    """Write generated samples, at most 8 for each of `MAX_PROMPTS` prompts, and their grid to the folder of a train
+    step; return the paths of the samples of each prompt, relative to the stage."""
     step_path = step_folder(stage, step)
-    names = save_rows(step_path, [row[:_MAX_SAMPLES_PER_PROMPT] for row in rows[:MAX_PROMPTS]])
+    names = save_samples(step_path, [row[:_MAX_SAMPLES_PER_PROMPT] for row in rows[:MAX_PROMPTS]])
     return [[str((step_path / name).relative_to(stage)) for name in row] for row in names]
 
 
-def save_rows(target: Path, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
-    """Write the samples of each prompt and their grid to a new folder `target`; return the file names by prompt."""
+def save_samples(target_folder: Path, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
+    """Write the samples of each prompt and their grid to a new folder; return the file names by prompt."""
     from PIL import Image
 
-    with replaced_folder(target) as folder:
+    with replace_folder(target_folder) as folder:
         names = [[_write_sample(folder, f"{p}-{k}", each) for k, each in enumerate(row)] for p, row in enumerate(rows)]
-        Image.fromarray(grid(rows)).save(folder / GRID_FILE)
+        Image.fromarray(draw_grid(rows)).save(folder / GRID_FILE)
     return names
 
 
 def samples_of_group(
     scored_group: ScoredGroup, indices: Iterable[int], *, is_scored: bool = True
 ) -> list[GeneratedSample]:
-    """Return the samples of the completions `indices` of a group; `is_scored`: its scores are rewards to show."""
+    """Return the samples of the completions `indices` of a group; `is_scored`: whether their scores are rewards."""
     samples = [(scored_group.group.completions[k].diffusion_sample, scored_group.scores[k].value) for k in indices]
     text = scored_group.group.prompt.text
     return [GeneratedSample(text, each.pixels.numpy(), score, is_scored) for each, score in samples if each is not None]
@@ -90,26 +90,27 @@ def samples_of_group(
 
 def newest_grid_file(stage: Path) -> Path | None:
     """Return the path of the grid image of the newest step; None if no grid was written."""
-    paths = (stage / FOLDER).glob(f"step_*/{GRID_FILE}")
-    return max(paths, key=lambda path: step_of(path.parent.name), default=None)
+    paths = (stage / SAMPLES_FOLDER).glob(f"step_*/{GRID_FILE}")
+    return max(paths, key=lambda path: parse_step(path.parent.name), default=None)
 
 
-def grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
+def draw_grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
     """Return one image of all samples, a row per prompt, the prompt above its row, each reward below its sample."""
     from PIL import Image, ImageDraw
 
     height, width = _cell_size([sample.middle_frame.shape for row in rows for sample in row])
-    column_width, row_height = width + _MARGIN, height + 2 * _LINE_HEIGHT + 2 * _MARGIN
-    canvas_size = (_MARGIN + max(map(len, rows)) * column_width, _MARGIN + len(rows) * row_height)
+    column_width, row_height = width + _CELL_MARGIN, height + 2 * _LINE_HEIGHT + 2 * _CELL_MARGIN
+    canvas_size = (_CELL_MARGIN + max(map(len, rows)) * column_width, _CELL_MARGIN + len(rows) * row_height)
     canvas = Image.new("RGB", canvas_size, _BACKGROUND_COLOR)
     draw = ImageDraw.Draw(canvas)
     for prompt_index, row in enumerate(rows):
-        row_top = _MARGIN + prompt_index * row_height
-        draw.text((_MARGIN, row_top), _truncate(row[0].prompt, canvas.width), fill=_TEXT_COLOR)
+        row_top = _CELL_MARGIN + prompt_index * row_height
+        draw.text((_CELL_MARGIN, row_top), _truncate_text(row[0].prompt, canvas.width), fill=_TEXT_COLOR)
         for sample_index, sample in enumerate(row):
-            x_offset = _MARGIN + sample_index * column_width
+            x_offset = _CELL_MARGIN + sample_index * column_width
             canvas.paste(_resize_pixels(sample.middle_frame, height, width), (x_offset, row_top + _LINE_HEIGHT))
-            draw.text((x_offset, row_top + _LINE_HEIGHT + height), _truncate(sample.caption, width), fill=_TEXT_COLOR)
+            caption_position = (x_offset, row_top + _LINE_HEIGHT + height)
+            draw.text(caption_position, _truncate_text(sample.caption, width), fill=_TEXT_COLOR)
     return np.asarray(canvas)
 
 
@@ -118,7 +119,7 @@ def data_uri(path: Path) -> str:
     from PIL import Image
 
     try:
-        if path.suffix == VIDEO:
+        if path.suffix == VIDEO_SUFFIX:
             content = path.read_bytes()
             return "" if len(content) > _MAX_EMBEDDED_BYTES else make_data_uri("video/mp4", content)
         with Image.open(path) as image:
@@ -135,8 +136,8 @@ def _write_sample(folder: Path, name: str, sample: GeneratedSample) -> str:
     if sample.pixels.ndim == 3:
         Image.fromarray(sample.pixels).save(folder / f"{name}.png")
         return f"{name}.png"
-    _write_video(folder / f"{name}{VIDEO}", sample.pixels)
-    return f"{name}{VIDEO}"
+    _write_video(folder / f"{name}{VIDEO_SUFFIX}", sample.pixels)
+    return f"{name}{VIDEO_SUFFIX}"
 
 
 def _write_video(path: Path, frames: np.ndarray) -> None:
@@ -153,9 +154,9 @@ def _write_video(path: Path, frames: np.ndarray) -> None:
         container.mux(stream.encode())
 
 
-def _cell_size(shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
+def _cell_size(image_shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Return height and width of a cell in pixels: small images grow by a whole factor, large images shrink."""
-    height, width = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
+    height, width = max(shape[0] for shape in image_shapes), max(shape[1] for shape in image_shapes)
     scale = -(-_MIN_CELL_SIZE // width) if width < _MIN_CELL_SIZE else min(1.0, _MAX_CELL_SIZE / max(height, width))
     return round(height * scale), round(width * scale)
 
@@ -172,8 +173,8 @@ def make_data_uri(mime_type: str, content: bytes) -> str:
     return f"data:{mime_type};base64,{base64.b64encode(content).decode()}"
 
 
-def _truncate(text: str, width: int) -> str:
+def _truncate_text(text: str, width: int) -> str:
     """Return a text in Latin-1, which the font of Pillow supports, truncated to a width in pixels."""
     line = text.replace("\n", " ").encode("latin-1", "replace").decode("latin-1")
-    max_letters = max(1, width // _LETTER_WIDTH)
-    return line if len(line) <= max_letters else f"{line[: max_letters - 2]}.."
+    max_length = max(1, width // _LETTER_WIDTH)
+    return line if len(line) <= max_length else f"{line[: max_length - 2]}.."

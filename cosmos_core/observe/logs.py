@@ -14,15 +14,15 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from cosmos_core.environment import masked
-from cosmos_core.observe import formatting
+from cosmos_core.environment import mask_text
+from cosmos_core.observe.formatting import format_count, format_number, key_metrics, tokens_per_second
 
 if TYPE_CHECKING:
-    from cosmos_core.run.progress import Progress
+    from cosmos_core.run.progress import ProgressWriter
 
 logger = logging.getLogger(__name__)
 
-NO_TELEMETRY: dict[str, str] = {
+NO_TELEMETRY_VARIABLES: dict[str, str] = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_CLOUD_ENABLE_ORCHESTRATION_TELEMETRY": "false",
@@ -52,7 +52,7 @@ _MIN_LOG_INTERVAL_SECONDS = 1.0
 _LEVEL_NAMES = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 
 
-def configure(level: str | int = "INFO", stream: TextIO | None = None) -> None:
+def configure_logging(level: str | int = "INFO", stream: TextIO | None = None) -> None:
     """Write every log record of this process as one line to `stream` (None: the current `sys.stderr`, which a live
     display can redirect); a later call replaces the configuration. Call this function before importing vLLM, which adds
     its own handler without `VLLM_CONFIGURE_LOGGING=0`."""
@@ -62,22 +62,22 @@ def configure(level: str | int = "INFO", stream: TextIO | None = None) -> None:
     handler.setFormatter(_LineFormatter("%(asctime)s %(levelname)-5s %(name)s  %(message)s", datefmt="%H:%M:%S"))
     # A filter silences libraries, because Prefect and vLLM reset the levels of loggers when they are imported.
     handler.addFilter(_should_log_record)
-    root = logging.getLogger()
-    for previous_handler in [each for each in root.handlers if isinstance(each, LineHandler)]:
-        root.removeHandler(previous_handler)
-    root.addHandler(handler)
-    root.setLevel(level)
+    root_logger = logging.getLogger()
+    for previous_handler in [each for each in root_logger.handlers if isinstance(each, LineHandler)]:
+        root_logger.removeHandler(previous_handler)
+    root_logger.addHandler(handler)
+    root_logger.setLevel(level)
 
 
 def add_quiet_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return a copy of `env` with added variables that make libraries quiet; variables in `env` are kept."""
-    return {**NO_TELEMETRY, **_WARNING_FILTERS, **env}
+    return {**NO_TELEMETRY_VARIABLES, **_WARNING_FILTERS, **env}
 
 
 class StepLog:
     """Logger for the metrics of a stage: one line per step, at most one per second, and always the last step."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: ProgressWriter) -> None:
         self._progress = progress
         self._pending_line: dict[str, Any] = {}
         self._last_log_time = -math.inf
@@ -94,9 +94,9 @@ class StepLog:
             return
         line, self._pending_line, self._last_log_time = self._pending_line, {}, time.monotonic()
         metrics = {key: value for key, value in line.items() if key not in {"step", "time"}}
-        metric_texts = [f"{key} {formatting.number(value)}" for key, value in formatting.key_metrics(metrics).items()]
-        if token_rate := formatting.tokens_per_second(metrics):
-            metric_texts.append(f"{formatting.count(token_rate)} tok/s")
+        metric_texts = [f"{key} {format_number(value)}" for key, value in key_metrics(metrics).items()]
+        if token_rate := tokens_per_second(metrics):
+            metric_texts.append(f"{format_count(token_rate)} tok/s")
         total = self._progress.total
         logger.info("step %s%s  %s", line["step"], f"/{total}" if total else "", "  ".join(metric_texts))
 
@@ -119,7 +119,7 @@ class LineHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 class _LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return masked(super().format(record))
+        return mask_text(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         level = _LEVEL_NAMES.get(record.levelname, record.levelname)

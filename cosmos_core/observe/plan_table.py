@@ -7,22 +7,22 @@ from rich.table import Table
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.conditions import MetricCondition, parse_condition
-from cosmos_core.config.mesh import placements
+from cosmos_core.config.mesh import describe_placements
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.target import split_target
 from cosmos_core.errors import CosmosError
 from cosmos_core.registry import is_import_path
 from cosmos_core.run.hub import call_with_timeout
-from cosmos_core.run.paired_items import num_required_items, published_item_folders, smallest_effect
-from cosmos_core.run.plan import Decision
+from cosmos_core.run.paired_items import compute_num_items, compute_smallest_effect, find_published_item_folders
+from cosmos_core.run.plan import StageDecision
 from cosmos_core.upload.base import open_target
 
 _ACTION_TEXTS = {"adopt": "be reused", "reuse": "be reused", "run": "run", "depends": "run unless unchanged"}
-_SECONDS = 8.0
+_RECORD_TIMEOUT_SECONDS = 8.0
 """Maximum number of seconds to wait for the record of a publication target."""
 
 
-def plan_table(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Table:
+def plan_table(pipeline: Pipeline, decisions: Mapping[str, StageDecision]) -> Table:
     """Return a table of the decision for each stage, run or reuse, with its reason. The caption lists the sweeps, the
     devices for the ranks of each stage, and the smallest differences that gates can detect."""
     table = Table("stage", "kind", "after", "will", "why", title=pipeline.config.name)
@@ -31,7 +31,7 @@ def plan_table(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Table:
         table.add_row(stage.name, stage.kind, ", ".join(stage.after), _ACTION_TEXTS[decision.action], decision.reason)
     sweeps = [(stage.name, stage.sweep) for stage in pipeline.stages if stage.sweep is not None]
     lines = [f"{name}: {sweep.mode} {sweep.metric} of {len(sweep.branches)} branches" for name, sweep in sweeps]
-    lines += [*placements(pipeline), *smallest_effects(pipeline)]
+    lines += [*describe_placements(pipeline), *smallest_effects(pipeline)]
     table.caption = "\n".join(lines) or None
     return table
 
@@ -44,7 +44,7 @@ def smallest_effects(pipeline: Pipeline) -> Iterator[str]:
         if not (conditions and stage.confidence and stage.target) or is_import_path(split_target(stage.target)[0]):
             continue
         try:
-            record = call_with_timeout(_SECONDS, open_target(stage.target).published)
+            record = call_with_timeout(_RECORD_TIMEOUT_SECONDS, open_target(stage.target).published)
         except (CosmosError, TimeoutError) as error:
             yield f"{stage.name}: what is published is not known: {error}"
             continue
@@ -57,11 +57,12 @@ def smallest_effects(pipeline: Pipeline) -> Iterator[str]:
 def _describe_effects(
     stage: StageConfig, condition: MetricCondition, metric: str, record: dict[str, Any]
 ) -> Iterator[str]:
-    items_folder = next(published_item_folders(record, metric), None)
-    if condition.comparison == "==" or items_folder is None:
+    items_folder = next(find_published_item_folders(record, metric), None)
+    if condition.operator == "==" or items_folder is None:
         return
-    if (count_and_effect := smallest_effect(metric, record["metrics"][metric], items_folder, stage.confidence)) is None:
+    items_and_effect = compute_smallest_effect(metric, record["metrics"][metric], items_folder, stage.confidence)
+    if items_and_effect is None:
         return
-    (num_items, effect), margin = count_and_effect, abs(condition.offset)
+    (num_items, effect), margin = items_and_effect, abs(condition.published_offset)
     text = f"{stage.name}: {num_items:,} items of {metric} show a difference of {effect:.2g} in 80 of 100 cases"
-    yield text + (f"; {margin:g} needs {num_required_items(num_items, effect, margin):,}" if margin else "")
+    yield text + (f"; {margin:g} needs {compute_num_items(num_items, effect, margin):,}" if margin else "")

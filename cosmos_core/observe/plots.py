@@ -15,15 +15,15 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from cosmos_core.observe.formatting import as_float, family
+from cosmos_core.observe.formatting import as_float, metric_family
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PANELS = ("loss", "reward", "accuracy", "kl", "grad_norm")
+DEFAULT_PANELS = ("loss", "reward", "accuracy", "kl", "grad_norm")
 """Families of metrics that are plotted by default, each in one panel."""
-REPORT_PANELS = (*PANELS, "reward/", "entropy", "length", "lr", "time/", "memory/")
+REPORT_PANELS = (*DEFAULT_PANELS, "reward/", "entropy", "length", "lr", "time/", "memory/")
 """Families of metrics in the report; `PREFIX/` stands for all metrics with this prefix that have no other panel."""
 _PANEL_TITLES = {"reward/": "parts of the reward"}
 _REWARD_STATISTICS = {f"reward/{name}" for name in ("std", "group_std", "invalid", "constant_groups")}
@@ -38,17 +38,17 @@ _CSS_VARIABLES = {_TEXT_COLOR: "var(--ink-soft, #6b7280)", _GRID_COLOR: "var(--g
 _MAX_PLOTTED_VALUE = 1e300  # largest plotted value: beyond it, matplotlib's margins overflow to infinity
 _PANEL_SIZE_INCHES = (3.5, 2.1)  # width and height of one panel in inches
 _MATPLOTLIB_STYLE: Any = {
-    "svg.fonttype": "none",  # text elements are smaller than outlines and use the font of the page
+    "svg.fonttype": "none",  # write text as text, not as outlines: the file is smaller, with the page's font
     "svg.hashsalt": "cosmos",  # a fixed salt, so that the same curves give the same ids and bytes
     "font.family": ["sans-serif"],
     "font.size": 8.0,
     "text.parse_math": False,
 }
 _plot_lock = threading.Lock()  # serialises plotting in several threads, because matplotlib's settings are global
-Series = dict[str, tuple[list[float], list[float]]]
+SeriesByMetric = dict[str, tuple[list[float], list[float]]]
 
 
-def curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> bytes:
+def plot_curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = DEFAULT_PANELS) -> bytes:
     """Return a PNG with a panel for each metric family in `keys` that occurs in `lines` of `metrics.jsonl`, else with
     "no metrics yet". NaN, infinities and values beyond 1e300 leave a gap in the curve."""
     import matplotlib
@@ -69,24 +69,24 @@ def curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> byt
     return buffer.getvalue()
 
 
-def curves_svg(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> str:
+def curves_svg(lines: Sequence[dict[str, Any]], keys: Sequence[str] = DEFAULT_PANELS) -> str:
     """Return one `<svg>` element for each metric family in `keys` that occurs, for an HTML page. Colours are the CSS
     variables `--ink-soft`, `--grid`, `--line-0` to `--line-3`, with defaults, to follow the mode of the page."""
     return _draw_svg_panels(_collect_panels(lines, keys))
 
 
-def overlay_svg(curves: Mapping[str, Sequence[dict[str, Any]]], keys: Sequence[str] = PANELS) -> str:
-    """Return one `<svg>` element for each metric of the families in `keys`, with one line for each run in `curves`,
-    parsed lines of `metrics.jsonl` by name of the run."""
-    metrics: dict[str, Series] = {}
-    for run, lines in curves.items():
+def overlay_svg(lines_by_run: Mapping[str, Sequence[dict[str, Any]]], keys: Sequence[str] = DEFAULT_PANELS) -> str:
+    """Return one `<svg>` element for each metric of the families in `keys`, with a curve for each run; `lines_by_run`
+    has the parsed lines of `metrics.jsonl` by the name of the run."""
+    metrics: dict[str, SeriesByMetric] = {}
+    for run, lines in lines_by_run.items():
         for panel in _collect_panels(lines, keys).values():
             for key, points in panel.items():
                 metrics.setdefault(key, {})[run] = points
     return _draw_svg_panels(metrics)
 
 
-def _draw_svg_panels(panels: Mapping[str, Series]) -> str:
+def _draw_svg_panels(panels: Mapping[str, SeriesByMetric]) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -99,15 +99,15 @@ def _draw_svg_panels(panels: Mapping[str, Series]) -> str:
     return "\n".join(svg_panels)
 
 
-def _collect_panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, Series]:
-    panels: dict[str, Series] = {key: {} for key in keys}
+def _collect_panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, SeriesByMetric]:
+    panels: dict[str, SeriesByMetric] = {key: {} for key in keys}
     for line in lines:
         step = line.get("step")
         if not isinstance(step, int | float) or math.isnan(_to_plot_value(step)):
             continue
         for key, value in line.items():
             prefix, separator, _ = key.partition("/")
-            panel = name if (name := family(key)) in panels else prefix + separator  # the key `time` is no metric
+            panel = name if (name := metric_family(key)) in panels else prefix + separator
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if panel in panels and key not in _REWARD_STATISTICS and is_number:
                 steps, values = panels[panel].setdefault(key, ([], []))
@@ -129,14 +129,14 @@ def _to_plot_value(value: float) -> float:
     return number if abs(number) <= _MAX_PLOTTED_VALUE else math.nan
 
 
-def _draw_series(axes: Axes, name: str, series: Series) -> None:
+def _draw_series(axes: Axes, name: str, series: SeriesByMetric) -> None:
     from matplotlib.ticker import MaxNLocator
 
     plotted_series = dict(list(series.items())[:MAX_LINES])
     for index, (key, (steps, values)) in enumerate(plotted_series.items()):
-        colour, style = _LINE_COLORS[index % len(_LINE_COLORS)], "-" if index < len(_LINE_COLORS) else "--"
+        colour, line_style = _LINE_COLORS[index % len(_LINE_COLORS)], "-" if index < len(_LINE_COLORS) else "--"
         marker = "o" if len(steps) <= 12 else ""
-        axes.plot(steps, values, style, color=colour, linewidth=1.4, marker=marker, markersize=2.8, label=key)
+        axes.plot(steps, values, line_style, color=colour, linewidth=1.4, marker=marker, markersize=2.8, label=key)
     points = [point for line in plotted_series.values() for point in zip(*line, strict=True)]
     plotted_steps = {step for step, value in points if math.isfinite(value)}
     if len(plotted_steps) == 1:
@@ -169,6 +169,6 @@ def _figure_to_svg(figure: Figure, label: str) -> str:
     svg_content = re.sub(r"\s*\n\s*", " ", svg_content).replace("xlink:href", "href")
     for colour, css_variable in _CSS_VARIABLES.items():
         svg_content = svg_content.replace(colour, css_variable)
-    view_box = "0 0 {:g} {:g}".format(*(72 * size_in_inches for size_in_inches in _PANEL_SIZE_INCHES))
+    view_box = "0 0 {:g} {:g}".format(*(72 * inches for inches in _PANEL_SIZE_INCHES))
     label = escape(label)
     return f'<svg class="curve" role="img" aria-label="{label}" viewBox="{view_box}">{svg_content}</svg>'

@@ -14,15 +14,23 @@ from typing import Any
 
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import ConfigError
-from cosmos_core.launch.service_health import FILE as HEALTH
-from cosmos_core.run.directory import PIPELINE, RunStartInfo, read_start_info
-from cosmos_core.run.files import Document, Seconds, json_objects, parsed, read_document, read_json, read_object
-from cosmos_core.run.liveness import is_dead, outcome_of_flow, read_approval, read_holder, state_without_active_stage
-from cosmos_core.run.loading import pipeline_arguments, pipeline_needs
-from cosmos_core.run.manifest import STORE_KEY, Result, read_result
-from cosmos_core.run.progress import Position, read_metrics, read_progress
-from cosmos_core.run.stage import CONDITIONS, read_kind
-from cosmos_core.run.state import ACTIVE, FINISHED, RERUN_EVENT, State, read_state
+from cosmos_core.launch.service_health import HEALTH_FILE as HEALTH
+from cosmos_core.run import liveness
+from cosmos_core.run.directory import PIPELINE_FILE, RunStartInfo, read_start_info
+from cosmos_core.run.files import (
+    Document,
+    UnixSeconds,
+    parse_documents,
+    parse_json_objects,
+    read_document,
+    read_json,
+    read_json_object,
+)
+from cosmos_core.run.loading import render_extra_packages, render_pipeline_arguments
+from cosmos_core.run.manifest import STORE_URL_KEY, Result, read_result
+from cosmos_core.run.progress import ProgressRecord, read_metrics, read_progress
+from cosmos_core.run.stage import CONDITIONS_FILE, read_kind
+from cosmos_core.run.state import ACTIVE_STATES, FINISHED_STATES, RERUN_EVENT, StageState, read_state
 from cosmos_core.run.tail import FileTail
 from cosmos_core.types import StageKind
 
@@ -35,7 +43,7 @@ class BestStep(Document):
     value: float
 
 
-class Condition(Document):
+class GateCondition(Document):
     """Condition of a gate on a metric, with the measured value and the bound."""
 
     condition: str
@@ -43,7 +51,7 @@ class Condition(Document):
     bound: float | None = None
     """Bound with which the measured value was compared; None if no model was published yet."""
     passed: bool
-    metric: str = ""  # name of the metric that matched `*` in the condition
+    metric: str = ""  # name of the metric, if the condition names it by `*`
     paired: dict[str, Any] | None = None
     """Comparison with the published model per benchmark item (`PairedDifferences.describe`); None: not compared."""
 
@@ -57,7 +65,7 @@ class Condition(Document):
         return template.format(text, **paired) if paired else text
 
 
-class Rank(Document):
+class RankHardware(Document):
     """Hardware that a rank of a stage has reported."""
 
     host: str
@@ -65,15 +73,15 @@ class Rank(Document):
     threads: int
 
 
-class Event(Document):
+class StageEvent(Document):
     """Event of a stage, one line of `events.jsonl`."""
 
-    time: Seconds
+    time: UnixSeconds
     event: str
     detail: str = ""
 
 
-class Service(Document):
+class ServiceHealth(Document):
     """State of a reward service at the end of the stage that used it."""
 
     url: str
@@ -99,7 +107,7 @@ class BranchChoice(Document):
     branches: list[SweepBranch] = []
 
 
-class Sample(Document):
+class LoggedSample(Document):
     """Logged completion of a prompt, one line of `samples.jsonl`."""
 
     prompt: str
@@ -126,29 +134,29 @@ class StageRecord:
     after: tuple[str, ...]
     depth: int
     """Length of the longest chain of stages on which the stage depends; 0: it depends on no stage."""
-    state: State
-    progress: Position | None
+    state: StageState
+    progress: ProgressRecord | None
     result: Result | None
     sweep: BranchChoice | None = None
     """Branches of a sweep from which the stage chooses; None: the stage does not choose."""
 
     @property
     def status(self) -> str:
-        """Return the displayed status: `died` for a stage that was killed, otherwise `State.status`."""
+        """Return the displayed status of the stage: `died` if it was killed, otherwise `State.status`."""
         return "died" if self.died_at is not None else self.state.status
 
     @cached_property
     def died_at(self) -> float | None:
-        """Return the unix time of the last sign of life of a stage that was killed with its flow; otherwise None."""
-        if not is_dead(self.state, time.time()):
+        """Return the unix time of the last heartbeat of a stage that was killed with its flow; otherwise None."""
+        if not liveness.is_dead(self.state, time.time()):
             return None
-        begin_times = [begin for begin, _ in self.state.spans]
-        signs = (self.state.heartbeat, self.state.renewed, self.progress and self.progress.heartbeat, *begin_times)
-        return max((sign for sign in signs if sign), default=0.0)
+        attempt_begin_times = [begin for begin, _ in self.state.spans]
+        heartbeats = (self.state.heartbeat, self.state.renewed, self.progress and self.progress.heartbeat)
+        return max((each for each in (*heartbeats, *attempt_begin_times) if each), default=0.0)
 
     @property
     def resumable_step(self) -> int:
-        """Return the step of the newest local checkpoint, from which the stage resumes; 0: there is no checkpoint."""
+        """Return the train step of the newest local checkpoint, from which the stage resumes; 0: no checkpoint."""
         steps = (self.state.checkpoint_step, self.progress and self.progress.checkpoint_step)
         return max((step for step in steps if step), default=0)
 
@@ -166,12 +174,12 @@ class StageRecord:
     @property
     def metrics(self) -> dict[str, Any]:
         """Return the final metrics of a finished stage, or the newest metrics of any other stage."""
-        newest = self.progress.metrics if self.progress else {}
-        return dict(self.result["metrics"] or newest if self.result else newest)
+        newest_metrics = self.progress.metrics if self.progress else {}
+        return dict(self.result["metrics"] or newest_metrics if self.result else newest_metrics)
 
     @property
     def position(self) -> tuple[int | None, int | None]:
-        """Return the current step and the total number of steps of the stage; None for an unknown number."""
+        """Return the current train step and the total number of steps of the stage; None for an unknown number."""
         latest_progress = self.progress or self.state
         return latest_progress.step, latest_progress.total
 
@@ -181,43 +189,43 @@ class StageRecord:
         return dict(self.result["info"]) if self.result else {}
 
     @cached_property
-    def conditions(self) -> list[Condition]:
+    def conditions(self) -> list[GateCondition]:
         """Return the conditions of the stage, if it is a gate that has passed or refused; otherwise an empty list."""
-        entries = read_json(self.path / CONDITIONS) if self.status == "refused" else self.info.get("conditions")
-        return parsed(entries, Condition) if isinstance(entries, list) else []
+        entries = read_json(self.path / CONDITIONS_FILE) if self.status == "refused" else self.info.get("conditions")
+        return parse_documents(entries, GateCondition) if isinstance(entries, list) else []
 
     @cached_property
     def best_step(self) -> BestStep | None:
         """Return the best step so far according to validation; None if no step was validated."""
         if (entry := self.info.get("best")) is None:
             return read_document(self.path / "best.json", BestStep)
-        return next(iter(parsed([entry], BestStep)), None)
+        return next(iter(parse_documents([entry], BestStep)), None)
 
     @cached_property
-    def curves(self) -> list[dict[str, Any]]:
+    def metric_lines(self) -> list[dict[str, Any]]:
         """Return the parsed lines of `metrics.jsonl`."""
         return read_metrics(self.path / "metrics.jsonl")
 
     @cached_property
-    def ranks(self) -> list[Rank]:
+    def ranks(self) -> list[RankHardware]:
         """Return the hardware that each rank of the stage has reported."""
         entries = read_json(self.path / "facts.json")
-        return parsed(entries, Rank) if isinstance(entries, list) else []
+        return parse_documents(entries, RankHardware) if isinstance(entries, list) else []
 
     @cached_property
-    def services(self) -> list[Service]:
+    def services(self) -> list[ServiceHealth]:
         """Return the states of the reward services that the stage used."""
-        return parsed(read_object(self.path / HEALTH).get("services", ()), Service)
+        return parse_documents(read_json_object(self.path / HEALTH).get("services", ()), ServiceHealth)
 
     @cached_property
     def service_restarts(self) -> int:
         """Return the number of restarts of the reward service that was started for the stage."""
-        return int(read_object(self.path / HEALTH).get("restarts", 0))
+        return int(read_json_object(self.path / HEALTH).get("restarts", 0))
 
     @cached_property
-    def events(self) -> list[Event]:
+    def events(self) -> list[StageEvent]:
         """Return the parsed lines of `events.jsonl`."""
-        return parsed(json_objects(FileTail(self.path / "events.jsonl").lines()), Event)
+        return parse_documents(parse_json_objects(FileTail(self.path / "events.jsonl").lines()), StageEvent)
 
     @property
     def reason_for_rerun(self) -> str:
@@ -225,10 +233,10 @@ class StageRecord:
         return next((each.detail for each in reversed(self.events) if each.event == RERUN_EVENT), "")
 
     @cached_property
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[LoggedSample]:
         """Return the parsed lines of `samples.jsonl`."""
-        lines = json_objects(FileTail(self.path / "samples.jsonl").lines())
-        return parsed([line | {"folder": str(self.path)} for line in lines], Sample)
+        lines = parse_json_objects(FileTail(self.path / "samples.jsonl").lines())
+        return parse_documents([line | {"folder": str(self.path)} for line in lines], LoggedSample)
 
 
 @dataclass(frozen=True)
@@ -245,30 +253,30 @@ class RunRecord:
     @property
     def outcome(self) -> str:
         """Return the displayed outcome of the run: `failed`, `refused`, `stopped` or `died` if a stage has this status,
-        `outcome_of_flow` if all stages are finished, `waiting` for approval, `declined`,
-        `state_without_active_stage` if no stage is active, otherwise `running`."""
+        `derive_flow_outcome` if all stages are finished, `waiting` for approval, `declined`,
+        `derive_inactive_state` if no stage is active, otherwise `running`."""
         # A report stage shows the outcome, so its own status must not affect the outcome.
         states = {stage.status for stage in self.stages if stage.kind.makes != "page"}
         for state in ("failed", "refused", "stopped", "died"):
             if state in states:
                 return state
-        if states <= FINISHED and self.stages:
-            return outcome_of_flow(self.path)
-        if not states & ACTIVE and (approval := read_approval(self.path)):
+        if states <= FINISHED_STATES and self.stages:
+            return liveness.derive_flow_outcome(self.path)
+        if not states & ACTIVE_STATES and (approval := liveness.read_open_approval(self.path)):
             return "declined" if approval.is_declined else "waiting"
-        return "running" if states & ACTIVE else state_without_active_stage(self.path)
+        return "running" if states & ACTIVE_STATES else liveness.derive_inactive_state(self.path)
 
     @property
-    def began(self) -> float:
+    def start_time(self) -> float:
         """Return the unix time at which the last command for the run started, or the run was created; 0: unknown."""
-        holder = read_holder(self.path)
+        holder = liveness.read_holder(self.path)
         return holder.since if holder is not None else self.start_info.started
 
     @property
     def end_time(self) -> float:
         """Return the unix time at which the last stage ended, or the current time while the run is active."""
         end_times = [end for stage in self.stages if (end := stage.died_at or stage.state.ended)]
-        return time.time() if self.outcome == "running" else max(end_times, default=self.began)
+        return time.time() if self.outcome == "running" else max(end_times, default=self.start_time)
 
     @property
     def refused_stages(self) -> set[str]:
@@ -291,7 +299,7 @@ class RunRecord:
             return None
         stage = (exports or stages)[-1]
         model: Path = stage.path / stage.info["model"]
-        return None if not model.exists() and STORE_KEY in (stage.result or {}) else model
+        return None if not model.exists() and STORE_URL_KEY in (stage.result or {}) else model
 
     @property
     def trained_models(self) -> list[StageRecord]:
@@ -313,10 +321,10 @@ def read_run(path: Path) -> RunRecord:
     entries = [entry for entry in pipeline.get("stages", []) if isinstance(entry, dict) and "name" in entry]
     if not entries and (path / "stages").is_dir():
         entries = [{"name": folder.name} for folder in sorted((path / "stages").iterdir()) if folder.is_dir()]
-    names_after = {entry["name"]: entry.get("after", ()) for entry in entries}
-    parents = {key: (names,) if isinstance(names, str) else tuple(names) for key, names in names_after.items()}
-    start_info, depths = read_start_info(path) or RunStartInfo(), _compute_depths(parents)
-    stages = [_read_stage(path / "stages" / entry["name"], entry, parents, depths, start_info) for entry in entries]
+    after_by_name = {entry["name"]: entry.get("after", ()) for entry in entries}
+    predecessors = {key: (names,) if isinstance(names, str) else tuple(names) for key, names in after_by_name.items()}
+    start_info, depths = read_start_info(path) or RunStartInfo(), _compute_stage_depths(predecessors)
+    stages = [_read_stage(path, entry, predecessors, depths, start_info) for entry in entries]
     name = str(pipeline.get("name") or start_info.pipeline or "pipeline")
     return RunRecord(path, name, start_info, tuple(sorted(stages, key=lambda stage: stage.depth)))
 
@@ -325,18 +333,18 @@ def read_pipeline(path: Path) -> dict[str, Any]:
     """Return the table `pipeline` of a run's `pipeline.toml` with all settings of all stages, which is cached and must
     not be changed; empty if the file is missing or damaged."""
     try:
-        table = read_toml(path / PIPELINE).get("pipeline", {})
+        table = read_toml(path / PIPELINE_FILE).get("pipeline", {})
     except ConfigError:
         return {}
     return table if isinstance(table, dict) else {}
 
 
-def time_overhead(run: RunRecord) -> dict[str, float]:
-    """Return seconds of the last command: `wall` time, `inside` stages, `overhead`; empty if its start is unknown."""
-    if not run.began:
+def time_breakdown(run: RunRecord) -> dict[str, float]:
+    """Return the seconds of the last command, `wall`, `inside` stages and `overhead`; empty if its start is unknown."""
+    if not run.start_time:
         return {}
-    wall, inside = max(0.0, run.end_time - run.began), busy_seconds(run, run.began)
-    return {"wall": wall, "inside": inside, "overhead": max(0.0, wall - inside)}
+    wall_seconds, inside_seconds = max(0.0, run.end_time - run.start_time), busy_seconds(run, run.start_time)
+    return {"wall": wall_seconds, "inside": inside_seconds, "overhead": max(0.0, wall_seconds - inside_seconds)}
 
 
 def busy_seconds(run: RunRecord, start_time: float) -> float:
@@ -352,39 +360,40 @@ def busy_seconds(run: RunRecord, start_time: float) -> float:
 def model_loading_code(model: Path) -> str:
     """Return the line of Python code that loads a model with transformers or diffusers."""
     if (model / "model_index.json").is_file():
-        pipeline_index = read_object(model / "model_index.json")
-        loading_call = f"DiffusionPipeline.from_pretrained({str(model)!r}{pipeline_arguments(pipeline_index)})"
-        return f"from diffusers import DiffusionPipeline; pipe = {loading_call}{pipeline_needs(pipeline_index)}"
+        pipeline_index = read_json_object(model / "model_index.json")
+        loading_call = f"DiffusionPipeline.from_pretrained({str(model)!r}{render_pipeline_arguments(pipeline_index)})"
+        return f"from diffusers import DiffusionPipeline; pipe = {loading_call}{render_extra_packages(pipeline_index)}"
     auto_class = "AutoModelForImageTextToText" if any(model.glob("*processor_config.json")) else "AutoModelForCausalLM"
     return f"from transformers import {auto_class}; model = {auto_class}.from_pretrained({str(model)!r})"
 
 
 def _read_stage(
-    path: Path, entry: dict[str, Any], parents: dict[str, tuple[str, ...]], depths: dict[str, int], start: RunStartInfo
+    run_path: Path, entry: dict[str, Any], after: dict[str, tuple[str, ...]], depths: dict[str, int], info: RunStartInfo
 ) -> StageRecord:
-    name, result = entry["name"], read_result(path)
+    name, path = entry["name"], run_path / "stages" / entry["name"]
+    result = read_result(path)
     kind = str(entry.get("kind") or (result["kind"] if result else ""))
     return StageRecord(
-        path=path, name=name, kind=_read_recorded_kind(kind, start.kinds), after=parents[name],
+        path=path, name=name, kind=_read_recorded_kind(kind, info.kinds), after=after[name],
         depth=depths[name], state=read_state(path), progress=read_progress(path), result=result,
-        sweep=next(iter(parsed([entry["sweep"]], BranchChoice)), None) if entry.get("sweep") else None,
+        sweep=next(iter(parse_documents([entry["sweep"]], BranchChoice)), None) if entry.get("sweep") else None,
     )  # fmt: skip
 
 
 def _read_recorded_kind(name: str, recorded_kinds: dict[str, dict[str, Any]]) -> StageKind:
     try:
         return read_kind(recorded_kinds[name])
-    except (KeyError, TypeError):  # a damaged entry, or an entry of a version with other fields
+    except (KeyError, TypeError):  # the entry is damaged, or another version wrote it
         return StageKind(name=name, entry="", result_version=0)
 
 
-def _compute_depths(parents: dict[str, tuple[str, ...]]) -> dict[str, int]:
+def _compute_stage_depths(predecessors: dict[str, tuple[str, ...]]) -> dict[str, int]:
     """Return `StageRecord.depth` by stage name, without recursion: a thousand stages may depend on each other."""
     try:
-        names = [*TopologicalSorter(parents).static_order()]
+        names = [*TopologicalSorter(predecessors).static_order()]
     except CycleError:  # the pipeline is damaged
-        names = [*parents]
+        names = [*predecessors]
     depths: dict[str, int] = {}
-    for name in (name for name in names if name in parents):
-        depths[name] = max((1 + depths[each] for each in parents[name] if each in depths), default=0)
+    for name in (name for name in names if name in predecessors):
+        depths[name] = max((1 + depths[each] for each in predecessors[name] if each in depths), default=0)
     return depths

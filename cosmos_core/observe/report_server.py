@@ -15,9 +15,9 @@ from pathlib import Path
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe.report import REPORT_FILE
 
-URL = "COSMOS_REPORTS_URL"
+URL_VARIABLE = "COSMOS_REPORTS_URL"
 """Environment variable with the URL at which other machines reach the report server."""
-TOKEN = "COSMOS_REPORTS_TOKEN"
+TOKEN_VARIABLE = "COSMOS_REPORTS_TOKEN"
 _MIN_TOKEN_LENGTH = 16
 _MAX_LOG_BYTES = 16 * 2**20
 _NAME_PATTERN = r"[A-Za-z0-9][\w.-]*"
@@ -33,7 +33,7 @@ _RESPONSE_HEADERS = {
 
 def report_url(run_path: Path) -> str:
     """Return the URL of a run's report on the server COSMOS_REPORTS_URL; empty if it is unset or the run is private."""
-    base_url = os.environ.get(URL, "").rstrip("/")
+    base_url = os.environ.get(URL_VARIABLE, "").rstrip("/")
     return f"{base_url}/{run_path.name}/{REPORT_FILE}" if base_url and not _is_private(run_path) else ""
 
 
@@ -43,7 +43,7 @@ class ReportServer(ThreadingHTTPServer):
 
     def __init__(self, output_dir: Path, token: str, address: tuple[str, int]) -> None:
         if len(token) < _MIN_TOKEN_LENGTH:
-            raise ConfigError(f"{TOKEN} has {len(token)} characters; at least {_MIN_TOKEN_LENGTH} are needed")
+            raise ConfigError(f"{TOKEN_VARIABLE} has {len(token)} characters; at least {_MIN_TOKEN_LENGTH} are needed")
         self.output_dir, self.token = output_dir.resolve(), token
         super().__init__(address, _ReportRequestHandler)
 
@@ -57,7 +57,7 @@ class _ReportRequestHandler(BaseHTTPRequestHandler):
         status, content, headers = 404, b"there is no such report", dict(_RESPONSE_HEADERS)
         if not _is_authorized(self.headers.get("Authorization", ""), self.server.token):
             status, content, headers["WWW-Authenticate"] = 401, b"a token is needed", 'Basic realm="reports"'
-        elif (file_content := self._read()) is not None:
+        elif (file_content := self._read_requested_file()) is not None:
             status, content = 200, file_content
         content_subtype = "html" if status == 200 and self.path.endswith(REPORT_FILE) else "plain"
         headers["Content-Type"] = f"text/{content_subtype}; charset=utf-8"
@@ -70,7 +70,7 @@ class _ReportRequestHandler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def _read(self) -> bytes | None:
+    def _read_requested_file(self) -> bytes | None:
         """Return the content of the requested file; None if it does not exist or must not be served."""
         if (match := _URL_PATH_PATTERN.fullmatch(self.path)) is None:
             return None

@@ -4,31 +4,31 @@ import os
 import shlex
 from pathlib import Path
 
-from cosmos_core.observe import formatting
+from cosmos_core.observe.formatting import format_time
 from cosmos_core.observe.record import RunRecord, StageRecord
 from cosmos_core.run.directory import read_start_info
-from cosmos_core.run.liveness import has_lost_launcher, read_approval, start_of_dead_holder
-from cosmos_core.run.state import ACTIVE
+from cosmos_core.run.liveness import find_start_of_dead_holder, has_lost_launcher, read_open_approval
+from cosmos_core.run.state import ACTIVE_STATES
 
 
-def pause_or_death(run: RunRecord) -> str:
-    """Return a message about a run that no flow executes: it was killed, its stages still run after its flow ended, it
-    waits for approval, or a person declined the publication; empty for any other run."""
+def describe_interruption(run: RunRecord) -> str:
+    """Return a message if a run was killed, waits for approval or was declined by a person, or if its stages still run
+    although its flow has ended; empty for any other run."""
     outcome = run.outcome
     if outcome == "declined":
         return "a person has declined: the model is not published"
-    if outcome == "waiting" and (approval := read_approval(run.path)):
-        return f"waits for approval in the UI of Prefect until {formatting.format_time(approval.until)}"
+    if outcome == "waiting" and (approval := read_open_approval(run.path)):
+        return f"waits for approval in the UI of Prefect until {format_time(approval.until)}"
     if outcome == "running":
         return _describe_running_stages(run)
     return _describe_death(run) if outcome == "died" else ""
 
 
 def _describe_running_stages(run: RunRecord) -> str:
-    """Return a message about stages that still run although the flow of the run has ended; empty if no stage runs."""
-    running_stages = [stage for stage in run.stages if stage.status in ACTIVE]
+    """Return a message about the stages that still run after the flow of the run has ended; empty if no stage runs."""
+    running_stages = [stage for stage in run.stages if stage.status in ACTIVE_STATES]
     ending_stages = [stage for stage in running_stages if has_lost_launcher(stage.state)]
-    if not ending_stages and (not running_stages or start_of_dead_holder(run.path) is None):
+    if not ending_stages and (not running_stages or find_start_of_dead_holder(run.path) is None):
         return ""
     other_names = [stage.name for stage in running_stages if stage not in ending_stages]
     messages = [f"{stage.name} saves a checkpoint and ends" for stage in ending_stages]
@@ -42,20 +42,20 @@ def _describe_death(run: RunRecord) -> str:
     dead_stages = [stage for stage in run.stages if stage.died_at is not None]
     if not dead_stages:  # the run died between two stages or before the first stage
         end_times = [stage.state.ended for stage in run.stages if stage.state.ended]
-        start = max(start_of_dead_holder(run.path) or 0.0, run.start_info.started)
-        return f"died after {formatting.format_time(max(end_times, default=start))}, {resume_hint}"
+        start = max(find_start_of_dead_holder(run.path) or 0.0, run.start_info.started)
+        return f"died after {format_time(max(end_times, default=start))}, {resume_hint}"
     last_dead_stage = max(dead_stages, key=lambda stage: stage.died_at or 0.0)
     state, step = last_dead_stage.state, _get_last_step(last_dead_stage)
     host_text = f" on {state.launcher_host}" if state.launcher_host and not state.is_local else ""
     progress_text = f" after step {step}" if step else f" in {last_dead_stage.name}"
     return (
-        f"died at {formatting.format_time(last_dead_stage.died_at)}{host_text}{progress_text}, "
+        f"died at {format_time(last_dead_stage.died_at)}{host_text}{progress_text}, "
         f"{resume_hint}{_describe_steps([last_dead_stage])}"
     )
 
 
-def enter_folder_of(run_path: Path) -> list[str]:
-    """Change to the folder in which a run was created, which its settings may refer to; return notices of a change."""
+def change_to_run_folder(run_path: Path) -> list[str]:
+    """Change to the working directory in which a run was created, for relative paths in settings; return notices."""
     folder = start_info.working_directory if (start_info := read_start_info(run_path)) else ""
     if folder == os.getcwd() or not os.access(folder, os.X_OK):
         return []
@@ -80,8 +80,8 @@ def _describe_steps(stages: list[StageRecord]) -> str:
     messages = []
     for stage in stages:
         if stage.kind.trains_model and _get_last_step(stage):
-            lost_note = "" if stage.resumable_step else ": nothing was saved"
-            messages.append(f"{stage.name} begins again at step {stage.resumable_step + 1}{lost_note}")
+            loss_text = "" if stage.resumable_step else ": nothing was saved"
+            messages.append(f"{stage.name} begins again at step {stage.resumable_step + 1}{loss_text}")
     return f" ({'; '.join(messages)})" if messages else ""
 
 

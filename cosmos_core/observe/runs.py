@@ -10,10 +10,10 @@ from cosmos_core.config.compose import StageKinds, load_pipeline
 from cosmos_core.config.difference import pipeline_differences
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord, read_run
-from cosmos_core.observe.resuming import pause_or_death
-from cosmos_core.run.directory import PIPELINE, runs_in
-from cosmos_core.run.liveness import is_flow_running, read_holder, start_of_dead_holder
-from cosmos_core.run.state import ACTIVE, FINISHED
+from cosmos_core.observe.resuming import describe_interruption
+from cosmos_core.run.directory import PIPELINE_FILE, list_runs
+from cosmos_core.run.liveness import find_start_of_dead_holder, is_flow_running, read_holder
+from cosmos_core.run.state import ACTIVE_STATES, FINISHED_STATES
 
 _MAX_START_DELAY_SECONDS = 60.0
 """Number of seconds after which a stage with complete inputs is no longer expected to start."""
@@ -23,26 +23,26 @@ def table_of_runs(output_dir: Path, max_runs: int) -> Table:
     """Return a table of the `max_runs` newest runs of a folder, newest last, each with its outcome and last metrics."""
     table = Table("run", "pipeline", "began", "took", "stages", "outcome", "metrics", caption_justify="left")
     interruption_messages: list[str] = []
-    for start_info in runs_in(output_dir)[-max_runs:]:
+    for start_info in list_runs(output_dir)[-max_runs:]:
         run = read_run(output_dir / start_info.run_id)
-        num_done = sum(stage.status in FINISHED for stage in run.stages)
+        num_done = sum(stage.status in FINISHED_STATES for stage in run.stages)
         total_seconds = sum(stage.seconds or 0.0 for stage in run.stages)
         stage_metrics = (formatting.table_metrics(stage.metrics) for stage in reversed(run.stages))
         last_metrics = next(filter(None, stage_metrics), dict[str, float]())
         metrics_text = ", ".join(f"{name} {_format_value(value)}" for name, value in last_metrics.items())
         table.add_row(
-            start_info.run_id, run.name, formatting.clock(start_info.started), formatting.duration(total_seconds),
-            f"{num_done}/{len(run.stages)}", run.outcome, metrics_text
+            start_info.run_id, run.name, formatting.format_timestamp(start_info.started),
+            formatting.format_duration(total_seconds), f"{num_done}/{len(run.stages)}", run.outcome, metrics_text
         )  # fmt: skip
-        interruption_messages += [f"{start_info.run_id}: {message}"] if (message := pause_or_death(run)) else []
+        interruption_messages += [f"{start_info.run_id}: {message}"] if (message := describe_interruption(run)) else []
     table.caption = "\n".join(interruption_messages) or None
     return table
 
 
-def run_differences(first_path: Path, second_path: Path, kinds: StageKinds) -> Iterator[str | Table]:
+def run_differences(first_path: Path, second_path: Path, stage_kinds: StageKinds) -> Iterator[str | Table]:
     """Yield the differences between two runs: settings as lines of text, then a table of the metrics of shared stages;
     raise ConfigError if a pipeline cannot be read."""
-    pipelines = [load_pipeline(path / PIPELINE, (), kinds) for path in (first_path, second_path)]
+    pipelines = [load_pipeline(path / PIPELINE_FILE, (), stage_kinds) for path in (first_path, second_path)]
     lines = list(pipeline_differences(*pipelines))
     yield from lines or ["the settings are the same"]
     stages = {stage.name: stage for stage in read_run(second_path).stages}
@@ -57,7 +57,7 @@ def run_differences(first_path: Path, second_path: Path, kinds: StageKinds) -> I
 def _compare_stage_metrics(old_stage: StageRecord, new_stage: StageRecord) -> Iterator[tuple[str, str, str, str]]:
     stage_seconds = [stage.seconds for stage in (old_stage, new_stage)]
     if any(stage_seconds):
-        yield "time", formatting.duration(stage_seconds[0]), formatting.duration(stage_seconds[1]), ""
+        yield "time", formatting.format_duration(stage_seconds[0]), formatting.format_duration(stage_seconds[1]), ""
     keys = [key for key in old_stage.metrics | new_stage.metrics if not key.startswith(formatting.RESOURCE_PREFIXES)]
     for key in sorted(keys):
         values = [stage.metrics.get(key) for stage in (old_stage, new_stage)]
@@ -71,20 +71,20 @@ def _format_value(value: object) -> str:
     return f"{formatting.as_float(value):.4g}" if isinstance(value, int | float) else "–"
 
 
-def is_inactive(run: RunRecord) -> bool:
+def is_run_inactive(run: RunRecord) -> bool:
     """Return True if no stage of a run is active or about to start, and no Python flow executes code of its own."""
     if is_flow_running(run.path):
         return False
     states = {stage.name: stage.status for stage in run.stages}
-    if not ACTIVE.isdisjoint(states.values()):
+    if not ACTIVE_STATES.isdisjoint(states.values()):
         return False
     waiting_stages = [stage for stage in run.stages if stage.status == "waiting"]
-    has_ready_stage = any(all(states.get(name) in FINISHED for name in stage.after) for stage in waiting_stages)
+    has_ready_stage = any(all(states.get(name) in FINISHED_STATES for name in stage.after) for stage in waiting_stages)
     if not has_ready_stage or run.outcome == "stopped":
         return True
     holder = read_holder(run.path)
     if holder and not holder.flow_state and holder.is_local:
         # A stage may wait for hours, for GPUs, for a worker or for approval.
-        return start_of_dead_holder(run.path) is not None or run.outcome not in {"running", "waiting"}
-    newest_time = max([run.began, *(stage.state.ended or 0.0 for stage in run.stages)])
-    return time.time() - newest_time >= _MAX_START_DELAY_SECONDS
+        return find_start_of_dead_holder(run.path) is not None or run.outcome not in {"running", "waiting"}
+    last_activity_time = max([run.start_time, *(stage.state.ended or 0.0 for stage in run.stages)])
+    return time.time() - last_activity_time >= _MAX_START_DELAY_SECONDS

@@ -11,10 +11,10 @@ from typing import Any
 from cosmos_core.observe import formatting, gallery
 from cosmos_core.observe.costs import cost_card
 from cosmos_core.observe.plots import REPORT_PANELS, curves_svg
-from cosmos_core.observe.record import RunRecord, Sample, StageRecord, time_overhead
-from cosmos_core.run.files import Document, parsed, read_json
-from cosmos_core.run.gpu_time import closed_intervals, gpu_seconds
-from cosmos_core.run.stage import PROFILES
+from cosmos_core.observe.record import LoggedSample, RunRecord, StageRecord, time_breakdown
+from cosmos_core.run.files import Document, parse_documents, read_json
+from cosmos_core.run.gpu_time import gpu_seconds, read_gpu_intervals
+from cosmos_core.run.stage import PROFILES_FOLDER
 
 NUM_PROMPTS = 12
 """Number of prompts in the report; `samples.jsonl` contains all prompts."""
@@ -34,35 +34,35 @@ def measured_stages(run: RunRecord) -> list[StageRecord]:
     none, all stages with validation metrics, except those in branches of a sweep, which has its own table."""
     branch_stages = stages_in_branches(run)
     measured = [stage for stage in run.stages if any(map(_is_validation, stage.metrics))]
-    candidates = [stage for stage in measured if stage.name not in branch_stages]
-    return [stage for stage in candidates if stage.kind.makes == "metrics" or stage.kind.selects_branch] or candidates
+    measured = [stage for stage in measured if stage.name not in branch_stages]
+    return [stage for stage in measured if stage.kind.makes == "metrics" or stage.kind.selects_branch] or measured
 
 
 def summary_cards(run: RunRecord) -> list[tuple[str, str]]:
     """Return the summary cards as name and text: metrics of the first and last measured stage, times, stages done."""
-    shown_cards = []
-    metrics = [formatting.table_metrics(stage.metrics) for stage in measured_stages(run)]
+    cards = []
+    metrics_of_stages = [formatting.table_metrics(stage.metrics) for stage in measured_stages(run)]
     differences = [stage.metrics.get(_LOGPROB_DIFFERENCE) for stage in run.stages]
     logprob_differences = [formatting.as_float(each) for each in differences if isinstance(each, int | float)]
-    for name in metrics[-1] if metrics else ():
+    for name in metrics_of_stages[-1] if metrics_of_stages else ():
         if logprob_differences and name == formatting.short_name(_LOGPROB_DIFFERENCE):
             continue  # a separate card shows the maximum of this metric over all stages
-        values = [formatting.number(stage_metrics[name]) for stage_metrics in metrics if name in stage_metrics]
-        shown_cards.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
-    shown_cards += [("log-prob difference, p95", f"≤ {max(logprob_differences):.1e}")] if logprob_differences else []
+        values = [formatting.format_number(each[name]) for each in metrics_of_stages if name in each]
+        cards.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
+    cards += [("log-prob difference, p95", f"≤ {max(logprob_differences):.1e}")] if logprob_differences else []
     names = {"wall": "wall time", "inside": "inside stage workers", "overhead": "overhead"}
-    shown_cards += [(names[key], formatting.duration(seconds)) for key, seconds in time_overhead(run).items()]
-    shown_cards += cost_card(run).items()
-    num_finished = sum(label(stage) in {"done", "reused", _REPORT_LABEL} for stage in run.stages)
-    return [*shown_cards, ("stages finished", f"{num_finished} of {len(run.stages)}")]
+    cards += [(names[key], formatting.format_duration(seconds)) for key, seconds in time_breakdown(run).items()]
+    cards += cost_card(run).items()
+    num_finished = sum(display_status(stage) in {"done", "reused", _REPORT_LABEL} for stage in run.stages)
+    return [*cards, ("stages finished", f"{num_finished} of {len(run.stages)}")]
 
 
-def comparison(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
+def validation_table(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the table of validation metrics: the names of its columns, first that of a validation before training, and
     one row per metric with its values and the change from the first to the last column."""
     columns: list[tuple[str, dict[str, Any]]] = []
     if first_training := next((stage for stage in run.stages if stage.kind.trains_model), None):
-        initial_metrics = next((line for line in first_training.curves if line.get("step") == 0), {})
+        initial_metrics = next((line for line in first_training.metric_lines if line.get("step") == 0), {})
         if any(map(_is_validation, initial_metrics)):
             columns.append((f"before {first_training.name}", initial_metrics))
     columns += [(stage.name, stage.metrics) for stage in measured_stages(run)]
@@ -80,8 +80,8 @@ def _is_validation(key: str) -> bool:
     return key.startswith("validation/")
 
 
-def samples(run: RunRecord) -> dict[str, Any]:
-    """Return completions of the same prompts from each stage that logs them, to show in adjacent columns."""
+def sample_table(run: RunRecord) -> dict[str, Any]:
+    """Return a table of completions: a row per prompt and a column per stage that logs completions of the prompt."""
     stages = [stage for stage in run.stages if stage.samples and stage.kind.feed != "rollouts"]
     completions = [_map_newest_samples(stage) for stage in stages]
     all_prompts = list(dict.fromkeys(prompt for each in completions for prompt in each))
@@ -94,7 +94,7 @@ def samples(run: RunRecord) -> dict[str, Any]:
     return {"stages": stages, "rows": rows, "total": len(prompts)}
 
 
-def lineage(run: RunRecord) -> list[dict[str, Any]]:
+def lineage_rows(run: RunRecord) -> list[dict[str, Any]]:
     """Return the inputs and outputs of each finished stage with their digests."""
     return [
         {
@@ -108,7 +108,7 @@ def lineage(run: RunRecord) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def setting(run: RunRecord) -> list[tuple[str, Any, bool]]:
+def start_facts(run: RunRecord) -> list[tuple[str, Any, bool]]:
     """Return facts about the start of a run, such as command, host and seeds, as (name, value, whether it is code)."""
     start_info = run.start_info
     return [
@@ -122,43 +122,43 @@ def setting(run: RunRecord) -> list[tuple[str, Any, bool]]:
     ]
 
 
-def label(stage: StageRecord) -> str:
-    """Return the displayed state of a stage; the stage that writes this report is shown as `this page`."""
+def display_status(stage: StageRecord) -> str:
+    """Return the displayed status of a stage; a running report stage, which writes this page, is `this page`."""
     return _REPORT_LABEL if stage.kind.makes == "page" and stage.status == "running" else stage.status
 
 
-def headline(stage: StageRecord) -> str:
+def headline_text(stage: StageRecord) -> str:
     """Return name and value of the metric that is shown in the title of a stage; empty if the stage has no metrics."""
     items = formatting.key_metrics(stage.metrics, max_count=1).items()
-    return " ".join(f"{formatting.family(key)} {formatting.number(value)}" for key, value in items)
+    return " ".join(f"{formatting.metric_family(key)} {formatting.format_number(value)}" for key, value in items)
 
 
-def times(stage: StageRecord) -> list[tuple[str, str]]:
+def stage_times(stage: StageRecord) -> list[tuple[str, str]]:
     """Return times, number of attempts and machines of a stage as pairs of name and value, without unknown values."""
     state = stage.state
-    name_value_pairs = [
-        ("started", formatting.clock(state.spans[0][0] if state.spans else None)),
-        ("ended", formatting.clock(state.ended)),
-        ("time", formatting.duration(stage.seconds)),
+    time_texts = [
+        ("started", formatting.format_timestamp(state.spans[0][0] if state.spans else None)),
+        ("ended", formatting.format_timestamp(state.ended)),
+        ("time", formatting.format_duration(stage.seconds)),
         ("attempts", str(state.attempt or "")),
         ("after", ", ".join(stage.after)),
-        ("on", formatting.machines(stage.ranks)),
+        ("on", formatting.describe_machines(stage.ranks)),
     ]
-    return [(name, value) for name, value in name_value_pairs if value not in {"", "–"}]
+    return [(name, value) for name, value in time_texts if value not in {"", "–"}]
 
 
-def metrics(stage: StageRecord) -> list[tuple[str, str]]:
+def stage_metric_texts(stage: StageRecord) -> list[tuple[str, str]]:
     """Return the metrics of a stage, without times, throughput and memory."""
     shown_metrics = formatting.key_metrics(stage.metrics, max_count=100)
-    return [(key, formatting.number(value)) for key, value in shown_metrics.items()]
+    return [(key, formatting.format_number(value)) for key, value in shown_metrics.items()]
 
 
-def info(stage: StageRecord) -> dict[str, Any]:
+def result_info(stage: StageRecord) -> dict[str, Any]:
     """Return the results of a stage other than metrics, and other than conditions, which have their own table."""
     return {key: value for key, value in stage.info.items() if key != "conditions" and value not in ("", [], {}, None)}
 
 
-def services(stage: StageRecord) -> list[list[Any]]:
+def service_rows(stage: StageRecord) -> list[list[Any]]:
     """Return one row per reward of each reward service of a stage, or one row for a service without rewards."""
     rows: list[list[Any]] = []
     for service in stage.services:
@@ -170,19 +170,19 @@ def services(stage: StageRecord) -> list[list[Any]]:
     return rows
 
 
-def curves(stage: StageRecord) -> str:
+def curves_as_svg(stage: StageRecord) -> str:
     """Return the curves of a stage's metrics as SVG; empty if fewer than two steps were logged."""
-    return curves_svg(stage.curves, REPORT_PANELS) if len(stage.curves) > 1 else ""
+    return curves_svg(stage.metric_lines, REPORT_PANELS) if len(stage.metric_lines) > 1 else ""
 
 
-def logs(stage: StageRecord) -> list[str]:
+def log_files(stage: StageRecord) -> list[str]:
     """Return the log files of the attempts of a stage, relative to the folder of the run."""
     return [f"stages/{stage.name}/logs/{file.name}" for file in sorted((stage.path / "logs").glob("*.log"))]
 
 
-def outcome_of(lines: Sequence[Sample | None]) -> str:
-    """Return the CSS classes by which the page filters the completions of a prompt: `good` or `bad` by the last reward,
-    and `changed` if the first and the last reward differ."""
+def reward_css_classes(lines: Sequence[LoggedSample | None]) -> str:
+    """Return the CSS classes of the row with the completions of a prompt: `good` if the last reward is positive, else
+    `bad`, and `changed` if the first and the last reward differ; empty without valid rewards."""
     scores = [[line.reward, *line.rewards] for line in lines if line is not None]
     rewards = [max(valid_scores) for each in scores if (valid_scores := [value for value in each if value is not None])]
     if not rewards:
@@ -191,7 +191,7 @@ def outcome_of(lines: Sequence[Sample | None]) -> str:
     return verdict if rewards[0] == rewards[-1] else f"{verdict} changed"
 
 
-def rollouts(stage: StageRecord) -> list[Sample]:
+def shown_rollouts(stage: StageRecord) -> list[LoggedSample]:
     """Return some rollouts of the first and the last logged step of a training; empty if it uses no rollouts."""
     if stage.kind.feed != "rollouts":
         return []
@@ -209,40 +209,40 @@ class ProfiledOperator(Document):
     share: float
 
 
-def operators(stage: StageRecord) -> list[ProfiledOperator]:
+def slowest_operators(stage: StageRecord) -> list[ProfiledOperator]:
     """Return the operators that took the most time in the newest trace of a stage."""
-    traces = sorted((stage.path / PROFILES).glob("*.operators.json"), key=lambda path: path.stat().st_mtime)
+    traces = sorted((stage.path / PROFILES_FOLDER).glob("*.operators.json"), key=lambda path: path.stat().st_mtime)
     entries = read_json(traces[-1]) if traces else None
-    return parsed(entries, ProfiledOperator)[:_MAX_SHOWN_OPERATORS] if isinstance(entries, list) else []
+    return parse_documents(entries, ProfiledOperator)[:_MAX_SHOWN_OPERATORS] if isinstance(entries, list) else []
 
 
-def completion_media(line: Sample) -> list[dict[str, Any]]:
+def completion_media(line: LoggedSample) -> list[dict[str, Any]]:
     """Return the images and videos of a logged completion for the page, each with its reward."""
-    shown_media = []
-    rewards = [formatting.number(value) if value is not None else "no valid reward" for value in line.rewards]
+    media = []
+    rewards = [formatting.format_number(value) if value is not None else "no valid reward" for value in line.rewards]
     for index, name in enumerate(line.media[:_MAX_SHOWN_SAMPLES]):
         path = Path(line.folder) / name
         uri, caption = gallery.data_uri(path), rewards[index] if index < len(rewards) else ""
-        is_video = bool(uri) and path.suffix == gallery.VIDEO
-        shown_media.append({"path": name, "uri": uri, "is_video": is_video, "caption": caption})
-    return shown_media
+        is_video = bool(uri) and path.suffix == gallery.VIDEO_SUFFIX
+        media.append({"path": name, "uri": uri, "is_video": is_video, "caption": caption})
+    return media
 
 
-def _map_newest_samples(stage: StageRecord) -> dict[str, Sample]:
-    newest_samples: dict[str, Sample] = {}
+def _map_newest_samples(stage: StageRecord) -> dict[str, LoggedSample]:
+    newest_samples: dict[str, LoggedSample] = {}
     for line in stage.samples:
         if line.step > newest_samples.setdefault(line.prompt, line).step:
             newest_samples[line.prompt] = line
     return newest_samples
 
 
-def resources(run: RunRecord) -> list[dict[str, Any]]:
+def resource_rows(run: RunRecord) -> list[dict[str, Any]]:
     """Return the resources of each stage that ran a worker process in this run: its machines, GPU hours, tokens per
     second and the size of its output files in bytes."""
     return [
         {
-            "stage": stage, "machines": formatting.machines(stage.ranks), "gpu_hours": _compute_gpu_hours(stage),
-            "tokens_per_second": _median_tokens_per_second(stage),
+            "stage": stage, "machines": formatting.describe_machines(stage.ranks),
+            "gpu_hours": _compute_gpu_hours(stage), "tokens_per_second": _median_tokens_per_second(stage),
             "size": sum(file["size"] for file in stage.result["outputs"]) if stage.result else 0,
         }
         for stage in run.stages
@@ -253,13 +253,13 @@ def resources(run: RunRecord) -> list[dict[str, Any]]:
 def _compute_gpu_hours(stage: StageRecord) -> float:
     """Return the GPU hours that a stage held; runs of earlier versions, without GPU intervals, give an estimate."""
     if stage.state.holds:
-        return gpu_seconds(closed_intervals(stage.path)) / 3600
+        return gpu_seconds(read_gpu_intervals(stage.path)) / 3600
     return (stage.seconds or 0.0) * sum(bool(rank.gpus) for rank in stage.ranks) / 3600
 
 
 def _median_tokens_per_second(stage: StageRecord) -> float | None:
     """Return the median tokens per second over the steps, which slow first steps do not affect; None: not measured."""
-    speeds = sorted(value for line in stage.curves if (value := formatting.tokens_per_second(line)) is not None)
+    speeds = sorted(value for line in stage.metric_lines if (value := formatting.tokens_per_second(line)) is not None)
     return speeds[len(speeds) // 2] if speeds else None
 
 
@@ -303,9 +303,9 @@ def sweep_tables(run: RunRecord) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
         for sweep_branch in sweep.branches:
             branch_stages = [stages[name] for name in sweep_branch.stages if name in stages]
-            value = {k: v for each in branch_stages for k, v in each.metrics.items()}.get(sweep.metric)
-            stage_seconds = [each.seconds for each in branch_stages if each.seconds]
-            states = sorted((each.status for each in branch_stages), key=_STATUS_ORDER.index)
+            value = {k: v for branch_stage in branch_stages for k, v in branch_stage.metrics.items()}.get(sweep.metric)
+            stage_seconds = [branch_stage.seconds for branch_stage in branch_stages if branch_stage.seconds]
+            states = sorted((branch_stage.status for branch_stage in branch_stages), key=_STATUS_ORDER.index)
             rows.append({
                 "name": sweep_branch.stages[0], "settings": tuple(sweep_branch.settings.get(key) for key in keys),
                 "state": states[0] if states else "waiting", "seconds": sum(stage_seconds) if stage_seconds else None,
@@ -318,10 +318,10 @@ def sweep_tables(run: RunRecord) -> list[dict[str, Any]]:
     return tables
 
 
-def _sort_key(value: float | None, sign: float) -> tuple[bool, float]:
+def _sort_key(value: float | None, sort_sign: float) -> tuple[bool, float]:
     """Return a sort key that places missing values and NaN last."""
     is_missing = value is None or math.isnan(value)
-    return is_missing, 0.0 if value is None else sign * value
+    return is_missing, 0.0 if value is None else sort_sign * value
 
 
 def stages_in_branches(run: RunRecord) -> set[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.liveness import is_dead
-from cosmos_core.run.state import ACTIVE, read_state
+from cosmos_core.run.state import ACTIVE_STATES, read_state
 from cosmos_core.run.tail import FileTail
 
 
@@ -16,15 +16,15 @@ def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
     logs = sorted(run_path.glob(f"stages/{stage or '*'}/logs/attempt_*.log"), key=lambda path: path.stat().st_mtime)
     if not logs:
         raise ConfigError(f"{run_path}: {f'stage {stage!r} has' if stage else 'no stage has'} logged anything yet")
-    log_folder, known_logs, log_tail, is_last = logs[-1].parent, set(logs), FileTail(logs[-1]), False
-    while not is_last:
+    log_folder, printed_logs, log_tail, has_ended = logs[-1].parent, set(logs), FileTail(logs[-1]), False
+    while not has_ended:
         state = read_state(log_folder.parent)
-        is_last = not (follow and state.state in ACTIVE and not is_dead(state, time.time()))
-        for log in sorted(set(log_folder.glob("attempt_*.log")) - known_logs, key=lambda path: path.stat().st_mtime):
+        has_ended = not (follow and state.state in ACTIVE_STATES and not is_dead(state, time.time()))
+        for log in sorted(set(log_folder.glob("attempt_*.log")) - printed_logs, key=lambda path: path.stat().st_mtime):
             sys.stdout.write(log_tail.text(is_last=True))
-            known_logs.add(log)
+            printed_logs.add(log)
             log_tail = FileTail(log)
-        sys.stdout.write(log_tail.text(is_last=is_last))
+        sys.stdout.write(log_tail.text(is_last=has_ended))
         sys.stdout.flush()
-        if not is_last:
+        if not has_ended:
             time.sleep(0.2)

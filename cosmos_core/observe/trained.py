@@ -9,15 +9,15 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.difference import flat
-from cosmos_core.observe import formatting
+from cosmos_core.config.difference import flatten_tables
+from cosmos_core.observe.formatting import format_number
 from cosmos_core.observe.record import RunRecord, StageRecord, read_pipeline
-from cosmos_core.run.files import read_object
+from cosmos_core.run.files import read_json_object
 
 _STAGE_PREFIX = "stage:"
-_DIGEST_LETTERS = 12
+_DIGEST_LENGTH = 12
 _MAX_SHOWN_TOKENS = 400
-_PARTIAL_KEYS = ("policy.freeze_pattern", "policy.trainable_pattern", "policy.trainable_map")
+_PARTIAL_TRAINING_KEYS = ("policy.freeze_pattern", "policy.trainable_pattern", "policy.trainable_map")
 
 
 def training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, str]]]]:
@@ -36,7 +36,7 @@ def training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tuple[st
             ("digest of the model", _format_source_digests(run, data_stages[:1], "model")),
             ("data", _describe_data(run, entries, data_stages)),
             ("digest of the data", _format_source_digests(run, data_stages, "data")),
-            *_list_training_settings(stage, flat(entry["overrides"])),
+            *_list_training_settings(stage, flatten_tables(entry["overrides"])),
         ]
         rows.append((stage, [(name, value) for name, value in properties if value]))
     return rows
@@ -65,7 +65,7 @@ def sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]
 
 
 def _find_base_model(entry: dict[str, Any]) -> str:
-    return str(entry.get("model") or flat(entry.get("overrides") or {}).get("policy.model_name_or_path", ""))
+    return str(entry.get("model") or flatten_tables(entry.get("overrides") or {}).get("policy.model_name_or_path", ""))
 
 
 def _read_stage_entries(run: RunRecord) -> dict[str, dict[str, Any]]:
@@ -75,7 +75,7 @@ def _read_stage_entries(run: RunRecord) -> dict[str, dict[str, Any]]:
 
 
 def _trace_data_stages(entries: dict[str, dict[str, Any]], name: str) -> list[str]:
-    """Return the names of a stage and of the stages that prepared its rows, from the last to the first."""
+    """Return the names of a stage and of the stages before it that prepared its rows, from the last to the first."""
     stage_names: list[str] = []
     while name in entries and name not in stage_names:
         stage_names.append(name)
@@ -84,17 +84,17 @@ def _trace_data_stages(entries: dict[str, dict[str, Any]], name: str) -> list[st
 
 
 def _format_source_digests(run: RunRecord, stage_names: list[str], source_kind: str) -> str:
-    """Return the digests of the external models or data sets (`model` or `data`) that a chain of stages has read."""
+    """Return the digests of the external models or data sets (by `source_kind`) that a chain of stages has read."""
     results = [stage.result for stage in run.stages if stage.name in stage_names and stage.result]
     sources = [source for result in results for source in result.get("sources", ()) if source["kind"] == source_kind]
-    return ", ".join(dict.fromkeys(source["digest"][:_DIGEST_LETTERS] for source in sources))
+    return ", ".join(dict.fromkeys(source["digest"][:_DIGEST_LENGTH] for source in sources))
 
 
 def _describe_data(run: RunRecord, entries: dict[str, dict[str, Any]], stage_names: list[str]) -> str:
-    """Return the name of the data set, resolved through the given stages, and its number of rows."""
+    """Return the name of the data set that a chain of stages reads, and its number of rows."""
     source = ""
     for name in stage_names:
-        settings = flat(entries[name].get("overrides") or {})
+        settings = flatten_tables(entries[name].get("overrides") or {})
         dataset_names = [settings.get(f"train.train_policy.dataset.{key}") for key in ("name", "local_dir")]
         mixture = settings.get("train.train_policy.datasets")
         datasets = [each for each in mixture if isinstance(each, dict)] if isinstance(mixture, list) else []
@@ -106,17 +106,17 @@ def _describe_data(run: RunRecord, entries: dict[str, dict[str, Any]], stage_nam
             source = source or data_reference
     source = source or (f"what stage {stage_names[-1]} made" if len(stage_names) > 1 else "")
     paths = [stage.path / "data" / "statistics.json" for stage in run.stages if stage.name in stage_names]
-    row_statistics = next((statistics for path in paths if (statistics := read_object(path))), {})
+    row_statistics = next((statistics for path in paths if (statistics := read_json_object(path))), {})
     texts = [source] if source else []
-    for split_name, suffix in (("train", ""), ("validation", " held out")):
+    for split_name, rows_suffix in (("train", ""), ("validation", " held out")):
         split_statistics = row_statistics.get(split_name)
         if isinstance(split_statistics, dict) and isinstance(split_statistics.get("rows"), int):
-            texts.append(f"{formatting.number(split_statistics['rows'])} rows{suffix}")
+            texts.append(f"{format_number(split_statistics['rows'])} rows{rows_suffix}")
     return ", ".join(texts)
 
 
 def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> list[tuple[str, str]]:
-    def setting_text(key: str, template: str = "{}") -> str:
+    def format_setting(key: str, template: str = "{}") -> str:
         value = settings.get(f"train.{key}")
         return "" if value in {None, "", 0} else template.format(f"{value:g}" if isinstance(value, float) else value)
 
@@ -124,24 +124,28 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
     (step, total), has_rollouts = stage.position, stage.kind.feed == "rollouts"
     lora_rank, num_generations = settings.get("policy.lora.r"), settings.get("rollout.n_generation")
     prefix = "train.optm_lr"
-    rates = {key.removeprefix(prefix).removeprefix("."): settings[key] for key in settings if key.startswith(prefix)}
-    rates = {path: rate for path, rate in rates.items() if isinstance(rate, int | float)}
-    is_partial = any(key.startswith(_PARTIAL_KEYS) and value not in ([], {}) for key, value in settings.items())
-    policy_type, variant = setting_text(f"{policy_prefix}type"), setting_text(f"{policy_prefix}variant")
-    algorithm_name = setting_text(f"{policy_prefix}trainer_type") or policy_type
-    is_count = settings.get("train.optm_warmup_steps", 1) >= 1
-    warmup_template = "warmup of {} steps" if is_count else "warmup of {} of all steps"
+    rate_items = [(key, rate) for key, rate in settings.items() if key.startswith(prefix)]
+    rates = [(k.removeprefix(prefix).removeprefix("."), r) for k, r in rate_items if isinstance(r, int | float)]
+    partial_settings = [value for key, value in settings.items() if key.startswith(_PARTIAL_TRAINING_KEYS)]
+    is_partial = any(value not in ([], {}) for value in partial_settings)
+    policy_type, variant = (
+        format_setting(f"{policy_prefix}type"),
+        format_setting(f"{policy_prefix}variant"),
+    )
+    algorithm_name = format_setting(f"{policy_prefix}trainer_type") or policy_type
+    is_step_count = settings.get("train.optm_warmup_steps", 1) >= 1
+    warmup_template = "warmup of {} steps" if is_step_count else "warmup of {} of all steps"
     setting_groups: list[tuple[str, list[Any]]] = [
         ("algorithm", [algorithm_name, variant if algorithm_name == policy_type != variant else ""]),
         ("trains", [f"LoRA of rank {lora_rank}" if lora_rank else "some weights" if is_partial else "all weights",
-                    setting_text("param_dtype", "computed in {}")]),
-        ("learning rate", [*(f"{rate:g}{path and f' for {path}'}" for path, rate in rates.items()),
-                           setting_text("optm_name"), setting_text("optm_decay_type", "{} decay") or "constant",
-                           setting_text("optm_warmup_steps", warmup_template)]),
-        ("batch", [setting_text("train_batch_per_replica", "{} completions" if has_rollouts else "{} rows"),
+                    format_setting("param_dtype", "computed in {}")]),
+        ("learning rate", [*(f"{rate:g}{path and f' for {path}'}" for path, rate in rates),
+                           format_setting("optm_name"), format_setting("optm_decay_type", "{} decay") or "constant",
+                           format_setting("optm_warmup_steps", warmup_template)]),
+        ("batch", [format_setting("train_batch_per_replica", "{} completions" if has_rollouts else "{} rows"),
                    f"{num_generations} of each prompt" if has_rollouts and num_generations else "",
-                   setting_text(f"{policy_prefix}mini_batch", "micro-batch {}")]),
-        ("steps", [f"{step} of {total}" if step and total else "", setting_text("epoch", "at most {} epochs")]),
+                   format_setting(f"{policy_prefix}mini_batch", "micro-batch {}")]),
+        ("steps", [f"{step} of {total}" if step and total else "", format_setting("epoch", "at most {} epochs")]),
         ("reward", _list_rewards(settings) if has_rollouts else []),
         ("seed", [str(seed) for seed in [settings.get("train.seed")] if seed is not None])
     ]  # fmt: skip

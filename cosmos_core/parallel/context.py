@@ -47,18 +47,18 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed_attention: str) ->
         )
     attention_fn, group = AttentionInterface()[packed_attention], mesh.get_group()
 
-    def attention(
+    def ulysses_attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         num_ranks = dist.get_world_size(group)
         if key.shape[1] % num_ranks:
             num_repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(num_repeats, 1), value.repeat_interleave(num_repeats, 1)
-        exchanged_states = (exchange(state, 1, 2, group) for state in (query, key, value))
+        exchanged_states = (all_to_all(state, 1, 2, group) for state in (query, key, value))
         attended_BPKD = attention_fn(module, *exchanged_states, attention_mask, **kwargs)[0]
-        return exchange(attended_BPKD, 1, 2, group), None
+        return all_to_all(attended_BPKD, 1, 2, group), None
 
-    AttentionInterface.register(ULYSSES_ATTENTION, attention)
+    AttentionInterface.register(ULYSSES_ATTENTION, ulysses_attention)
     AttentionMaskInterface.register(ULYSSES_ATTENTION, AttentionMaskInterface()[packed_attention])
     model.set_attn_implementation(ULYSSES_ATTENTION)
 
@@ -69,7 +69,7 @@ def shard_rows(inputs: dict[str, Any], scored_N: Tensor, mesh: DeviceMesh) -> Ro
     """
     ids_1P = inputs["input_ids"]
     shard_length, remainder = divmod(ids_1P.shape[1], mesh.size())
-    assert not remainder, "packed rows are as long as `rows_of` was told to fill them"
+    assert not remainder, "packed rows are as long as `collate_rows` was told to fill them"
     shard_start = mesh.get_local_rank() * shard_length
     is_local_N = (scored_N >= shard_start) & (scored_N < shard_start + shard_length)
     tensors = {"input_ids": ids_1P, "position_ids": inputs["position_ids"], "shift_labels": ids_1P.roll(-1, dims=1)}
@@ -78,37 +78,37 @@ def shard_rows(inputs: dict[str, Any], scored_N: Tensor, mesh: DeviceMesh) -> Ro
 
 
 def gather_scored(values: Tensor, is_local_N: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the values of all scored tokens on every rank; `values` are those of the tokens in this rank's shard, to
-    which their gradients go in the backward pass."""
-    all_values: Tensor = _GatherScored.apply(values, is_local_N, mesh.get_group())
-    return all_values
+    """Return the values of all scored tokens on every rank; `values` are those of the scored tokens in this rank's
+    shard. In the backward pass each rank gets the gradients of its own values."""
+    gathered_values: Tensor = _GatherScored.apply(values, is_local_N, mesh.get_group())
+    return gathered_values
 
 
-def exchange(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return a tensor resharded by an all-to-all: each rank's tensor is split along `chunk_dim`, and the received
-    chunks are concatenated along `cat_dim`."""
-    resharded: Tensor = _Exchange.apply(tensor, chunk_dim, cat_dim, group)
+def all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return a tensor resharded by an all-to-all: each rank's tensor is split along `split_dim`, and the received
+    chunks are concatenated along `concat_dim`."""
+    resharded: Tensor = _AllToAll.apply(tensor, split_dim, concat_dim, group)
     return resharded
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Differentiable all-to-all that splits a tensor along one dimension and concatenates chunks along another."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.back = (cat_dim, chunk_dim, group)
-        return _all_to_all(tensor, chunk_dim, cat_dim, group)
+    def forward(ctx: Any, tensor: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.back = (concat_dim, split_dim, group)
+        return _run_all_to_all(tensor, split_dim, concat_dim, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _all_to_all(gradients[0], *ctx.back), None, None, None
+        return _run_all_to_all(gradients[0], *ctx.back), None, None, None
 
 
-def _all_to_all(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
-    chunks = torch.stack(tensor.chunk(dist.get_world_size(group), dim=chunk_dim)).contiguous()
+def _run_all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:
+    chunks = torch.stack(tensor.chunk(dist.get_world_size(group), dim=split_dim)).contiguous()
     received_chunks = torch.empty_like(chunks)
     dist.all_to_all_single(received_chunks, chunks, group=group)
-    return torch.cat(received_chunks.unbind(), dim=cat_dim)
+    return torch.cat(received_chunks.unbind(), dim=concat_dim)
 
 
 class _GatherScored(torch.autograd.Function):

@@ -24,11 +24,11 @@ from cosmos_core.parallel.fsdp import expert_sharding, fsdp_arguments
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.plan import matches_pattern
 
-_DISPATCH_STYLE = "ep_dispatch_experts"
+_TOKEN_DISPATCH_STYLE = "ep_dispatch_experts"
 
 
 def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> None:
-    """Keep this rank's experts of every layer, sharded over `mesh.expert_fsdp`, and dispatch tokens to experts of other
+    """Keep this rank's experts of every layer, sharded over `mesh.ep_fsdp`, and dispatch tokens to experts of other
     ranks; call this function before `apply_fsdp`.
 
     Raises:
@@ -37,12 +37,12 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> N
     """
     from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel  # transformers 5.17 lacks this class
 
-    assert mesh.expert is not None
-    expert_patterns = [pattern for pattern, style in model.ep_plan.items() if style == _DISPATCH_STYLE]
+    assert mesh.ep is not None
+    expert_patterns = [pattern for pattern, style in model.ep_plan.items() if style == _TOKEN_DISPATCH_STYLE]
     expert_layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
-    error_prefix = f"policy.parallelism.ep_size = {mesh.expert.size()}: {type(model).__name__}"
+    error_prefix = f"policy.parallelism.ep_size = {mesh.ep.size()}: {type(model).__name__}"
     # With a pipeline, all layers of this rank may be dense.
-    if not expert_patterns or not (expert_layers or mesh.pipeline):
+    if not expert_patterns or not (expert_layers or mesh.pp):
         raise ModelError(
             f"{error_prefix} has no plan that sends tokens to experts; set it to 1 and raise dp_shard_size"
         )
@@ -50,13 +50,13 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> N
         if not any(matches_pattern(pattern, name) for pattern in expert_patterns):
             remedy = "leave them out of policy.lora, or set it to 1"
             raise ModelError(f"{error_prefix} has experts at {name}, where its plan has none; {remedy}")
-        keep_local_experts(experts, mesh.expert, error_prefix)
-        EpDispatchExpertsParallel().install_forward(experts, mesh.expert)
+        keep_local_experts(experts, mesh.ep, error_prefix)
+        EpDispatchExpertsParallel().install_forward(experts, mesh.ep)
         experts.forward = torch.compiler.disable(experts.forward)  # torch would recompile for each number of tokens
-        if mesh.expert_fsdp is not None:
-            placement = partial(expert_sharding, mesh.expert_fsdp.shape[-1])
+        if mesh.ep_fsdp is not None:
+            shard_placement = partial(expert_sharding, mesh.ep_fsdp.shape[-1])
             arguments = fsdp_arguments(train_config)
-            fully_shard(experts, mesh=mesh.expert_fsdp, shard_placement_fn=placement, **arguments)
+            fully_shard(experts, mesh=mesh.ep_fsdp, shard_placement_fn=shard_placement, **arguments)
 
 
 def keep_local_experts(experts: Any, expert_mesh: DeviceMesh, error_prefix: str) -> None:

@@ -37,8 +37,8 @@ def fsdp_arguments(train: TrainConfig, *, should_cast: bool = True) -> dict[str,
     """Return the arguments of torch's `fully_shard` for the settings in the recipe table `train`; `should_cast`:
     whether weights are gathered in `param_dtype`, the dtype in which autocast multiplies them."""
     param_dtype = getattr(torch, train.param_dtype) if should_cast and gathers_in_param_dtype(train) else None
-    policy = MixedPrecisionPolicy(param_dtype, getattr(torch, train.fsdp_reduce_dtype), cast_forward_inputs=False)
-    arguments: dict[str, Any] = {"mp_policy": policy}
+    mp_policy = MixedPrecisionPolicy(param_dtype, getattr(torch, train.fsdp_reduce_dtype), cast_forward_inputs=False)
+    arguments: dict[str, Any] = {"mp_policy": mp_policy}
     if train.fsdp_offload:
         arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     return arguments
@@ -60,18 +60,18 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
         return
     num_shards = mesh.fsdp.shape[-1]
     # Weights of experts that expert parallelism (`apply_ep`) has already sharded.
-    ep_expert_weights = {p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert}
+    ep_expert_weights = {p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.ep}
     # Weights of experts that tensor parallelism has distributed over ranks, each expert whole on one rank.
     expert_layers = [module for module in model.modules() if getattr(module, "_is_expert_parallel", False)]
     tp_expert_weights = {p for layer in expert_layers for p in layer.parameters()} - ep_expert_weights
 
-    def placement(parameter: nn.Parameter) -> Shard | None:
+    def shard_placement(parameter: nn.Parameter) -> Shard | None:
         return expert_sharding(num_shards, parameter) if parameter in tp_expert_weights else None
 
-    options: Any = {"mesh": mesh.fsdp, "ignored_params": ep_expert_weights, "shard_placement_fn": placement}
-    resharding = {"always": True, "never": False, "default": mesh.pipeline is None}[train.fsdp_reshard_after_forward]
-    for block in blocks_of(model):
-        fully_shard(block, reshard_after_forward=resharding, **options, **fsdp_arguments(train))
+    options: Any = {"mesh": mesh.fsdp, "ignored_params": ep_expert_weights, "shard_placement_fn": shard_placement}
+    should_reshard = {"always": True, "never": False, "default": mesh.pp is None}[train.fsdp_reshard_after_forward]
+    for block in transformer_blocks(model):
+        fully_shard(block, reshard_after_forward=should_reshard, **options, **fsdp_arguments(train))
     fully_shard(root, reshard_after_forward=False, **options, **fsdp_arguments(train, should_cast=False))
     register_fsdp_forward_method(root, "probe")
     for module in root.modules():
@@ -80,9 +80,9 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
             module.set_force_sum_reduction_for_comms(True)  # gloo does not support scaling of values during a reduction
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model: the modules of the classes in its `_no_split_modules`, without those inside another
-    block, because some model families list a block and also a module within it."""
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model: the modules of the classes in its `_no_split_modules`. A module inside another
+    block is no block, although some model families list its class too."""
     block_class_names = set(getattr(model, "_no_split_modules", None) or ())
     blocks: list[nn.Module] = []
     nested_modules: set[nn.Module] = set()
@@ -94,9 +94,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def expert_sharding(num_shards: int, parameter: nn.Parameter) -> Shard:
-    """Return how FSDP shards the weight of experts, of shape (experts, features, ...): within each expert if its
-    features are divisible by `num_shards`, because a rank may have fewer experts than there are shards; else by
-    experts."""
+    """Return the dimension along which FSDP shards the stacked weights of experts, (experts, features, ...): features
+    if their number is divisible by `num_shards`, because a rank may have fewer experts than shards, else experts."""
     return Shard(0 if parameter.shape[1] % num_shards else 1)
 
 
@@ -125,15 +124,15 @@ def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
     local_metadata = {name: (t.shape, t.dtype, local_shard(t).device.type) for name, t in local_tensors.items()}
     metadata_by_rank = all_gather_object(local_metadata)
     for name in dict.fromkeys(name for metadata in metadata_by_rank for name in metadata):
-        holder_ranks = [rank for rank, metadata in enumerate(metadata_by_rank) if name in metadata]
+        owner_ranks = [rank for rank, metadata in enumerate(metadata_by_rank) if name in metadata]
         if name in local_tensors:
             full_tensor = _full_tensor(local_tensors[name].detach())
-        else:  # the tensor is received on the device type of its holder, which selects NCCL or gloo
-            shape, dtype, device = metadata_by_rank[holder_ranks[-1]][name]
+        else:  # the device type of the sending rank selects the backend of the broadcast, NCCL or gloo
+            shape, dtype, device = metadata_by_rank[owner_ranks[-1]][name]
             full_tensor = torch.empty(shape, dtype=dtype, device=device)
-        if len(holder_ranks) < num_ranks():
+        if len(owner_ranks) < num_ranks():
             full_tensor = full_tensor.contiguous()
-            dist.broadcast(full_tensor, src=holder_ranks[0])
+            dist.broadcast(full_tensor, src=owner_ranks[0])
         yield name, full_tensor
 
 
@@ -144,11 +143,12 @@ def _full_tensor(tensor: Tensor) -> Tensor:
 def copy_without_weights(model: ModuleT) -> ModuleT:
     """Return a copy of a model with parameters on the meta device, which take no memory; call this function before
     `apply_fsdp`, which changes the classes of modules."""
-    meta_parameters = {p: nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-    return copy.deepcopy(model, {id(parameter): meta for parameter, meta in meta_parameters.items()})
+    return copy.deepcopy(
+        model, {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+    )
 
 
-def gather_into(meta_model: ModuleT, model: nn.Module) -> ModuleT | None:
+def gather_full_model(meta_model: ModuleT, model: nn.Module) -> ModuleT | None:
     """Fill `meta_model`, a copy of `model` without weights, with the weights of the sharded `model`; return it on the
     CPU, and None on other ranks than the first. The function is collective."""
     tensors = {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model) if is_first()}

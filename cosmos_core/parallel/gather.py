@@ -25,14 +25,14 @@ from cosmos_core.parallel.mesh import all_gather_object, any_rank, broadcast_obj
 _ALIGNMENT = 64
 
 
-class Gatherer:
-    """Gatherer of full tensors of a sharded model; all ranks must create it together and call its methods in the same
+class FullTensorGatherer:
+    """Gathering of full tensors of a sharded model; all ranks must create it together and call its methods in the same
     order."""
 
     def __init__(self, tensors: Mapping[str, Tensor], max_bytes: int) -> None:
         """Store this rank's `tensors`, full or sharded, and exchange with all ranks which rank has which tensor.
 
-        `max_bytes` is the maximum total size of the full tensors in one call of `full`.
+        `max_bytes` is the maximum total size of the full tensors in one call of `gather_full`.
         """
         self.tensors, self._max_bytes = tensors, max_bytes
         self._first_holders: dict[str, int] = {}
@@ -40,7 +40,7 @@ class Gatherer:
         for rank, names in enumerate(all_gather_object(list(tensors))):
             self._first_holders = dict.fromkeys(names, rank) | self._first_holders
         is_on_cpu = all(local_shard(tensor).device.type == "cpu" for tensor in tensors.values())
-        self._is_shared = not any_rank(not is_on_cpu) and _is_one_machine()
+        self._is_shared = not any_rank(not is_on_cpu) and _are_ranks_on_one_machine()
         # Two buffers: a loop over tensors may still refer to a tensor of the previous call during the next call.
         self._memories: list[_SharedMemory | None] = [None, None]
 
@@ -59,7 +59,7 @@ class Gatherer:
         # The collective is also a barrier: a fast rank must not overwrite data that a slow rank still reads.
         if any_rank(shared_memory is None or shared_memory.size < num_bytes or shared_memory.is_in_use):
             shared_memory = None  # free the old memory before allocating
-            shared_memory = _open_memory(max(num_bytes, self._max_bytes))
+            shared_memory = _open_shared_memory(max(num_bytes, self._max_bytes))
             self._is_shared = shared_memory is not None
         self._memories.append(shared_memory)
         return shared_memory
@@ -110,7 +110,7 @@ class _SharedMemory:
         return tensor.view(tensor_spec.shape)
 
 
-def _open_memory(num_bytes: int) -> _SharedMemory | None:
+def _open_shared_memory(num_bytes: int) -> _SharedMemory | None:
     """Allocate `num_bytes` bytes of memory that all ranks map; None if memory is short or a rank cannot open it."""
     descriptor = -1
     if is_first():
@@ -131,7 +131,7 @@ def _open_memory(num_bytes: int) -> _SharedMemory | None:
     return shared_memory
 
 
-def _is_one_machine() -> bool:
+def _are_ranks_on_one_machine() -> bool:
     """Return True if all ranks run on the same machine, according to its boot id and host name."""
     boot_id_file = Path("/proc/sys/kernel/random/boot_id")
     return boot_id_file.is_file() and len(set(all_gather_object((boot_id_file.read_text(), os.uname().nodename)))) == 1

@@ -31,19 +31,19 @@ _PROBE_TOKENS = 3
 class StagePlaceholder(nn.Module):
     """Placeholder for a module of another pipeline stage; it returns its input and has the module's attributes."""
 
-    def __init__(self, original: nn.Module) -> None:
+    def __init__(self, original_module: nn.Module) -> None:
         super().__init__()
         # The module is not registered as a child, because its weights belong to another pipeline stage.
-        self.__dict__["original"] = original
+        self.__dict__["original_module"] = original_module
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the hidden states unchanged."""
+        """Return the hidden states BTH unchanged."""
         return hidden_BTH
 
     def __getattr__(self, name: str) -> Any:
-        if "original" not in self.__dict__:
+        if "original_module" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self.__dict__["original"], name)
+        return getattr(self.__dict__["original_module"], name)
 
 
 class _EmbeddingPlaceholder(StagePlaceholder):
@@ -59,8 +59,8 @@ class _EmbeddingPlaceholder(StagePlaceholder):
 class _RecordingPlaceholder(StagePlaceholder):
     """Placeholder for a layer, which records the arguments of each call except the hidden states."""
 
-    def __init__(self, original: nn.Module, recorded_inputs: list[dict[str, Any]]) -> None:
-        super().__init__(original)
+    def __init__(self, original_module: nn.Module, recorded_inputs: list[dict[str, Any]]) -> None:
+        super().__init__(original_module)
         self.recorded_inputs = recorded_inputs
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -68,23 +68,23 @@ class _RecordingPlaceholder(StagePlaceholder):
         return hidden_BTH
 
 
-def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
+def stage_layer_indices(stage_index: int, num_stages: int, num_layers: int) -> range:
     """Return the layer indices of a pipeline stage; if layers are not divisible, first stages have one more."""
     layers_per_stage, remainder = divmod(num_layers, num_stages)
-    first_layer = stage * layers_per_stage + min(stage, remainder)
-    return range(first_layer, first_layer + layers_per_stage + (stage < remainder))
+    first_layer = stage_index * layers_per_stage + min(stage_index, remainder)
+    return range(first_layer, first_layer + layers_per_stage + (stage_index < remainder))
 
 
 def num_stages(model: PreTrainedModel, parallelism: ParallelismConfig) -> int:
     """Return the total number of pipeline stages; with the schedule `Interleaved1F1B`, a rank has several. Raise a
     `ModelError` if the settings require more stages than the model has layers."""
     num_layers = int(model.config.num_hidden_layers)
-    stage_count = parallelism.num_stages(num_layers)
-    if stage_count > num_layers:
+    num_model_stages = parallelism.num_pipeline_stages(num_layers)
+    if num_model_stages > num_layers:
         setting = f"policy.parallelism.pp_size = {parallelism.pp_size}"
         remedy = "lower it, or raise pp_layers_per_stage"
-        raise ModelError(f"{setting} makes {stage_count} stages of {num_layers} layers; {remedy}")
-    return stage_count
+        raise ModelError(f"{setting} makes {num_model_stages} stages of {num_layers} layers; {remedy}")
+    return num_model_stages
 
 
 def stages_of_rank(model: PreTrainedModel, parallelism: ParallelismConfig, rank: int) -> range:
@@ -104,11 +104,11 @@ def apply_pp(model: PreTrainedModel, parallelism: ParallelismConfig, rank: int) 
     _replace_other_stages(model, model.base_model, stage_indices, total_stages, lambda module: module.to("meta"))
 
 
-def stage_of(model: PreTrainedModel, stage: int, parallelism: ParallelismConfig) -> PreTrainedModel:
+def extract_stage(model: PreTrainedModel, stage_index: int, parallelism: ParallelismConfig) -> PreTrainedModel:
     """Return one pipeline stage of a model after `apply_pp`; it shares modules and weights with the model."""
     stage_model, base_model = _shallow_copy(model), _shallow_copy(model.base_model)
     stage_model._modules[model.base_model_prefix] = base_model
-    _replace_other_stages(stage_model, base_model, [stage], num_stages(model, parallelism), lambda module: module)
+    _replace_other_stages(stage_model, base_model, [stage_index], num_stages(model, parallelism), lambda module: module)
     return stage_model
 
 
@@ -161,32 +161,33 @@ def _modules_around_layers(model: PreTrainedModel) -> tuple[list[str], list[str]
 def _replace_other_stages(
     model: PreTrainedModel,
     base_model: nn.Module,
-    stages: Sequence[int],
+    stage_indices: Sequence[int],
     total_stages: int,
-    discard: Callable[[nn.Module], nn.Module],
+    discard_module: Callable[[nn.Module], nn.Module],
 ) -> None:
-    """Replace modules that do not belong to the stages `stages`, of `total_stages` pipeline stages, by placeholders.
+    """Replace modules that do not belong to the given ones of `total_stages` pipeline stages by placeholders.
 
-    The head of `model` and the embedding, layers and norm of `base_model` may be replaced. `discard` is called with
-    each replaced module, may free its weights, and returns the module from which the placeholder takes its attributes.
+    The head of `model` and the embedding, layers and norm of `base_model` may be replaced. `discard_module` is called
+    with each replaced module, may free its weights, and returns the module whose attributes the placeholder has.
     """
     names_before_layers, names_after_layers = _modules_around_layers(model)
-    is_first_stage, is_last_stage = 0 in stages, total_stages - 1 in stages
+    is_first_stage, is_last_stage = 0 in stage_indices, total_stages - 1 in stage_indices
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied_modules = {head, embedding} if is_tied(model) and (is_first_stage or is_last_stage) else set()
-    replaceable = [(base_model, name, is_first_stage) for name in names_before_layers]
-    replaceable += [(base_model, name, is_last_stage) for name in names_after_layers]
-    replaceable += [(model, name, is_last_stage) for name in _head_names(model)]
-    for parent_module, name, is_on_stage in replaceable:
+    replaceable_modules = [(base_model, name, is_first_stage) for name in names_before_layers]
+    replaceable_modules += [(base_model, name, is_last_stage) for name in names_after_layers]
+    replaceable_modules += [(model, name, is_last_stage) for name in _head_names(model)]
+    for parent_module, name, is_on_stage in replaceable_modules:
         module = parent_module._modules[name]
         assert module is not None
         if not is_on_stage and module not in tied_modules:
             placeholder_class = _EmbeddingPlaceholder if module is embedding else StagePlaceholder
-            parent_module._modules[name] = placeholder_class(discard(module))
+            parent_module._modules[name] = placeholder_class(discard_module(module))
     layers = _get_layers(base_model)
-    kept = {layer for stage in stages for layer in layers_of(stage, total_stages, len(layers))}
-    new_layers = (layer if i in kept else StagePlaceholder(discard(layer)) for i, layer in enumerate(layers))
-    base_model._modules[_LAYERS_NAME] = nn.ModuleList(new_layers)
+    kept_indices = {i for stage in stage_indices for i in stage_layer_indices(stage, total_stages, len(layers))}
+    base_model._modules[_LAYERS_NAME] = nn.ModuleList(
+        layer if i in kept_indices else StagePlaceholder(discard_module(layer)) for i, layer in enumerate(layers)
+    )
 
 
 def _get_layers(base_model: nn.Module) -> list[nn.Module]:
@@ -207,9 +208,9 @@ def _check_pipeline_support(model: PreTrainedModel, error_prefix: str) -> None:
     if not is_planned or base_model is None or not _head_names(model):
         raise ModelError(f"{error_prefix} has no plan for a pipeline; {remedy}")
     modules = [*map(base_model._modules.get, pipeline_plan), *(model._modules[name] for name in _head_names(model))]
-    planned = {parameter for module in modules if module is not None for parameter in module.parameters()}
-    if unplanned := [name for name, parameter in model.named_parameters() if parameter not in planned]:
-        raise ModelError(f"{error_prefix}: its plan does not know {unplanned[0]}; {remedy}")
+    planned_parameters = {parameter for module in modules if module is not None for parameter in module.parameters()}
+    if unplanned_names := [name for name, parameter in model.named_parameters() if parameter not in planned_parameters]:
+        raise ModelError(f"{error_prefix}: its plan does not know {unplanned_names[0]}; {remedy}")
     try:
         reason = _find_unplanned_compute(model, base_model)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
@@ -222,29 +223,29 @@ def _check_pipeline_support(model: PreTrainedModel, error_prefix: str) -> None:
 def _find_unplanned_compute(model: PreTrainedModel, base_model: nn.Module) -> str:
     """Return a description of what `base_model` computes outside the modules of its plan; empty: nothing.
 
-    The body runs with placeholders instead of its modules, because weights may be on the meta device."""
+    Placeholders replace its modules, because weights may be on the meta device."""
     names_before_layers, names_after_layers = _modules_around_layers(model)
     device = next((buffer.device for buffer in base_model.buffers()), torch.device("cpu"))
     embedding = _EmbeddingPlaceholder(model.get_input_embeddings())
     ids_BT = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0)
     hidden_BTH = embedding(ids_BT)
     inputs = {"position_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "use_cache": False}
-    arguments_by_input: list[list[dict[str, Any]]] = []
+    arguments_by_probe: list[list[dict[str, Any]]] = []
     for probe_input in ({"input_ids": ids_BT}, {"inputs_embeds": hidden_BTH}):
         probe_model, layer_arguments = _shallow_copy(base_model), list[dict[str, Any]]()
         for name in (*names_before_layers, *names_after_layers):
             module: Any = base_model._modules[name]
-            probe_model._modules[name] = embedding if module is embedding.original else StagePlaceholder(module)
-        recorders = (_RecordingPlaceholder(layer, layer_arguments) for layer in _get_layers(base_model))
-        probe_model._modules[_LAYERS_NAME] = nn.ModuleList(recorders)
+            probe_model._modules[name] = embedding if module is embedding.original_module else StagePlaceholder(module)
+        recording_layers = (_RecordingPlaceholder(layer, layer_arguments) for layer in _get_layers(base_model))
+        probe_model._modules[_LAYERS_NAME] = nn.ModuleList(recording_layers)
         probe_model.eval()
         output = probe_model(**inputs, **probe_input)
         if "inputs_embeds" in probe_input and output.last_hidden_state is not hidden_BTH:
             return "hidden states change outside its layers"
-        arguments_by_input.append(layer_arguments)
-    for of_ids, of_hidden in zip(*arguments_by_input, strict=True):  # arguments of each layer, for both inputs
-        for name, value in of_ids.items():
-            if not _are_arguments_equal(value, of_hidden.get(name)):
+        arguments_by_probe.append(layer_arguments)
+    for arguments_from_ids, arguments_from_hidden in zip(*arguments_by_probe, strict=True):
+        for name, value in arguments_from_ids.items():
+            if not _are_arguments_equal(value, arguments_from_hidden.get(name)):
                 return f"its layers are given {name!r}, which is made of tokens"
     return ""
 

@@ -25,10 +25,10 @@ def check_heads(model: PreTrainedModel, setting_name: str, num_ranks: int) -> No
             )
 
 
-def check_features(model: PreTrainedModel, name: str, module: nn.Module, style: str, num_ranks: int) -> None:
-    """Raise a `ModelError` if the parallel style `style` splits a dimension of a linear layer that is not divisible by
+def check_features(model: PreTrainedModel, name: str, module: nn.Module, parallel_style: str, num_ranks: int) -> None:
+    """Raise a `ModelError` if `parallel_style` splits a dimension of a linear layer that is not divisible by
     `num_ranks`."""
-    split_dim = {"colwise": 0, "rowwise": 1}.get(style)
+    split_dim = {"colwise": 0, "rowwise": 1}.get(parallel_style)
     if split_dim is not None and isinstance(module, nn.Linear) and module.weight.shape[split_dim] % num_ranks:
         raise ModelError(
             f"policy.parallelism.tp_size = {num_ranks} does not divide the {module.weight.shape[split_dim]} features "

@@ -27,7 +27,7 @@ from cosmos_core.parallel.plan import check_features, check_heads, matches_patte
 _EXPERT_STYLE = "moe_tp_experts"
 _PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-2
-"""Tolerance of gradient differences between ranks in `check_split`, as a fraction of the largest gradient.
+"""Tolerance of gradient differences between ranks in `check_tp_plan`, as a fraction of the largest gradient.
 
 Rounding errors are far smaller, and a gradient that lacks the contributions of other ranks differs far more.
 """
@@ -49,26 +49,27 @@ class _PartialGradient(ParallelStyle):
 
 
 class _ExpertSharding(ParallelStyle):
-    """Parallel style in which each rank holds some experts of a layer, each expert whole. All ranks process every
-    token, and outputs are summed. The model's own plan would have to split two matrices that are stored as one."""
+    """Parallel style in which each rank holds some whole experts of a layer, processes all tokens, and outputs are
+    summed. The style of transformers would split gate and up projection, which are stored as one matrix."""
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         original_forward, group = module.forward, device_mesh.get_group()
         num_local_experts = module.num_experts
         first_expert = num_local_experts * device_mesh.get_local_rank()
-        module._is_expert_parallel = True  # for transformers: index `num_experts` is an expert of another rank
+        module._is_expert_parallel = True  # transformers then ignores the expert id `num_experts`
 
-        def forward_local_experts(hidden_NH: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
-            is_on_other_rank = (chosen_NK < first_expert) | (chosen_NK >= first_expert + num_local_experts)
-            hidden_NH, weights_NK = (_SummedBackward.apply(each, group) for each in (hidden_NH, weights_NK))
+        def forward_local_experts(hidden_NH: Tensor, top_k_ids_NK: Tensor, top_k_weights_NK: Tensor) -> Tensor:
+            local_ids_NK = top_k_ids_NK - first_expert
+            is_on_other_rank = (local_ids_NK < 0) | (local_ids_NK >= num_local_experts)
+            hidden_NH, top_k_weights_NK = (_SummedBackward.apply(t, group) for t in (hidden_NH, top_k_weights_NK))
             with _replace_weights(module, local_shard):  # expert kernels do not support DTensor
                 outputs_NH = original_forward(
                     hidden_NH,
-                    (chosen_NK - first_expert).masked_fill(is_on_other_rank, num_local_experts),
-                    weights_NK.masked_fill(is_on_other_rank, 0),
+                    local_ids_NK.masked_fill(is_on_other_rank, num_local_experts),
+                    top_k_weights_NK.masked_fill(is_on_other_rank, 0),
                 )
-            partial_NH = DTensor.from_local(outputs_NH, device_mesh, [Partial()], run_check=False)
-            return partial_NH.redistribute(placements=[Replicate()]).to_local()
+            partial_sum_NH = DTensor.from_local(outputs_NH, device_mesh, [Partial()], run_check=False)
+            return partial_sum_NH.redistribute(placements=[Replicate()]).to_local()
 
         module.forward = torch.compiler.disable(forward_local_experts)
         return module  # type: ignore[no-any-return]
@@ -114,10 +115,10 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) ->
             parallelize_module(submodule, mesh, _PARALLEL_STYLES[style]())
 
 
-def check_split(model: PreTrainedModel, root_modules: Sequence[Any], mesh: DeviceMesh) -> None:
-    """Run a few tokens forward and backward through `root_modules`, by their `probe`, to check that the model computes
-    nothing outside its plan: all ranks must have the same gradient for a weight that the plan does not split, and have
-    not if it was applied only to the heads or features of this rank.
+def check_tp_plan(model: PreTrainedModel, root_modules: Sequence[Any], mesh: DeviceMesh) -> None:
+    """Check that the tensor-parallel plan covers all operations of a model, by a forward and backward pass of method
+    `probe` of `root_modules`. Otherwise, ranks have different gradients of a weight that the plan does not split,
+    because each rank applies it only to its own heads or features.
 
     Raises:
         ModelError: gradients differ between ranks, or the model raises an error.
@@ -135,15 +136,15 @@ def check_split(model: PreTrainedModel, root_modules: Sequence[Any], mesh: Devic
                 loss_weights_BTH = torch.arange(hidden_BTH.numel(), device=device).view_as(hidden_BTH).sin()
                 (hidden_BTH * loss_weights_BTH).sum().backward()
     except (torch.OutOfMemoryError, dist.DistError):
-        raise  # lack of memory or a broken connection says nothing about the model
+        raise  # these errors are not caused by the plan
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise ModelError(f"{error_prefix} ({' '.join(str(error).split())[:200]}); set it to 1") from error
     finally:
         model.train(was_training)
-    differing = [name for name, weight in model.named_parameters() if _has_different_gradients(weight, mesh)]
+    differing_names = [name for name, weight in model.named_parameters() if _has_different_gradients(weight, mesh)]
     model.zero_grad(set_to_none=True)
-    if differing:
-        problem = f"ranks disagree about the gradient of {differing[0]}"
+    if differing_names:
+        problem = f"ranks disagree about the gradient of {differing_names[0]}"
         raise ModelError(f"{error_prefix}: {problem}; set it to 1 and raise dp_shard_size")
 
 
@@ -151,15 +152,15 @@ def _has_different_gradients(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     """Return True if the gradient of an unsplit weight differs between the ranks of `mesh`."""
     if parameter.grad is None:
         return False
-    axes = parameter.grad.device_mesh.mesh_dim_names if isinstance(parameter.grad, DTensor) else None
+    gradient_mesh_dims = parameter.grad.device_mesh.mesh_dim_names if isinstance(parameter.grad, DTensor) else None
     gradient = local_shard(parameter.grad)
-    if not gradient.numel() or set(axes or ()) & set(mesh.mesh_dim_names or ()):
+    if not gradient.numel() or set(gradient_mesh_dims or ()) & set(mesh.mesh_dim_names or ()):
         return False
     min_gradient, max_gradient = gradient.clone(), gradient.clone()
     dist.all_reduce(min_gradient, dist.ReduceOp.MIN, mesh.get_group())
     dist.all_reduce(max_gradient, dist.ReduceOp.MAX, mesh.get_group())
-    largest = max(max_gradient.abs().amax(), min_gradient.abs().amax())
-    return bool((max_gradient - min_gradient).amax() > _PROBE_TOLERANCE * largest)
+    largest_gradient = max(max_gradient.abs().amax(), min_gradient.abs().amax())
+    return bool((max_gradient - min_gradient).amax() > _PROBE_TOLERANCE * largest_gradient)
 
 
 @contextmanager
@@ -174,8 +175,8 @@ def _replace_weights(module: Any, transform_weight: Callable[[nn.Parameter], Ten
 
 
 def _find_split_modules(module: nn.Module, style: str) -> list[nn.Module]:
-    """Return the modules to split for a module in the plan, which an adapter may wrap: of a LoRA layer the base layer
-    and the factor that has the split dimension."""
+    """Return the modules to split for a module in the plan, which an adapter may wrap; a LoRA layer is split in its
+    base layer and in the factor that has the split dimension."""
     if isinstance(module, LoraLayer):
         return [module.base_layer, *(module.lora_A if style.startswith("rowwise") else module.lora_B).values()]
     if isinstance(module, ModulesToSaveWrapper):

@@ -7,15 +7,15 @@ from typing import Any
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.clip_model import ClipModel
 from cosmos_core.rewards.images import middle_image
-from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, score_one
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, score_item
 
 _DEFAULT_MODEL = "openai/clip-vit-large-patch14"
 
 
 class AestheticReward:
-    """Reward with the key `aesthetic`, from about 1 to 10; `options` has `predictor`, the file of the linear layers."""
+    """Reward model with the score `aesthetic`, about 1 to 10; `options.predictor` is the file of the linear layers."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RewardModelSettings) -> None:
         predictor_file = Path(settings.options.get("predictor", ""))
         if not predictor_file.is_file():
             raise RewardError(
@@ -25,9 +25,8 @@ class AestheticReward:
         self._clip = ClipModel("aesthetic", settings, _DEFAULT_MODEL)
         self._linear_layers = _load_linear_layers(predictor_file, self._clip.device)
 
-    def score(self, items: Sequence[RewardInput]) -> Columns:
-        """Return the score of each image, or of the middle frame of each video."""
-        activations = self._clip.images([middle_image(item.media) for item in items]).float()
+    def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
+        activations = self._clip.embed_images([middle_image(item.media) for item in items]).float()
         # The predictor has only dropout between its linear layers, and no activations.
         for weight, bias in self._linear_layers:
             activations = activations @ weight.T + bias
@@ -36,7 +35,7 @@ class AestheticReward:
 
 def aesthetic(to_be_evaluated: str, reference: str, *, media: Any, custom: Any) -> tuple[float, dict[str, float]]:
     """Return the aesthetic score of an image or video; `[custom.aesthetic]` has `model_path`, `predictor`, `device`."""
-    return score_one("aesthetic", RewardInput("", media), custom)
+    return score_item("aesthetic", RewardInput("", media), custom)
 
 
 def _load_linear_layers(file: Path, device: Any) -> list[tuple[Any, ...]]:

@@ -1,9 +1,9 @@
 """Binding of the arguments of a reward function by parameter name, never by position.
 
 Accepted are the names of Cosmos-RL (`to_be_evaluated`, `reference`), of TRL (`prompts`, `completions`,
-`completion_ids`), of verl (`data_source`, `solution_str`, `ground_truth`, `extra_info`), the keys of `KEYWORDS`, and
-the columns of the row. A plural name, such as `completions`, means that the function takes lists and is called once for
-all completions of a prompt. The module `base.py` calls the functions.
+`completion_ids`), of verl (`data_source`, `solution_str`, `ground_truth`, `extra_info`), the keys of
+`REWARD_PARAMETERS`, and the columns of the row. A plural name, such as `completions`, means that the function takes
+lists and is called once for all completions of a prompt. The module `base.py` calls the functions.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from typing import Any
 
 from cosmos_core.errors import RewardError
 
-KEYWORDS = {
+REWARD_PARAMETERS = {
     "prompt": "the rendered prompt, a string",
     "media": "the image (PIL.Image) or video (uint8 array of frames, height, width and 3) that was made; None: text",
     "metadata": "the columns of the prompt's row, a dict; of text with the prompt as the row has it under `prompt`",
@@ -29,13 +29,15 @@ KEYWORDS = {
 }
 """Parameters, with a description, that a reward may declare besides the completion, the reference and row columns."""
 
-SIGNATURE = (
+SIGNATURE_EXAMPLES = (
     "def f(completion, reference, **others), def f(prompts, completions, **columns) as in TRL, or "
     "def compute_score(data_source, solution_str, ground_truth, extra_info=None) as in verl"
 )
 
-_COMPLETION = ("to_be_evaluated", "completion", "solution_str")
-_PER_COMPLETION_PARAMETERS = (*_COMPLETION, "media", "turns", "num_tokens", "completion_ids", "finish_reason")
+_COMPLETION_PARAMETERS = ("to_be_evaluated", "completion", "solution_str")
+_PER_COMPLETION_PARAMETERS = {
+    *_COMPLETION_PARAMETERS, "media", "turns", "num_tokens", "completion_ids", "finish_reason"
+}  # fmt: skip
 """Parameters that differ between the completions of a prompt; a function needs at least one of them."""
 _SINGLE_VALUE_PARAMETERS = ("max_tokens", "overlong", "judge_config", "custom", "metadata")
 """Parameters that stay single values even if the reward function takes lists for the completions of a prompt."""
@@ -55,7 +57,7 @@ _UNAVAILABLE_PARAMETERS = {
 }
 _NO_DEFAULT = inspect.Parameter.empty
 
-Fields = Mapping[str, Any]
+RewardFields = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,36 +70,36 @@ class ParameterBinding:
     def takes_group(self) -> bool:
         """Return True if a parameter name implies that the function takes all completions of a prompt at once."""
         names = {parameter.name for parameter in self.parameters if parameter.kind is not parameter.VAR_KEYWORD}
-        return bool(names & _GROUP_PARAMETERS) and not names & {*_COMPLETION}
+        return bool(names & _GROUP_PARAMETERS) and not names & {*_COMPLETION_PARAMETERS}
 
     @property
-    def keywords(self) -> tuple[str, ...]:
-        """Return the names of `KEYWORDS` that the function receives."""
+    def declared_parameters(self) -> tuple[str, ...]:
+        """Return the keys of `REWARD_PARAMETERS` that the reward function declares or receives as `**others`."""
         names = {parameter.name for parameter in self.parameters}
-        return tuple(name for name in KEYWORDS if self.takes_any_keyword or name in names)
+        return tuple(name for name in REWARD_PARAMETERS if self.takes_any_keyword or name in names)
 
     @property
     def takes_any_keyword(self) -> bool:
         """Return True if the function has a parameter such as `**others`."""
         return any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters)
 
-    def arguments(self, group: Sequence[Fields], *, as_lists: bool) -> tuple[list[Any], dict[str, Any]]:
-        """Return the positional and keyword arguments for the only completion of a group, or with `as_lists` for all,
-        with a list for each parameter of a completion or row. Raise `TypeError` if a parameter is neither a known name
-        nor a column of the row."""
-        get_value = partial(_group_argument, group=group) if as_lists else partial(_argument_value, fields=group[0])
+    def bind_arguments(self, group: Sequence[RewardFields], *, as_lists: bool) -> tuple[list[Any], dict[str, Any]]:
+        """Return the positional and keyword arguments of one call of the reward function: for the only completion in
+        `group`, or with `as_lists` for all completions, as lists. Raise `TypeError` if a parameter is neither a known
+        name nor a column of the row."""
+        get_argument = partial(_group_argument, group=group) if as_lists else partial(_argument_value, fields=group[0])
         positional_arguments, keyword_arguments = [], {}
         for parameter in self.parameters:
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 continue
             try:
-                value = get_value(parameter.name)
+                value = get_argument(parameter.name)
             except KeyError:
                 if parameter.default is _NO_DEFAULT:
                     column_names = ", ".join(_row_columns(group[0])) or "none"
                     raise TypeError(
                         f"nothing is called {parameter.name!r} (columns of the row: {column_names}); arguments are "
-                        f"bound by name, so write {SIGNATURE}"
+                        f"bound by name, so write {SIGNATURE_EXAMPLES}"
                     ) from None
                 if parameter.kind is not parameter.POSITIONAL_ONLY:
                     continue
@@ -108,46 +110,47 @@ class ParameterBinding:
                 keyword_arguments[parameter.name] = value
         if self.takes_any_keyword:
             text_parameters = ("prompts", "completions") if self.takes_group else ("to_be_evaluated", "reference")
-            named = {parameter.name for parameter in self.parameters}
-            other_names = [*text_parameters, *KEYWORDS, *_row_columns(group[0])]
-            keyword_arguments |= {name: get_value(name) for name in other_names if name not in named}
+            declared_names = {parameter.name for parameter in self.parameters}
+            extra_names = [*text_parameters, *REWARD_PARAMETERS, *_row_columns(group[0])]
+            keyword_arguments |= {name: get_argument(name) for name in extra_names if name not in declared_names}
         return positional_arguments, keyword_arguments
 
 
-def bind(name: str, function: Callable[..., Any]) -> ParameterBinding:
+def bind_parameters(name: str, function: Callable[..., Any]) -> ParameterBinding:
     """Return the binding of a reward function; `name` is its name in the recipe. Raise `RewardError` if the signature
     is not readable, takes no completion, or has an unsupported parameter."""
     try:
         binding = ParameterBinding(tuple(inspect.signature(function).parameters.values()))
     except (TypeError, ValueError):
-        raise RewardError(f"{name!r} has no signature to bind by name; write {SIGNATURE}") from None
-    for each in binding.parameters:
-        if each.default is _NO_DEFAULT and each.name in _UNAVAILABLE_PARAMETERS and each.kind is not each.VAR_KEYWORD:
+        raise RewardError(f"{name!r} has no signature to bind by name; write {SIGNATURE_EXAMPLES}") from None
+    named_parameters = [each for each in binding.parameters if each.kind is not each.VAR_POSITIONAL]
+    required_parameters = [each for each in binding.parameters if each.default is _NO_DEFAULT]
+    for each in required_parameters:
+        if each.name in _UNAVAILABLE_PARAMETERS and each.kind is not each.VAR_KEYWORD:
             reason = _UNAVAILABLE_PARAMETERS[each.name]
             raise RewardError(f"{name!r} wants {each.name!r}, which is not offered: {reason}")
-    named_parameters = [each for each in binding.parameters if each.kind is not each.VAR_POSITIONAL]
-    accepted_names = {_PLURAL_PARAMETERS.get(each.name, each.name) for each in named_parameters}
+    singular_names = {_PLURAL_PARAMETERS.get(each.name, each.name) for each in named_parameters}
     optional_names = [
         each.name for each in named_parameters if each.kind is each.VAR_KEYWORD or each.default is not _NO_DEFAULT
     ]
     # A required parameter with an unknown name, such as `answer`, may be meant as the completion.
-    are_all_known = accepted_names <= {*KEYWORDS, *_PLURAL_PARAMETERS.values(), *optional_names}
-    if not accepted_names & {*_PER_COMPLETION_PARAMETERS} and not (binding.takes_any_keyword and are_all_known):
-        parameter_names = ", ".join(each.name for each in binding.parameters) or "nothing"
+    are_names_known = singular_names <= {*REWARD_PARAMETERS, *_PLURAL_PARAMETERS.values(), *optional_names}
+    if not singular_names & _PER_COMPLETION_PARAMETERS and not (binding.takes_any_keyword and are_names_known):
+        parameter_names = ", ".join(parameter.name for parameter in binding.parameters) or "nothing"
         raise RewardError(f"{name!r} takes {parameter_names}: no parameter is the completion; arguments are bound by "
-                          f"name, so write {SIGNATURE}")  # fmt: skip
+                          f"name, so write {SIGNATURE_EXAMPLES}")  # fmt: skip
     return binding
 
 
-def _argument_value(name: str, fields: Fields) -> Any:
+def _argument_value(name: str, fields: RewardFields) -> Any:
     """Return the argument for a parameter name and one completion; known names take precedence over columns, and any
     other name raises KeyError."""
     columns = _row_columns(fields)
-    if name in _COMPLETION:
+    if name in _COMPLETION_PARAMETERS:
         return fields["to_be_evaluated"]
     if name == "reference":
         return fields["reference"] or columns.get(name, "")
-    if name in KEYWORDS:
+    if name in REWARD_PARAMETERS:
         return fields.get(name)
     if name in columns:
         return columns[name]
@@ -157,13 +160,13 @@ def _argument_value(name: str, fields: Fields) -> Any:
     return {"extra_info": {}, "data_source": ""}[name]
 
 
-def _group_argument(name: str, group: Sequence[Fields]) -> Any:
+def _group_argument(name: str, group: Sequence[RewardFields]) -> Any:
     """Return the argument for a parameter name and all completions of a prompt."""
     columns = _row_columns(group[0])
     if name in _SINGLE_VALUE_PARAMETERS:
         return _argument_value(name, group[0])
     if name in _PROMPT_AND_COMPLETION_PARAMETERS or (name in _PLURAL_PARAMETERS and name not in columns):
-        if name == "completions":  # as in TRL, a completion is a list of messages if the prompt is a list
+        if name == "completions":  # as in TRL, completions are lists of messages if prompts are
             return [fields["turns"] if isinstance(columns.get("prompt"), list) else fields["to_be_evaluated"]
                     for fields in group]  # fmt: skip
         if name == "prompts":
@@ -172,5 +175,5 @@ def _group_argument(name: str, group: Sequence[Fields]) -> Any:
     return [_argument_value(name, fields) for fields in group]
 
 
-def _row_columns(fields: Fields) -> Mapping[str, Any]:
+def _row_columns(fields: RewardFields) -> Mapping[str, Any]:
     return fields.get("metadata") or {}

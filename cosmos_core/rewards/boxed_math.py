@@ -13,10 +13,10 @@ from cosmos_core.rewards.base import require_reference
 # The timeouts of math-verify are signal alarms, which a C loop ignores; the runner enforces a deadline instead. The
 # library's warning about missing timeouts would be one log line per process.
 _NO_TIMEOUT = None
-_LATEX = LatexExtractionConfig()
+_LATEX_CONFIG = LatexExtractionConfig()
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-_INTEGER = r"\s*(-?\d{1,300}|-?\d{1,3}(?:,\d{3}){1,99})\s*"
+_INTEGER_PATTERN = r"\s*(-?\d{1,300}|-?\d{1,3}(?:,\d{3}){1,99})\s*"
 _BOX_COMMAND = re.compile(r"\\(?:boxed|fbox|framebox)\b(?:\s*(?=\{))?")
 _SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!;: ]|[~\u00a0\u2009\u202f]|\{,\}|\\thinspace\s)\s*(?=\d{3}(?!\d))")
 _SPACED_NUMBER = re.compile(r"(?:\A|(?<=\\boxed\{))[\s$]*[-+]?\d{1,3}(?: \d{3})+(?! ?\d)")
@@ -25,10 +25,10 @@ _NUMBER_WITH_EXPONENT = re.compile(
 )
 _REPEATING_DECIMAL = re.compile(
     r"(?<![\d,.])(\d*)\.(\d*)\{?\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))(?:(?<=\})\})?"
-    r"(?:(\d*)\\dot\s*\{?(\d)\}?)?"  # \dot marks the first and the last repeating digit
+    r"(?:(\d*)\\dot\s*\{?(\d)\}?)?"  # \dot is above the first and the last repeating digit
 )
 _TRAILING_PUNCTUATION = re.compile(r"(?:\\[\\,;:! ]|[.,;:~\s])+(\$*)$")
-_BOXED_INTEGER = re.compile(rf"\\boxed\{{{_INTEGER}\}}[\s$.]*")
+_BOXED_INTEGER = re.compile(rf"\\boxed\{{{_INTEGER_PATTERN}\}}[\s$.]*")
 
 
 def boxed_math(to_be_evaluated: str, reference: str) -> float:
@@ -40,8 +40,8 @@ def boxed_math(to_be_evaluated: str, reference: str) -> float:
     """
     reference = _keep_last_box(require_reference(require_reference(reference).rpartition("####")[2]))
     end = _keep_last_box(to_be_evaluated)
-    if (completion_match := _BOXED_INTEGER.fullmatch(end)) and (reference_match := re.fullmatch(_INTEGER, reference)):
-        # Compare boxed integers, with which most completions end, without the slow parser.
+    completion_match, reference_match = _BOXED_INTEGER.fullmatch(end), re.fullmatch(_INTEGER_PATTERN, reference)
+    if completion_match and reference_match:  # compare boxed integers, the most frequent case, without the slow parser
         return float(int(completion_match[1].replace(",", "")) == int(reference_match[1].replace(",", "")))
     return _grade_completion(end, reference)
 
@@ -66,9 +66,9 @@ def _keep_last_box(text: str) -> str:
 
 def _convert_to_fraction(match: re.Match[str]) -> str:
     """Return a repeating decimal as a fraction: 0.1666... becomes (16 - 1) / 90."""
-    integer_part, fixed_part, repeating_part = match[1] or "0", match[2], "".join(filter(None, match.groups()[2:]))
-    numerator = int(integer_part + fixed_part + repeating_part) - int(integer_part + fixed_part)
-    return f"\\frac{{{numerator}}}{{{(10 ** len(repeating_part) - 1) * 10 ** len(fixed_part)}}}"
+    integer_digits, fixed_digits, repeated_digits = match[1] or "0", match[2], "".join(filter(None, match.groups()[2:]))
+    numerator = int(integer_digits + fixed_digits + repeated_digits) - int(integer_digits + fixed_digits)
+    return f"\\frac{{{numerator}}}{{{(10 ** len(repeated_digits) - 1) * 10 ** len(fixed_digits)}}}"
 
 
 @lru_cache(maxsize=1024)  # many completions of a prompt give the same answer
@@ -76,14 +76,14 @@ def _grade_completion(completion_end: str, reference: str) -> float:
     reference_expressions = _parse_reference(reference)
     if not reference_expressions:
         raise ValueError(f"the reference {reference[-80:]!r} is not a mathematical expression")
-    completion_expressions = _parse_expressions(completion_end, ExprExtractionConfig(), _LATEX)
+    completion_expressions = _parse_expressions(completion_end, ExprExtractionConfig(), _LATEX_CONFIG)
     return float(verify(reference_expressions, completion_expressions, timeout_seconds=_NO_TIMEOUT))
 
 
 @lru_cache(maxsize=1024)
 def _parse_reference(reference: str) -> list[Any]:
     text = reference if reference.startswith("\\boxed") else _TRAILING_PUNCTUATION.sub(r"\1", reference)
-    return _parse_expressions(text, _LATEX) or _parse_expressions(f"\\boxed{{{text}}}", _LATEX)
+    return _parse_expressions(text, _LATEX_CONFIG) or _parse_expressions(f"\\boxed{{{text}}}", _LATEX_CONFIG)
 
 
 def _parse_expressions(text: str, *extraction_configs: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from PIL import Image
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.reward_model import Settings, require_packages
+from cosmos_core.rewards.reward_model import RewardModelSettings, require_packages
 
 _MAX_TEXT_TOKENS = 77
 
@@ -15,7 +15,7 @@ _MAX_TEXT_TOKENS = 77
 class ClipModel:
     """CLIP model that embeds images and texts; `options.processor_path` names a processor in another folder."""
 
-    def __init__(self, name: str, settings: Settings, model_path: str, processor_path: str = "") -> None:
+    def __init__(self, name: str, settings: RewardModelSettings, model_path: str, processor_path: str = "") -> None:
         """Load the model that `settings` names, else the model `model_path` with the processor `processor_path`. Raise
         `RewardError` if the model cannot be loaded, or a package is not installed."""
         require_packages(name, "install torch and transformers", "torch", "transformers")
@@ -23,23 +23,23 @@ class ClipModel:
         from transformers import AutoModel, AutoProcessor
 
         self._torch = torch
-        self.device = torch.device(device_of(settings))
+        self.device = torch.device(select_device(settings))
         self.dtype = torch.float32 if self.device.type == "cpu" else getattr(torch, settings.dtype)
         path = settings.model_path or model_path
         default_processor = (processor_path if not settings.model_path else "") or path
         with translate_loading_errors(name, path):
             self.model = AutoModel.from_pretrained(path, dtype=self.dtype).to(self.device).eval().requires_grad_(False)
             self._processor = AutoProcessor.from_pretrained(settings.options.get("processor_path") or default_processor)
-        self.scale = float(self.model.logit_scale.detach().exp())
+        self.logit_scale = float(self.model.logit_scale.detach().exp())
 
-    def images(self, images: Sequence[Image.Image]) -> Any:
+    def embed_images(self, images: Sequence[Image.Image]) -> Any:
         """Return the embeddings of images, one unit vector each."""
         inputs = self._processor(images=list(images), return_tensors="pt").to(self.device)
         inputs["pixel_values"] = inputs["pixel_values"].to(self.dtype)
         with self._torch.inference_mode():
             return _to_unit_vectors(self.model.get_image_features(**inputs))
 
-    def texts(self, texts: Sequence[str]) -> Any:
+    def embed_texts(self, texts: Sequence[str]) -> Any:
         """Return the embeddings of texts, one unit vector each; texts are truncated to the context length of CLIP."""
         inputs = self._processor(
             text=list(texts), padding=True, truncation=True, max_length=_MAX_TEXT_TOKENS, return_tensors="pt"
@@ -49,10 +49,10 @@ class ClipModel:
 
     def similarities(self, texts: Sequence[str], images: Sequence[Image.Image]) -> list[float]:
         """Return the cosine similarity of each text and its image."""
-        return (self.texts(texts) * self.images(images)).sum(-1).float().tolist()
+        return (self.embed_texts(texts) * self.embed_images(images)).sum(-1).float().tolist()
 
 
-def device_of(settings: Settings) -> str:
+def select_device(settings: RewardModelSettings) -> str:
     """Return the device for a model: the device in the settings, or the CPU if the machine lacks that GPU."""
     import torch
 

@@ -5,20 +5,19 @@ from typing import Any
 
 from cosmos_core.rewards.clip_model import ClipModel
 from cosmos_core.rewards.images import middle_image
-from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, score_one
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, score_item
 
 _DEFAULT_MODEL = "openai/clip-vit-large-patch14"
 _CLIP_SCORE_WEIGHT = 2.5
 
 
 class ClipScoreReward:
-    """Reward with the key `clip_score`."""
+    """Reward model that returns the CLIPScore as `clip_score`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RewardModelSettings) -> None:
         self._clip = ClipModel("clip_score", settings, _DEFAULT_MODEL)
 
-    def score(self, items: Sequence[RewardInput]) -> Columns:
-        """Return the score of each image, or of the middle frame of each video."""
+    def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         cosines = self._clip.similarities([item.prompt for item in items], [middle_image(item.media) for item in items])
         return {"clip_score": [_CLIP_SCORE_WEIGHT * max(cosine, 0.0) for cosine in cosines]}
 
@@ -27,4 +26,4 @@ def clip_score(
     to_be_evaluated: str, reference: str, *, prompt: str, media: Any, custom: Any
 ) -> tuple[float, dict[str, float]]:
     """Return the CLIPScore of one image or video; `[custom.clip_score]` sets `model_path` and `device`."""
-    return score_one("clip_score", RewardInput(prompt, media), custom)
+    return score_item("clip_score", RewardInput(prompt, media), custom)

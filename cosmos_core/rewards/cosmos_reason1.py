@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from cosmos_core.rewards.clip_model import device_of, translate_loading_errors
+from cosmos_core.rewards.clip_model import select_device, translate_loading_errors
 from cosmos_core.rewards.images import to_frames
-from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, require_packages
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, require_packages
 
 _DEFAULT_MODEL = "nvidia/Cosmos-Reason1-7B-Reward"
 _DEFAULT_SYSTEM_PROMPT = (
@@ -37,16 +37,16 @@ log = logging.getLogger(__name__)
 
 
 class CosmosReason1Reward:
-    """Reward with the keys `no_score`, `prediction` (Good or Bad), `yes_logit` and `no_logit`; `options` has
+    """Reward model with the scores `no_score`, `prediction` (Good or Bad), `yes_logit` and `no_logit`; `options` has
     `system_prompt`, `question` and `tokens`, the maximum number of tokens of a video (9216)."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RewardModelSettings) -> None:
         require_packages("cosmos_reason1", "install torch and transformers", "torch", "transformers")
         import torch
         from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
         path = settings.model_path or _DEFAULT_MODEL
-        device = torch.device(device_of(settings))
+        device = torch.device(select_device(settings))
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         with translate_loading_errors("cosmos_reason1", path):
             model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype)
@@ -56,8 +56,9 @@ class CosmosReason1Reward:
         self._pixel_mean = np.array(image_processor.image_mean, np.float32)[:, None, None]
         self._pixel_std = np.array(image_processor.image_std, np.float32)[:, None, None]
         system_prompt = settings.options.get("system_prompt") or _DEFAULT_SYSTEM_PROMPT
-        is_file = os.path.isfile(system_prompt)
-        self._system_prompt = Path(system_prompt).read_text(encoding="utf-8").strip() if is_file else system_prompt
+        self._system_prompt = system_prompt
+        if os.path.isfile(system_prompt):
+            self._system_prompt = Path(system_prompt).read_text(encoding="utf-8").strip()
         if system_prompt is _DEFAULT_SYSTEM_PROMPT:
             log.warning("options.system_prompt is empty: the model is asked in other words than those of its card")
         self._question = settings.options.get("question", _JUDGE_QUESTION)
@@ -65,9 +66,9 @@ class CosmosReason1Reward:
         self._yes_token = self._tokenizer.encode("Yes", add_special_tokens=False)[0]
         self._no_token = self._tokenizer.encode("No", add_special_tokens=False)[0]
 
-    def score(self, items: Sequence[RewardInput]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the scores of each video; an image counts as a video of one frame."""
-        columns: Columns = {"prediction": [], "no_score": [], "yes_logit": [], "no_logit": []}
+        columns: ScoreColumns = {"prediction": [], "no_score": [], "yes_logit": [], "no_logit": []}
         for item in items:
             fps = float(item.info.get("video_fps") or _DEFAULT_FPS)
             yes_logit, no_logit = self._compute_logits(to_frames(item.media), fps)
@@ -83,12 +84,12 @@ class CosmosReason1Reward:
         frame_interval = max(1, (len(frames) - 1) // _MAX_FRAMES + 1)
         sampled_frames = frames[::frame_interval]
         vision_config = self._model.config.vision_config
-        patches, patch_grid = self.patches(sampled_frames)
+        patches, patch_grid = self.extract_patches(sampled_frames)
         num_video_tokens = math.prod(patch_grid) // vision_config.spatial_merge_size**2
-        placeholder = f"<|vision_start|>{_VIDEO_PAD_TOKEN * num_video_tokens}<|vision_end|>"
+        video_placeholder = f"<|vision_start|>{_VIDEO_PAD_TOKEN * num_video_tokens}<|vision_end|>"
         messages = [
             {"role": "system", "content": self._system_prompt},
-            {"role": "user", "content": f"{placeholder}{self._question}"},
+            {"role": "user", "content": f"{video_placeholder}{self._question}"},
         ]
         prompt = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         input_ids = self._tokenizer(prompt, return_tensors="pt")["input_ids"]
@@ -107,25 +108,25 @@ class CosmosReason1Reward:
             logits = self._model(**inputs).logits[0, -1].float()
         return float(logits[self._yes_token]), float(logits[self._no_token])
 
-    def patches(self, frames: Sequence[Image.Image]) -> tuple[np.ndarray, tuple[int, int, int]]:
+    def extract_patches(self, frames: Sequence[Image.Image]) -> tuple[np.ndarray, tuple[int, int, int]]:
         """Return the patches of a video in the layout of Qwen2.5-VL, and their number along time, height and width."""
-        vision = self._model.config.vision_config
-        patch_size, merge_size, num_times = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
-        frames = frames[: len(frames) // num_times * num_times] or [frames[0]] * num_times
-        max_pixels = self._max_video_tokens * (patch_size * merge_size) ** 2 * num_times // len(frames)
+        config = self._model.config.vision_config
+        patch_size, merge_size, patch_frames = config.patch_size, config.spatial_merge_size, config.temporal_patch_size
+        frames = frames[: len(frames) // patch_frames * patch_frames] or [frames[0]] * patch_frames
+        max_pixels = self._max_video_tokens * (patch_size * merge_size) ** 2 * patch_frames // len(frames)
         height, width = fit_size(frames[0].size[::-1], patch_size * merge_size, max_pixels)
         pixels = np.stack([
             np.asarray(frame.resize((width, height), Image.Resampling.BICUBIC), np.float32).transpose(2, 0, 1) / 255
             for frame in frames
         ])  # fmt: skip
         pixels = (pixels - self._pixel_mean) / self._pixel_std
-        patch_grid = (len(frames) // num_times, height // patch_size, width // patch_size)
+        patch_grid = (len(frames) // patch_frames, height // patch_size, width // patch_size)
         patches = pixels.reshape(
-            patch_grid[0], num_times, 3,
+            patch_grid[0], patch_frames, 3,
             patch_grid[1] // merge_size, merge_size, patch_size,
             patch_grid[2] // merge_size, merge_size, patch_size,
         ).transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)  # fmt: skip
-        return patches.reshape(math.prod(patch_grid), 3 * num_times * patch_size * patch_size), patch_grid
+        return patches.reshape(math.prod(patch_grid), 3 * patch_frames * patch_size * patch_size), patch_grid
 
 
 def fit_size(size: tuple[int, int], factor: int, max_pixels: int) -> tuple[int, int]:

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.clip_model import device_of
+from cosmos_core.rewards.clip_model import select_device
 from cosmos_core.rewards.images import to_frames
-from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, require_packages
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, require_packages
 
 _INSTALL_HINT = "install av and DanceGRPO's fastvideo in their own environment and name that in venv_python"
 _SCORE_KEYS = {"VQ": "vq_reward", "MQ": "mq_reward", "TA": "ta_reward", "Overall": "overall_reward"}
@@ -26,10 +26,10 @@ _DEFAULT_FPS = 16.0
 
 
 class DanceGrpoReward:
-    """Reward with the normalised keys `vq_reward`, `mq_reward`, `ta_reward` and `overall_reward`; `model_path` is the
-    folder of VideoReward."""
+    """Reward model with the normalised scores `vq_reward`, `mq_reward`, `ta_reward` and `overall_reward`; `model_path`
+    is the folder of VideoReward."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RewardModelSettings) -> None:
         require_packages("dance_grpo", _INSTALL_HINT, "torch", "av", "fastvideo")
         import torch
 
@@ -39,15 +39,14 @@ class DanceGrpoReward:
                 f"KwaiVGI/VideoReward and set model_path to its folder"
             )
         videoalign_module: Any = importlib.import_module("fastvideo.models.videoalign.inference")
-        path, device, dtype = os.path.abspath(settings.model_path), device_of(settings), getattr(torch, settings.dtype)
+        path, dtype = os.path.abspath(settings.model_path), getattr(torch, settings.dtype)
         with contextlib.chdir(settings.download_path or "."):
             self._inferencer = videoalign_module.VideoVLMRewardInference(
-                load_from_pretrained=path, device=device, dtype=dtype
+                load_from_pretrained=path, device=select_device(settings), dtype=dtype
             )
 
-    def score(self, items: Sequence[RewardInput]) -> Columns:
-        """Return the four scores of each video, by key."""
-        columns: Columns = {key: [] for key in _SCORE_KEYS.values()}
+    def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
+        columns: ScoreColumns = {key: [] for key in _SCORE_KEYS.values()}
         with tempfile.TemporaryDirectory() as folder:
             for i, item in enumerate(items):
                 video_file = Path(folder, f"{i}.mp4")

@@ -15,7 +15,7 @@ _ARTICLE_PATTERN = re.compile(
 _MATH_DELIMITER = re.compile(r"((?<!\\)\$|\\[()\[\]])")
 
 # Entries of the three tables of replacements below apply in order: longer strings come before their substrings.
-_REPLACEMENTS = (
+_STRING_REPLACEMENTS = (
     ("\\$", ""), ("\\ ", ""), (" ", ""), (".$", "$"), ("mbox", "text"),
     (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
 )  # fmt: skip
@@ -51,16 +51,16 @@ def direct_math(to_be_evaluated: str, reference: str) -> float:
 
 def _remove_articles(answer: str) -> str:
     """Return the answer without articles; in a formula `a` is a variable, as in `$a sin x$`."""
-    parts = _MATH_DELIMITER.split(answer)
-    starts_in_formula = len(parts) % 4 == 3  # removing the text before `=` may have removed a delimiter
+    text_parts = _MATH_DELIMITER.split(answer)
+    starts_in_formula = len(text_parts) % 4 == 3  # removing the text before `=` may have removed a delimiter
     return "".join(
-        part if i % 4 != 2 * starts_in_formula else _ARTICLE_PATTERN.sub("", part) for i, part in enumerate(parts)
+        part if i % 4 != 2 * starts_in_formula else _ARTICLE_PATTERN.sub("", part) for i, part in enumerate(text_parts)
     )
 
 
 def _normalise_answer(answer: str) -> str:
     answer = _remove_articles(answer.rpartition("=")[2].strip())
-    for old_text, new_text in _REPLACEMENTS:
+    for old_text, new_text in _STRING_REPLACEMENTS:
         answer = answer.replace(old_text, new_text)
     for deleted_text in _DELETED_STRINGS:
         answer = answer.replace(deleted_text, "")

@@ -17,36 +17,36 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from cosmos_core.environment import tls_trust
+from cosmos_core.environment import make_tls_verify
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.protocol import IDEMPOTENCY_KEY, PIN, PING, STATE_HEADER
+from cosmos_core.rewards.protocol import IDEMPOTENCY_HEADER, PING_PATH, REPLICA_HEADER, STATE_HEADER
 
-ENQUEUE_URL = "REMOTE_REWARD_ENQUEUE_URL"
-FETCH_URL = "REMOTE_REWARD_FETCH_URL"
-TOKEN = "REMOTE_REWARD_TOKEN"
-NO_PINNING = "COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA"
+ENQUEUE_URL_VARIABLE = "REMOTE_REWARD_ENQUEUE_URL"
+FETCH_URL_VARIABLE = "REMOTE_REWARD_FETCH_URL"
+TOKEN_VARIABLE = "REMOTE_REWARD_TOKEN"
+NO_PINNING_VARIABLE = "COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA"
 
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 1.0
 _MAX_FAILED_FETCHES = 5
 """Maximum number of consecutive fetches without a response, after which a request moves to another replica."""
-_ENQUEUE_BASE_SECONDS, _ENQUEUE_SECONDS_PER_MIB, _BOUNDS = 30.0, 3.0, (60.0, 600.0)
-_FETCH_SECONDS = 30.0
+_ENQUEUE_BASE_SECONDS, _ENQUEUE_SECONDS_PER_MIB, _ENQUEUE_TIMEOUT_BOUNDS = 30.0, 3.0, (60.0, 600.0)
+_FETCH_TIMEOUT_SECONDS = 30.0
 _ENQUEUE_REFUSAL_CODES = {400, 401, 403, 404, 405, 411, 413, 415, 422}
 """HTTP status codes with which a service refuses an enqueue permanently, so that a retry cannot help."""
 _FETCH_REFUSAL_CODES = _ENQUEUE_REFUSAL_CODES - {400}
 """HTTP status codes with which a service refuses a fetch permanently; 400 means that scores are not ready yet."""
-_AVOID_SECONDS = 5.0
+_AVOID_REPLICA_SECONDS = 5.0
 """Seconds for which a failed replica is avoided, unless its response has a `Retry-After` header."""
 
 
 @dataclass(frozen=True)
-class Service:
+class ServiceEndpoints:
     """URLs of the replicas of a reward service, and the credentials for the replicas."""
 
     replicas: tuple[tuple[str, str], ...]
     """Pairs of the enqueue URL and the fetch URL of each replica."""
     token: str = ""
-    pins: bool = True
+    pins_replica: bool = True
     """Whether to fetch the scores of a request from the replica that accepted it."""
 
     @property
@@ -55,59 +55,61 @@ class Service:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
 
-def service_of(environment: Mapping[str, str] = os.environ) -> Service:
+def read_service_endpoints(environment: Mapping[str, str] = os.environ) -> ServiceEndpoints:
     """Return the reward service in the environment variables; both URLs may be lists, separated by commas. Raise
     `RewardError` if a variable is missing or invalid."""
     enqueue_urls, fetch_urls = (
-        [url for url_text in environment.get(name, "").split(",") if (url := url_text.strip())]
-        for name in (ENQUEUE_URL, FETCH_URL)
+        [url for url_entry in environment.get(name, "").split(",") if (url := url_entry.strip())]
+        for name in (ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABLE)
     )
     if not enqueue_urls or not fetch_urls:
         raise RewardError(
-            f"train.train_policy.use_remote_reward = true: set {ENQUEUE_URL} and {FETCH_URL} in the environment, and "
-            f"{TOKEN} where the service asks for one"
+            f"train.train_policy.use_remote_reward = true: set {ENQUEUE_URL_VARIABLE} and {FETCH_URL_VARIABLE} in the "
+            f"environment, and {TOKEN_VARIABLE} where the service asks for one"
         )
     if len(enqueue_urls) != len(fetch_urls):
         raise RewardError(
-            f"{ENQUEUE_URL} has {len(enqueue_urls)} URLs and {FETCH_URL} {len(fetch_urls)}; give one of each a replica"
+            f"{ENQUEUE_URL_VARIABLE} has {len(enqueue_urls)} URLs and {FETCH_URL_VARIABLE} {len(fetch_urls)}; give one "
+            f"of each a replica"
         )
     replicas = tuple(
-        (_check_url(ENQUEUE_URL, enqueue_url), _check_url(FETCH_URL, fetch_url))
+        (_normalise_url(ENQUEUE_URL_VARIABLE, enqueue_url), _normalise_url(FETCH_URL_VARIABLE, fetch_url))
         for enqueue_url, fetch_url in zip(enqueue_urls, fetch_urls, strict=True)
     )
-    return Service(replicas, environment.get(TOKEN, ""), environment.get(NO_PINNING, "0") != "1")
+    pins_replica = environment.get(NO_PINNING_VARIABLE, "0") != "1"
+    return ServiceEndpoints(replicas, environment.get(TOKEN_VARIABLE, ""), pins_replica)
 
 
-def _check_url(name: str, url: str) -> str:
-    """Return a URL without trailing slashes, which would change its path; RewardError: it has no host or path."""
+def _normalise_url(name: str, url: str) -> str:
+    """Return a URL without trailing slashes; raise RewardError if the URL lacks a host or a path."""
     try:
         url_parts = urlsplit(url)
-        is_valid_url = url_parts.scheme in {"http", "https"} and bool(url_parts.hostname) and url_parts.port != 0
+        is_valid = url_parts.scheme in {"http", "https"} and bool(url_parts.hostname) and url_parts.port != 0
     except ValueError:
-        is_valid_url = False
-    if not is_valid_url:
+        is_valid = False
+    if not is_valid:
         raise RewardError(f"{url!r} is no URL of a reward service; it begins with http:// or https:// and a host")
     if not (path := url_parts.path.rstrip("/")):
         raise RewardError(f"{name} = {url!r} has no path; the rule is http://HOST:PORT/api/reward/...")
     return urlunsplit(url_parts._replace(path=path, fragment=""))
 
 
-def ping(service: Service, names: Sequence[str]) -> None:
+def ping(service: ServiceEndpoints, names: Sequence[str]) -> None:
     """Check that each replica responds and accepts the token. Raise `RewardError` if a replica does not respond, or
     refuses the token."""
-    form_data, route_name = {"info_data": json.dumps({"reward_fn": dict.fromkeys(names, 1.0)})}, PING.rpartition("/")[2]
-    tls_context = tls_trust()
+    form_data = {"info_data": json.dumps({"reward_fn": dict.fromkeys(names, 1.0)})}
+    route_name, tls_context = PING_PATH.rpartition("/")[2], make_tls_verify()
     for enqueue_url, _ in service.replicas:
         url_parts = urlsplit(enqueue_url)
         url = urlunsplit(url_parts._replace(path=f"{url_parts.path.rpartition('/')[0]}/{route_name}"))
         try:
             response = httpx.post(
-                url, data=form_data, timeout=_FETCH_SECONDS, headers=service.headers, verify=tls_context
+                url, data=form_data, timeout=_FETCH_TIMEOUT_SECONDS, headers=service.headers, verify=tls_context
             )
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise RewardError(f"the reward service at {url} is not there: {type(error).__name__}: {error}") from error
         if response.status_code != 200:
-            raise RewardError(f"the reward service at {url} refuses us: {_reason(response)}")
+            raise RewardError(f"the reward service at {url} refuses us: {_describe_response(response)}")
 
 
 @dataclass
@@ -132,7 +134,7 @@ class ServiceRequest:
     """Request to a reward service, which is enqueued again if the service loses it, until its scores are fetched."""
 
     def __init__(
-        self, service: Service, client: httpx.AsyncClient, timeout_seconds: float, state: ReplicaState
+        self, service: ServiceEndpoints, client: httpx.AsyncClient, timeout_seconds: float, state: ReplicaState
     ) -> None:
         self._service, self._client, self._replica_state = service, client, state
         self._timeout_seconds, self._deadline = timeout_seconds, time.monotonic() + timeout_seconds
@@ -143,28 +145,28 @@ class ServiceRequest:
         """Return the response of the service for each reward function in `names`. Raise `MissingScores` if the deadline
         passed without scores, and `RewardError` if the service refuses the request."""
         idempotency_key, results = str(uuid.uuid4()), dict[str, dict[str, Any]]()
-        enqueue_pause = _MIN_PAUSE_SECONDS
+        enqueue_pause_seconds = _MIN_PAUSE_SECONDS
         try:
             while True:
                 request_id = await self._enqueue(request_body, idempotency_key)
                 for name in (name for name in names if name not in results):
-                    if (response := await self._fetch(request_id, name)) is None:
+                    if (response := await self._fetch_score(request_id, name)) is None:
                         break  # the service lost the request: enqueue it again
                     results[name] = response
                 if len(results) == len(names):
                     return results
-                self._pause_seconds, enqueue_pause = enqueue_pause, 2 * enqueue_pause
+                self._pause_seconds, enqueue_pause_seconds = enqueue_pause_seconds, 2 * enqueue_pause_seconds
                 await self._pause_before_retry(None, "the reward service forgets each request that it takes")
         finally:
             self._release_replica()
 
     async def _enqueue(self, request_body: bytes, idempotency_key: str) -> str:
         timeout_seconds = _ENQUEUE_BASE_SECONDS + _ENQUEUE_SECONDS_PER_MIB * len(request_body) / 2**20
-        timeout_seconds = min(max(timeout_seconds, _BOUNDS[0]), _BOUNDS[1])
-        headers = {"Content-Type": "application/octet-stream", IDEMPOTENCY_KEY: idempotency_key}
+        timeout_seconds = min(max(timeout_seconds, _ENQUEUE_TIMEOUT_BOUNDS[0]), _ENQUEUE_TIMEOUT_BOUNDS[1])
+        headers = {"Content-Type": "application/octet-stream", IDEMPOTENCY_HEADER: idempotency_key}
         while True:
             url = self._choose_replica()
-            response = await self._post(url, timeout_seconds, content=request_body, headers=headers)
+            response = await self._post_or_pause(url, timeout_seconds, content=request_body, headers=headers)
             if response is None:
                 continue
             if response.status_code == 200:
@@ -174,19 +176,19 @@ class ServiceRequest:
                 if isinstance(response_content.get("uuid"), str):
                     return str(response_content["uuid"])
             if response.status_code in _ENQUEUE_REFUSAL_CODES or response.is_redirect:
-                raise RewardError(f"the reward service at {url} refuses a request: {_reason(response)}")
+                raise RewardError(f"the reward service at {url} refuses a request: {_describe_response(response)}")
             self._mark_replica_failed(_retry_after_seconds(response))
             if all(self._replica_state.seconds_avoided(i) for i in range(len(self._service.replicas))):
-                reason = f"the reward service at {url} does not take the request: {_reason(response)}"
+                reason = f"the reward service at {url} does not take the request: {_describe_response(response)}"
                 await self._pause_before_retry(response, reason)
 
-    async def _fetch(self, request_id: str, name: str) -> dict[str, Any] | None:
+    async def _fetch_score(self, request_id: str, name: str) -> dict[str, Any] | None:
         """Return the response of the service for one reward function; None if the service has lost the request."""
-        headers = {PIN: self._replica_pin} if self._replica_pin and self._service.pins else {}
+        headers = {REPLICA_HEADER: self._replica_pin} if self._replica_pin and self._service.pins_replica else {}
         url = self._service.replicas[self._replica][1]
-        self._pause_seconds, num_failed_fetches = _MIN_PAUSE_SECONDS, 0
+        self._pause_seconds, num_failed_fetches, form_data = _MIN_PAUSE_SECONDS, 0, {"uuid": request_id, "type": name}
         while True:
-            response = await self._post(url, _FETCH_SECONDS, data={"uuid": request_id, "type": name}, headers=headers)
+            response = await self._post_or_pause(url, _FETCH_TIMEOUT_SECONDS, data=form_data, headers=headers)
             if response is None:
                 num_failed_fetches += 1
                 if num_failed_fetches >= _MAX_FAILED_FETCHES and len(self._service.replicas) > 1:
@@ -196,18 +198,19 @@ class ServiceRequest:
             if response.status_code == 200:
                 self._replica_state.avoided_until.pop(self._replica, None)
                 return _parse_json_object(response)
+            answer = _describe_response(response)
             if response.status_code in {401, 403}:
-                raise RewardError(f"the reward service at {url} refuses us: {_reason(response)}; set {TOKEN}")
+                raise RewardError(f"the reward service at {url} refuses us: {answer}; set {TOKEN_VARIABLE}")
             if response.status_code in _FETCH_REFUSAL_CODES or response.is_redirect:
-                raise RewardError(f"{url} is no URL to fetch scores from: {_reason(response)}; set {FETCH_URL}")
+                raise RewardError(f"{url} is no URL to fetch scores from: {answer}; set {FETCH_URL_VARIABLE}")
             if response.headers.get(STATE_HEADER) == "unknown":
                 self._release_replica()
                 return None
-            last_response = "" if response.status_code == 400 else f"; the last response: {_reason(response)}"
-            reason = f"no score of {name!r} after {self._timeout_seconds:g} s{last_response}"
+            reason = f"no score of {name!r} after {self._timeout_seconds:g} s"
+            reason += "" if response.status_code == 400 else f"; the last response: {answer}"
             await self._pause_before_retry(response, reason)
 
-    async def _post(self, url: str, timeout_seconds: float, **content: Any) -> httpx.Response | None:
+    async def _post_or_pause(self, url: str, timeout_seconds: float, **content: Any) -> httpx.Response | None:
         """Post a request and return the response; if the service does not respond, pause and return None."""
         remaining_seconds = max(0.1, self._deadline - time.monotonic())
         try:
@@ -224,16 +227,16 @@ class ServiceRequest:
         return None
 
     def _choose_replica(self) -> str:
-        """Return the enqueue URL of the request's replica, else of a least busy one that did not fail recently."""
+        """Return the enqueue URL of the replica of this request; choose a replica with few requests if it has none."""
         state = self._replica_state
         if self._replica < 0:
-            replica_ranks = [(state.seconds_avoided(i), n, random.random(), i) for i, n in enumerate(state.num_pending)]
-            self._replica = min(replica_ranks)[-1]
+            priorities = [(state.seconds_avoided(i), n, random.random(), i) for i, n in enumerate(state.num_pending)]
+            self._replica = min(priorities)[-1]
             state.num_pending[self._replica] += 1
         return self._service.replicas[self._replica][0]
 
     def _mark_replica_failed(self, avoid_seconds: float = 0.0) -> None:
-        self._replica_state.avoided_until[self._replica] = time.monotonic() + (avoid_seconds or _AVOID_SECONDS)
+        self._replica_state.avoided_until[self._replica] = time.monotonic() + (avoid_seconds or _AVOID_REPLICA_SECONDS)
         self._release_replica()
 
     def _release_replica(self) -> None:
@@ -244,7 +247,7 @@ class ServiceRequest:
 
     async def _pause_before_retry(self, response: httpx.Response | None, reason: str) -> None:
         """Pause with exponential backoff and jitter, at least for the `Retry-After` of the response. Raise
-        `MissingScores` if the deadline would pass; its message is `reason`."""
+        `MissingScores` with the message `reason` if the deadline is before the end of the pause."""
         pause_seconds = self._pause_seconds * random.uniform(0.5, 1.5)
         self._pause_seconds = min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS)
         if response is not None:
@@ -268,7 +271,7 @@ def _parse_json_object(response: httpx.Response) -> dict[str, Any]:
     return json_value if isinstance(json_value, dict) else {}
 
 
-def _reason(response: httpx.Response) -> str:
+def _describe_response(response: httpx.Response) -> str:
     content = _parse_json_object(response)
     text = str(content.get("message") or content.get("detail") or response.text)
     if response.is_redirect:

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from cosmos_core.rewards.clip_model import ClipModel, device_of, translate_loading_errors
+from cosmos_core.rewards.clip_model import ClipModel, select_device, translate_loading_errors
 from cosmos_core.rewards.images import middle_image
-from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, require_packages
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, require_packages
 
 _DEFAULT_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 _DEFAULT_CLIP_MODEL = "openai/clip-vit-large-patch14"
 _TASK_TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 _COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
-_TEMPLATES = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
+_COLOR_PROMPTS = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
 _COCO_CLASS_NAMES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
 """Class names of GenEval that differ from COCO's, with the names in COCO."""
 _CONFIDENCE_THRESHOLD, _COUNTING_THRESHOLD, _MAX_OBJECTS = 0.3, 0.9, 16
@@ -39,28 +39,29 @@ class Detection:
 
 
 class GenEvalReward:
-    """Reward with the keys `gen_eval_score` (fraction of requests that the image meets), `gen_eval_reward` (1 if all
-    requested objects are present), `gen_eval_strict` (1 if their counts are also exact), and `gen_eval_group` by tag;
-    `options` has `clip`, the CLIP model for colours."""
+    """Reward model with the scores `gen_eval_score` (fraction of requests that the image meets), `gen_eval_reward` (1
+    if all requested objects are present), `gen_eval_strict` (1 if their counts are also exact), and `gen_eval_group` by
+    tag; `options` has `clip`, the CLIP model for colours."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RewardModelSettings) -> None:
         install_hint = "pip install 'cosmos-posttrain[gen-eval]' (see pyproject.toml)"
         require_packages("gen_eval", install_hint, "torch", "transformers", "scipy")
         import torch
         from transformers import AutoImageProcessor, AutoModelForUniversalSegmentation
 
         path = settings.model_path or _DEFAULT_DETECTOR
-        self._device = torch.device(device_of(settings))
+        self._device = torch.device(select_device(settings))
         with translate_loading_errors("gen_eval", path):
             self._detector = AutoModelForUniversalSegmentation.from_pretrained(path).to(self._device).eval()
             self._processor = AutoImageProcessor.from_pretrained(path)
         clip_name = settings.options.get("clip", _DEFAULT_CLIP_MODEL)
-        self._clip = ClipModel("gen_eval", Settings(clip_name, dtype=settings.dtype, device=settings.device), clip_name)
+        clip_settings = RewardModelSettings(clip_name, dtype=settings.dtype, device=settings.device)
+        self._clip = ClipModel("gen_eval", clip_settings, clip_name)
 
-    def score(self, items: Sequence[RewardInput]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the scores of each image; an item whose row lacks `tag` or `include` has no scores."""
         self.errors = [""] * len(items)
-        columns: Columns = {f"gen_eval_{name}": [] for name in ("score", "reward", "strict")}
+        columns: ScoreColumns = {f"gen_eval_{name}": [] for name in ("score", "reward", "strict")}
         scores_by_tag: dict[str, list[float]] = {tag: [] for tag in _TASK_TAGS}
         for i, item in enumerate(items):
             try:
@@ -71,8 +72,8 @@ class GenEvalReward:
             for column, value in zip(columns.values(), scores, strict=True):
                 column.append(value)
             for tag, tag_scores in scores_by_tag.items():
-                has_tag = tag == item.info.get("tag") and scores[1] is not None
-                tag_scores.append(float(scores[1] or 0.0) if has_tag else _OTHER_TAG_SCORE)
+                is_tag_of_item = tag == item.info.get("tag") and scores[1] is not None
+                tag_scores.append(float(scores[1] or 0.0) if is_tag_of_item else _OTHER_TAG_SCORE)
         return {**columns, "gen_eval_group": scores_by_tag}
 
     def _score_image(self, image: Image.Image, row: Mapping[str, Any]) -> tuple[float, float, float]:
@@ -80,10 +81,10 @@ class GenEvalReward:
         threshold = _COUNTING_THRESHOLD if row["tag"] == "counting" else _CONFIDENCE_THRESHOLD
         class_names = {entry["class"] for entry in (*include, *excluded)}
         objects = self.detect(image, class_names, threshold)
-        colors = {name: [self.color(image, detection, name) for detection in objects[name]] for name in class_names}
-        is_correct = has_requested_objects(include, excluded, objects, colors) and not row.get("geneval_only_strict")
+        colors = {name: [self.classify_color(image, each, name) for each in objects[name]] for name in class_names}
+        has_objects = has_requested_objects(include, excluded, objects, colors) and not row.get("geneval_only_strict")
         score, is_strict = strict_score(include, objects, colors)
-        return score, float(is_correct), float(is_strict)
+        return score, float(has_objects), float(is_strict)
 
     def detect(self, image: Image.Image, names: set[str], threshold: float) -> dict[str, list[Detection]]:
         """Return the objects of the classes `names` in an image, by class and in descending order of confidence."""
@@ -110,22 +111,24 @@ class GenEvalReward:
             objects.sort(key=lambda detection: -detection.confidence)
         return {name: objects[:_MAX_OBJECTS] for name, objects in objects_by_class.items()}
 
-    def color(self, image: Image.Image, detection: Detection, name: str) -> str:
+    def classify_color(self, image: Image.Image, detection: Detection, name: str) -> str:
         """Return the colour whose mean CLIP embedding of three templates is most similar to the cropped object."""
         grey_background = Image.new("RGB", image.size, "#999")
         object_crop = Image.composite(image, grey_background, Image.fromarray(detection.mask)).crop(detection.box)  # type: ignore[arg-type]
-        texts = [template.format(color=color, name=name) for color in _COLORS for template in _TEMPLATES]
-        text_embeddings = self._clip.texts(texts).reshape(len(_COLORS), len(_TEMPLATES), -1).mean(1)
+        texts = [template.format(color=color, name=name) for color in _COLORS for template in _COLOR_PROMPTS]
+        text_embeddings = self._clip.embed_texts(texts).reshape(len(_COLORS), len(_COLOR_PROMPTS), -1).mean(1)
         text_embeddings = text_embeddings / text_embeddings.norm(dim=-1, keepdim=True)
-        return _COLORS[int((text_embeddings @ self._clip.images([object_crop])[0]).argmax())]
+        return _COLORS[int((text_embeddings @ self._clip.embed_images([object_crop])[0]).argmax())]
 
 
-Objects = Mapping[str, Sequence[Detection]]
-Colors = Mapping[str, Sequence[str]]
+Requests = Sequence[Mapping[str, Any]]
+"""Requested objects, each with `class` and `count` and optionally `color` or `position`."""
+ObjectsByClass = Mapping[str, Sequence[Detection]]
+ColorsByClass = Mapping[str, Sequence[str]]
 
 
 def has_requested_objects(
-    include: Sequence[Mapping[str, Any]], excluded: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors
+    include: Requests, excluded: Requests, objects: ObjectsByClass, colors: ColorsByClass
 ) -> bool:
     """Return True if all requested objects are present, and the count of each excluded class is below its limit."""
     matched_groups: list[Sequence[Detection] | None] = []
@@ -141,7 +144,7 @@ def has_requested_objects(
     return None not in matched_groups and all(len(objects[each["class"]]) < each["count"] for each in excluded)
 
 
-def strict_score(include: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors) -> tuple[float, bool]:
+def strict_score(include: Requests, objects: ObjectsByClass, colors: ColorsByClass) -> tuple[float, bool]:
     """Return the fraction of the requested objects that the image shows, with partial credit for wrong counts, and
     whether all requests are met with exact counts."""
     matched_groups: list[Sequence[Detection] | None] = []
@@ -175,14 +178,14 @@ def _has_relations(
     )
 
 
-def relations(first: Detection, other: Detection) -> set[str]:
-    """Return the relations of one object to another (left of, right of, above, below); empty if both overlap a lot."""
-    first_corners, other_corners = (np.array(detection.box).reshape(2, 2) for detection in (first, other))
-    center_offset = first_corners.mean(0) - other_corners.mean(0)
-    margin = _POSITION_THRESHOLD * (np.ptp(first_corners, axis=0) + np.ptp(other_corners, axis=0))
-    offset_beyond_margin = np.maximum(np.abs(center_offset) - margin, 0) * np.sign(center_offset)
+def relations(detection: Detection, other: Detection) -> set[str]:
+    """Return the relations of an object to another (left of, right of, above, below), empty if they overlap."""
+    corners, other_corners = (np.array(detection.box).reshape(2, 2) for detection in (detection, other))
+    center_offset = corners.mean(0) - other_corners.mean(0)
+    overlap_margin = _POSITION_THRESHOLD * (np.ptp(corners, axis=0) + np.ptp(other_corners, axis=0))
+    offset_beyond_margin = np.maximum(np.abs(center_offset) - overlap_margin, 0) * np.sign(center_offset)
     if np.all(np.abs(offset_beyond_margin) < 1e-3):
         return set()
     x, y = offset_beyond_margin / np.linalg.norm(center_offset)
-    relation_flags = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
-    return {name for name, is_true in relation_flags.items() if is_true}
+    relation_holds = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
+    return {name for name, holds in relation_holds.items() if holds}

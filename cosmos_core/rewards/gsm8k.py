@@ -27,6 +27,6 @@ def _extract_number(text: str) -> Decimal | None:
         return None
     sign, number, numerator, denominator = numbers[-1]
     value = Decimal(sign + number.replace(",", ""))
-    if numerator:  # a mixed number
+    if numerator:  # a mixed number, such as 1 1/2
         return value + Decimal(sign + numerator) / Decimal(denominator)
     return value / Decimal(denominator) if denominator else value

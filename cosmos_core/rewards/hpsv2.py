@@ -8,27 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.clip_model import ClipModel, device_of
+from cosmos_core.rewards.clip_model import ClipModel, select_device
 from cosmos_core.rewards.images import middle_image
-from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, require_packages
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, require_packages
 
 _CHECKPOINT_FILE = "hpsv2/ckpts/HPS_v2.1_compressed.pt"
 _INSTALL_HINT = "install hpsv2 in its own environment (venv_python), or set model_path to a CLIP folder of transformers"
 
 
 class Hpsv2Reward:
-    """Reward with the key `hpsv2`; `model_path` is a CLIP folder, or empty for the checkpoint in `download_path`."""
+    """Reward model with the score `hpsv2`; `model_path` is a CLIP folder; empty: the checkpoint in `download_path`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RewardModelSettings) -> None:
         is_clip_folder = bool(settings.model_path) and Path(settings.model_path, "config.json").is_file()
         self._cosines = ClipModel("hpsv2", settings, "").similarities if is_clip_folder else _load_checkpoint(settings)
 
-    def score(self, items: Sequence[RewardInput]) -> Columns:
-        """Return the score of each image, or of the middle frame of each video."""
+    def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         return {"hpsv2": self._cosines([item.prompt for item in items], [middle_image(item.media) for item in items])}
 
 
-def _load_checkpoint(settings: Settings) -> Any:
+def _load_checkpoint(settings: RewardModelSettings) -> Any:
     require_packages("hpsv2", _INSTALL_HINT, "torch", "hpsv2")
     import torch
     from hpsv2.src.open_clip import create_model_and_transforms, get_tokenizer
@@ -37,7 +36,7 @@ def _load_checkpoint(settings: Settings) -> Any:
     if not checkpoint_file.is_file():
         remedy = "download it, or set download_path to its folder"
         raise RewardError(f"the reward 'hpsv2' needs its checkpoint, {checkpoint_file}; {remedy}")
-    device = torch.device(device_of(settings))
+    device = torch.device(select_device(settings))
     model, _, preprocess = create_model_and_transforms("ViT-H-14", device=device, output_dict=True)
     model.load_state_dict(torch.load(checkpoint_file, "cpu", weights_only=True)["state_dict"])
     model.eval().requires_grad_(False)

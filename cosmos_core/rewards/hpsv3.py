@@ -3,33 +3,32 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from cosmos_core.rewards.clip_model import device_of
+from cosmos_core.rewards.clip_model import select_device
 from cosmos_core.rewards.images import middle_image
-from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, require_packages
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, require_packages
 
-_WEIGHTS = "hpsv3/HPSv3.safetensors"
+_CHECKPOINT_FILE = "hpsv3/HPSv3.safetensors"
 _INSTALL_HINT = "install hpsv3 in its own environment and name that in venv_python"
 
 
 class Hpsv3Reward:
-    """Reward with the key `hpsv3`, the mean; `options` has `sigma` (false), which adds the spread as `hpsv3_sigma`, and
-    `config_path`, a config in the format of the package."""
+    """Reward model with the score `hpsv3`, the mean; `options` has `sigma` (false), which adds the spread as
+    `hpsv3_sigma`, and `config_path`, a config in the format of the package."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RewardModelSettings) -> None:
         require_packages("hpsv3", _INSTALL_HINT, "torch", "hpsv3")
         from hpsv3 import HPSv3RewardInferencer
 
-        checkpoint_file = Path(settings.model_path or Path(settings.download_path) / _WEIGHTS)
+        checkpoint_file = Path(settings.model_path or Path(settings.download_path) / _CHECKPOINT_FILE)
         arguments = {"config_path": settings.options.get("config_path")}
         arguments["checkpoint_path"] = str(checkpoint_file) if checkpoint_file.is_file() else None
         arguments = {name: value for name, value in arguments.items() if value}
-        self._inferencer = HPSv3RewardInferencer(device=device_of(settings), **arguments)
+        self._inferencer = HPSv3RewardInferencer(device=select_device(settings), **arguments)
         self._has_sigma = bool(settings.options.get("sigma", False))
 
-    def score(self, items: Sequence[RewardInput]) -> Columns:
-        """Return the mean and the spread of the score of each image, or of the middle frame of each video."""
+    def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         images = [middle_image(item.media) for item in items]
         rewards = self._inferencer.reward(prompts=[item.prompt for item in items], image_paths=images)
         rows = rewards.float().reshape(len(items), -1).tolist()
-        columns: Columns = {"hpsv3": [row[0] for row in rows]}
+        columns: ScoreColumns = {"hpsv3": [row[0] for row in rows]}
         return columns | ({"hpsv3_sigma": [row[1] for row in rows]} if self._has_sigma and len(rows[0]) > 1 else {})

@@ -14,12 +14,12 @@ import numpy as np
 from PIL import Image
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.clip_model import device_of, translate_loading_errors
+from cosmos_core.rewards.clip_model import select_device, translate_loading_errors
 from cosmos_core.rewards.images import middle_image
-from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, require_packages
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, require_packages
 
-_HUB_REPOSITORY, _FILE = "THUDM/ImageReward", "ImageReward.pt"
-_TOKENIZER = "bert-base-uncased"
+_HUB_REPOSITORY, _CHECKPOINT_FILE = "THUDM/ImageReward", "ImageReward.pt"
+_DEFAULT_TOKENIZER = "bert-base-uncased"
 _REWARD_MEAN, _REWARD_STD = 0.16717362830052426, 1.0333394966054072
 _PIXEL_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 _PIXEL_STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
@@ -35,17 +35,17 @@ _VISION_PARAMETER_NAMES = {
 
 
 class ImageRewardReward:
-    """Reward with the key `image_reward`; `model_path` is ImageReward.pt, or empty for the file on the Hub; `options`
-    has `tokenizer`, a BERT tokenizer."""
+    """Reward model with the score `image_reward`; `model_path` is ImageReward.pt, or empty for the file on the Hub;
+    `options` has `tokenizer`, a BERT tokenizer."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RewardModelSettings) -> None:
         require_packages("image_reward", "install torch and transformers", "torch", "transformers")
         import torch
         from transformers import AutoTokenizer
 
-        device = torch.device(device_of(settings))
-        tokenizer = settings.options.get("tokenizer", _TOKENIZER)
-        with translate_loading_errors("image_reward", settings.model_path or f"{_HUB_REPOSITORY}/{_FILE}"):
+        device = torch.device(select_device(settings))
+        tokenizer = settings.options.get("tokenizer", _DEFAULT_TOKENIZER)
+        with translate_loading_errors("image_reward", settings.model_path or f"{_HUB_REPOSITORY}/{_CHECKPOINT_FILE}"):
             state_dict = torch.load(_find_checkpoint(settings), "cpu", weights_only=True)
             self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         try:
@@ -56,8 +56,7 @@ class ImageRewardReward:
             module.to(device).eval()
         self._device, self._image_size = device, int(self._vision_encoder.config.image_size)
 
-    def score(self, items: Sequence[RewardInput]) -> Columns:
-        """Return the score of each image, or of the middle frame of each video."""
+    def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         import torch
 
         pixels = np.stack([_preprocess_image(middle_image(item.media), self._image_size) for item in items])
@@ -75,14 +74,14 @@ class ImageRewardReward:
         return {"image_reward": scores.float().tolist()}
 
 
-def _find_checkpoint(settings: Settings) -> Path:
+def _find_checkpoint(settings: RewardModelSettings) -> Path:
     """Return the path of the checkpoint: the file in the settings, in the download folder, or on the Hub."""
-    path = Path(settings.model_path or Path(settings.download_path) / _FILE)
+    path = Path(settings.model_path or Path(settings.download_path) / _CHECKPOINT_FILE)
     if settings.model_path or path.is_file():
         return path
     from huggingface_hub import hf_hub_download
 
-    return Path(hf_hub_download(_HUB_REPOSITORY, _FILE))
+    return Path(hf_hub_download(_HUB_REPOSITORY, _CHECKPOINT_FILE))
 
 
 def _build_modules(state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:
@@ -90,7 +89,7 @@ def _build_modules(state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     import torch
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
-    vision_state, text, linear_state = (
+    vision_state, text_state, linear_state = (
         {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         for prefix in ("blip.visual_encoder.", "blip.text_encoder.", "mlp.")
     )
@@ -106,18 +105,18 @@ def _build_modules(state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         )
     )  # fmt: skip
     image_encoder.load_state_dict({_rename_key(name): value for name, value in vision_state.items()})
-    vocab_size, hidden_size = text["embeddings.word_embeddings.weight"].shape
+    vocab_size, hidden_size = text_state["embeddings.word_embeddings.weight"].shape
     text_encoder = BlipTextModel(
         BlipTextConfig(
             vocab_size=vocab_size, hidden_size=hidden_size, encoder_hidden_size=vision_width,
-            intermediate_size=len(text["encoder.layer.0.intermediate.dense.weight"]),
-            num_hidden_layers=_count_layers(text, r"encoder\.layer\.(\d+)"),
+            intermediate_size=len(text_state["encoder.layer.0.intermediate.dense.weight"]),
+            num_hidden_layers=_count_layers(text_state, r"encoder\.layer\.(\d+)"),
             num_attention_heads=hidden_size // _HEAD_DIM,
-            max_position_embeddings=len(text["embeddings.position_embeddings.weight"]),
+            max_position_embeddings=len(text_state["embeddings.position_embeddings.weight"]),
         ),
         add_pooling_layer=False,
     )  # fmt: skip
-    text_encoder.load_state_dict({name: value for name, value in text.items() if not name.endswith("position_ids")})
+    text_encoder.load_state_dict({k: value for k, value in text_state.items() if not k.endswith("position_ids")})
     linear_layers = []
     for number in sorted({int(name.split(".")[1]) for name in linear_state}):
         weight, bias = linear_state[f"layers.{number}.weight"], linear_state[f"layers.{number}.bias"]
@@ -139,9 +138,9 @@ def _rename_key(name: str) -> str:
 
 def _preprocess_image(image: Image.Image, size: int) -> np.ndarray:
     """Return an image as encoder input of shape C, H, W: the shorter side resized, the centre cropped, normalised."""
-    scale = size / min(image.size)
-    width, height = (max(size, int(side_length * scale)) for side_length in image.size)
+    resize_factor = size / min(image.size)
+    width, height = (max(size, int(side_length * resize_factor)) for side_length in image.size)
     x, y = round((width - size) / 2), round((height - size) / 2)
-    cropped = image.resize((width, height), Image.Resampling.BICUBIC).crop((x, y, x + size, y + size))
-    pixels = np.asarray(cropped, np.float32) / 255
+    cropped_image = image.resize((width, height), Image.Resampling.BICUBIC).crop((x, y, x + size, y + size))
+    pixels = np.asarray(cropped_image, np.float32) / 255
     return ((pixels - _PIXEL_MEAN) / _PIXEL_STD).transpose(2, 0, 1)

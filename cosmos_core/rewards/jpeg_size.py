@@ -5,32 +5,32 @@ from io import BytesIO
 from typing import Any
 
 from cosmos_core.rewards.images import to_frames
-from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns
 
-_DEFAULT_QUALITY = 95
+_DEFAULT_JPEG_QUALITY = 95
 _BYTES_PER_UNIT = 100_000.0
 
 
 class JpegSizeReward:
-    """Reward with the key `jpeg_size`: minus the size as JPEG, in units of 100 kB; `options` has `quality` (95)."""
+    """Reward model with the score `jpeg_size`: minus the size as JPEG, in units of 100 kB; `options.quality`: 95."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._quality = int(settings.options.get("quality", _DEFAULT_QUALITY))
+    def __init__(self, settings: RewardModelSettings) -> None:
+        self._quality = int(settings.options.get("quality", _DEFAULT_JPEG_QUALITY))
 
-    def score(self, items: Sequence[RewardInput]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the score of each image, or the mean over the frames of each video."""
         return {"jpeg_size": [_score_media(item.media, self._quality) for item in items]}
 
 
 def jpeg_size(to_be_evaluated: str, reference: str, *, media: Any) -> float:
     """Return minus the size of the image as JPEG, in units of 100 kB."""
-    return _score_media(media, _DEFAULT_QUALITY)
+    return _score_media(media, _DEFAULT_JPEG_QUALITY)
 
 
-def _score_media(media: Any, quality: int) -> float:
+def _score_media(media: Any, jpeg_quality: int) -> float:
     jpeg_sizes = []
     for image in to_frames(media):
         stream = BytesIO()
-        image.save(stream, format="JPEG", quality=quality)
+        image.save(stream, format="JPEG", quality=jpeg_quality)
         jpeg_sizes.append(stream.tell())
     return -sum(jpeg_sizes) / len(jpeg_sizes) / _BYTES_PER_UNIT

@@ -11,7 +11,7 @@ from typing import Any
 from openai import AsyncOpenAI, BadRequestError, UnprocessableEntityError
 
 from cosmos_core.rewards.base import error_on_one_line
-from cosmos_core.run.files import read_object, user_cache, write_text
+from cosmos_core.run.files import read_json_object, user_cache_folder, write_text
 
 _MAX_RETRIES = 3
 _PLACEHOLDER = re.compile(r"\{(prompt|reference|completion)\}")
@@ -27,7 +27,7 @@ async def judge(
     api_key = os.environ.get(judge_config["key_env"]) or "none"
     async with AsyncOpenAI(base_url=judge_config["endpoint"], api_key=api_key, max_retries=_MAX_RETRIES) as client:
         text_fields = [
-            {"prompt": _to_text(prompt), "completion": _to_text(completion), "reference": reference}
+            {"prompt": _turns_to_text(prompt), "completion": _turns_to_text(completion), "reference": reference}
             for prompt, completion, reference in zip(prompts, completions, references, strict=True)
         ]
         return list(await asyncio.gather(*(_request_score(client, judge_config, fields) for fields in text_fields)))
@@ -38,18 +38,18 @@ async def _request_score(
 ) -> tuple[float, dict[str, float]] | ValueError:
     request = _build_request(config, text_fields)
     cache_key = json.dumps([config["endpoint"], request], sort_keys=True)
-    cache_file = user_cache() / "judge" / f"{hashlib.sha256(cache_key.encode()).hexdigest()}.json"
-    reply = read_object(cache_file) if config["cache"] else {}
+    cache_file = user_cache_folder() / "judge" / f"{hashlib.sha256(cache_key.encode()).hexdigest()}.json"
+    reply = read_json_object(cache_file) if config["cache"] else {}
     token_counts = {"prompt_tokens": 0.0, "completion_tokens": 0.0}
     if "text" not in reply:
         try:
             response = await client.chat.completions.create(**request)
             reply = {"text": response.choices[0].message.content or ""}
         except (BadRequestError, UnprocessableEntityError, AttributeError, LookupError, TypeError) as error:
-            # Only this completion has no score: it is too long for the judge, or the reply is none of a chat.
+            # Only this completion has no score: it is too long for the judge, or the response has no chat message.
             return ValueError(error_on_one_line(error))
         token_counts = {name: float(getattr(response.usage, name, 0) or 0) for name in token_counts}
-    if isinstance(judge_score := _score(reply["text"], config["highest_score"]), ValueError):
+    if isinstance(judge_score := _parse_judge_score(reply["text"], config["highest_score"]), ValueError):
         return judge_score
     if config["cache"]:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ async def _request_score(
 
 def _build_request(config: Mapping[str, Any], text_fields: Mapping[str, str]) -> dict[str, Any]:
     # All placeholders are replaced in one pass, because the texts may contain placeholders too.
-    message = _PLACEHOLDER.sub(lambda match: text_fields[match[1]], config["template"])
+    user_message = _PLACEHOLDER.sub(lambda match: text_fields[match[1]], config["template"])
     score_schema = {"type": "integer", "minimum": 0, "maximum": config["highest_score"]}
     properties = {"reason": {"type": "string"}, "score": score_schema}
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
@@ -67,7 +67,7 @@ def _build_request(config: Mapping[str, Any], text_fields: Mapping[str, str]) ->
         "model": config["model"],
         "messages": [
             {"role": "system", "content": config["rubric"] + _REPLY_FORMAT.format(highest=config["highest_score"])},
-            {"role": "user", "content": message},
+            {"role": "user", "content": user_message},
         ],
         "temperature": config["temperature"],
         "max_tokens": config["max_tokens"],
@@ -75,7 +75,7 @@ def _build_request(config: Mapping[str, Any], text_fields: Mapping[str, str]) ->
     }
 
 
-def _score(text: str, highest_score: int) -> float | ValueError:
+def _parse_judge_score(text: str, highest_score: int) -> float | ValueError:
     """Return the score in a judge's reply, whose JSON may follow reasoning or be in a code block, or a `ValueError`."""
     text = text.rpartition("</think>")[2]
     try:
@@ -87,7 +87,7 @@ def _score(text: str, highest_score: int) -> float | ValueError:
     return float(score)
 
 
-def _to_text(value: Any) -> str:
+def _turns_to_text(value: Any) -> str:
     """Return a prompt or completion as text: a string unchanged, one turn as its content, more turns with roles."""
     if isinstance(value, str):
         return value

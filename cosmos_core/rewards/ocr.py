@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from cosmos_core.rewards.images import to_frames
-from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, require_packages
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, require_packages
 
 _QUOTED_TEXT = re.compile(r'"([^"]+)"|“([^”]+)”')
 _SINGLE_QUOTED_TEXT = re.compile(r"(?<!\w)'(.+?)'(?!\w)")
@@ -22,12 +22,12 @@ _MAX_FRAMES = 4
 
 
 class OcrReward:
-    """Reward with the key `ocr_reward`; the reward of a video is the mean over four frames."""
+    """Reward model with the score `ocr_reward`; the reward of a video is the mean over four frames."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RewardModelSettings) -> None:
         _load_ocr_engine()
 
-    def score(self, items: Sequence[RewardInput]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the score of each item; an item without an expected text has no score."""
         self.errors = [""] * len(items)
         scores: list[float | None] = []
@@ -46,10 +46,10 @@ def ocr(to_be_evaluated: str, reference: str, *, prompt: str, media: Any) -> flo
     return _score_item(RewardInput(prompt, media, reference=reference))
 
 
-def similarity(recognised_text: str, expected: str) -> float:
+def text_similarity(recognised_text: str, expected: str) -> float:
     """Return 1 - edits / length of the expected text, which may be anywhere in the recognised text; never below 0."""
-    recognised, expected_text = _normalise_text(recognised_text), _normalise_text(expected)
-    num_edits = 0 if expected_text in recognised else min(_edit_distance(recognised, expected_text), len(expected_text))
+    text, expected_text = _normalise_text(recognised_text), _normalise_text(expected)
+    num_edits = 0 if expected_text in text else min(_levenshtein_distance(text, expected_text), len(expected_text))
     return 1.0 - num_edits / max(1, len(expected))
 
 
@@ -58,7 +58,7 @@ def _score_item(item: RewardInput) -> float:
     expected_text = item.reference or next(filter(None, quote_match.groups() if quote_match else ()), "")
     if not expected_text:
         raise ValueError("the prompt has no text in quotes, and there is no reference: nothing to look for")
-    scores = [similarity(_recognise_text(image), expected_text) for image in to_frames(item.media, _MAX_FRAMES)]
+    scores = [text_similarity(_recognise_text(image), expected_text) for image in to_frames(item.media, _MAX_FRAMES)]
     return sum(scores) / len(scores)
 
 
@@ -79,8 +79,7 @@ def _normalise_text(text: str) -> str:
     return "".join(text.split()).lower()
 
 
-def _edit_distance(text: str, other_text: str) -> int:
-    """Return the Levenshtein distance of two texts."""
+def _levenshtein_distance(text: str, other_text: str) -> int:
     distances = list(range(len(other_text) + 1))
     for i, a in enumerate(text, 1):
         diagonal, distances[0] = distances[0], i

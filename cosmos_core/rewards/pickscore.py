@@ -5,7 +5,7 @@ from typing import Any
 
 from cosmos_core.rewards.clip_model import ClipModel
 from cosmos_core.rewards.images import middle_image
-from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings, score_one
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, score_item
 
 _DEFAULT_MODEL = "yuvalkirstain/PickScore_v1"
 _DEFAULT_PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -13,19 +13,18 @@ _LOGIT_DIVISOR = 26.0
 
 
 class PickscoreReward:
-    """Reward with the key `pickscore`: the logit of text and image, divided by 26 to be about 1."""
+    """Reward model with the score `pickscore`: the logit of text and image, divided by 26 to be about 1."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RewardModelSettings) -> None:
         self._clip = ClipModel("pickscore", settings, _DEFAULT_MODEL, _DEFAULT_PROCESSOR)
 
-    def score(self, items: Sequence[RewardInput]) -> Columns:
-        """Return the score of each image, or of the middle frame of each video."""
+    def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         cosines = self._clip.similarities([item.prompt for item in items], [middle_image(item.media) for item in items])
-        return {"pickscore": [self._clip.scale * cosine / _LOGIT_DIVISOR for cosine in cosines]}
+        return {"pickscore": [self._clip.logit_scale * cosine / _LOGIT_DIVISOR for cosine in cosines]}
 
 
 def pickscore(
     to_be_evaluated: str, reference: str, *, prompt: str, media: Any, custom: Any
 ) -> tuple[float, dict[str, float]]:
     """Return the PickScore of one image or video; `[custom.pickscore]` sets `model_path` and `device`."""
-    return score_one("pickscore", RewardInput(prompt, media), custom)
+    return score_item("pickscore", RewardInput(prompt, media), custom)

@@ -18,10 +18,10 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessPool
 
 from cosmos_core.environment import environment_for_user_code, mask_secrets
-from cosmos_core.observe.logs import configure
+from cosmos_core.observe.logs import configure_logging
 from cosmos_core.parent import kill_with_parent
 
-START_SECONDS = 120.0
+START_TIMEOUT_SECONDS = 120.0
 """Timeout in seconds for the start of a process, including imports; a user module may import a large package."""
 _HEARTBEAT_SECONDS = 1.0
 
@@ -35,11 +35,11 @@ class WorkerPool(ABC):
     _pool: ProcessPool | None = None
 
     @abstractmethod
-    def _open(self) -> ProcessPool:
-        """Start the processes and wait until one of them has loaded its program."""
+    def _start_pool(self) -> ProcessPool:
+        """Start a pool of processes and wait until one of the processes has loaded its code."""
 
     def __enter__(self) -> Self:
-        self._open()
+        self._start_pool()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -52,17 +52,20 @@ class WorkerPool(ABC):
             self._pool.join()
         self._pool = None
 
-    def _replace_pool(self, start: Callable[..., None], *arguments: Any, env: Sequence[str], count: int) -> ProcessPool:
-        """Replace the pool by a new pool, whose processes run an initializer first, and return it."""
+    def _replace_pool(
+        self, initializer: Callable[..., None], *arguments: Any, env: Sequence[str], num_processes: int
+    ) -> ProcessPool:
+        """Replace the pool by a new pool, whose processes call `initializer` first, and return it."""
         self.close()
         context = SpawnContext()
         context.Process = partial(_Process, tuple(env))  # type: ignore[assignment,misc]
-        self._pool = ProcessPool(count, initializer=start, initargs=(*arguments, env, os.getpid()), context=context)
+        initargs = (*arguments, env, os.getpid())
+        self._pool = ProcessPool(num_processes, initializer=initializer, initargs=initargs, context=context)
         return self._pool
 
-    def _working_pool(self) -> ProcessPool:
+    def _get_working_pool(self) -> ProcessPool:
         """Return the pool, or a new pool if it is broken."""
-        return self._pool if self._pool is not None and self._pool.active else self._open()
+        return self._pool if self._pool is not None and self._pool.active else self._start_pool()
 
 
 class _Process(SpawnProcess):
@@ -70,9 +73,9 @@ class _Process(SpawnProcess):
 
     _is_terminated = False
 
-    def __init__(self, names: tuple[str, ...], **keywords: Any) -> None:
+    def __init__(self, environment_names: tuple[str, ...], **keywords: Any) -> None:
         super().__init__(**keywords)
-        self.names = names
+        self.environment_names = environment_names
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
@@ -126,9 +129,9 @@ class _Popen(popen_spawn_posix.Popen):
         try:
             command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_input)
             descriptors = (*self._fds, tracker_fd, child_input, child_sentinel)  # type: ignore[attr-defined]
-            actions = [(os.POSIX_SPAWN_DUP2, descriptor, descriptor) for descriptor in descriptors]
-            environment = environment_for_user_code(process_obj.names)
-            self.pid = os.posix_spawn(spawn.get_executable(), command, environment, file_actions=actions)
+            file_actions = [(os.POSIX_SPAWN_DUP2, descriptor, descriptor) for descriptor in descriptors]
+            environment = environment_for_user_code(process_obj.environment_names)
+            self.pid = os.posix_spawn(spawn.get_executable(), command, environment, file_actions=file_actions)
         finally:
             os.close(child_input)
             os.close(child_sentinel)
@@ -136,12 +139,12 @@ class _Popen(popen_spawn_posix.Popen):
             file.write(process_data.getbuffer())
 
 
-def begin(env: Sequence[str], parent_pid: int) -> None:
+def init_worker(env: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process: it leads a process group, ends with its parent, and sees no secrets."""
     os.setpgid(0, 0)
     kill_with_parent(parent_pid)
     os.dup2(2, 1)  # standard output of user code goes to the log
-    configure()
+    configure_logging()
     _lower_oom_priority()
     mask_secrets(env)
 
@@ -156,14 +159,14 @@ def _lower_oom_priority() -> None:
         file.write("1000")
 
 
-def wait_for_futures(futures: Iterable[Future[Any]], patience: float, beat: Callable[[], None]) -> bool:
-    """Wait for the futures while sending heartbeats; return False if none finishes within `patience` seconds."""
+def wait_for_futures(futures: Iterable[Future[Any]], max_idle_seconds: float, beat: Callable[[], None]) -> bool:
+    """Wait for futures and call `beat` every second; return False if none finishes within `max_idle_seconds`."""
     pending_futures, last_progress_time = set(futures), time.monotonic()
     while pending_futures:
         done_futures, pending_futures = wait(pending_futures, _HEARTBEAT_SECONDS)
         beat()
         last_progress_time = time.monotonic() if done_futures else last_progress_time
-        if time.monotonic() - last_progress_time > patience:
+        if time.monotonic() - last_progress_time > max_idle_seconds:
             return False
     return True
 
@@ -172,5 +175,6 @@ def describe_exit(error: BrokenProcessPool | ProcessExpired) -> str:
     """Return a description of how a process has ended."""
     if isinstance(error, BrokenProcessPool):
         return "its process ended"
-    code = error.exitcode
-    return f"its process exited with code {code}" if code >= 0 else f"its process was killed by signal {-code}"
+    if error.exitcode < 0:
+        return f"its process was killed by signal {-error.exitcode}"
+    return f"its process exited with code {error.exitcode}"

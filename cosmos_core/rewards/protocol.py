@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 
 from cosmos_core.error_handling import convert_errors
-from cosmos_core.rewards.torch_file import SIGNATURE, NotATensorError, read_tensor
+from cosmos_core.rewards.torch_file import ZIP_SIGNATURE, NotATensorError, read_tensor
 
-ENQUEUE = "/api/reward/enqueue"
+ENQUEUE_PATH = "/api/reward/enqueue"
 PULL_PATH = "/api/reward/pull"
-PING = "/api/reward/ping"
-LATENT_ATTR = "/api/reward/latent_attr"
+PING_PATH = "/api/reward/ping"
+LATENT_ATTR_PATH = "/api/reward/latent_attr"
 
-PIN = "X-Lepton-Replica-Target"
+REPLICA_HEADER = "X-Lepton-Replica-Target"
 """HTTP header of a pull (request for scores), which names the replica that holds the scores."""
-IDEMPOTENCY_KEY = "Idempotency-Key"
+IDEMPOTENCY_HEADER = "Idempotency-Key"
 """HTTP header of an enqueue with the uuid of the request, so that a request that is sent twice is scored once."""
 STATE_HEADER = "X-Reward-State"
 """HTTP header of the response to a pull without scores: `pending`, or `unknown` if the service lacks the request."""
@@ -56,7 +56,7 @@ def decode_request(request_body: bytes | bytearray | memoryview) -> tuple[dict[s
     if newline_index < 0:
         raise ProtocolError(f"no newline within {MAX_JSON_BYTES} bytes; the body is one line of JSON, then an array")
     fields, array_bytes = _parse_json_fields(first_bytes[:newline_index]), body_view[newline_index + 1 :]
-    if bytes(array_bytes[:4]) != SIGNATURE:
+    if bytes(array_bytes[:4]) != ZIP_SIGNATURE:
         return fields, decode_array(array_bytes)
     try:
         array = read_tensor(array_bytes)
@@ -77,7 +77,7 @@ def decode_array(content: memoryview) -> np.ndarray:
         if version not in {(1, 0), (2, 0)}:
             raise ProtocolError(f"the array has format version {version}; 1.0 and 2.0 are read")
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read_header(stream, max_header_size=_MAX_NPY_HEADER_BYTES)  # type: ignore[call-arg]
+        shape, is_fortran_order, dtype = read_header(stream, max_header_size=_MAX_NPY_HEADER_BYTES)  # type: ignore[call-arg]
     if dtype.str not in _SUPPORTED_DTYPES:
         raise ProtocolError(f"the array is of {dtype.str!r}; uint8, float16, float32 and float64 are read")
     if not 1 <= len(shape) <= _MAX_AXES or any(type(axis_size) is not int or axis_size < 0 for axis_size in shape):
@@ -87,7 +87,7 @@ def decode_array(content: memoryview) -> np.ndarray:
         raise ProtocolError(f"the array has {len(content) - data_offset} bytes; its shape and dtype make {num_bytes}")
     flat_array = np.frombuffer(content, dtype, offset=data_offset)
     try:
-        return flat_array.reshape(shape, order="F" if is_fortran else "C")
+        return flat_array.reshape(shape, order="F" if is_fortran_order else "C")
     except ValueError as error:  # the axes of an empty array exceed the limits of numpy
         raise ProtocolError(f"the array has the shape {str(shape)[:100]}, which none can have") from error
 
@@ -106,9 +106,9 @@ def _parse_json_fields(line: bytes) -> dict[str, Any]:
 
 def _json_depth(line: bytes) -> int:
     """Return an upper bound of the nesting depth of JSON text: the number of brackets if there are few."""
-    num_opened = line.count(b"[") + line.count(b"{")
-    if num_opened <= _MAX_JSON_DEPTH:
-        return num_opened
+    num_brackets = line.count(b"[") + line.count(b"{")
+    if num_brackets <= _MAX_JSON_DEPTH:
+        return num_brackets
     max_depth = depth = 0
     is_in_string = is_escaped = False
     for byte in line:

@@ -23,10 +23,10 @@ import httpx
 import numpy as np
 
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig, RewardFunctionConfig
-from cosmos_core.environment import tls_trust
+from cosmos_core.environment import make_tls_verify
 from cosmos_core.errors import RewardError, StageFailed
-from cosmos_core.rewards.base import request_of, to_json_value
-from cosmos_core.rewards.exchange import MissingScores, ReplicaState, Service, ServiceRequest
+from cosmos_core.rewards.base import make_reward_request, to_json_value
+from cosmos_core.rewards.exchange import MissingScores, ReplicaState, ServiceEndpoints, ServiceRequest
 from cosmos_core.rewards.process import wait_for_futures
 from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.wan_latents import WanLatents
@@ -37,26 +37,29 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Scores:
-    """Scores of one completion: the clipped score of each function, or the reason why a score is missing."""
+class _CompletionScores:
+    """Scores of one completion: the clipped score of each reward function, or the reason why a score is missing."""
 
     scores: dict[RewardFunctionConfig, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     error: str = ""
-    is_told: bool = False
+    is_service_error: bool = False
     """Whether the service reported that the completion cannot be scored, rather than not responding."""
 
     def record_missing(self, function: RewardFunctionConfig, reason: str, *, is_service_error: bool) -> None:
         """Record that a function returned no score; ignore functions of weight 0, which are only logged."""
         if function.weight:
-            self.error, self.is_told = self.error or f"{function.name}: {reason}", is_service_error
+            self.error, self.is_service_error = self.error or f"{function.name}: {reason}", is_service_error
+
+
+_RequestAndScores = tuple[Mapping[str, Any], _CompletionScores]
 
 
 class RemoteRewards:
     """Client that scores completions by the functions of a reward service; `beat` is called while it waits."""
 
     def __init__(
-        self, config: RemoteRewardConfig, service: Service, *, beat: Callable[[], None] = lambda: None
+        self, config: RemoteRewardConfig, service: ServiceEndpoints, *, beat: Callable[[], None] = lambda: None
     ) -> None:
         self._config, self._service, self._heartbeat = config, service, beat
         self._replica_state = ReplicaState([0] * len(service.replicas))
@@ -65,30 +68,29 @@ class RemoteRewards:
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return the groups, in order, each with one score per completion; see `score` for errors."""
-        requests = [request_of(group, k) for group in groups for k in range(len(group.completions))]
+        requests = [make_reward_request(group, k) for group in groups for k in range(len(group.completions))]
         scores = iter(self.score(requests))
-        by_group = [tuple(itertools.islice(scores, len(group.completions))) for group in groups]
-        return [
-            ScoredGroup(group, _invalidate_partial_group(each)) for group, each in zip(groups, by_group, strict=True)
-        ]
+        group_scores = [tuple(itertools.islice(scores, len(group.completions))) for group in groups]
+        return [ScoredGroup(*each) for each in zip(groups, map(_invalidate_partial_group, group_scores), strict=True)]
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """Return one score per request, in order; a request has the fields of `request_of`. The service scores `media`
-        or, in a request without media, the text `to_be_evaluated`. Raise `RewardError` if the service refuses requests
-        or lacks a configured score, and `StageFailed` if a score is missing and `missing_score` is "fail"."""
-        config, scores, unscored = self._config, [_Scores() for _ in requests], list(range(len(requests)))
+        """Return one score per request, in order; a request has the fields of `make_reward_request`. The service scores
+        `media` or, in a request without media, the text `to_be_evaluated`. Raise `RewardError` if the service refuses
+        requests or lacks a configured score, and `StageFailed` if a score is missing and `missing_score` is "fail"."""
+        config, unscored_indices = self._config, list(range(len(requests)))
+        scores = [_CompletionScores() for _ in requests]
         for attempt in range(1 + (config.retries if config.missing_score == "retry" else 0)):
-            if not unscored:
+            if not unscored_indices:
                 break
             if attempt:
                 message = "%d completions have no score (%s); they are sent again"
-                log.warning(message, len(unscored), scores[unscored[0]].error)
-            for i in unscored:
-                scores[i] = _Scores()
-            self._run_in_thread(self._score_batches([(requests[i], scores[i]) for i in unscored]))
-            unscored = [i for i in unscored if scores[i].error]
-        if unscored and config.missing_score == "fail":
-            raise StageFailed(f"{len(unscored)} completions have no score: {scores[unscored[0]].error}")
+                log.warning(message, len(unscored_indices), scores[unscored_indices[0]].error)
+            for i in unscored_indices:
+                scores[i] = _CompletionScores()
+            self._run_in_thread(self._score_batches([(requests[i], scores[i]) for i in unscored_indices]))
+            unscored_indices = [i for i in unscored_indices if scores[i].error]
+        if unscored_indices and config.missing_score == "fail":
+            raise StageFailed(f"{len(unscored_indices)} completions have no score: {scores[unscored_indices[0]].error}")
         return [self._total_score(request_scores) for request_scores in scores]
 
     def _run_in_thread(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -103,32 +105,32 @@ class RemoteRewards:
         except BaseExceptionGroup as error_group:
             raise error_group.exceptions[0] from error_group
         finally:
-            asyncio.run_coroutine_threadsafe(_cancel_tasks(), loop).result()
+            asyncio.run_coroutine_threadsafe(_cancel_other_tasks(), loop).result()
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
 
-    def _total_score(self, scores: _Scores) -> Score:
+    def _total_score(self, scores: _CompletionScores) -> Score:
         if scores.error:
-            return Score(None, scores.metrics, scores.error, scores.is_told)
+            return Score(None, scores.metrics, scores.error, scores.is_service_error)
         total = sum(function.weight * score for function, score in scores.scores.items())
         total = min(max(total, self._config.reward_clip_min), self._config.reward_clip_max)
         return Score(self._config.scale * total, scores.metrics)
 
-    async def _score_batches(self, items: Sequence[tuple[Mapping[str, Any], _Scores]]) -> None:
-        request_slots = asyncio.Semaphore(self._config.max_in_flight)
+    async def _score_batches(self, items: Sequence[_RequestAndScores]) -> None:
+        request_semaphore = asyncio.Semaphore(self._config.max_in_flight)
         limits = httpx.Limits(max_connections=self._config.max_in_flight)
         async with (
-            httpx.AsyncClient(headers=self._service.headers, limits=limits, verify=tls_trust()) as client,
+            httpx.AsyncClient(headers=self._service.headers, limits=limits, verify=make_tls_verify()) as client,
             asyncio.TaskGroup() as task_group,
         ):
             for batch in _split_into_batches(items, self._config.batch_size):
-                task_group.create_task(self._score_batch(client, request_slots, batch))
+                task_group.create_task(self._score_batch(client, request_semaphore, batch))
 
     async def _score_batch(
-        self, client: httpx.AsyncClient, slots: asyncio.Semaphore, batch: Sequence[tuple[Mapping[str, Any], _Scores]]
+        self, client: httpx.AsyncClient, request_semaphore: asyncio.Semaphore, batch: Sequence[_RequestAndScores]
     ) -> None:
-        async with slots:
+        async with request_semaphore:
             service_request = ServiceRequest(self._service, client, self._config.timeout_seconds, self._replica_state)
             batch_scores = [scores for _, scores in batch]
             try:
@@ -160,13 +162,13 @@ class RemoteRewards:
                     fields[name] = [request.get(name) for request in requests]
         elif isinstance(media[0], np.ndarray):
             fields["media_type"], array = self._encode_videos(media)
-            rates = [(request.get("metadata") or {}).get("video_fps", _DEFAULT_FPS) for request in requests]
-            fields["video_infos"] = [{"video_fps": rate} for rate in rates]
+            frame_rates = [(request.get("metadata") or {}).get("video_fps", _DEFAULT_FPS) for request in requests]
+            fields["video_infos"] = [{"video_fps": frame_rate} for frame_rate in frame_rates]
         else:
             fields["media_type"], array = "image", np.stack([np.asarray(item.convert("RGB")) for item in media])
         if any(request.get("reference") for request in requests):
             fields["references"] = [request.get("reference") or "" for request in requests]
-        return encode_request(to_json_value(fields | _row_fields(requests)), array)
+        return encode_request(to_json_value(fields | _metadata_fields(requests)), array)
 
     def _encode_videos(self, videos: Sequence[np.ndarray]) -> tuple[str, np.ndarray]:
         if not self._config.video_vae:
@@ -176,8 +178,7 @@ class RemoteRewards:
             return "latent", self._vae.encode(videos)
 
 
-async def _cancel_tasks() -> None:
-    """Cancel all other tasks in the running event loop."""
+async def _cancel_other_tasks() -> None:
     other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in other_tasks:
         task.cancel()
@@ -195,8 +196,8 @@ def _split_into_batches(items: Sequence[Any], batch_size: int) -> list[list[Any]
     return [each[i : i + batch_size] for each in batches_by_shape.values() for i in range(0, len(each), batch_size)]
 
 
-def _row_fields(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the columns of rows as `metadata`; those that the reward `gen_eval` expects are fields of their own."""
+def _metadata_fields(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the request fields with the columns of the rows: `metadata`, and the fields for the reward `gen_eval`."""
     rows = [{k: v for k, v in (request.get("metadata") or {}).items() if k != "video_fps"} for request in requests]
     fields: dict[str, Any] = {}
     if all("include" in row and "tag" in row for row in rows):
@@ -206,34 +207,36 @@ def _row_fields(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return fields | ({"metadata": rows} if any(rows) else {})
 
 
-def _record_metrics(function: RewardFunctionConfig, response: Mapping[str, Any], batch: Sequence[_Scores]) -> None:
-    """Record all numbers in a reply of the service as metrics; only rewards are clipped."""
+def _record_metrics(
+    function: RewardFunctionConfig, response: Mapping[str, Any], batch: Sequence[_CompletionScores]
+) -> None:
+    """Record the numbers of a response of the service, other than the reward itself, as metrics, without clipping."""
     scores = response.get("scores")
     for name, column in scores.items() if isinstance(scores, dict) else ():
-        for i, each in enumerate(batch):
+        for i, completion_scores in enumerate(batch):
             value = _finite_number_at(column, i, len(batch))
             if value is not None and name != function.name:
-                each.metrics[f"{function.name}/{name}"] = value
+                completion_scores.metrics[f"{function.name}/{name}"] = value
 
 
 def _record_scores(
-    function: RewardFunctionConfig, metric: str, response: Mapping[str, Any], batch: Sequence[_Scores]
+    function: RewardFunctionConfig, metric: str, response: Mapping[str, Any], batch: Sequence[_CompletionScores]
 ) -> None:
     """Record the score, or the error, for each completion; raise RewardError if the response lacks the score key."""
     scores, errors = response.get("scores"), response.get("errors")
     if not isinstance(scores, dict) or not scores:
         error = response.get("error")
-        for each in batch:  # the death of a process is transient, an exception of a reward function is not
-            is_service_error = bool(error) and not response.get("is_lost")
+        is_service_error = bool(error) and not response.get("is_lost")  # a lost process is transient
+        for each in batch:
             each.record_missing(function, error or "the response has no scores", is_service_error=is_service_error)
         return
     score_key = function.score_key or function.name
     keys = [score_key] if score_key in scores else [part.strip() for part in score_key.split("+") if part.strip()]
     unknown_keys = [part for part in keys if part not in scores]
     if unknown_keys or not keys:
-        missing_text = ", ".join(map(repr, unknown_keys or [score_key]))
+        missing_keys_text = ", ".join(map(repr, unknown_keys or [score_key]))
         raise RewardError(
-            f"remote_reward.reward_fns: {function.name!r} returns no {missing_text}; set score_key to one of "
+            f"remote_reward.reward_fns: {function.name!r} returns no {missing_keys_text}; set score_key to one of "
             f"{', '.join(sorted(scores))}, or to several with +"
         )
     for i, each in enumerate(batch):
@@ -243,13 +246,13 @@ def _record_scores(
             each.record_missing(function, reason or "the response has no number for it", is_service_error=True)
             continue
         score = math.fsum(v for v in values if v is not None)
-        each.scores[function] = function.clipped(score)
+        each.scores[function] = function.clip_score(score)
         # A function of weight 0 is only logged, so its score is not clipped.
         each.metrics[metric] = each.scores[function] if function.weight else score
 
 
 def _is_failed_item(scores: Mapping[str, Any], i: int) -> bool:
-    """Return True if numbers mean an error in Cosmos-RL's service: a prediction `Error`, or -1 as each video score."""
+    """Return True if item `i` failed in Cosmos-RL's service: its prediction is `Error`, or its video scores are -1."""
     column = scores.get("prediction")
     if isinstance(column, list) and i < len(column) and column[i] == "Error":
         return True
@@ -257,9 +260,9 @@ def _is_failed_item(scores: Mapping[str, Any], i: int) -> bool:
     return all(isinstance(column, list) and i < len(column) and column[i] == -1.0 for column in score_columns)
 
 
-def _finite_number_at(column: Any, i: int, count: int) -> float | None:
-    """Return entry `i` of a list of `count` values as a finite float; None for other lists and values."""
-    value = column[i] if isinstance(column, list) and len(column) == count else None
+def _finite_number_at(column: Any, i: int, num_items: int) -> float | None:
+    """Return entry `i` of a list of `num_items` values as a float; None if it is no finite number, or no such list."""
+    value = column[i] if isinstance(column, list) and len(column) == num_items else None
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:

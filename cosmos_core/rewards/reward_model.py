@@ -17,13 +17,12 @@ from inspect import isclass
 from typing import Any, Protocol, cast
 
 from cosmos_core.errors import RewardError
-from cosmos_core.registry import import_user_code, load_named, offered_names, suggestion
-from cosmos_core.rewards.base import Reward, error_on_one_line, load_reward, to_json_value
+from cosmos_core.registry import import_user_code, list_defined_names, load_named, suggest_names
+from cosmos_core.rewards.base import REWARDS_PACKAGE, Reward, error_on_one_line, load_reward, to_json_value
 
-FOLDER = "cosmos_core.rewards"
 _OPTION_PARAMETERS = ("max_tokens", "overlong")
 """Parameters of reward functions whose values come from the recipe in training, and from `options` in the service."""
-Columns = dict[str, Any]
+ScoreColumns = dict[str, Any]
 """Scores by key; each value is a list with one number or text per item, or a dict of such lists."""
 
 
@@ -42,7 +41,7 @@ class RewardInput:
 
 
 @dataclass(frozen=True)
-class Settings:
+class RewardModelSettings:
     """Settings with which a reward model is loaded."""
 
     model_path: str = ""
@@ -57,21 +56,21 @@ class Settings:
 class Scorer(Protocol):
     """Interface of an object that scores batches of items."""
 
-    def score(self, items: Sequence[RewardInput]) -> Columns:
-        """Return the scores of all items, by key."""
+    def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
+        """Return the scores of all items by the name of the score; image rewards score the middle frame of a video."""
 
 
 class FunctionReward:
     """Reward model that calls a reward function once per item."""
 
-    def __init__(self, name: str, reward: Reward, settings: Settings) -> None:
+    def __init__(self, name: str, reward: Reward, settings: RewardModelSettings) -> None:
         self._name, self._reward, self._custom = name, reward, dict(settings.options)
         self._option_values = {name: self._custom[name] for name in _OPTION_PARAMETERS if name in self._custom}
         self.errors: list[str] = []
 
-    def score(self, items: Sequence[RewardInput]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the values of the reward function for all items, with each further metric under a separate key."""
-        columns: Columns = {self._name: [None] * len(items)}
+        columns: ScoreColumns = {self._name: [None] * len(items)}
         self.errors = [""] * len(items)
         for i, item in enumerate(items):
             fields = {
@@ -90,27 +89,27 @@ class FunctionReward:
         return columns
 
 
-def load_served(name: str, entry: str, settings: Settings) -> Scorer:
+def load_scorer(name: str, entry: str, settings: RewardModelSettings) -> Scorer:
     """Load a reward model by name, or by the import path `entry` of user code. Raise `RewardError` if the reward is
     missing or cannot be loaded; the message names the packages to install."""
     if entry:
         user_object = import_user_code(entry)
         if isclass(user_object):
-            return cast(Callable[[Settings], Scorer], user_object)(settings)
+            return cast(Callable[[RewardModelSettings], Scorer], user_object)(settings)
         return FunctionReward(name, load_reward(entry), settings)
     if has_model(name):
-        scorer = load_named(name, FOLDER, "Reward")(settings)
+        scorer = load_named(name, REWARDS_PACKAGE, "Reward")(settings)
         return scorer
-    reward_names = sorted({*offered_names(FOLDER, "Reward"), *offered_names(FOLDER)})
+    reward_names = sorted({*list_defined_names(REWARDS_PACKAGE, "Reward"), *list_defined_names(REWARDS_PACKAGE)})
     if name not in reward_names:
         raise RewardError(
             f"reward_type = {name!r}: there is no such reward; one of your own is named by entry = "
-            f'"path/file.py:thing"{suggestion(name, reward_names)}'
+            f'"path/file.py:thing"{suggest_names(name, reward_names)}'
         )
     reward = load_reward(name)
-    if "judge_config" in reward.binding.keywords:
+    if "judge_config" in reward.binding.declared_parameters:
         raise RewardError(f"reward_type = {name!r} has its settings in recipes alone; name it in reward_function there")
-    required_options = [option for option in _OPTION_PARAMETERS if option in reward.binding.keywords]
+    required_options = [option for option in _OPTION_PARAMETERS if option in reward.binding.declared_parameters]
     if missing_options := [f"options.{option}" for option in required_options if option not in settings.options]:
         raise RewardError(
             f"the reward {name!r} needs {' and '.join(missing_options)}, which no request has; for example options = "
@@ -119,11 +118,11 @@ def load_served(name: str, entry: str, settings: Settings) -> Scorer:
     return FunctionReward(name, reward, settings)
 
 
-def replace_nonfinite(columns: Columns, count: int) -> tuple[Columns, list[str]]:
+def replace_nonfinite(columns: ScoreColumns, num_items: int) -> tuple[ScoreColumns, list[str]]:
     """Return the columns with None for numbers that are not finite, and the reason for each item without a score. Raise
     `ValueError` if the length of a column is not the number of items."""
-    errors = [""] * count
-    return {key: _clean_column(key, column, count, errors) for key, column in columns.items()}, errors
+    errors = [""] * num_items
+    return {key: _clean_column(key, column, num_items, errors) for key, column in columns.items()}, errors
 
 
 def _clean_column(key: str, column: Any, num_items: int, errors: list[str]) -> Any:
@@ -138,15 +137,15 @@ def _clean_column(key: str, column: Any, num_items: int, errors: list[str]) -> A
     return json_values
 
 
-def require_packages(name: str, extra: str, *modules: str) -> None:
+def require_packages(name: str, install_hint: str, *module_names: str) -> None:
     """Raise `RewardError`, which says what to install, if a package of a reward is not installed."""
-    if missing_modules := [module for module in modules if importlib.util.find_spec(module) is None]:
-        raise RewardError(f"the reward {name!r} needs {', '.join(missing_modules)}, not installed here; {extra}")
+    if missing_names := [module for module in module_names if importlib.util.find_spec(module) is None]:
+        raise RewardError(f"the reward {name!r} needs {', '.join(missing_names)}, not installed here; {install_hint}")
 
 
 def has_model(name: str) -> bool:
     """Return whether a built-in reward function scores with a model, which `open_model` loads."""
-    return name in offered_names(FOLDER, "Reward")
+    return name in list_defined_names(REWARDS_PACKAGE, "Reward")
 
 
 def open_model(name: str, custom: Mapping[str, Any] | None) -> Scorer:
@@ -155,13 +154,14 @@ def open_model(name: str, custom: Mapping[str, Any] | None) -> Scorer:
     settings = dict((custom or {}).get(name) or {})
     cache_key = (name, repr(sorted(settings.items())))
     if cache_key not in _loaded_models:
-        settings_fields = {k: settings.pop(k) for k in list(settings) if k in Settings.__dataclass_fields__}
+        settings_fields = {k: settings.pop(k) for k in list(settings) if k in RewardModelSettings.__dataclass_fields__}
         options = settings | dict(settings_fields.pop("options", {}))
-        _loaded_models[cache_key] = load_named(name, FOLDER, "Reward")(Settings(**settings_fields, options=options))
+        model_settings = RewardModelSettings(**settings_fields, options=options)
+        _loaded_models[cache_key] = load_named(name, REWARDS_PACKAGE, "Reward")(model_settings)
     return _loaded_models[cache_key]
 
 
-def score_one(name: str, item: RewardInput, custom: Mapping[str, Any] | None) -> tuple[float, dict[str, float]]:
+def score_item(name: str, item: RewardInput, custom: Mapping[str, Any] | None) -> tuple[float, dict[str, float]]:
     """Return the score of one item by the model of a built-in reward, see `open_model`. Raise `ValueError` if the item
     has no score."""
     columns, errors = replace_nonfinite(open_model(name, custom).score([item]), 1)

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 
-from cosmos_core.config.source_weights import weights_of
-from cosmos_core.environment import masked
+from cosmos_core.config.source_weights import reward_weights_of_source
+from cosmos_core.environment import mask_text
 from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.registry import is_import_path
-from cosmos_core.rewards.base import Reward, error_on_one_line, load_reward, metric_names, request_of
-from cosmos_core.rewards.process import START_SECONDS, WorkerPool, begin, describe_exit, wait_for_futures
+from cosmos_core.rewards.base import Reward, error_on_one_line, load_reward, make_reward_request, metric_names
+from cosmos_core.rewards.process import START_TIMEOUT_SECONDS, WorkerPool, describe_exit, init_worker, wait_for_futures
 from cosmos_core.rewards.reward_model import has_model, open_model
 from cosmos_core.transient import is_transient
 from cosmos_core.types import Group, Score, ScoredGroup
@@ -41,7 +41,8 @@ log = logging.getLogger(__name__)
 
 _LOAD_SECONDS = 900.0  # maximum number of seconds to load the rewards, which may first download their models
 _MAX_BROKEN_POOLS = 3  # maximum number of process pools that may break per call of `score`, as idle processes may die
-_MAX_TIMEOUTS = 4  # number of calls of a reward per process that may time out before its other calls are cancelled
+_MAX_TIMEOUTS = 4
+"""Number of calls of a reward, per process, that may time out before its other calls are cancelled."""
 
 
 class _RewardResult(NamedTuple):
@@ -67,12 +68,12 @@ class RewardRunner(WorkerPool):
     """Runner that scores completions by a weighted sum of rewards in worker processes.
 
     `timeout_seconds` is the deadline of each call of a reward function, unless `timeouts` has another for that reward;
-    a call that ends its process is retried up to `retries` times. `constants` are the values of `base.KEYWORDS` that
-    are the same for each completion; `beat` is called while the runner waits. If the first calls of a reward all time
-    out, the rest is cancelled. The processes see standard environment variables and the variables in `env`. With
-    `by_group`, user functions are called once for all completions of a prompt, with one deadline; if the call fails,
-    all these completions are invalid. Calls from several threads run one at a time. Entering the runner, and a call
-    that replaces all processes, raise `RewardError` if a reward is missing or cannot be loaded.
+    a call that ends its process is retried up to `retries` times. `constant_fields` are the values of
+    `base.REWARD_PARAMETERS` that are the same for each completion; `beat` is called while the runner waits. If the
+    first calls of a reward all time out, the rest is cancelled. The processes see standard environment variables and
+    the variables in `env`. With `call_per_group`, user functions are called once for all completions of a prompt, with
+    one deadline; if the call fails, all these completions are invalid. Calls from several threads run one at a time.
+    Entering the runner, and a call that replaces all processes, raise `RewardError` if a reward cannot be loaded.
     """
 
     def __init__(  # noqa: PLR0913 - all are settings, most with a default
@@ -83,31 +84,31 @@ class RewardRunner(WorkerPool):
         timeouts: Mapping[str, float] | None = None,
         num_workers: int | None = None,
         retries: int = 1,
-        constants: Mapping[str, Any] | None = None,
+        constant_fields: Mapping[str, Any] | None = None,
         env: Sequence[str] = (),
         beat: Callable[[], None] = lambda: None,
-        by_group: bool = False,
+        call_per_group: bool = False,
     ) -> None:
         """Set up the runner; `num_workers` None starts one process per core, or one process if a reward has a model."""
         self._weights = weights
-        self._group_functions = {name for name in weights if by_group and is_import_path(name)}
+        self._group_functions = {name for name in weights if call_per_group and is_import_path(name)}
         self._names = metric_names(weights)
         self._timeout, self._retries, self._env, self._beat = timeout_seconds, retries, tuple(env), beat
         self._timeouts = timeouts or {}
         self._num_workers = num_workers or (1 if any(map(has_model, weights)) else len(os.sched_getaffinity(0)))
         self._max_timeouts = _MAX_TIMEOUTS * self._num_workers
-        self._constants = {"custom": {}, **(constants or {})}
+        self._constant_fields = {"custom": {}, **(constant_fields or {})}
         self._has_loaded, self._lock = False, threading.Lock()
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return the groups, in order, each with one score per completion."""
-        requests = [[request_of(group, k) for k in range(len(group.completions))] for group in groups]
+        requests = [[make_reward_request(group, k) for k in range(len(group.completions))] for group in groups]
         sources = [group.prompt.source for group in groups]
         return [ScoredGroup(*each) for each in zip(groups, self._score_requests(requests, sources), strict=True)]
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Return one score per request, in order. A request has `to_be_evaluated`, `reference`, and may have
-        `base.KEYWORDS`; each stands for a separate prompt."""
+        `base.REWARD_PARAMETERS`; requests are scored independently, as if each had its own prompt."""
         return [score for (score,) in self._score_requests([[request] for request in requests])]
 
     def _score_requests(
@@ -115,24 +116,26 @@ class RewardRunner(WorkerPool):
     ) -> list[tuple[Score, ...]]:
         """Return the scores of the requests of each prompt; `sources` are the data sets of the prompts."""
         calls = []
-        weights_of_groups = [weights_of(self._weights, source) for source in sources or [""] * len(groups)]
+        get_weights = partial(reward_weights_of_source, self._weights)
+        weights_of_groups = list(map(get_weights, sources or [""] * len(groups)))
         for group, weights in zip(groups, weights_of_groups, strict=True):
             for name in weights:
                 request_batches = [group] if name in self._group_functions else [[request] for request in group]
-                calls += [_RewardCall(name, unit, name in self._group_functions) for unit in request_batches if unit]
-        with cleanup_on_error(self.close), self._lock:  # kill busy processes, which would delay the next requests
-            results = itertools.chain.from_iterable(self._results(calls))
+                calls += [_RewardCall(name, batch, name in self._group_functions) for batch in request_batches if batch]
+        with cleanup_on_error(self.close), self._lock:  # after an error, kill processes that still score old requests
+            results = itertools.chain.from_iterable(self._run_calls(calls))
         scores = []
         for group, weights in zip(groups, weights_of_groups, strict=True):
             results_by_reward = [[next(results) for _ in group] for _ in weights]
-            scores.append(tuple(self._total(each, weights) for each in zip(*results_by_reward, strict=True)))
+            scores.append(tuple(self._sum_results(each, weights) for each in zip(*results_by_reward, strict=True)))
         return scores
 
-    def _open(self) -> ProcessPool:
-        """Start the processes and wait until one of them has loaded the rewards. Raise `RewardError` if that is not
-        possible, and `StageFailed` if loading timed out, had succeeded before, or its process was killed."""
+    def _start_pool(self) -> ProcessPool:
+        """Start the processes and wait until one of them has loaded the rewards. Raise `StageFailed` if loading timed
+        out, the process was killed, or the rewards were loaded successfully before; otherwise raise `RewardError`."""
         names = list(self._weights)
-        pool = self._replace_pool(_start_worker, names, self._constants, env=self._env, count=self._num_workers)
+        arguments = (names, self._constant_fields)
+        pool = self._replace_pool(_start_worker, *arguments, env=self._env, num_processes=self._num_workers)
         try:
             with cleanup_on_error(self.close):
                 load_future = pool.schedule(_load_rewards, args=(names,))
@@ -147,66 +150,66 @@ class RewardRunner(WorkerPool):
         self._has_loaded = True
         return pool
 
-    def _results(self, calls: Sequence[_RewardCall]) -> list[list[_RewardResult]]:
+    def _run_calls(self, calls: Sequence[_RewardCall]) -> list[list[_RewardResult]]:
         """Return the results of each call of a reward function. Calls that ended their worker process are retried when
         all other calls are done, unless the remaining calls of that reward function were cancelled."""
         results: list[list[_RewardResult]] = [[]] * len(calls)
         pending_indices = list(range(len(calls)))
         attempt, num_broken_pools = 1, 0
         while pending_indices and attempt <= self._retries + 1 and num_broken_pools <= _MAX_BROKEN_POOLS:
-            pool = self._working_pool()
+            pool = self._get_working_pool()
             futures = {
-                i: pool.schedule(_score_completions, args=calls[i], timeout=self._timeout_of(calls[i].reward))
+                i: pool.schedule(_score_completions, args=calls[i], timeout=self._get_timeout(calls[i].reward))
                 for i in pending_indices
             }
-            cancelled: set[str] = set()
+            cancelled_rewards: set[str] = set()
             named_futures = [(calls[i].reward, future) for i, future in futures.items()]
-            check = partial(self._cancel_hanging_rewards, named_futures, cancelled)
-            max_timeout = max(self._timeout_of(calls[i].reward) for i in pending_indices)
-            if not wait_for_futures(futures.values(), max_timeout + START_SECONDS, check):
-                self.close()  # the pool is unusable: a request was lost with its process, or no process started
-            pending_indices, is_broken = [], False
+            cancel_hanging = partial(self._cancel_hanging_rewards, named_futures, cancelled_rewards)
+            max_timeout = max(self._get_timeout(calls[i].reward) for i in pending_indices)
+            if not wait_for_futures(futures.values(), max_timeout + START_TIMEOUT_SECONDS, cancel_hanging):
+                self.close()  # the pool is unusable: a call was lost with its process, or no process started
+            pending_indices, is_pool_broken = [], False
             for i, future in futures.items():
                 reward = calls[i].reward
                 try:
                     results[i] = future.result(timeout=0)
                 except (BrokenProcessPool, ProcessExpired, TimeoutError, CancelledError) as error:
-                    is_broken |= isinstance(error, BrokenProcessPool)
-                    reason = self._reason(error, reward)
+                    is_pool_broken |= isinstance(error, BrokenProcessPool)
+                    reason = self._describe_failure(error, reward)
                     results[i] = [_RewardResult(error=reason)] * len(calls[i].requests)
-                    if reward not in cancelled:
+                    if reward not in cancelled_rewards:
                         pending_indices.append(i)
                         log.warning("reward %s: %s (attempt %d of %d)", reward, reason, attempt, self._retries + 1)
-            for reward in cancelled:
+            for reward in cancelled_rewards:
                 log.warning("reward %s: its first %d calls were not done in %g s; the rest is given up",
-                            reward, self._max_timeouts, self._timeout_of(reward))  # fmt: skip
-            attempt, num_broken_pools = attempt + (not is_broken), num_broken_pools + is_broken
+                            reward, self._max_timeouts, self._get_timeout(reward))  # fmt: skip
+            attempt, num_broken_pools = attempt + (not is_pool_broken), num_broken_pools + is_pool_broken
         return results
 
-    def _cancel_hanging_rewards(self, calls: Sequence[tuple[str, Future[Any]]], cancelled: set[str]) -> None:
+    def _cancel_hanging_rewards(self, futures: Sequence[tuple[str, Future[Any]]], cancelled_rewards: set[str]) -> None:
         """Call `beat`, and cancel the remaining calls of each reward whose first calls have all timed out, because each
-        call would occupy a process until its deadline; add the names of these rewards to `cancelled`."""
+        call would occupy a process until its deadline; add the names of these rewards to `cancelled_rewards`."""
         self._beat()
-        for reward in {name for name, _ in calls} - cancelled:
-            futures = [future for name, future in calls if name == reward]
-            exceptions = [future.exception() for future in futures if future.done()]
+        for reward in {name for name, _ in futures} - cancelled_rewards:
+            reward_futures = [future for name, future in futures if name == reward]
+            exceptions = [future.exception() for future in reward_futures if future.done()]
             if len(exceptions) >= self._max_timeouts and all(isinstance(each, TimeoutError) for each in exceptions):
-                cancelled.add(reward)
-                for future in futures:
+                cancelled_rewards.add(reward)
+                for future in reward_futures:
                     future.cancel()
 
-    def _timeout_of(self, reward: str) -> float:
+    def _get_timeout(self, reward: str) -> float:
         return self._timeouts.get(reward, self._timeout)
 
-    def _reason(self, error: Exception, reward: str) -> str:
+    def _describe_failure(self, error: Exception, reward: str) -> str:
         if isinstance(error, BrokenProcessPool | ProcessExpired):
             return describe_exit(error)
-        reason = f"not done in {self._timeout_of(reward):g} s"
+        reason = f"not done in {self._get_timeout(reward):g} s"
         if isinstance(error, CancelledError):
             return f"given up, because the {self._max_timeouts} calls before were {reason}"
         return reason
 
-    def _total(self, results: Sequence[_RewardResult], weights: Mapping[str, float]) -> Score:
+    def _sum_results(self, results: Sequence[_RewardResult], weights: Mapping[str, float]) -> Score:
         total, metrics, errors, is_raised = 0.0, {}, [], False
         weighted_results = [result for result, weight in zip(results, weights.values(), strict=True) if weight]
         if weighted_results and not any(result.value is not None or result.error for result in weighted_results):
@@ -234,8 +237,8 @@ _logged_errors: set[tuple[str, type]] = set()
 
 
 def _start_worker(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
-    """Prepare a worker process and load the rewards; an error of loading is raised when they are loaded again."""
-    begin(env, parent_pid)
+    """Prepare a worker process and load the rewards; ignore a `RewardError`, which `_load_rewards` raises again."""
+    init_worker(env, parent_pid)
     _constant_fields.update(constants)
     with suppress(RewardError):
         _load_rewards(names)
@@ -270,4 +273,4 @@ def _score_completions(name: str, requests: Sequence[Mapping[str, Any]], takes_l
 
 def _error_result(reward: Reward, error: BaseException) -> _RewardResult:
     error_text = error_on_one_line(error, reward.location_of(error))
-    return _RewardResult(error=masked(error_text), is_raised=not is_transient(error))
+    return _RewardResult(error=mask_text(error_text), is_raised=not is_transient(error))

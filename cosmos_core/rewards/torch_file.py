@@ -17,7 +17,7 @@ import numpy as np
 
 from cosmos_core.error_handling import convert_errors
 
-SIGNATURE = b"PK\x03\x04"
+ZIP_SIGNATURE = b"PK\x03\x04"
 _DIRECTORY_SEARCH_BYTES = 16 * 2**10
 """Number of bytes at the end of the archive that contain its directory."""
 _MAX_PICKLE_BYTES = 4096
@@ -25,14 +25,14 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "ByteStorage": np.dtype("|u1"), "HalfStorage": np.dtype("<f2"), "BFloat16Storage": np.dtype("<u2"),
     "FloatStorage": np.dtype("<f4"), "DoubleStorage": np.dtype("<f8"),
 }  # fmt: skip
-_REBUILD_TENSOR = ("torch._utils", "_rebuild_tensor_v2")
+_REBUILD_FUNCTION = ("torch._utils", "_rebuild_tensor_v2")
 _EMPTY_HOOKS_TYPE = ("collections", "OrderedDict")
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_PICKLE_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _PICKLE_MARK = object()
 
 
 class NotATensorError(ValueError):
-    """Error for a file that is not one tensor; the message describes the content on one line."""
+    """Error for a file of `torch.save` that is not one tensor; the message describes the content on one line."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _GlobalName:
 class _StorageReference:
     type_name: str
     key: str
-    count: int
+    num_elements: int
 
 
 @dataclass(frozen=True)
@@ -67,27 +67,27 @@ def read_tensor(content: memoryview) -> np.ndarray:
         storage, offset, shape, strides = _parse_tensor(bytes(pickle_bytes))
     dtype = _DTYPES[storage.type_name]
     tensor_bytes = archive_files.get(f"{archive_root}/data/{storage.key}")
-    if tensor_bytes is None or len(tensor_bytes) != storage.count * dtype.itemsize:
+    if tensor_bytes is None or len(tensor_bytes) != storage.num_elements * dtype.itemsize:
         raise NotATensorError("its numbers are not there, or not as many as it says")
-    steps = [axis_stride if axis_size > 1 else 0 for axis_size, axis_stride in zip(shape, strides, strict=True)]
-    last_index = offset + sum((axis_size - 1) * step for axis_size, step in zip(shape, steps, strict=True))
-    if not 0 < math.prod(shape) <= storage.count or last_index >= storage.count:
+    strides = tuple(stride if axis_size > 1 else 0 for axis_size, stride in zip(shape, strides, strict=True))
+    last_index = offset + sum((axis_size - 1) * stride for axis_size, stride in zip(shape, strides, strict=True))
+    if not 0 < math.prod(shape) <= storage.num_elements or last_index >= storage.num_elements:
         raise NotATensorError("it is empty, or its shape goes beyond its numbers")
-    flat_array, byte_steps = np.frombuffer(tensor_bytes, dtype)[offset:], [step * dtype.itemsize for step in steps]
-    array = np.lib.stride_tricks.as_strided(flat_array, shape, byte_steps, writeable=False)
+    flat_array, byte_strides = np.frombuffer(tensor_bytes, dtype)[offset:], [each * dtype.itemsize for each in strides]
+    array = np.lib.stride_tricks.as_strided(flat_array, shape, byte_strides, writeable=False)
     return np.ascontiguousarray(array).view(np.uint8) if storage.type_name == "BFloat16Storage" else array
 
 
 def _read_zip_files(content: memoryview) -> dict[str, memoryview]:
     """Return the files in an uncompressed zip archive by name, from the directory at its end."""
-    archive_end = content[-_DIRECTORY_SEARCH_BYTES:]
+    archive_tail = content[-_DIRECTORY_SEARCH_BYTES:]
     with convert_errors(lambda error: NotATensorError("it has no directory, or a damaged one"), NotATensorError):
-        entries = zipfile.ZipFile(io.BytesIO(archive_end)).infolist()
+        entries = zipfile.ZipFile(io.BytesIO(archive_tail)).infolist()
     archive_files: dict[str, memoryview] = {}
     for entry in entries:
         if entry.compress_type or entry.compress_size != entry.file_size:
             raise NotATensorError("it is packed")
-        header_offset = entry.header_offset + len(content) - len(archive_end)
+        header_offset = entry.header_offset + len(content) - len(archive_tail)
         archive_files[entry.filename] = _read_zip_member(content, header_offset, entry.file_size)
     if len({name.partition("/")[0] for name in archive_files}) != 1:
         raise NotATensorError("it is an archive of something else")
@@ -95,10 +95,11 @@ def _read_zip_files(content: memoryview) -> dict[str, memoryview]:
 
 
 def _read_zip_member(content: memoryview, header_offset: int, file_size: int) -> memoryview:
-    if not 0 <= header_offset <= len(content) - 30 or bytes(content[header_offset : header_offset + 4]) != SIGNATURE:
+    signature = bytes(content[header_offset : header_offset + 4])
+    if not 0 <= header_offset <= len(content) - 30 or signature != ZIP_SIGNATURE:
         raise NotATensorError("its directory is wrong")
-    name_length, extra_length = struct.unpack_from("<2H", content, header_offset + 26)
-    data_offset = header_offset + 30 + name_length + extra_length
+    name_length, extra_field_length = struct.unpack_from("<2H", content, header_offset + 26)
+    data_offset = header_offset + 30 + name_length + extra_field_length
     if data_offset + file_size > len(content):
         raise NotATensorError("it is cut off")
     return content[data_offset : data_offset + file_size]
@@ -107,14 +108,14 @@ def _read_zip_member(content: memoryview, header_offset: int, file_size: int) ->
 def _parse_tensor(pickle_bytes: bytes) -> tuple[_StorageReference, int, tuple[int, ...], tuple[int, ...]]:
     """Return storage, offset, shape and strides in the pickled description of a tensor."""
     result = _interpret_pickle(pickle_bytes)
-    if not isinstance(result, _PickledCall) or result.function.name != _REBUILD_TENSOR:
+    if not isinstance(result, _PickledCall) or result.function.name != _REBUILD_FUNCTION:
         raise NotATensorError("it holds something else than one tensor")
     storage, offset, shape, strides, _, hooks = result.arguments[:6]
     if not isinstance(hooks, _PickledCall) or hooks.function.name != _EMPTY_HOOKS_TYPE or hooks.arguments:
         raise NotATensorError("its tensor has hooks")
     if storage.type_name not in _DTYPES:
         raise NotATensorError(f"its tensor is of {storage.type_name!r}; uint8 and floating-point numbers are read")
-    dimensions = (offset, storage.count, *shape, *strides)
+    dimensions = (offset, storage.num_elements, *shape, *strides)
     if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in dimensions):
         raise NotATensorError("its shape is none")
     return storage, offset, tuple(shape), tuple(strides)
@@ -133,7 +134,7 @@ def _interpret_pickle(pickle_bytes: bytes) -> Any:
             case "BINGET" | "LONG_BINGET":
                 stack.append(memo[argument])
             case "NONE" | "NEWTRUE" | "NEWFALSE" | "EMPTY_TUPLE":
-                stack.append(_CONSTANTS[opcode.name])
+                stack.append(_PICKLE_CONSTANTS[opcode.name])
             case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINUNICODE" | "SHORT_BINUNICODE":
                 stack.append(argument)
             case "GLOBAL":

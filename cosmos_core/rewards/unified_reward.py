@@ -16,7 +16,7 @@ import httpx
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.rewards.images import middle_image
-from cosmos_core.rewards.reward_model import Columns, RewardInput, Settings
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns
 
 _DEFAULT_MODEL = "UnifiedReward-7b-v1.5"
 _JUDGE_QUESTION = (
@@ -25,13 +25,13 @@ _JUDGE_QUESTION = (
     "score from 1 to 5 after 'Final Score:'.\nText Caption: [{prompt}]"
 )
 _SCORE_PATTERN = re.compile(r"Final Score:\**\s*([1-5](?:\.\d+)?)")
-_SECONDS = 120.0
+_TIMEOUT_SECONDS = 120.0
 
 
 class UnifiedRewardReward:
-    """Reward with the key `unified_reward`; `options` has `model`, `question` with `{prompt}`, `concurrent` (8)."""
+    """Reward model with the score `unified_reward`; options: `model`, `question` with `{prompt}`, `concurrent` (8)."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RewardModelSettings) -> None:
         if not settings.endpoint_url.startswith(("http://", "https://")):
             raise RewardError(
                 "the reward 'unified_reward' needs endpoint_url: a server with OpenAI's interface that has the model, "
@@ -41,9 +41,9 @@ class UnifiedRewardReward:
         self._question = settings.options.get("question", _JUDGE_QUESTION)
         self._max_concurrency = int(settings.options.get("concurrent", 8))
         headers = {"Authorization": f"Bearer {settings.endpoint_api_key}"} if settings.endpoint_api_key else {}
-        self._client = httpx.Client(base_url=settings.endpoint_url, headers=headers, timeout=_SECONDS)
+        self._client = httpx.Client(base_url=settings.endpoint_url, headers=headers, timeout=_TIMEOUT_SECONDS)
 
-    def score(self, items: Sequence[RewardInput]) -> Columns:
+    def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the score of each image; an image for which the judge returns no number has no score."""
         with ThreadPoolExecutor(self._max_concurrency) as executor:
             results = list(executor.map(self._request_score, items))

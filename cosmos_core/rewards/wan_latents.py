@@ -1,4 +1,4 @@
-"""Encoding and decoding of the video latents that Cosmos-RL's clients and service use: means of Wan's VAE (diffusers).
+"""Encoder and decoder of the video latents that Cosmos-RL's clients and service use: latent means of Wan's VAE.
 
 A video of F frames, H by W, becomes B, C, T, H/8, W/8 with T = 1 + (F - 1) / 4. The latents are always normalised by
 the mean and standard deviation per channel in the configuration of the VAE. The wire format is in `protocol.py`.
@@ -20,9 +20,10 @@ _HUB_FILE_PATTERN = re.compile(r"(?:https://huggingface\.co/)?([\w.-]+/[\w.-]+)/
 class WanLatents:
     """Wan VAE from a folder or Hub name of diffusers, or from the published file `Wan2.1_VAE.pth`."""
 
-    def __init__(self, key: str, path: str, device: str, dtype: str = "bfloat16") -> None:
-        """Load the VAE, in float32 on a CPU, or raise `RewardError`; `key` is the name of its setting."""
-        require_packages(key, f"pip install diffusers torch, or leave {key} empty", "torch", "diffusers")
+    def __init__(self, setting_name: str, path: str, device: str, dtype: str = "bfloat16") -> None:
+        """Load the VAE, in float32 on a CPU, or raise `RewardError`, which names the setting `setting_name`."""
+        install_hint = f"pip install diffusers torch, or leave {setting_name} empty"
+        require_packages(setting_name, install_hint, "torch", "diffusers")
         import torch
         from diffusers import AutoencoderKLWan
 
@@ -36,7 +37,7 @@ class WanLatents:
         except (OSError, ValueError, RuntimeError, LookupError) as error:
             reason = " ".join(str(error).split())[:300]
             raise RewardError(
-                f"{key} = {path!r}: {reason}; give a Wan VAE in diffusers' format, or Wan2.1_VAE.pth, or none"
+                f"{setting_name} = {path!r}: {reason}; give a Wan VAE in diffusers' format, or Wan2.1_VAE.pth, or none"
             ) from error
         self._vae = vae.to(self._device).eval().requires_grad_(False)
         self._latents_mean, self._latents_std = (
@@ -71,22 +72,22 @@ class WanLatents:
         return torch.cat(videos).numpy()
 
 
-def inspect_vae(key: str, path: str) -> str:
-    """Return a description of the Wan VAE at a path, or raise `RewardError`; `key` is the name of its setting."""
+def describe_vae(setting_name: str, path: str) -> str:
+    """Return a description of the Wan VAE at a path, or raise `RewardError`, which names the setting `setting_name`."""
     from diffusers import AutoencoderKLWan
 
     if path.endswith(".pth"):
         if not Path(path).is_file() and not _HUB_FILE_PATTERN.fullmatch(path):
-            raise RewardError(f"{key} = {path!r}: no such file")
-        return f"{key}: {path}"
+            raise RewardError(f"{setting_name} = {path!r}: no such file")
+        return f"{setting_name}: {path}"
     try:
         class_name = AutoencoderKLWan.load_config(path).get("_class_name", "")
     except (OSError, ValueError) as error:
-        raise RewardError(f"{key} = {path!r}: {' '.join(str(error).split())[:300]}") from error
+        raise RewardError(f"{setting_name} = {path!r}: {' '.join(str(error).split())[:300]}") from error
     if class_name != AutoencoderKLWan.__name__:
         remedy = f"give a Wan VAE ({AutoencoderKLWan.__name__})"
-        raise RewardError(f"{key} = {path!r} is of the class {class_name!r}; {remedy}")
-    return f"{key}: {class_name}"
+        raise RewardError(f"{setting_name} = {path!r} is of the class {class_name!r}; {remedy}")
+    return f"{setting_name}: {class_name}"
 
 
 def _load_published_vae(path: str) -> Any:

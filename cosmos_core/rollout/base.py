@@ -1,6 +1,7 @@
 """Interface of rollout engines, their settings, and helpers that all engines use; `registry` chooses an engine."""
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -41,7 +42,7 @@ class FlowSource:
     predict: Callable[..., Tensor]
     """Function `(latents, sigma_B, text, num_conditioning_B)` that returns the velocity of the trainer's denoiser,
     which is 0 in conditioning frames."""
-    weights: Callable[[str], AbstractContextManager[None]]
+    use_weights: Callable[[str], AbstractContextManager[None]]
     """Function that returns a context manager in which the denoiser uses named weights, no dropout and no gradients."""
     device: torch.device
     mesh: Mesh | None = None
@@ -81,7 +82,6 @@ class LoadReceipt:
 
     version: int
     num_tensors: int
-    """Number of tensors that the engine loaded."""
 
     def check(self, version: int, num_sent: int, engine: str) -> None:
         """Raise a `StageFailed` if `engine`, a name for messages, did not load all tensors of `version`."""
@@ -110,40 +110,26 @@ class Engine(Protocol):
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         """Request `sampling.num_completions` completions of each prompt, also while earlier requests are in flight.
-
-        Raises:
-            DataError: a prompt leaves no tokens of the maximum length for a completion.
-            ConfigError: the engine does not support the sampling settings.
-        """
+        Raise `DataError` if a prompt has the maximum length, and `ConfigError` for unsupported sampling settings."""
         ...
 
     def completed(self) -> list[Group]:
-        """Return groups that are complete and were not returned before, in any order.
-
-        The call waits until a group is complete; an empty list means that no request is in flight.
-        """
+        """Wait until a group is complete, and return groups that were not returned before, in any order; the list is
+        empty if no request is in flight."""
         ...
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-        """Replace all weights, bucket by bucket, and clear all caches.
-
-        Completions in flight continue with the new weights; tokens sampled with new weights form a separate segment.
-
-        Raises:
-            StageFailed: a tensor is missing, or the model has no such tensor.
-        """
+        """Replace all weights, bucket by bucket, and clear all caches. Completions in flight continue with the new
+        weights in a new segment. Raise `StageFailed` if a tensor is missing, or the model has no such tensor."""
         ...
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token after the first, conditioned on the tokens before it, at temperature
-        1."""
+        """Return the log-probability at temperature 1 of each token after the first, given the tokens before it."""
         ...
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Release accelerator memory until `wake`.
-
-        Level 2 also releases the weights, so new weights must be loaded before the next submission.
-        """
+        """Release accelerator memory until `wake`. Level 2 also releases the weights, so new weights must be loaded
+        before the next submission."""
         ...
 
     def wake(self) -> None:
@@ -156,19 +142,51 @@ class Engine(Protocol):
 
 
 class EngineWrapper:
-    """Base class of engines that wrap another engine, whose other methods they have; subclasses define at least
-    `submit` and `completed`."""
+    """Base class of engines that wrap another engine; other methods than `submit` and `completed` are forwarded."""
 
-    def __init__(self, inner: Engine) -> None:
-        self._inner = inner
-        self.name, self.weight_format, self.ranks_per_engine = inner.name, inner.weight_format, inner.ranks_per_engine
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.name, self.weight_format = engine.name, engine.weight_format
+        self.ranks_per_engine = engine.ranks_per_engine
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self._engine, name)
+
+
+class ModuleEngine:
+    """Base class of engines that sample from a module in this process, which stays in memory during sleep."""
+
+    ranks_per_engine = 1
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._beat, self._max_samples_per_pass = settings.beat, settings.rollout.n_generation_mini_batch
+        self._version = 0
+        self._submissions: deque[tuple[Sequence[Prompt], Sampling, int]] = deque()
+
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
+        """Queue prompts, which are sampled as one batch."""
+        if prompts:
+            self._submissions.append((prompts, sampling, step))
+
+    def completed(self) -> list[Group]:
+        """Generate the groups of the oldest submission; see `Engine.completed`."""
+        return self._generate(*self._submissions.popleft()) if self._submissions else []
+
+    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
+        raise NotImplementedError
+
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Do nothing, because the module stays in memory."""
+
+    def wake(self) -> None:
+        """Do nothing, because `sleep` released no memory."""
+
+    def close(self) -> None:
+        """Do nothing, because the module is freed with its last reference."""
 
 
 def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-    """Generate the groups of prompts with an engine that has no request in flight, in the order of the prompts."""
+    """Return the groups of `prompts`, in order, from an engine that has no request in flight."""
     engine.submit(prompts, sampling, step)
     groups_by_prompt: dict[int, Group] = {}
     while groups := engine.completed():
@@ -177,14 +195,13 @@ def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, step
 
 
 def request_seed(seed: int, step: int, prompt_id: int, k: int) -> int:
-    """Return the seed of completion `k` of a prompt at a step, which is the same in every process and every batch."""
+    """Return the seed of completion `k` of a prompt in a train step; it depends on no other completion or process."""
     digest = hashlib.sha256(f"{seed}/{step}/{prompt_id}/{k}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1  # 63 bits, since vLLM and torch take seeds as int64
 
 
 def reseed(sampling: Sampling, num_repeats: int) -> Sampling:
-    """Return sampling settings with another seed for a prompt that the train step has already sampled `num_repeats`
-    times, because seeds depend only on settings, step and prompt."""
+    """Return sampling settings with another seed for a prompt that the step has sampled `num_repeats` times."""
     return replace(sampling, seed=request_seed(sampling.seed, -num_repeats, 0, 0)) if num_repeats else sampling
 
 
@@ -212,18 +229,15 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
     *,
     version: int,
     ends_with_stop: bool,
-    earlier: Sequence[tuple[int, int]] = (),
+    earlier_versions: Sequence[tuple[int, int]] = (),
     vision: ImageReader | None = None,
 ) -> Completion:
-    """Return a completion of one turn, with its text; `vision` truncates it before the first image placeholder token.
-
-    `earlier` has, for each earlier version of the weights, the number of tokens sampled up to its replacement, and the
-    version.
-    """
+    """Return a completion of one turn; `vision` truncates it before the first image placeholder token.
+    `earlier_versions`: the number of tokens at the end of each earlier version of the weights, and the version."""
     if vision is not None and (num_text_tokens := vision.num_tokens_before_images(token_ids)) < len(token_ids):
         token_ids, logprobs, ends_with_stop = token_ids[:num_text_tokens], logprobs[:num_text_tokens], False
     segments, start = [], 0
-    for end, segment_version in (*earlier, (len(token_ids), version)):
+    for end, segment_version in (*earlier_versions, (len(token_ids), version)):
         end = min(end, len(token_ids))
         if end > start:
             segments.append(Segment(tuple(token_ids[start:end]), True, tuple(logprobs[start:end]), segment_version))
@@ -243,45 +257,42 @@ class UnfinishedGroup:
     sampling: Sampling
     step: int
     completions: dict[int, Completion] = field(default_factory=dict)
-    earlier: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Earlier versions of the weights for each completion: number of tokens sampled by the end of a version, and the
-    version."""
+    earlier_versions: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """For each completion, number of tokens at the end of each earlier version of the weights, and the version."""
 
-    def complete_group(self) -> Group | None:
+    def to_group(self) -> Group | None:
         """Return the group if all its completions are finished, else None."""
         if len(self.completions) < self.sampling.num_completions:
             return None
         return Group(self.prompt, tuple(self.completions[k] for k in range(self.sampling.num_completions)), self.step)
 
 
-def storage_of(tensor: Tensor) -> Hashable:
-    """Return a key that is equal for two tensors in the same memory, such as tied weights under their two names."""
+def storage_key(tensor: Tensor) -> Hashable:
+    """Return a key that is equal for tensors in the same memory, such as tied weights."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-class Receiver:
-    """Receiving side of weight loads, which checks that every load has the same tensor names; otherwise a missing
-    tensor would leave old weights or uninitialized memory in the engine."""
+class WeightReceiver:
+    """Receiver of weight loads, which checks that each load has the same tensors, so that no old weights remain."""
 
     def __init__(self) -> None:
         self._expected_names: frozenset[str] = frozenset()
         self._received_names: set[str] = set()
 
     def tensors(self, buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of all buckets; a bucket is requested when the previous bucket's tensors were consumed."""
+        """Yield the tensors of all buckets, and record their names."""
         for bucket in self.buckets(buckets):
             yield from bucket
 
     def buckets(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-        """Yield the buckets of a weight load, and record the names of the tensors in the buckets."""
+        """Yield the buckets of a weight load, and record the names of their tensors."""
         self._received_names = set()
         for bucket in buckets:
             self._received_names.update(name for name, _ in bucket)
             yield bucket
 
     def receipt(self, version: int) -> LoadReceipt:
-        """Return the acknowledgement of the load whose tensors `tensors` or `buckets` has yielded; raise a
-        `StageFailed` if the tensor names differ from those of the first load."""
+        """Acknowledge a load after its last tensor; raise a `StageFailed` if the tensor names have changed."""
         self._expected_names = self._expected_names or frozenset(self._received_names)
         if missing_names := self._expected_names - self._received_names:
             raise StageFailed(f"weight sync: {len(missing_names)} tensors did not come, such as {min(missing_names)}")

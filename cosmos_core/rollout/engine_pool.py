@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from cosmos_core.errors import ConfigError, StageFailed, first_line
-from cosmos_core.rollout.replica import Description
+from cosmos_core.rollout.replica import EngineDescription
 from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -34,22 +34,19 @@ _MAX_DEATHS = 3
 
 
 class WeightsUnavailable(StageFailed):
-    """Error raised if no engine holds the version of the weights that a request needs any more."""
+    """Error raised if no engine has the version of the weights any more that a request needs."""
 
 
 class EngineHandle(Protocol):
     """Remote handle of a `replica.Replica`, a rollout engine in a separate process."""
 
     def call(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
-        """Call a method of the replica; a `ConnectionError` in the future means that its process has died.
-
-        `shared` is a value that `put` returned, passed as the last argument of the method; None: no such argument.
-        """
+        """Call a method of the replica; a `ConnectionError` in the future means that its process has died. `shared` is
+        the last argument of the method, a value that `put` returned; None: no such argument."""
         ...
 
     def put(self, value: Any) -> Any:
-        """Return a reference to `value`, the argument `shared` of `call`, so that the value is transferred once instead
-        of once per replica."""
+        """Return a reference to `value`, for the argument `shared` of `call`, so that it is transferred only once."""
         ...
 
     def kill(self) -> None:
@@ -79,7 +76,7 @@ class PooledEngine:
     """State of one rollout engine, stored on the first rank."""
 
     handle: EngineHandle
-    description: Description | None = None
+    description: EngineDescription | None = None
     """Description of the engine; None until it is open."""
     version: int | None = None
     """Version of the engine's weights; None if no version was sent to it."""
@@ -118,7 +115,7 @@ class EnginePool:
         self._waiting_requests: deque[_Request] = deque()
         self._versioned_requests: deque[_Request] = deque()
         """Queue of requests for one version of the weights, which are sent after all other requests."""
-        self._failed_submissions = queue.SimpleQueue[tuple[PooledEngine, Description | None, ConnectionError]]()
+        self._failed_submissions = queue.SimpleQueue[tuple[PooledEngine, EngineDescription | None, ConnectionError]]()
         """Queue of engines that did not receive a submission, each with its description at that time and the error."""
         self._thread_error: Exception | None = None
         self.lock = threading.RLock()
@@ -133,7 +130,7 @@ class EnginePool:
         """Start the thread that communicates with the engines."""
         threading.Thread(target=self._run_communication, daemon=True, name="fleet").start()
 
-    def check(self) -> None:
+    def raise_thread_error(self) -> None:
         """Raise the error that ended the communication thread, if any."""
         if self._thread_error is not None:
             raise self._thread_error
@@ -141,20 +138,17 @@ class EnginePool:
     def request(
         self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool, version: int | None = None
     ) -> Future[Group]:
-        """Request one group, from any thread; an urgent request is queued before all other requests.
-
-        `version` is the version of the weights that must generate the group; the future raises `WeightsUnavailable` if
-        no engine holds that version any more.
-        """
-        new_request = _Request(prompt, sampling, step, Future(), version)
+        """Request one group, from any thread; an urgent request is queued before all other requests. The future raises
+        `WeightsUnavailable` if no engine has `version`, the required version of the weights, any more."""
+        request = _Request(prompt, sampling, step, Future(), version)
         with self.lock:
             if self._thread_error is not None:
-                new_request.group.set_exception(self._thread_error)
+                request.group.set_exception(self._thread_error)
             elif version is not None:
-                self._versioned_requests.append(new_request)
+                self._versioned_requests.append(request)
             else:
-                (self._waiting_requests.appendleft if is_urgent else self._waiting_requests.append)(new_request)
-        return new_request.group
+                (self._waiting_requests.appendleft if is_urgent else self._waiting_requests.append)(request)
+        return request.group
 
     def open_engines(self) -> list[PooledEngine]:
         """Return the engines that are open and not known to be dead."""
@@ -166,31 +160,30 @@ class EnginePool:
         with self.lock:
             return [engine for engine in self.engines.values() if engine.version is not None and not engine.error]
 
-    def mark_dead(self, engine: PooledEngine, description: Description | None, error: ConnectionError) -> None:
-        """Stop using an engine, because a call in another thread showed by `error` that its process is dead.
-        `description` identifies the process that was called, because a new process may have replaced it."""
+    def mark_dead(self, engine: PooledEngine, description: EngineDescription | None, error: ConnectionError) -> None:
+        """Stop using an engine, because a call in another thread failed with `error`: its process is dead.
+        `description` identifies the process that was called, which a new process may have replaced."""
         with self.lock:
             if engine.description is description and description is not None:
                 engine.error = error
 
     def await_all(self, replies: Sequence[tuple[PooledEngine, Future[Any]]]) -> None:
-        """Wait until each engine has replied or failed, and report during the wait that the stage is alive. An engine
-        that neither replies nor makes a forward pass for `timeout_seconds` is killed."""
+        """Wait until each engine has replied or failed; kill engines without progress for `timeout_seconds`."""
         progress = {id(engine): (time.monotonic(), engine.num_passes) for engine, _ in replies}
         while pending := [(engine, reply) for engine, reply in replies if not reply.done()]:
-            self.check()
+            self.raise_thread_error()
             wait([reply for _, reply in pending], timeout=POLL_SECONDS)
             self._beat()
-            now = time.monotonic()
+            current_time = time.monotonic()
             for engine, reply in pending:
-                last_change, num_passes = progress[id(engine)]
-                is_late = now - last_change > self.timeout_seconds and not reply.done()
+                last_progress, num_passes = progress[id(engine)]
+                is_late = current_time - last_progress > self.timeout_seconds and not reply.done()
                 if engine.num_passes == num_passes and is_late:
                     message = "an engine did not reply for %.0f s; it is ended and started again"
                     logger.warning(message, self.timeout_seconds)
                     engine.handle.kill()
                 if engine.num_passes != num_passes or is_late:
-                    progress[id(engine)] = now, engine.num_passes
+                    progress[id(engine)] = current_time, engine.num_passes
 
     def _run_communication(self) -> None:
         try:
@@ -208,7 +201,7 @@ class EnginePool:
             with self.lock:
                 self._thread_error = error
                 in_flight = (request for engine in self.engines.values() for request in engine.in_flight.values())
-                _fail((*self._waiting_requests, *self._versioned_requests, *in_flight), error)
+                _set_error((*self._waiting_requests, *self._versioned_requests, *in_flight), error)
 
     def _update_engines(self) -> None:
         """Add engines with new handles to the pool, and remove engines whose handles were removed."""
@@ -239,13 +232,13 @@ class EnginePool:
                 self._open_engine(engine)
             return
         if not engine.reply.done():
-            timeout = math.inf  # no limit for an engine that does not generate
+            timeout_seconds = math.inf  # no limit for an engine that does not generate
             if engine.description is None:
-                timeout = _OPEN_SECONDS
+                timeout_seconds = _OPEN_SECONDS
             elif engine.in_flight and not self.is_loading:
-                timeout = self.timeout_seconds
-            if current_time - engine.last_progress > timeout:
-                logger.warning("an engine did nothing for %.0f s; it is ended and started again", timeout)
+                timeout_seconds = self.timeout_seconds
+            if current_time - engine.last_progress > timeout_seconds:
+                logger.warning("an engine did nothing for %.0f s; it is ended and started again", timeout_seconds)
                 engine.handle.kill()
                 engine.last_progress = current_time
             return
@@ -261,7 +254,7 @@ class EnginePool:
         except ConfigError as error:
             if engine.last_death == -math.inf:
                 raise
-            # The settings are valid, but the trainer may now occupy the memory of the GPU that both use.
+            # The engine was open before, so the settings are valid; the trainer may now occupy the GPU's memory.
             raise StageFailed(f"an engine that died cannot be opened again: {error}") from error
         if engine.description is None:
             engine.description, engine.last_progress = result, current_time
@@ -303,12 +296,12 @@ class EnginePool:
         version = self._versioned_requests[0].version or 0
         matching_engines = [engine for engine in ready_engines if engine.version == version]
         self._send_to_engines(matching_engines, self._versioned_requests)
-        # Without an engine with newer weights the requests wait, because the next engine loads the requested version.
+        # If all engines have older weights, the requests wait: the next weight load is of the requested version.
         if not matching_engines and any((engine.version or 0) > version for engine in ready_engines):
             while self._versioned_requests:
                 request = self._versioned_requests.popleft()
                 message = f"the engines with the weights of step {request.version} have died"
-                _fail([request], WeightsUnavailable(message))
+                _set_error([request], WeightsUnavailable(message))
 
     def _send_to_engines(self, ready_engines: Sequence[PooledEngine], request_queue: deque[_Request]) -> None:
         while request_queue and ready_engines:
@@ -325,18 +318,18 @@ class EnginePool:
             reply.add_done_callback(partial(self._handle_submission, engine, engine.description, batch))
 
     def _handle_submission(
-        self, engine: PooledEngine, description: Description | None, batch: Sequence[_Request], reply: Future[Any]
+        self, engine: PooledEngine, description: EngineDescription | None, batch: Sequence[_Request], reply: Future[Any]
     ) -> None:
-        """Set the error of a failed submission on the futures of its requests, without the pool's lock: this method
-        runs in a thread of Ray, for which `kill` waits under the lock."""
+        """Set the error of a failed submission on the futures of its requests. This method runs in a thread of Ray, for
+        which `kill` waits with the pool's lock, so it must not acquire the lock."""
         error = reply.exception()
         if isinstance(error, ConnectionError):
             self._failed_submissions.put((engine, description, error))
         elif error is not None:
-            _fail(batch, error)
+            _set_error(batch, error)
 
 
-def _fail(requests: Iterable[_Request], error: BaseException) -> None:
+def _set_error(requests: Iterable[_Request], error: BaseException) -> None:
     """Set an error on the futures of requests that have no group yet."""
     for request in requests:
         if not request.group.done():
@@ -346,8 +339,7 @@ def _fail(requests: Iterable[_Request], error: BaseException) -> None:
 def _take_batch(
     request_queue: deque[_Request], max_groups: int, in_flight: dict[tuple[int, int, int], _Request]
 ) -> list[_Request]:
-    """Move requests from the queue into `in_flight`, and return them; all have the same step and sampling, because some
-    engines generate a submission as one batch."""
+    """Move requests with equal step and sampling, which engines may batch, from the queue into `in_flight`."""
     step, sampling = request_queue[0].step, request_queue[0].sampling
     batch: list[_Request] = []
     while request_queue and len(batch) < max_groups and request_queue[0].key not in in_flight:

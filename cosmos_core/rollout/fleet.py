@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from cosmos_core.errors import BY_NAME, CosmosError, serialise_error
+from cosmos_core.errors import ERRORS_BY_NAME, CosmosError, serialise_error
 from cosmos_core.parallel.mesh import any_rank, broadcast_object, is_first
 from cosmos_core.rollout.base import Bucket, LoadReceipt, WeightFormat
 from cosmos_core.rollout.engine_pool import POLL_SECONDS, EngineHandle, EnginePool
@@ -24,37 +24,33 @@ logger = logging.getLogger(__name__)
 
 
 class Fleet:
-    """`Engine` that consists of several engines. All ranks call its methods together, except `request`, `is_stale` and
-    `check`.
-
-    `handles` may grow and shrink at run time. `max_groups`: maximum number of groups in flight in one engine. An
-    engine without a forward pass for `timeout_seconds` is killed.
-    """
+    """`Engine` that consists of several engines. All ranks call its methods together, except `request`, `needs_weights`
+    and `raise_thread_error`."""
 
     weight_format: WeightFormat
     ranks_per_engine = 1
 
     def __init__(  # noqa: PLR0913 - one parameter per property of a fleet
         self,
-        handles: Callable[[], Sequence[EngineHandle]],
+        get_handles: Callable[[], Sequence[EngineHandle]],
         *,
         max_groups: int,
         timeout_seconds: float,
-        swap: Literal["disabled", "generation", "inference"] = "disabled",
+        swap_mode: Literal["disabled", "generation", "inference"] = "disabled",
         sleeps_in_training: bool = False,
-        native: NativeTransfer | None = None,
+        native_transfer: NativeTransfer | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait until the first engine is open, or all engines that share the trainer's GPUs.
 
-        `swap` is the value of `rollout.async_r2r_sync`. With `sleeps_in_training`, engines share the trainer's GPUs and
-        sleep during training. `native` sends weights without host memory; None: weights are copied through host memory.
-
-        Raises:
-            CosmosError: an engine cannot be opened.
+        `get_handles` returns the current engines, which may change. `max_groups`: maximum number of groups in flight in
+        one engine. An engine without a forward pass for `timeout_seconds` is killed. `swap_mode`: value of
+        `rollout.async_r2r_sync`. With `sleeps_in_training`, engines share the trainer's GPUs and sleep during training.
+        `native_transfer` sends weights without host memory; None: weights are copied through host memory.
         """
-        self._swap_mode, self._sleeps_in_training, self._native, self._beat = swap, sleeps_in_training, native, beat
-        self._pool = EnginePool(handles, max_groups, timeout_seconds, beat)
+        self._swap_mode, self._sleeps_in_training, self._beat = swap_mode, sleeps_in_training, beat
+        self._native_transfer = native_transfer
+        self._pool = EnginePool(get_handles, max_groups, timeout_seconds, beat)
         self._submissions: list[tuple[Prompt, Future[Group]]] = []
         self._loads_only_new = False
         self.has_new_engine = False
@@ -89,9 +85,9 @@ class Fleet:
         """Return the number of engines that died or hung since the start."""
         return self._pool.num_restarts
 
-    def check(self) -> None:
+    def raise_thread_error(self) -> None:
         """Raise the error that ended the communication thread, if any."""
-        self._pool.check()
+        self._pool.raise_thread_error()
 
     @contextmanager
     def loading_new_engines(self) -> Iterator[None]:
@@ -107,8 +103,7 @@ class Fleet:
             self._submissions += [(prompt, self.request(prompt, sampling, step, is_urgent=True)) for prompt in prompts]
 
     def completed(self) -> list[Group]:
-        """Wait for all submitted groups, and return them at once, so that ranks synchronize only once; see
-        `Engine.completed`. An engine that is restarted during the wait gets the weights again."""
+        """Wait for all submitted groups, and return them at once; engines that restart get the weights again."""
         while True:  # each poll broadcasts, so that no rank exceeds a collective's timeout
             groups, error_record, is_stale = broadcast_object(self._poll_submissions() if is_first() else None)  # type: ignore[misc]
             self._raise_on_all_ranks(error_record)
@@ -118,19 +113,21 @@ class Fleet:
                 self.resync()
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-        """Load weights into every open engine, see `Engine.load_weights`; engines that die in the load are skipped."""
+        """Load weights into every open engine, except those that die meanwhile; see `Engine.load_weights`."""
         self._release_cached_memory()
-        engines = self._pool.open_engines()  # none on other ranks than the first
-        processes = [EngineProcess(m, m.description) for m in engines if m.version is None or not self._loads_only_new]
+        engines = self._pool.open_engines()  # empty on ranks other than the first
+        processes = [EngineProcess(e, e.description) for e in engines if e.version is None or not self._loads_only_new]
         num_sent, weight_load = 0, WeightLoad(self._pool, processes)
-        native = None if self._loads_only_new else self._native
-        weight_link = native.link(weight_load) if native else HostLink(weight_load)
+        native_transfer = None if self._loads_only_new else self._native_transfer
+        weight_link = native_transfer.link(weight_load) if native_transfer else HostLink(weight_load)
         if is_first():
             self._pool.is_loading = True
-            load_options = {"background": self._swap_mode != "disabled", "timeout_seconds": self._pool.timeout_seconds}
-            load_replies = self._call_processes(weight_load.processes, "begin_load", version, **load_options)
+            load_replies = self._call_processes(
+                weight_load.processes, "begin_load", version,
+                in_background=self._swap_mode != "disabled", timeout_seconds=self._pool.timeout_seconds,
+            )  # fmt: skip
             weight_load.processes = [process for process, _ in load_replies]
-        has_new_engine = any(process.member.version is None for process in weight_load.processes)
+        has_new_engine = any(process.engine.version is None for process in weight_load.processes)
         try:
             for bucket in buckets:
                 num_sent += len(bucket)
@@ -149,8 +146,7 @@ class Fleet:
         return next(iter(self.logprobs_per_engine(token_ids)))
 
     def logprobs_per_engine(self, token_ids: Sequence[int], version: int | None = None) -> list[list[float]]:
-        """Return the log-probabilities of the tokens `token_ids` from each engine whose weights have version `version`;
-        None: from all engines."""
+        """Return the log-probabilities from each engine whose weights have version `version`; None: from all."""
         logprobs: list[list[float]] = []
         if is_first():
             engines = [engine for engine in self._pool.loaded_engines() if version in {None, engine.version}]
@@ -165,14 +161,14 @@ class Fleet:
         """Let engines that share the trainer's GPUs sleep, see `Engine.sleep`; other engines stay awake."""
         self.sleep_level = max(self.sleep_level, int(self._sleeps_in_training))
         self._call_sharing_engines("sleep")
-        self._release_cached_memory()  # as a barrier: no rank trains while the engine on its GPU still has its memory
+        self._release_cached_memory()  # no rank trains before the engine on its GPU has released memory
 
     def wake(self) -> None:
         self._release_cached_memory()
         self._call_sharing_engines("wake")
 
     def _release_cached_memory(self) -> None:
-        """Release torch's cached memory on GPUs that the trainer shares with engines, and wait until all ranks have."""
+        """On GPUs that the trainer shares with engines, release torch's cached memory, and wait for all ranks."""
         if self._sleeps_in_training:
             torch.cuda.empty_cache()
             any_rank(False)
@@ -184,20 +180,19 @@ class Fleet:
     def _raise_on_all_ranks(self, error_record: tuple[str, str] | None) -> None:
         """Raise an error of the first rank on all ranks; the first rank raises the original error if possible."""
         if error_record is not None:
-            self.check()
+            self.raise_thread_error()
             error_name, message = error_record
-            raise BY_NAME[error_name](message)
+            raise ERRORS_BY_NAME[error_name](message)
 
-    # Only the first rank runs the methods below, because it alone communicates with the engines.
+    # The methods below run on the first rank, the only rank that communicates with the engines.
 
     def _poll_submissions(self) -> tuple[list[Group] | None, tuple[str, str] | None, bool]:
-        """Return the groups of all submitted prompts (None: some are not generated yet), an error or None, and whether
-        an engine has no weights yet."""
+        """Return all submitted groups or None, an error or None, and whether an engine has no weights."""
         try:
-            wait([group_future for _, group_future in self._submissions], POLL_SECONDS, FIRST_EXCEPTION)
-            self._pool.check()
+            wait([future for _, future in self._submissions], POLL_SECONDS, FIRST_EXCEPTION)
+            self._pool.raise_thread_error()
             self._beat()
-            groups = [group_future.result() for _, group_future in self._submissions if group_future.done()]
+            groups = [future.result() for _, future in self._submissions if future.done()]
             if len(groups) < len(self._submissions):
                 return None, None, self.needs_weights
         except Exception as error:
@@ -217,10 +212,10 @@ class Fleet:
         """Wait for the first open engine, or for all engines that share the trainer's GPUs, because vLLM cannot open
         while the training needs the memory. Return the name and weight format of an engine, and an error or None."""
         try:
-            needs_all, pool = self._sleeps_in_training, self._pool
-            while len(engines := pool.open_engines()) < max(1, len(pool.engines) * needs_all):
+            waits_for_all, pool = self._sleeps_in_training, self._pool
+            while len(engines := pool.open_engines()) < max(1, len(pool.engines) * waits_for_all):
                 self._beat()
-                self.check()
+                self.raise_thread_error()
                 time.sleep(0.05)
         except Exception as error:  # noqa: BLE001 - the error is raised on all ranks
             return "", "checkpoint", serialise_error(error)
@@ -231,8 +226,8 @@ class Fleet:
         self, processes: Sequence[EngineProcess], method: str, *arguments: Any, **keywords: Any
     ) -> list[tuple[EngineProcess, Any]]:
         """Call a method of each engine process and return the replies; processes that died are marked as lost."""
-        futures = [(process, process.member.handle.call(method, *arguments, **keywords)) for process in processes]
-        self._pool.await_all([(process.member, reply_future) for process, reply_future in futures])
+        futures = [(process, process.engine.handle.call(method, *arguments, **keywords)) for process in processes]
+        self._pool.await_all([(process.engine, reply_future) for process, reply_future in futures])
         replies = []
         for process, reply_future in futures:
             try:
@@ -242,13 +237,13 @@ class Fleet:
         return replies
 
     def _end_load(self, version: int, processes: Sequence[EngineProcess], num_sent: int) -> None:
-        load_options = {"background": self._swap_mode != "disabled", "waits": self._swap_mode == "generation"}
+        load_options = {"in_background": self._swap_mode != "disabled", "drains": self._swap_mode == "generation"}
         try:
             for process, receipt in self._call_processes(processes, "end_load", version, **load_options):
                 receipt.check(version, num_sent, "an engine")
                 with self._pool.lock:
                     if process.is_alive:
-                        process.member.version, process.member.last_progress = version, time.monotonic()
+                        process.engine.version, process.engine.last_progress = version, time.monotonic()
         finally:
             with self._pool.lock:
                 self._pool.is_loading = False

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cosmos_core.data.order import shuffled
+from cosmos_core.data.order import shuffled_indices
 from cosmos_core.models import flow
 from cosmos_core.models.flow_steps import DpmSolver2M, NoiseLevels, compute_transition, euler_step, log_prob
 from cosmos_core.types import DiffusionSample, FlowSampling
@@ -23,7 +23,7 @@ from cosmos_core.types import DiffusionSample, FlowSampling
 if TYPE_CHECKING:
     from cosmos_core.models.diffusion import DiffusionModel
 
-Velocity = Callable[[Tensor, Tensor], Tensor]
+VelocityFn = Callable[[Tensor, Tensor], Tensor]
 """Function of latents and of the noise level of each sample that returns the flow velocity."""
 
 SHARED_NOISE = -1
@@ -33,7 +33,7 @@ _WINDOW_SEED, _CONDITIONING_SEED = 0x77696E, 0x676976
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class SamplingPath:
     """Latents and log-probabilities along the sampling path of a batch, on the CPU in float32."""
 
     latents: Tensor
@@ -49,42 +49,42 @@ class Path:
     num_conditioning_B: Tensor | None = None
     """Number of conditioning frames of each sample, shape B; None: no conditioning frames."""
 
-    def to_sample(self, sample_index: int, pixels: Tensor, sigmas_N: Tensor, version: int) -> DiffusionSample:
-        """Return sample `sample_index` of the batch as the `DiffusionSample` of a completion."""
+    def to_diffusion_sample(self, sample_index: int, pixels: Tensor, sigmas_N: Tensor, version: int) -> DiffusionSample:
+        """Return sample `sample_index` of the batch as a `DiffusionSample`."""
 
         def stack_steps(tensors: Sequence[Tensor]) -> Tensor | None:
-            return torch.stack([step_tensor[sample_index] for step_tensor in tensors]) if tensors else None
+            return torch.stack([tensor[sample_index] for tensor in tensors]) if tensors else None
 
-        logprobs = tuple(each[sample_index].item() for each in self.log_probs)
+        logprobs = tuple(log_prob[sample_index].item() for log_prob in self.log_probs)
         num_frames = 0 if self.num_conditioning_B is None else int(self.num_conditioning_B[sample_index])
-        before, after, means = map(stack_steps, (self.latents_before, self.latents_after, self.transition_means))
+        tensors = (self.latents_before, self.latents_after, self.transition_means)
+        old_latents, new_latents, means = map(stack_steps, tensors)
         latents, sigmas = self.latents[sample_index].clone(), tuple(sigmas_N.tolist())
-        return DiffusionSample(pixels, latents, sigmas, version, self.steps, before, after, means, logprobs, num_frames)
+        transitions = (self.steps, old_latents, new_latents, means, logprobs)
+        return DiffusionSample(pixels, latents, sigmas, version, *transitions, num_frames)
 
 
-def table_of(model: DiffusionModel, sampling: FlowSampling) -> Tensor:
-    """Return the noise levels of a sampler: from the pipeline's scheduler, or from a named schedule with the model's
-    shift."""
+def get_noise_levels(model: DiffusionModel, sampling: FlowSampling) -> Tensor:
+    """Return the noise levels of a named schedule or, by default, of the pipeline's scheduler."""
     if not sampling.schedule:
         return model.set_scheduler_timestep(sampling.num_steps)
     return flow.SCHEDULES[sampling.schedule](sampling.num_steps, model.timestep_shift)
 
 
 def stochastic_steps(sampling: FlowSampling, seed: int, step: int) -> range:
-    """Return the stochastic sampling steps of train step `step`, without the last sampling step, whose noise would
-    remain in the sample."""
-    last_step, window = sampling.num_steps - 1, sampling.window
+    """Return the stochastic sampling steps of a train step; noise in the last step would remain in the sample."""
+    last_step, step_window = sampling.num_steps - 1, sampling.window
     if not sampling.kernel:
         return range(0)
-    if window is None:
+    if step_window is None:
         return range(last_step)
-    num_windows = max(1, window.end - window.first - window.size + 1)
-    if window.steps_per_move:
-        window_offset = step // window.steps_per_move % num_windows
+    num_windows = max(1, step_window.end - step_window.first - step_window.size + 1)
+    if step_window.steps_per_move:
+        window_offset = step // step_window.steps_per_move % num_windows
     else:
-        window_offset = int(shuffled(num_windows, seed, step, _WINDOW_SEED)[0])
-    first_step = window.first + window_offset
-    return range(first_step, min(first_step + window.size, last_step))
+        window_offset = int(shuffled_indices(num_windows, seed, step, _WINDOW_SEED)[0])
+    first_step = step_window.first + window_offset
+    return range(first_step, min(first_step + step_window.size, last_step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,28 +92,28 @@ class ConditioningFrames:
     """Conditioning frames: the first frames of each video, which are clean from the start and not trained on."""
 
     latents: Tensor
-    num_B: Tensor
+    num_frames_B: Tensor
 
     def insert_frames(self, x: Tensor) -> Tensor:
         """Return the latents `x` with the conditioning frames inserted."""
-        return torch.where(flow.trained_frames_mask(x, self.num_B), x, self.latents.to(x))
+        return torch.where(flow.trained_frames_mask(x, self.num_frames_B), x, self.latents.to(x))
 
 
 def num_conditioning_frames(frame_range: tuple[int, int], max_frames: int, seed: int, step: int, prompt_id: int) -> int:
-    """Return the number of conditioning frames for rollouts of a prompt in a train step, at most `max_frames`."""
-    min_count, max_count = (min(frame_bound, max_frames) for frame_bound in frame_range)
-    return min_count + int(shuffled(max_count - min_count + 1, seed, step, prompt_id, _CONDITIONING_SEED)[0])
+    """Draw the number of conditioning frames for rollouts of a prompt in a train step, at most `max_frames`."""
+    min_count, max_count = (min(count, max_frames) for count in frame_range)
+    return min_count + int(shuffled_indices(max_count - min_count + 1, seed, step, prompt_id, _CONDITIONING_SEED)[0])
 
 
 def denoise(  # noqa: PLR0913 - a sampler has this many parameters
-    velocity: Velocity,
+    velocity: VelocityFn,
     noise: Tensor,
     sigmas_N: Tensor,
     sampling: FlowSampling,
     generators: Sequence[torch.Generator] = (),
     stochastic_step_range: range = range(0),
     conditioning: ConditioningFrames | None = None,
-) -> Path:
+) -> SamplingPath:
     """Return the sampling path from noise to clean latents.
 
     `velocity` returns the model's velocity for float32 latents and their noise levels; `noise`, of unit variance, are
@@ -123,7 +123,7 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
     """
     insert_conditioning = conditioning.insert_frames if conditioning else lambda latents: latents
     x, solver = insert_conditioning(noise.float()), DpmSolver2M(sigmas_N)
-    path = Path(x, tuple(i for i in stochastic_step_range if i in sampling.trained_on), [], [], [], [])
+    path = SamplingPath(x, tuple(i for i in stochastic_step_range if i in sampling.trained_steps), [], [], [], [])
     for i in range(len(sigmas_N) - 1):
         v = velocity(x, sigmas_N[i].expand(len(x))).float()
         if i not in stochastic_step_range:
@@ -137,10 +137,10 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
         if i in path.steps:
             path.latents_before.append(x.cpu())
             path.latents_after.append(next_latents.cpu())
-            mask = flow.trained_frames_mask(x, conditioning.num_B) if conditioning else None
+            mask = flow.trained_frames_mask(x, conditioning.num_frames_B) if conditioning else None
             path.log_probs.append(log_prob(transition, next_latents, mask).cpu())
             if sampling.keeps_means:
                 path.transition_means.append(transition.mean.cpu())
         x = next_latents
-    num_conditioning_B = conditioning.num_B if conditioning else None
+    num_conditioning_B = conditioning.num_frames_B if conditioning else None
     return replace(path, latents=insert_conditioning(x).cpu(), num_conditioning_B=num_conditioning_B)

@@ -15,19 +15,19 @@ import numpy as np
 
 from cosmos_core.errors import RewardError
 from cosmos_core.parallel.mesh import num_ranks
-from cosmos_core.rewards.base import all_invalid
+from cosmos_core.rewards.base import invalid_scores_error
 from cosmos_core.rewards.runner import ScoreGroups
 from cosmos_core.rollout.base import Engine, generate, reseed
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.types import Completion, Group, JsonValue, Prompt, Sampling, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
 
 class GroupSource(Protocol):
-    """Source of the scored groups of each train step."""
+    """Source of the groups of scored completions of each train step."""
 
-    sampled: Sequence[ScoredGroup]
+    sampled_groups: Sequence[ScoredGroup]
     """Groups that were sampled for the last train step, including groups that a filter dropped."""
 
     @property
@@ -36,10 +36,8 @@ class GroupSource(Protocol):
         ...
 
     def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Return the groups of train step `step`, counted from 0, and metrics about the groups.
-
-        `num_groups` is the number of groups to return; None: the number that one train step needs.
-        """
+        """Return the groups of train step `step`, counted from 0, and their metrics. `num_groups`: number of groups to
+        return; None: the number that the step needs."""
         ...
 
     def state_dict(self) -> dict[str, JsonValue]:
@@ -58,14 +56,12 @@ class StepGroups:
     A group belongs to the first step that needs it; its completions may extend over several steps.
     """
 
-    batch: int
-    """Number of completions in a train step."""
-    size: int = 1
-    """Number of completions in a group."""
+    completions_per_step: int
+    group_size: int = 1
 
     def first(self, step: int) -> int:
         """Return the position of the first group that no train step before `step` needs."""
-        return -(-step * self.batch // self.size)
+        return -(-step * self.completions_per_step // self.group_size)
 
     def count(self, step: int) -> int:
         """Return the number of groups that belong to `step`."""
@@ -73,7 +69,7 @@ class StepGroups:
 
     def step_of(self, position: int) -> int:
         """Return the step that the group at `position` belongs to."""
-        return position * self.size // self.batch
+        return position * self.group_size // self.completions_per_step
 
 
 @dataclass
@@ -85,32 +81,31 @@ class SyncGroupSource:
     engine: Engine
     score: ScoreGroups
     sampling: Sampling
-    progress: Progress
+    progress: ProgressWriter
     batch_size: int
     """Number of prompts that an engine processes at a time."""
     on_wait: Callable[[], None] = lambda: None
     """Function called after each generated batch; it may raise an error to stop the training."""
-    publish_every: int = 1
+    publish_interval: int = 1
     """Number of train steps between two weight loads into the engine."""
     is_exhausted: ClassVar[bool] = False
     """Whether the source has no more groups: always False, because the caller plans a fixed number of steps."""
-    sampled: Sequence[ScoredGroup] = ()
+    sampled_groups: Sequence[ScoredGroup] = ()
 
     def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Generate and score the groups of train step `step`, or only the first `num_groups` groups."""
         start_time = time.perf_counter()
         self.engine.wake()
-        generated = self.generate_repeated(self.prompts(step)[:num_groups], step, Counter())
+        groups = self.generate_repeated(self.prompts(step)[:num_groups], step, Counter())
         self.sleep_until_next_step(step)
         generation_seconds = time.perf_counter() - start_time
-        self.sampled = groups = self.score_groups(generated)
-        throughput = _throughput_metrics(groups, generation_seconds, time.perf_counter() - start_time)
-        return groups, group_metrics(groups) | throughput | lag_metrics(groups, step)
+        self.sampled_groups = scored_groups = self.score_groups(groups)
+        throughput = _throughput_metrics(scored_groups, generation_seconds, time.perf_counter() - start_time)
+        return scored_groups, group_metrics(scored_groups) | throughput | lag_metrics(scored_groups, step)
 
     def generate_repeated(self, prompts: Sequence[Prompt], step: int, num_samplings: Counter[int]) -> list[Group]:
-        """Generate the groups of `prompts`, in order. `num_samplings` counts how often the step has sampled each
-        prompt, which may repeat at a boundary of epochs and in a mixture of data sets; a repeated prompt gets other
-        seeds."""
+        """Generate the groups of `prompts`, in order. `num_samplings` counts by prompt id how often the step has
+        sampled a prompt: a repeated prompt (at a boundary of epochs or in a mixture of data sets) gets other seeds."""
         batches: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
             batches.setdefault(num_samplings[prompt.id], []).append(i)
@@ -129,8 +124,8 @@ class SyncGroupSource:
         return [groups_by_index[i] for i in range(len(prompts))]
 
     def sleep_until_next_step(self, step: int) -> None:
-        """Let the engine sleep while step `step` is trained; free its weights if new weights are loaded afterwards."""
-        self.engine.sleep(level=1 if (step + 1) % self.publish_every else 2)
+        """Let the engine sleep during train step `step`, without its weights if new weights are loaded afterwards."""
+        self.engine.sleep(level=1 if (step + 1) % self.publish_interval else 2)
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return groups of completions with the scores of their completions."""
@@ -138,16 +133,14 @@ class SyncGroupSource:
         return self.score(groups)
 
     def state_dict(self) -> dict[str, JsonValue]:
-        return {}  # prompts and seeds are functions of the step
+        return {}  # no state: prompts and seeds are functions of the step
 
-    def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        """Do nothing, because the source has no state."""
+    def load_state_dict(self, state: dict[str, JsonValue]) -> None: ...
 
 
 @dataclass(frozen=True)
-class Filter:
-    """Filter of dynamic sampling (DAPO, arXiv 2503.14476), which drops groups whose completions all have equal
-    rewards."""
+class GroupFilter:
+    """Filter of dynamic sampling (DAPO, arXiv 2503.14476), which drops groups whose completions have equal rewards."""
 
     metrics: Sequence[str] = ()
     """Names of reward metrics that must differ between the completions of a group; the total reward if its rewards
@@ -156,8 +149,8 @@ class Filter:
     """Maximum number of further rounds of generation in a train step; 0: generate until the prompts end."""
 
     def has_learning_signal(self, group: ScoredGroup) -> bool:
-        """Return True if valid completions of a group differ in those of `metrics` that the group's rewards report, or
-        in their reward if there are none: in a mixture, each data set may have other rewards."""
+        """Return whether the valid completions of a group differ in a metric of `metrics`, or in their reward if the
+        group's rewards report none of these metrics. In a mixture, each data set may have other rewards."""
         names = {name for score in group.scores for name in score.metrics}.intersection(self.metrics)
         valid_scores = [s for s in group.scores if s.value is not None and s.metrics.keys() >= names]
         return len({tuple(score.metrics[name] for name in names) or score.value for score in valid_scores}) > 1
@@ -170,85 +163,75 @@ class Filter:
 @dataclass
 class FilteredGroupSource:
     """Group source that drops groups without a learning signal and samples other prompts until the train step is full.
+    Its state is the number of prompts taken so far, in order over all epochs."""
 
-    The filter decides about a group after all its completions have ended. Prompts are taken in order over all epochs,
-    each once per epoch; the number of taken prompts is the source's state.
-    """
-
-    sync: SyncGroupSource
-    take: Callable[[int, int], Sequence[Prompt]]
-    """Function `(position, count)` that returns `count` prompts of the data over all epochs; fewer at the end."""
-    num_groups: int
-    """Number of groups in a train step, unless the caller of `next_groups` sets another number."""
-    filter: Filter | None = Filter()
+    sync_source: SyncGroupSource
+    take_prompts: Callable[[int, int], Sequence[Prompt]]
+    """Function of position and count that returns `count` prompts of the data over all epochs; fewer at the end."""
+    groups_per_step: int
+    filter: GroupFilter | None = GroupFilter()
     """Filter that selects groups; None: every group is kept."""
-    sampled: Sequence[ScoredGroup] = ()
-    _num_taken: int = 0
+    sampled_groups: Sequence[ScoredGroup] = ()
+    _num_taken_prompts: int = 0
 
     @property
     def is_exhausted(self) -> bool:
-        return not self.take(self._num_taken, 1)
+        return not self.take_prompts(self._num_taken_prompts, 1)
 
     def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Return the groups of train step `step`, and metrics: fewer groups than requested if prompts or rounds of
-        generation are exhausted, and none if the filter dropped all."""
-        num_requested = self.num_groups if num_groups is None else num_groups
+        """Return the groups of train step `step` and their metrics; fewer groups if prompts or rounds are exhausted."""
+        num_requested = self.groups_per_step if num_groups is None else num_groups
         max_rounds = self.filter.max_retries if self.filter else 0
         kept_groups: list[ScoredGroup] = []
-        sampled: list[ScoredGroup] = []
+        sampled_groups: list[ScoredGroup] = []
         num_samplings = Counter[int]()
         num_rounds, generation_seconds, start_time = 0, 0.0, time.perf_counter()
-        # `_num_taken` is set at the end of the step, so that a run that stops earlier resumes with the same prompts.
-        num_taken_prompts = self._num_taken
-        self.sync.engine.wake()
+        # The state is set at the end of the step, so that a run that stops earlier resumes with the same prompts.
+        position = self._num_taken_prompts
+        self.sync_source.engine.wake()
         while len(kept_groups) < num_requested and not 0 < max_rounds < num_rounds:
-            prompts = self.take(num_taken_prompts, num_requested - len(kept_groups))
+            prompts = self.take_prompts(position, num_requested - len(kept_groups))
             if not prompts:
                 break
-            num_taken_prompts += len(prompts)
+            position += len(prompts)
             round_start_time = time.perf_counter()
-            groups = self.sync.generate_repeated(prompts, step, num_samplings)
+            groups = self.sync_source.generate_repeated(prompts, step, num_samplings)
             generation_seconds += time.perf_counter() - round_start_time
-            scored_groups = self.sync.score_groups(groups)
-            sampled += scored_groups
-            check_scores(step, sampled, self.filter.metrics if self.filter else ())
-            kept_groups += [each for each in scored_groups if not self.filter or self.filter.has_learning_signal(each)]
+            scored_groups = self.sync_source.score_groups(groups)
+            sampled_groups += scored_groups
+            check_scores(step, sampled_groups, self.filter.metrics if self.filter else ())
+            kept_groups += [g for g in scored_groups if not self.filter or self.filter.has_learning_signal(g)]
             num_rounds += 1
-        if self.filter and len(kept_groups) < num_requested and not self.take(num_taken_prompts, 1):
+        if self.filter and len(kept_groups) < num_requested and not self.take_prompts(position, 1):
             warning = "step %d: the prompts of all epochs have ended with %d of %d groups of use"
             logger.warning(warning, step + 1, len(kept_groups), num_requested)
-        self._num_taken, self.sampled = num_taken_prompts, sampled
-        self.sync.sleep_until_next_step(step)
-        if not sampled:
+        self._num_taken_prompts, self.sampled_groups = position, sampled_groups
+        self.sync_source.sleep_until_next_step(step)
+        if not sampled_groups:
             return [], {}
         return kept_groups, {
-            **group_metrics(sampled),
-            **_throughput_metrics(sampled, generation_seconds, time.perf_counter() - start_time),
-            **lag_metrics(kept_groups or sampled, step),
-            **(filtered_metrics(self.filter, sampled) | {"rollout/rounds": float(num_rounds)} if self.filter else {}),
+            **group_metrics(sampled_groups),
+            **_throughput_metrics(sampled_groups, generation_seconds, time.perf_counter() - start_time),
+            **lag_metrics(kept_groups or sampled_groups, step),
+            **(filter_metrics(self.filter, sampled_groups) if self.filter else {}),
+            **({"rollout/rounds": float(num_rounds)} if self.filter else {}),
         }
 
     def state_dict(self) -> dict[str, JsonValue]:
-        return {"drawn": self._num_taken}
+        return {"drawn": self._num_taken_prompts}
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        self._num_taken = int(str(state["drawn"]))
+        self._num_taken_prompts = int(str(state["drawn"]))
 
 
 def check_scores(step: int, groups: Sequence[ScoredGroup], metrics: Sequence[str] = ()) -> None:
-    """Check that the rewards of train step `step` are usable, before further prompts are sampled.
-
-    `metrics` are the names of the reward metrics by which groups are filtered.
-
-    Raises:
-        RewardError: no completion has a valid reward because a reward function raises, or no reward reports a metric.
-        StageFailed: no completion has a valid reward for another reason.
-    """
+    """Raise `RewardError` or `StageFailed` if no completion of train step `step` has a valid reward, and `RewardError`
+    if no reward reports one of the `metrics` by which groups are filtered."""
     scores = [score for group in groups for score in group.scores]
     if all(score.value is None for score in scores):
-        raise all_invalid(f"step {step + 1}: all {len(scores)} rewards are invalid", scores)
+        raise invalid_scores_error(f"step {step + 1}: all {len(scores)} rewards are invalid", scores)
     metric_names = sorted({name for score in scores for name in score.metrics})
-    # A step may have no group of the data set of a mixture whose reward reports a metric.
+    # In a mixture, a step may have no group of the data set whose reward reports the metric.
     is_mixture = any(group.group.prompt.source for group in groups)
     expected_metrics = [name for name in metrics if not is_mixture or name.partition("/")[0] in metric_names]
     if unknown_metrics := [name for name in expected_metrics if name not in metric_names]:
@@ -259,25 +242,23 @@ def check_scores(step: int, groups: Sequence[ScoredGroup], metrics: Sequence[str
 
 
 def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return the mean numbers of assistant turns and tool calls per completion, and the fraction of failed calls; empty
-    for completions without turns."""
+    """Return the mean numbers of turns and tool calls, and the fraction of failed calls; empty without turns."""
     turns = [turn for completion in completions for turn in completion.turns]
     if not turns:
         return {}
-    tool_turns = [turn for turn in turns if turn.role == "tool"]
+    tool_results = [turn for turn in turns if turn.role == "tool"]
     return {
-        "completion/turns": (len(turns) - len(tool_turns)) / len(completions),
-        "completion/tool_calls": len(tool_turns) / len(completions),
-        "completion/tool_errors": sum(turn.is_error for turn in tool_turns) / max(1, len(tool_turns)),
+        "completion/turns": (len(turns) - len(tool_results)) / len(completions),
+        "completion/tool_calls": len(tool_results) / len(completions),
+        "completion/tool_errors": sum(turn.is_error for turn in tool_results) / max(1, len(tool_results)),
     }
 
 
-def filtered_metrics(filter: Filter, sampled_groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return the number of sampled groups, and the fractions of groups that the filter dropped with equal rewards above
-    0 and with equal rewards of at most 0."""
-    dropped = [group for group in sampled_groups if not filter.has_learning_signal(group)]
-    valid_rewards = ([score.value for score in group.scores if score.value is not None] for group in dropped)
-    rewards = [max(each) for each in valid_rewards if each]
+def filter_metrics(filter: GroupFilter, sampled_groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return the number of sampled groups, and the fractions dropped with rewards above 0 and at most 0."""
+    dropped_groups = [group for group in sampled_groups if not filter.has_learning_signal(group)]
+    valid_rewards = ([score.value for score in group.scores if score.value is not None] for group in dropped_groups)
+    rewards = [max(rewards_of_group) for rewards_of_group in valid_rewards if rewards_of_group]
     return {
         "rollout/sampled_groups": float(len(sampled_groups)),
         "rollout/filtered_positive": sum(reward > 0 for reward in rewards) / len(sampled_groups),
@@ -286,8 +267,7 @@ def filtered_metrics(filter: Filter, sampled_groups: Sequence[ScoredGroup]) -> d
 
 
 def lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
-    """Return metrics of how many train steps older than `step` the weights are that sampled the groups: maximum, mean,
-    and number of groups by age."""
+    """Return the maximum and mean age, in train steps, of the sampling weights, and the number of groups by age."""
     lags = [step - scored_group.group.version for scored_group in groups]
     return {
         "rollout/version_lag": float(max(lags)),
@@ -319,23 +299,23 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         metrics |= {
             "completion/length_mean": float(np.mean(completion_lengths)),
             "completion/length_max": float(np.max(completion_lengths)),
-            "completion/truncated": float(np.mean([each.finish_reason == "length" for each in completions])),
+            "completion/truncated": float(np.mean([c.finish_reason == "length" for c in completions])),
         }
     if len(reward_values):
         metrics |= {"reward/mean": float(reward_values.mean()), "reward/std": float(reward_values.std())}
-    sources = {f"reward/{source}/mean": mean for source, mean in source_means(groups).items()}
+    by_dataset = {f"reward/{name}/mean": mean for name, mean in dataset_means(groups).items()}
     rewards = {f"reward/{name}": mean for name, mean in reward_means(groups).items()}
     # `rewards` come first, so that a reward function named `mean` cannot overwrite the mean of all rewards.
-    return rewards | metrics | turn_metrics(completions) | sources
+    return rewards | metrics | turn_metrics(completions) | by_dataset
 
 
-def source_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return the mean reward of the prompts of each data set of a mixture; empty if prompts are of one data set."""
-    values: dict[str, list[float]] = {}
+def dataset_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return the mean reward by data set of a mixture; empty if the prompts are of one data set."""
+    rewards: dict[str, list[float]] = {}
     for group in groups:
-        if source := group.group.prompt.source:
-            values.setdefault(source, []).extend(score.value for score in group.scores if score.value is not None)
-    return {source: float(np.mean(rewards)) for source, rewards in sorted(values.items()) if rewards}
+        if dataset := group.group.prompt.source:
+            rewards.setdefault(dataset, []).extend(score.value for score in group.scores if score.value is not None)
+    return {dataset: float(np.mean(values)) for dataset, values in sorted(rewards.items()) if values}
 
 
 def reward_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -7,10 +7,8 @@ batching: a batch runs until its last completion ends, and shrinks whenever half
 Shape legend: P prompts, K completions of each, R = P * K rows, B rows still in progress, T tokens, V vocabulary.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import numpy as np
 import torch
@@ -22,15 +20,16 @@ from transformers.cache_utils import DynamicLayer
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.hf import load_model
-from cosmos_core.models.lora import add_adapter_like, trains_only_linear_factors
+from cosmos_core.models.lora import add_adapter_from, trains_only_linear_factors
 from cosmos_core.models.scorer import Scorer
 from cosmos_core.parallel.mesh import is_single_rank
 from cosmos_core.rollout.base import (
     Bucket,
     EngineSettings,
     LoadReceipt,
-    Receiver,
+    ModuleEngine,
     WeightFormat,
+    WeightReceiver,
     check_prompts,
     completion,
     request_seed,
@@ -39,20 +38,16 @@ from cosmos_core.rollout.base import (
 from cosmos_core.rollout.sample_tokens import sample_tokens
 from cosmos_core.types import Completion, Group, Prompt, Sampling
 
-_MIN_CACHE_GROWTH = 64
-"""Minimum number of tokens by which the key-value cache grows."""
+_MIN_CACHE_GROWTH_TOKENS = 64
 
 
-class HfEngine:
-    """Engine that samples from the trained module itself, so loading and sleeping do nothing.
-
-    With several ranks, whose modules are sharded, it samples from a replica of the model.
-    """
+class HfEngine(ModuleEngine):
+    """Engine that samples from the trainer's module or, if ranks have shards of the module, from a replica of it."""
 
     name = "hf"
-    ranks_per_engine = 1
 
     def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
         uses_trainer_model = is_single_rank() and not settings.is_separate
         is_adapter = trains_only_linear_factors(settings.model)
         self.weight_format: WeightFormat = "shared" if uses_trainer_model else "adapter" if is_adapter else "module"
@@ -61,23 +56,14 @@ class HfEngine:
         self._max_model_len = settings.max_model_len
         self._dtype = settings.dtype
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
-        self._vision, self._beat = settings.vision, settings.beat
-        self._max_samples_per_pass = settings.rollout.n_generation_mini_batch
-        self._version = 0
-        self._receiver = Receiver()
-        self._waiting: deque[tuple[Sequence[Prompt], Sampling, int]] = deque()
+        self._vision = settings.vision
+        self._receiver = WeightReceiver()
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """Queue prompts, see `Engine.submit`; prompts that are submitted together form one batch."""
         check_prompts(prompts, self._max_model_len)
-        if prompts:
-            self._waiting.append((prompts, sampling, step))
+        super().submit(prompts, sampling, step)
 
-    def completed(self) -> list[Group]:
-        """Generate the oldest batch; see `Engine.completed`."""
-        if not self._waiting:
-            return []
-        prompts, sampling, step = self._waiting.popleft()
+    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
         groups_by_index: dict[int, Group] = {}
         for indices in _group_batchable(prompts):
             batch = self._generate_batch([prompts[i] for i in indices], sampling, step)
@@ -85,28 +71,27 @@ class HfEngine:
         return [groups_by_index[i] for i in range(len(prompts))]
 
     def _generate_batch(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-        """Generate the groups of `prompts` in one batch, or in several with a few completions of each group."""
+        """Generate the groups of `prompts`, at most `_max_samples_per_pass` completions of each group at a time."""
         all_ks = range(sampling.num_completions)
         chunk_size = self._max_samples_per_pass or len(all_ks)
         completions: list[list[Completion]] = [[] for _ in prompts]
         for ks in (all_ks[k : k + chunk_size] for k in all_ks[::chunk_size]):
             with self._inference_mode():
-                rows = [each.tolist() for each in self._sample(prompts, sampling, step, ks)]
+                rows = [tensor.tolist() for tensor in self._sample(prompts, sampling, step, ks)]
             for row, (tokens, logprobs, length) in enumerate(zip(*rows, strict=True)):
                 row_completion = completion(
                     self._tokenizer, tokens[:length], logprobs[:length], version=self._version,
                     ends_with_stop=tokens[length - 1] in self._stop_ids, vision=self._vision,
                 )  # fmt: skip
                 completions[row // len(ks)].append(row_completion)
-        return [Group(prompt, tuple(each), step) for prompt, each in zip(prompts, completions, strict=True)]
+        return [Group(*group, step) for group in zip(prompts, map(tuple, completions), strict=True)]
 
     def abort(self) -> None:
         """Discard all queued prompts."""
-        self._waiting.clear()
+        self._submissions.clear()
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-        """Copy weights into the replica of the model, see `Engine.load_weights`; no tensors are sent if the engine uses
-        the trainer's module."""
+        """Copy weights into the replica; without a replica, the engine has the trainer's weights already."""
         self._version = version
         if self.weight_format == "shared":
             return LoadReceipt(version, 0)
@@ -124,15 +109,6 @@ class HfEngine:
         with self._inference_mode():
             logprobs: list[float] = Scorer(self._model)(inputs, torch.arange(len(token_ids) - 1))["logprobs"].tolist()
         return logprobs
-
-    def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Do nothing, because the trainer's module stays in memory; see `Engine.sleep`."""
-
-    def wake(self) -> None:
-        """Do nothing, because `sleep` released no memory; see `Engine.wake`."""
-
-    def close(self) -> None:
-        """Do nothing, because memory is freed with the last reference to the module; see `Engine.close`."""
 
     @contextmanager
     def _inference_mode(self) -> Iterator[None]:
@@ -152,7 +128,7 @@ class HfEngine:
     def _sample(
         self, prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens RT, log-probabilities RT and lengths R; entries beyond the length of a row are undefined."""
+        """Return tokens RT, log-probabilities RT and lengths R; values beyond the length of a row are undefined."""
         device, k = self._model.device, len(ks)
         token_ids = [torch.tensor(prompt.token_ids) for prompt in prompts]
         pad_token_id = self._tokenizer.pad_token_id or 0
@@ -166,7 +142,7 @@ class HfEngine:
         cache.layers = [_PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
         inputs = {"attention_mask": mask_PT, **(image_inputs or {"position_ids": positions_PT})}
         logits_PV = self._forward(input_ids_PT, cache, inputs)
-        cache.batch_repeat_interleave(k)  # the completions of a group share one pass over the prompt
+        cache.batch_repeat_interleave(k)  # one forward pass over the prompt serves all completions of a group
         last_image_inputs = _image_inputs_of_new_tokens(image_inputs, k)
         logits_BV, mask_BT = logits_PV.repeat_interleave(k, 0), mask_PT.repeat_interleave(k, 0)
         positions_B = positions_PT[:, -1].repeat_interleave(k)
@@ -237,7 +213,7 @@ class _PreallocatedLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self._buffers is None or self._buffers[0].shape[-2] < num_cached_tokens + num_new_tokens:
-            capacity = num_cached_tokens + num_new_tokens + max(_MIN_CACHE_GROWTH, num_cached_tokens // 4)
+            capacity = num_cached_tokens + num_new_tokens + max(_MIN_CACHE_GROWTH_TOKENS, num_cached_tokens // 4)
             self._buffers = _allocate(self.keys, key_states, capacity), _allocate(self.values, value_states, capacity)
         keys, values = (buffer[..., : num_cached_tokens + num_new_tokens, :] for buffer in self._buffers)
         keys[..., num_cached_tokens:, :], values[..., num_cached_tokens:, :] = key_states, value_states
@@ -262,15 +238,14 @@ def _allocate(old_states: Tensor | None, states: Tensor, capacity: int) -> Tenso
 
 
 def _image_inputs_of_new_tokens(image_inputs: dict[str, Tensor], k: int) -> dict[str, Tensor]:
-    """Return the model inputs about images for new tokens of `k` completions per prompt: with cross-attention, they
-    attend to the tiles of images to which the last token of the prompt attends."""
+    """Return the image inputs of new tokens, which attend to the image tiles of the prompt's last token."""
     name = "cross_attention_mask"
     return {name: image_inputs[name][:, -1:].repeat_interleave(k, 0)} if name in image_inputs else {}
 
 
 def _group_batchable(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return the indices of prompts that can share a batch: all prompts of text, and prompts with images that need no
-    padding, because with padding the model could not compute the positions of its images."""
+    """Return the indices of prompts by batch. A batch has only text, or prompts with equally many images and tokens,
+    because with padding the model could not compute the positions of images."""
     batches: dict[tuple[int, int], list[int]] = {}
     for i, prompt in enumerate(prompts):
         batches.setdefault((len(prompt.images), len(prompt.token_ids) if prompt.images else 0), []).append(i)
@@ -278,12 +253,12 @@ def _group_batchable(prompts: Sequence[Prompt]) -> list[list[int]]:
 
 
 def _load_replica(settings: EngineSettings) -> PreTrainedModel:
-    """Load a complete model as a replica of the trainer's sharded model; it has an adapter if only an adapter is
-    trained, and otherwise receives weights with merged adapters."""
+    """Load the complete model as a replica of the trainer's sharded model. It has an adapter if the training changes
+    only linear LoRA factors; otherwise it receives merged weights."""
     trained_model, revision = settings.model, getattr(settings.model.config, "_commit_hash", None)
     replica = load_model(settings.folder, revision=revision, dtype=trained_model.dtype)
     if trains_only_linear_factors(trained_model):
-        add_adapter_like(replica, trained_model)
+        add_adapter_from(replica, trained_model)
     nn.Module.to(replica, "cuda" if torch.cuda.is_available() else "cpu")
     return replica.requires_grad_(False)
 
@@ -310,14 +285,14 @@ def process_logits(logits_BV: Tensor, is_used_token_BV: Tensor, sampling: Sampli
 
 
 def _draw_uniform_numbers(prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> Tensor:
-    """Return one uniform number per token, from a generator for each completion: RT, float64."""
+    """Return one uniform random number per token (shape RT, float64), from one generator per completion."""
     seeds = [request_seed(sampling.seed, step, prompt.id, k) for prompt in prompts for k in ks]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    return torch.stack([torch.rand(sampling.max_tokens, generator=each, dtype=torch.float64) for each in generators])
+    return torch.stack([torch.rand(sampling.max_tokens, generator=g, dtype=torch.float64) for g in generators])
 
 
 def _token_mask(input_ids_PT: Tensor, mask_PT: Tensor, vocab_size: int) -> Tensor:
-    """Return a mask PV of the vocabulary entries that each prompt contains, without padding."""
-    num_ids = max(vocab_size, int(input_ids_PT.max()) + 1)  # the head of Llama 3.2 Vision has no image token
+    """Return a mask (shape PV) of the vocabulary entries that each prompt contains, without padding."""
+    num_ids = max(vocab_size, int(input_ids_PT.max()) + 1)  # the output layer of Llama 3.2 Vision lacks the image token
     counts_PV = torch.zeros(len(input_ids_PT), num_ids, dtype=mask_PT.dtype, device=input_ids_PT.device)
     return counts_PV.scatter_add_(-1, input_ids_PT, mask_PT)[:, :vocab_size] > 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.error_handling import set_future
-from cosmos_core.rollout.base import Bucket, storage_of
+from cosmos_core.rollout.base import Bucket, storage_key
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.1
@@ -30,13 +30,13 @@ class BucketHeader(NamedTuple):
     shapes: list[list[int]]
     aliases: dict[str, str]
     """Names of tied weights by alias; their data are sent only under the name in the value."""
-    extra: dict[str, Any]
+    transport_fields: dict[str, Any]
     """Further fields of vLLM's update info, which depend on the transport."""
 
     def update_info(self) -> dict[str, Any]:
         """Return the fields of vLLM's update info; a scalar has the shape [1], because vLLM cannot unpack scalars."""
         shapes = [shape or [1] for shape in self.shapes]
-        return {"names": self.names, "dtype_names": self.dtype_names, "shapes": shapes, **self.extra}
+        return {"names": self.names, "dtype_names": self.dtype_names, "shapes": shapes, **self.transport_fields}
 
     def bucket(self, tensors: Mapping[str, Tensor]) -> Bucket:
         """Return the bucket of the received `tensors`, in the sender's shapes and under all names."""
@@ -44,22 +44,23 @@ class BucketHeader(NamedTuple):
         return [*bucket.items(), *((alias, bucket[name]) for alias, name in self.aliases.items())]
 
     def placeholder(self) -> Bucket:
-        """Return the bucket with tensors on the meta device, for an engine whose ranks hold the data already."""
-        each = zip(self.names, self.dtype_names, self.shapes, strict=True)
-        return self.bucket(
-            {name: torch.empty(shape, dtype=getattr(torch, t), device="meta") for name, t, shape in each}
-        )
+        """Return the bucket with tensors on the meta device, for an engine whose ranks have the data already."""
+        dtypes = [getattr(torch, name) for name in self.dtype_names]
+        tensors = [torch.empty(shape, dtype=t, device="meta") for shape, t in zip(self.shapes, dtypes, strict=True)]
+        return self.bucket(dict(zip(self.names, tensors, strict=True)))
 
 
 def split_bucket(bucket: Bucket) -> tuple[BucketHeader, list[Tensor]]:
-    """Return the header of a bucket, and the tensors whose data are sent, in the order of the header."""
+    """Return the header of a bucket, and the tensors to send, in the order of the header."""
     first_names: dict[Any, str] = {}
-    names = {name: first_names.setdefault(storage_of(tensor), name) for name, tensor in bucket}
+    names = {name: first_names.setdefault(storage_key(tensor), name) for name, tensor in bucket}
     aliases = {name: first_name for name, first_name in names.items() if first_name != name}
-    sent = sorted((each for each in bucket if each[0] not in aliases), key=lambda each: -each[1].element_size())
-    dtype_names = [str(tensor.dtype).removeprefix("torch.") for _, tensor in sent]
-    header = BucketHeader([name for name, _ in sent], dtype_names, [list(t.shape) for _, t in sent], aliases, {})
-    return header, [tensor.detach() for _, tensor in sent]
+    named_tensors = [(name, tensor) for name, tensor in bucket if name not in aliases]
+    named_tensors.sort(key=lambda named_tensor: -named_tensor[1].element_size())
+    tensors = [tensor.detach() for _, tensor in named_tensors]
+    dtype_names = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    shapes = [list(tensor.shape) for tensor in tensors]
+    return BucketHeader([name for name, _ in named_tensors], dtype_names, shapes, aliases, {}), tensors
 
 
 def fill_bucket(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -71,25 +72,22 @@ def fill_bucket(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
         start_offset = end_offset
 
 
-def call_within(
+def with_timeout(
     timeout_seconds: float,
-    call: Callable[[], T],
+    function: Callable[[], T],
     *,
     abort: Callable[[], object] = lambda: None,
     has_failed: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Return the result of a call that may hang, such as a collective whose peer has died; it runs in a new thread, on
-    this thread's device. The result of an aborted call is ignored: an aborted collective leaves arbitrary bytes.
-
-    Raises:
-        TransferFailed: the call took longer than `timeout_seconds`, or `has_failed` returned True; `abort` was called.
-    """
+    """Return the result of a function that may hang, such as a collective whose peer has died; it runs in a new thread,
+    on this thread's device. After `timeout_seconds`, or when `has_failed` returns True, call `abort` and raise
+    `TransferFailed`; a later result is ignored, because an aborted collective leaves arbitrary bytes."""
     result_future: Future[T] = Future()
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def run() -> None:
         with nullcontext() if device is None else torch.accelerator.device_index(device):
-            set_future(result_future, call)
+            set_future(result_future, function)
 
     threading.Thread(target=run, daemon=True, name="weight transfer").start()
     deadline = time.monotonic() + timeout_seconds

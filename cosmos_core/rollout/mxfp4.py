@@ -33,16 +33,16 @@ def quantize_bucket(bucket: Bucket) -> Bucket:
     quantized_bucket: Bucket = []
     for name, tensor in bucket:
         if name.endswith(_EXPERT_WEIGHT_SUFFIXES):
-            blocks, scales = quantize(tensor.transpose(-1, -2))
+            blocks, scales = quantize_experts(tensor.transpose(-1, -2))
             quantized_bucket += [(f"{name}_blocks", blocks), (f"{name}_scales", scales)]
         else:
             quantized_bucket.append((name, tensor))
     return quantized_bucket
 
 
-def quantize(weight_EOI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest MXFP4 weight: blocks, uint8 E x O x N x 16 with two values in each byte, the first in the
-    lower half; and scales, uint8 E x O x N, the exponents plus 127."""
+def quantize_experts(weight_EOI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the nearest MXFP4 weight: blocks, uint8 (E, O, N, 16) with two values in each byte, the first in the lower
+    half; and scales, uint8 (E, O, N), which are exponents plus 127."""
     # Experts are quantized one at a time, because intermediate values need as much memory as the float weights.
     blocks, scales = zip(*map(_quantize_expert, weight_EOI), strict=True)
     return torch.stack(blocks), torch.stack(scales)
@@ -55,7 +55,7 @@ def _quantize_expert(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     exponents_ON = torch.where(max_abs_ON > 0, exponents_ON, -_EXPONENT_BIAS).clamp(-_EXPONENT_BIAS, _EXPONENT_BIAS)
     scaled_weights = torch.ldexp(blocked_weights, -exponents_ON.unsqueeze(-1))
     rounding_midpoints = torch.tensor(_ROUNDING_MIDPOINTS, device=scaled_weights.device)
-    # A midpoint is rounded to the neighbour with the even code, the upper neighbour for every second midpoint.
+    # Round midpoints to the neighbour with the even code, which is the upper neighbour of every second midpoint.
     rounding_midpoints[1::2] = torch.nextafter(rounding_midpoints[1::2], torch.zeros_like(rounding_midpoints[1::2]))
     magnitudes = torch.bucketize(scaled_weights.abs().contiguous(), rounding_midpoints, out_int32=True)
     fp4_codes = (magnitudes + 8 * torch.signbit(scaled_weights)).to(torch.uint8)

@@ -20,8 +20,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.lora import adapted_layers, merge_adapter, names_without_adapter
-from cosmos_core.parallel.gather import Gatherer
-from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, storage_of
+from cosmos_core.parallel.gather import FullTensorGatherer
+from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, storage_key
 from cosmos_core.rollout.fleet import Fleet
 
 BUCKET_BYTES = 256 << 20
@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class WeightPublisher:
-    """Sender of the weights of a model to an engine; all ranks call its methods together. A new engine needs a new
-    publisher, so that its first load is probed."""
+    """Sender of the weights of a model to one engine; all ranks call its methods together."""
 
     engine: Engine
     model: PreTrainedModel
@@ -54,12 +53,12 @@ class WeightPublisher:
     transfer_dtype: torch.dtype | None = None
     """Dtype that weights are cast to before they are sent; None: no cast."""
     bucket_bytes: int = BUCKET_BYTES
-    _probed_levels: set[int] = field(default_factory=set)
+    _probed_sleep_levels: set[int] = field(default_factory=set)
     """Levels of engine sleep after which a weight load was probed; 0: a load without sleep."""
     _weights: _Weights | None = None
 
     def publish(self, version: int) -> dict[str, float]:
-        """Load the current weights into the engine as version `version`, and return metrics; raise a `StageFailed` if
+        """Load the current weights into the engine as version `version`, and return metrics. Raise a `StageFailed` if
         the engine did not load all tensors, or its log-probabilities differ from the trainer's."""
         start_time = time.perf_counter()
         num_sent_tensors = num_bytes = 0
@@ -68,13 +67,13 @@ class WeightPublisher:
             nonlocal num_sent_tensors, num_bytes
             assert self._weights is not None
             for bucket in self._weights.buckets():
-                cast_tensors = {  # tied weights are cast once
-                    storage_of(tensor): tensor.to(dtype=self.transfer_dtype if tensor.is_floating_point() else None)
+                cast_tensors = {  # one entry for tied weights
+                    storage_key(tensor): tensor.to(dtype=self.transfer_dtype if tensor.is_floating_point() else None)
                     for _, tensor in bucket
                 }
                 num_sent_tensors += len(bucket)
                 num_bytes += sum(tensor.nbytes for tensor in cast_tensors.values())
-                yield [(name, cast_tensors[storage_of(tensor)]) for name, tensor in bucket]
+                yield [(name, cast_tensors[storage_key(tensor)]) for name, tensor in bucket]
 
         if self.engine.weight_format == "shared":
             self.engine.load_weights(version, ())
@@ -85,10 +84,10 @@ class WeightPublisher:
             self.engine.load_weights(version, count_buckets()).check(version, num_sent_tensors, "the engine")
             has_new_engine = isinstance(self.engine, Fleet) and self.engine.has_new_engine
             # The version number determines the probes, not a counter, so that a resumed run probes the same versions.
-            is_probe_due = version % self.probe_interval == 0
-            if sleep_level not in self._probed_levels or has_new_engine or is_probe_due:
+            is_due = version % self.probe_interval == 0
+            if sleep_level not in self._probed_sleep_levels or has_new_engine or is_due:
                 self._probe(version)
-            self._probed_levels.add(sleep_level)
+            self._probed_sleep_levels.add(sleep_level)
         sync_seconds = time.perf_counter() - start_time
         return {"sync/version": float(version), "sync/bytes": float(num_bytes), "time/sync": sync_seconds}
 
@@ -112,25 +111,25 @@ class WeightPublisher:
 
 
 def logprob_tolerance(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> float:
-    """Return the mean absolute difference of log-probabilities that rounding can cause."""
-    return max(_LOGPROB_TOLERANCES[any_dtype] for any_dtype in (dtype, transfer_dtype) if any_dtype is not None)
+    """Return the mean absolute difference of log-probabilities that rounding to these dtypes can cause."""
+    return max(_LOGPROB_TOLERANCES[d] for d in (dtype, transfer_dtype) if d is not None)
 
 
 def probe_tokens(vocab_size: int) -> list[int]:
-    """Return a short sequence of tokens over the vocabulary, to be scored by trainer and engine."""
+    """Return a short sequence of token ids, for which trainer and engine compute log-probabilities."""
     return [(7919 * (i + 1)) % vocab_size for i in range(_PROBE_TOKENS)]  # multiples of a prime, spread over all ids
 
 
 @dataclass
 class _WeightUnit:
-    """Weights of a module and its neighbours, which must be sent in one bucket: engines fuse the weights of neighbours
-    (query, key and value), and merging adapters and splitting fused experts need several tensors at once."""
+    """Weights of sibling modules, which must be sent in one bucket, because engines fuse them (query, key and value),
+    and merging adapters and splitting fused experts need several tensors."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Tensors to gather, on the meta device if the model is sharded, by key in the state dict."""
-    plain_names: dict[str, str] = field(default_factory=dict)
+    key_by_name: dict[str, str] = field(default_factory=dict)
     """State-dict key of each weight, by name in a model without adapters; tied weights have two names and one key."""
-    adapted: dict[str, Any] = field(default_factory=dict)
+    adapted_layers: dict[str, Any] = field(default_factory=dict)
     """Layers whose adapter is merged before sending, by module name."""
 
     @property
@@ -145,15 +144,15 @@ class _Weights:
         self, model: PreTrainedModel, full_model: PreTrainedModel | None, weight_format: WeightFormat, bucket_bytes: int
     ) -> None:
         self._model, self._weight_format = model, weight_format
-        units = (_factor_units if weight_format == "adapter" else _units)(full_model or model)
+        units = (_factor_units if weight_format == "adapter" else _module_units)(full_model or model)
         # On a mesh a bucket has half the size, because one bucket is read while the next is gathered.
         self._bucket_units = _pack_buckets(units, bucket_bytes if full_model is None else bucket_bytes // 2)
         max_bytes = max(sum(unit.num_bytes for unit in bucket_units) for bucket_units in self._bucket_units)
-        self._gatherer = Gatherer(model.state_dict(keep_vars=True), max_bytes) if full_model is not None else None
+        is_sharded = full_model is not None
+        self._gatherer = FullTensorGatherer(model.state_dict(keep_vars=True), max_bytes) if is_sharded else None
 
     def buckets(self) -> Iterator[Bucket]:
-        """Yield all weights that the engine loads; a bucket is created when it is requested, and its memory is reused
-        after that."""
+        """Yield the buckets of all weights that the engine loads; the next bucket reuses the memory of a bucket."""
         state_dict = self._model.state_dict(keep_vars=True)
         if self._gatherer is not None:
             self._gatherer.tensors = state_dict
@@ -166,41 +165,41 @@ class _Weights:
         full = self._gatherer.gather_full(tensors) if self._gatherer else {key: state[key].detach() for key in tensors}
         weights: dict[str, Tensor] = {}
         for unit in units:
-            for name, layer in unit.adapted.items():
+            for name, layer in unit.adapted_layers.items():
                 full |= _merge_layer(name, layer, full if self._gatherer else None)
-            weights |= {name: full[key] for name, key in unit.plain_names.items()}
+            weights |= {name: full[key] for name, key in unit.key_by_name.items()}
         if self._weight_format == "checkpoint":
             weights = revert_weight_conversion(self._model, weights)
         return list(weights.items())
 
 
-def _units(full_model: PreTrainedModel) -> list[_WeightUnit]:
+def _module_units(full_model: PreTrainedModel) -> list[_WeightUnit]:
     state_dict, adapter_layers = full_model.state_dict(keep_vars=True), adapted_layers(full_model)
     unit_by_module: dict[str, _WeightUnit] = {}
-    first_keys: dict[Tensor, str] = {}
+    first_key_by_tensor: dict[Tensor, str] = {}
     unit_by_name: dict[str, _WeightUnit] = {}
     names = names_without_adapter(full_model)
     for key in state_dict:
-        plain_name = names.get(key, "")
+        name = names.get(key, "")
         adapted_layer = next((layer for layer in adapter_layers if key.startswith(f"{layer}.")), "")
-        first_key = first_keys.setdefault(state_dict[key], key)
-        if first_key != key:  # a tied weight belongs to the unit of its first name
-            unit = unit_by_name[first_key]
+        tied_key = first_key_by_tensor.setdefault(state_dict[key], key)
+        if tied_key != key:  # a tied weight belongs to the unit of its first name
+            unit = unit_by_name[tied_key]
         else:
             # A layer with an adapter belongs to the unit of its parent, a weight to that of its module's parent.
-            parent_name = (adapted_layer or (plain_name or key).rpartition(".")[0]).rpartition(".")[0]
+            parent_name = (adapted_layer or (name or key).rpartition(".")[0]).rpartition(".")[0]
             unit = unit_by_module.setdefault(parent_name, _WeightUnit())
             unit.tensors[key] = state_dict[key]
         unit_by_name[key] = unit
         if adapted_layer:
-            unit.adapted[adapted_layer] = adapter_layers[adapted_layer]
-        if plain_name:
-            unit.plain_names[plain_name] = first_key
+            unit.adapted_layers[adapted_layer] = adapter_layers[adapted_layer]
+        if name:
+            unit.key_by_name[name] = tied_key
     return list(unit_by_module.values())
 
 
 def _factor_units(full_model: PreTrainedModel) -> list[_WeightUnit]:
-    """Return a unit for each factor of the LoRA adapter, which has the name of its key in the state dict."""
+    """Return a unit for each factor of the LoRA adapter, under the key of the state dict."""
     state, names = full_model.state_dict(keep_vars=True), names_without_adapter(full_model)
     return [_WeightUnit({key: state[key]}, {key: key}) for key, name in names.items() if not name]
 
@@ -219,8 +218,7 @@ def _pack_buckets(units: Sequence[_WeightUnit], bucket_bytes: int) -> list[list[
 
 
 def _merge_layer(name: str, layer: Any, gathered_tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
-    """Return the weights of a layer with its adapter merged; `gathered_tensors` has the tensors of a layer on the meta
-    device, and is None if the layer has its own."""
+    """Return a layer's weights with its adapter merged; `gathered_tensors` replace the tensors of a meta layer."""
     if gathered_tensors is not None:
         layer = copy.deepcopy(layer)
         layer.load_state_dict({key: gathered_tensors[f"{name}.{key}"] for key in layer.state_dict()}, assign=True)

@@ -12,9 +12,9 @@ from transformers import PretrainedConfig
 
 from cosmos_core.errors import ConfigError
 from cosmos_core.parallel.mesh import all_gather_object, is_single_rank, num_ranks, rank_number
-from cosmos_core.registry import class_name, import_object, import_user_code, is_import_path
+from cosmos_core.registry import import_object, import_user_code, is_import_path, to_class_name
 from cosmos_core.rollout.base import Engine, EngineSettings, EngineWrapper
-from cosmos_core.rollout.turns import Turns
+from cosmos_core.rollout.turns import MultiTurnEngine
 from cosmos_core.types import Group, Prompt, Sampling
 
 FALLBACK_ENGINE = "hf"
@@ -29,22 +29,17 @@ def check_engine(backend: str, config: PretrainedConfig, folder: str) -> None:
     if backend == "vllm" and importlib.util.find_spec("vllm") is not None:
         from cosmos_core.rollout.vllm import check_head_size
 
-        if removed := [name for name in config.architectures or () if name in _REMOVED_FROM_VLLM]:
-            raise ConfigError(f"vLLM has no {removed[0]} any more, as {folder!r} is; set rollout.backend = 'hf'")
+        if removed_names := [name for name in config.architectures or () if name in _REMOVED_FROM_VLLM]:
+            raise ConfigError(f"vLLM has no {removed_names[0]} any more, as {folder!r} is; set rollout.backend = 'hf'")
         check_head_size(config, folder)
 
 
 def make_engine(settings: EngineSettings) -> Engine:
-    """Return the engine that `rollout.backend` names; with several ranks, each rank has an engine.
-
-    If the library of the engine cannot be imported, the engine `hf` is the fallback, and a warning is logged. Random
-    states, thread count, signal handlers and environment are unchanged.
-
-    Raises:
-        ConfigError: there is no such engine, or it does not support the model or the settings.
-    """
+    """Return the engine that `rollout.backend` names, one per rank; `hf` if its library cannot be imported. Random
+    states and the environment are unchanged. Raise a `ConfigError` if the engine does not support the model or
+    settings."""
     name = settings.rollout.backend
-    if settings.flow is not None:  # a diffusion engine distributes samples over ranks itself
+    if settings.flow is not None:  # this engine distributes samples over the ranks itself
         return _make_engine(name, settings)
     text_config = settings.model.config.get_text_config()
     max_positions = getattr(text_config, "max_position_embeddings", None) or settings.max_model_len
@@ -57,36 +52,33 @@ def make_engine(settings: EngineSettings) -> Engine:
     except ImportError as error:
         if name == FALLBACK_ENGINE or is_import_path(name):
             raise
-        reason, warning = (
-            " ".join(str(error).split()),
-            "rollout.backend = %r cannot be imported (%s); using %r in its place",
-        )
-        logger.warning(warning, name, reason, FALLBACK_ENGINE)
+        warning = "rollout.backend = %r cannot be imported (%s); using %r in its place"
+        logger.warning(warning, name, " ".join(str(error).split()), FALLBACK_ENGINE)
         engine = _make_engine(FALLBACK_ENGINE, settings)
     if settings.rollout.multi_turn_config.enable:
-        engine = Turns(engine, settings)
-    return engine if is_single_rank() else DataParallel(engine)
+        engine = MultiTurnEngine(engine, settings)
+    return engine if is_single_rank() else DataParallelEngine(engine)
 
 
 def _make_engine(name: str, settings: EngineSettings) -> Engine:
-    own_class = f"cosmos_core.rollout.{name}:{class_name(name)}Engine"
-    engine: Engine = (import_user_code(name) if is_import_path(name) else import_object(own_class))(settings)
+    class_path = f"cosmos_core.rollout.{name}:{to_class_name(name)}Engine"
+    engine: Engine = (import_user_code(name) if is_import_path(name) else import_object(class_path))(settings)
     return engine
 
 
-class DataParallel(EngineWrapper):
-    """`Engine` whose methods all ranks call together, with the same prompts and weights; each rank's engine completes
-    some of the prompts, and all ranks get all groups."""
+class DataParallelEngine(EngineWrapper):
+    """`Engine` whose methods all ranks call together: the engine of each rank completes some of the prompts, and all
+    ranks get all groups."""
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """Submit this rank's share of the prompts to its engine, with unchanged seeds; see `Engine.submit`."""
+        """Submit some of the prompts to this rank's engine, with unchanged seeds."""
         num_engines = num_ranks() // self.ranks_per_engine
         if local_prompts := prompts[rank_number() // self.ranks_per_engine :: num_engines]:
-            self._inner.submit(local_prompts, sampling, step)
+            self._engine.submit(local_prompts, sampling, step)
 
     def completed(self) -> list[Group]:
-        """Wait for all groups of this rank's engine, then gather the groups of all ranks; see `Engine.completed`."""
+        """Wait for all groups of this rank's engine, and return the groups of all ranks."""
         local_groups: list[Group] = []
-        while groups := self._inner.completed():
+        while groups := self._engine.completed():
             local_groups += groups
         return [group for groups in all_gather_object(local_groups)[:: self.ranks_per_engine] for group in groups]

@@ -1,7 +1,6 @@
 """Rollout engine in a separate process: generates while the ranks train, and loads weights between two forward passes.
 
-Methods may be called from any thread. Only one thread uses the engine; it generates until a command arrives. This
-module does not depend on how the process was started or is called.
+Methods may be called from any thread. Only one thread uses the engine; it generates until a command arrives.
 """
 
 import logging
@@ -33,18 +32,17 @@ _TIMEOUT_FACTOR = 4
 for other engines first."""
 
 
-class Description(NamedTuple):
+class EngineDescription(NamedTuple):
     """Description of an engine and its process."""
 
     name: str
     weight_format: WeightFormat
     pid: int
     supports_native_transfer: bool = False
-    """Whether the engine can receive weights through a native link."""
 
 
 class PackedBucket(NamedTuple):
-    """Bucket of weights as one array, which processes share without a copy."""
+    """Bucket of weights as one array, which processes on a machine share."""
 
     header: BucketHeader
     data: np.ndarray[Any, np.dtype[np.uint8]]
@@ -55,23 +53,21 @@ class _NativeBucket:
     """Bucket that the engine's thread receives through a native link."""
 
     header: BucketHeader
-    seconds: float
-    """Time limit for the data to arrive."""
+    timeout_seconds: float
     received: Future[None]
 
 
-_Item = PackedBucket | _NativeBucket | StageFailed | None
+_QueueItem = PackedBucket | _NativeBucket | StageFailed | None
 
 
 @dataclass
 class _WeightLoad:
     """A weight load in progress."""
 
-    buckets: queue.Queue[_Item]
+    buckets: queue.Queue[_QueueItem]
     """Queue of the buckets to load; None marks the end of the load, an error the end of an abandoned load."""
     result: Future[LoadReceipt]
-    seconds: float
-    """Time limit for the next bucket to arrive or to be loaded."""
+    time_limit: float
     is_scheduled: bool = False
     """Whether the command to load the buckets has been queued for the engine's thread."""
 
@@ -96,14 +92,13 @@ class Replica:
         self._in_flight = 0
         self._load: _WeightLoad | None = None
         self._version: int | None = None
-        self._description_future: Future[Description] = Future()
+        self._description_future: Future[EngineDescription] = Future()
         self._engine_thread = threading.Thread(target=self._run_engine, args=(open_engine,), daemon=True)
         if not should_wait_for_trainer:
             self._engine_thread.start()
 
-    def begin(self, session: str) -> Description:
-        """Wait until the engine is open, and start a session; requests of earlier sessions are discarded. Raise a
-        `CosmosError` if the engine cannot be opened."""
+    def begin(self, session_id: str) -> EngineDescription:
+        """Wait until the engine is open, and start a session without the requests of earlier sessions."""
         with self._group_condition:
             if self._engine_thread.ident is None:
                 self._engine_thread.start()
@@ -116,32 +111,31 @@ class Replica:
             while self._in_flight:
                 self._generate(engine)
             with self._group_condition:
-                self._session_id, self._finished_groups = session, []
+                self._session_id, self._finished_groups = session_id, []
 
-        if self._load is not None and not self._load.result.done():  # the trainer died during the weight load
+        if self._load is not None and not self._load.result.done():  # an earlier trainer died during a weight load
             if self._load.is_scheduled:
-                self._load.buckets.put(StageFailed("weight sync: the trainer has gone"), timeout=self._load.seconds)
+                self._load.buckets.put(StageFailed("weight sync: the trainer has gone"), timeout=self._load.time_limit)
             self._load = None
         self._run_on_engine_thread(reset_session)
         return description
 
-    def submit(self, session: str, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """Submit prompts to the engine, and raise its error for invalid prompts, see `Engine.submit`; or a
-        `ConnectionError` if the session is over, or began in an earlier process that has died."""
+    def submit(self, session_id: str, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
+        """Submit prompts; raise a `ConnectionError` if the session is over or began in a process that has died."""
 
         def submit(engine: Engine) -> None:
             engine.submit(prompts, sampling, step)
             self._in_flight += len(prompts)
 
-        self._check_session(session)
+        self._check_session(session_id)
         self._run_on_engine_thread(submit)
 
-    def completed(self, session: str, seconds: float) -> tuple[list[Group], int]:
-        """Wait at most `seconds` for a group; return all finished groups, and the engine's number of forward passes,
-        which distinguishes a working engine from one that hangs. Raise a `ConnectionError` as `submit` does."""
+    def completed(self, session_id: str, seconds: float) -> tuple[list[Group], int]:
+        """Wait at most `seconds` for a group. Return all finished groups and the engine's number of forward passes,
+        which does not grow while the engine hangs. Raise a `ConnectionError` as `submit` does."""
         with self._group_condition:
-            self._group_condition.wait_for(lambda: self._finished_groups or session != self._session_id, seconds)
-            self._check_session(session)
+            self._group_condition.wait_for(lambda: self._finished_groups or session_id != self._session_id, seconds)
+            self._check_session(session_id)
             groups, self._finished_groups = self._finished_groups, []
         return groups, self._num_passes
 
@@ -149,52 +143,45 @@ class Replica:
         if session_id != self._session_id:
             raise ConnectionError("the process in which the session began has died")
 
-    def begin_load(self, version: int, *, background: bool, timeout_seconds: float) -> None:
-        """Prepare to receive the weights of version `version` in buckets; with `background`, the engine generates until
-        the last bucket has arrived. The trainer kills an engine that does not reply for `timeout_seconds`."""
+    def begin_load(self, version: int, *, in_background: bool, timeout_seconds: float) -> None:
+        """Prepare to receive the weights of version `version` in buckets. With `in_background`, the engine generates
+        until the last bucket has arrived. The trainer kills an engine that does not reply for `timeout_seconds`."""
         assert self._load is None or self._load.result.done(), "one load at a time"
-        seconds, buckets = (
-            max(_LOAD_SECONDS, _TIMEOUT_FACTOR * timeout_seconds),
-            queue.Queue[_Item](0 if background else 1),
-        )
-        self._load = weight_load = _WeightLoad(buckets, Future(), seconds, is_scheduled=not background)
-        if not background:
+        buckets = queue.Queue[_QueueItem](0 if in_background else 1)
+        seconds = max(_LOAD_SECONDS, _TIMEOUT_FACTOR * timeout_seconds)
+        self._load = weight_load = _WeightLoad(buckets, Future(), seconds, is_scheduled=not in_background)
+        if not in_background:
             self._commands.put(lambda engine: self._load_buckets(engine, weight_load, version))
 
     def bucket(self, packed: PackedBucket) -> None:
         """Receive the next bucket of the weight load in progress."""
         weight_load = self._get_current_load()
-        weight_load.buckets.put(packed, timeout=weight_load.seconds)
+        weight_load.buckets.put(packed, timeout=weight_load.time_limit)
 
     def join_link(self, backend: str, init_info: dict[str, Any], seconds: float) -> None:
-        """Connect the engine with the trainer between two passes, see `VllmLink.join`; raise `TransferFailed` if the
-        engine has no link, or there is no connection after `seconds`."""
+        """Connect the engine with the trainer; raise `TransferFailed` if it has no link or `seconds` have passed."""
         self._run_on_engine_thread(lambda engine: _get_native_link(engine).join(backend, init_info, seconds))
 
     def receive(self, header: BucketHeader, seconds: float) -> None:
-        """Receive the next bucket of the weight load in progress through the native link; return before it is loaded.
-        Raise `TransferFailed` if the bucket did not arrive; it can be sent again by `bucket`."""
+        """Receive the next bucket through the native link; raise `TransferFailed` if it does not arrive."""
         weight_load = self._get_current_load()
-        received: Future[None] = Future()
-        weight_load.buckets.put(_NativeBucket(header, seconds, received), timeout=weight_load.seconds)
-        awaited: list[Future[Any]] = [received, weight_load.result]
-        wait(awaited, return_when=FIRST_COMPLETED)
-        if not received.done():
+        received_future: Future[None] = Future()
+        weight_load.buckets.put(_NativeBucket(header, seconds, received_future), timeout=weight_load.time_limit)
+        futures: list[Future[Any]] = [received_future, weight_load.result]
+        wait(futures, return_when=FIRST_COMPLETED)
+        if not received_future.done():
             raise TransferFailed("the engine's weight load has ended")
-        received.result()
+        received_future.result()
 
-    def end_load(self, version: int, *, background: bool, waits: bool) -> LoadReceipt:
-        """End the load after the last bucket, and wait until all weights are loaded. With `background`, loading begins
-        only now; with `waits`, it first waits until no request is in flight.
-
-        Raises:
-            StageFailed: a tensor is missing, or the model has no such tensor.
-        """
+    def end_load(self, version: int, *, in_background: bool, drains: bool) -> LoadReceipt:
+        """End the load after the last bucket, and wait until all weights are loaded. With `in_background`, loading
+        begins only now; with `drains`, the engine first generates until no request is in flight. Raise a `StageFailed`
+        if a tensor is missing, or the model has no such tensor."""
         weight_load = self._get_current_load()
-        weight_load.buckets.put(None, timeout=weight_load.seconds)
-        if background:
+        weight_load.buckets.put(None, timeout=weight_load.time_limit)
+        if in_background:
             weight_load.is_scheduled = True
-            self._commands.put(lambda engine: self._load_buckets(engine, weight_load, version, drains=waits))
+            self._commands.put(lambda engine: self._load_buckets(engine, weight_load, version, drains=drains))
         return weight_load.result.result()
 
     def _get_current_load(self) -> _WeightLoad:
@@ -204,22 +191,21 @@ class Replica:
         return self._load
 
     def logprobs(self, version: int, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of tokens, see `Engine.logprobs`; raise a `ConnectionError` if the engine, which
-        was restarted, does not have weights of `version`."""
+        """Return the log-probabilities of tokens; raise a `ConnectionError` if the weights have another version."""
         if version != self._version:
             raise ConnectionError(f"the engine has weights of version {self._version}")
         return self._run_on_engine_thread(lambda engine: engine.logprobs(token_ids))
 
     def sleep(self) -> None:
-        """Release the engine's memory between two passes; see `Engine.sleep`."""
+        """Release the engine's memory between two forward passes."""
         self._run_on_engine_thread(lambda engine: engine.sleep())
 
     def wake(self) -> None:
-        """Reallocate the engine's memory between two passes; see `Engine.wake`."""
+        """Reallocate the engine's memory between two forward passes."""
         self._run_on_engine_thread(lambda engine: engine.wake())
 
     def _run_on_engine_thread(self, engine_call: Callable[[Engine], Any]) -> Any:
-        """Call a function with the engine between two of its passes, and return the result."""
+        """Call a function with the engine between two forward passes, and return the result."""
         result_future: Future[Any] = Future()
         self._commands.put(lambda engine: set_future(result_future, lambda: engine_call(engine)))
         return result_future.result()
@@ -234,15 +220,14 @@ class Replica:
             self._description_future.set_exception(error)
             return
         has_link = getattr(engine, "link", None) is not None
-        self._description_future.set_result(Description(engine.name, engine.weight_format, os.getpid(), has_link))
+        self._description_future.set_result(EngineDescription(engine.name, engine.weight_format, os.getpid(), has_link))
         while True:
             while self._in_flight == 0 or not self._commands.empty():
                 self._commands.get()(engine)
             self._generate(engine)
 
     def _generate(self, engine: Engine) -> None:
-        """Make a forward pass with `step`, or wait for a group if the engine has no `step`; if that fails, the process
-        exits and its requests are lost."""
+        """Make a forward pass with `step`, or generate a group if the engine has no `step`; exit after an error."""
         try:
             groups = getattr(engine, "step", engine.completed)()
         except Exception:
@@ -268,7 +253,7 @@ class Replica:
         set_future(weight_load.result, run)
 
 
-def pack(bucket: Bucket) -> PackedBucket:
+def pack_bucket(bucket: Bucket) -> PackedBucket:
     """Return a bucket as one array in host memory; tied weights are stored once."""
     header, tensors = split_bucket(bucket)
     data = np.empty(sum(tensor.nbytes for tensor in tensors), np.uint8)
@@ -276,16 +261,16 @@ def pack(bucket: Bucket) -> PackedBucket:
     return PackedBucket(header, data)
 
 
-def unpack(bucket: PackedBucket) -> Bucket:
+def unpack_bucket(bucket: PackedBucket) -> Bucket:
     """Return the tensors of a bucket as views of its memory, which must not be written to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         flat_bytes = torch.from_numpy(bucket.data)
     header = bucket.header
     dtypes = [getattr(torch, name) for name in header.dtype_names]
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(header.shapes, dtypes, strict=True)]
-    slices = zip(header.names, flat_bytes.split(sizes), dtypes, strict=True)
-    return header.bucket({name: tensor_bytes.view(dtype) for name, tensor_bytes, dtype in slices})
+    num_bytes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(header.shapes, dtypes, strict=True)]
+    tensor_slices = zip(header.names, flat_bytes.split(num_bytes), dtypes, strict=True)
+    return header.bucket({name: tensor_bytes.view(dtype) for name, tensor_bytes, dtype in tensor_slices})
 
 
 def _get_native_link(engine: Engine) -> Any:
@@ -296,10 +281,10 @@ def _get_native_link(engine: Engine) -> Any:
 
 
 def _iterate_buckets(weight_load: _WeightLoad, engine: Engine) -> Iterator[Bucket]:
-    while (bucket := weight_load.buckets.get(timeout=weight_load.seconds)) is not None:
+    while (bucket := weight_load.buckets.get(timeout=weight_load.time_limit)) is not None:
         if isinstance(bucket, _NativeBucket):
             try:
-                _get_native_link(engine).receive(bucket.header, bucket.seconds)
+                _get_native_link(engine).receive(bucket.header, bucket.timeout_seconds)
             except Exception as error:  # noqa: BLE001 - the trainer sends the bucket again
                 bucket.received.set_exception(TransferFailed(first_line(error)))
                 continue
@@ -308,4 +293,4 @@ def _iterate_buckets(weight_load: _WeightLoad, engine: Engine) -> Iterator[Bucke
             continue
         if isinstance(bucket, StageFailed):
             raise bucket
-        yield unpack(bucket)
+        yield unpack_bucket(bucket)

@@ -8,15 +8,14 @@ from torch import Tensor
 
 
 def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Return one token id per row (shape B): the inverse of the cumulative distribution at the row's uniform number."""
+    """Return one token id per row (shape B): inverse transform sampling with the row's uniform number."""
     cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
     targets_B1 = uniforms_B.unsqueeze(-1) * cumulative_BV[:, -1:]
     return torch.searchsorted(cumulative_BV, targets_B1, right=True).squeeze(-1)
 
 
 def use_uniform_sampling(worker: object) -> None:
-    """Make a vLLM worker sample with `sample_tokens`; called on each rank. vLLM's own sampling draws one exponential
-    number per vocabulary entry and row, a fifth of the time of a decoding step on CPU."""
+    """Make a vLLM worker sample with `sample_tokens`; vLLM's sampling takes a fifth of a decoding step on CPU."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     def forward(
@@ -24,7 +23,7 @@ def use_uniform_sampling(worker: object) -> None:
     ) -> tuple[Tensor, Tensor]:
         logprobs_BV = apply_top_k_top_p(logits_BV, top_k_B, top_p_B).log_softmax(-1, dtype=torch.float32)
         uniforms_B = torch.zeros(len(logits_BV), dtype=torch.float64)
-        for row, generator in generators.items():  # greedy rows have no generator and keep 0
+        for row, generator in generators.items():  # rows that decode greedily have no generator
             uniforms_B[row] = torch.rand((), generator=generator, dtype=torch.float64)
         return sample_tokens(logprobs_BV, uniforms_B), logprobs_BV
 

@@ -17,16 +17,14 @@ from cosmos_core.errors import first_line
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rollout.base import Bucket
 from cosmos_core.rollout.engine_pool import EnginePool, PooledEngine
-from cosmos_core.rollout.link import BucketHeader, TransferFailed, call_within
-from cosmos_core.rollout.replica import Description, pack
+from cosmos_core.rollout.link import BucketHeader, TransferFailed, with_timeout
+from cosmos_core.rollout.replica import EngineDescription, pack_bucket
 from cosmos_core.rollout.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-_BUCKET_SECONDS = 60.0
-"""Time limit in seconds for the transfer of one bucket."""
+_BUCKET_TIMEOUT_SECONDS = 60.0
 _CONNECT_TIMEOUT_SECONDS = 120.0
-"""Time limit in seconds for connecting trainer and engines."""
 _MAX_FAILURES = 2
 """Number of failures in succession after which native transfer is not tried again with the same engines."""
 
@@ -34,37 +32,36 @@ _MAX_FAILURES = 2
 class EngineProcess(NamedTuple):
     """Engine of the pool, and the description of its process at the start of a weight load."""
 
-    member: PooledEngine
-    description: Description | None
+    engine: PooledEngine
+    description: EngineDescription | None
 
     @property
     def is_alive(self) -> bool:
         """Return whether the engine still runs in the process with which the weight load began."""
-        return self.member.description is self.description
+        return self.engine.description is self.description
 
 
 class WeightLoad:
-    """Engine processes that take part in one weight load, which those that die leave; other ranks than the first have
-    none."""
+    """Weight load into engine processes, known to the first rank only; processes that die are removed."""
 
     def __init__(self, pool: EnginePool, processes: Sequence[EngineProcess]) -> None:
         self._pool, self.processes = pool, list(processes)
         self._process_by_reply: dict[Future[Any], EngineProcess] = {}
 
     def start(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], shared: Any = None, only: Sequence[int] = ()
+        self, method: str, arguments: Sequence[tuple[Any, ...]], shared: Any = None, positions: Sequence[int] = ()
     ) -> list[Future[Any]]:
-        """Call a method of each engine, or of the engines at the positions `only`, with its entry of `arguments`."""
-        called = [self.processes[i] for i in only] if only else self.processes
-        calls = zip(called, arguments, strict=True)
-        replies = [process.member.handle.call(method, *each, shared=shared) for process, each in calls]
-        self._process_by_reply.update(zip(replies, called, strict=True))
+        """Call a method of each engine, or only of those at `positions`; `arguments` has one tuple per call."""
+        processes = [self.processes[i] for i in positions] if positions else self.processes
+        calls = zip(processes, arguments, strict=True)
+        replies = [process.engine.handle.call(method, *call_args, shared=shared) for process, call_args in calls]
+        self._process_by_reply.update(zip(replies, processes, strict=True))
         return replies
 
     def finish(self, replies: Sequence[Future[Any]]) -> list[int]:
-        """Wait for replies, and return the positions of the engines that raised `TransferFailed`."""
+        """Wait for replies, and return the positions of the engines whose call raised `TransferFailed`."""
         process_replies = [(self._process_by_reply.pop(reply), reply) for reply in replies]
-        self._pool.await_all([(process.member, reply) for process, reply in process_replies])
+        self._pool.await_all([(process.engine, reply) for process, reply in process_replies])
         dead_ids, failed_ids = set(), set()
         for process, reply in process_replies:
             try:
@@ -80,37 +77,37 @@ class WeightLoad:
 
 class HostLink:
     """Transfer of the buckets of one weight load through host memory: the first rank packs a bucket, which is equal on
-    all ranks, into an array, which all engines read. All ranks call the methods of a link together."""
+    all ranks, into an array that all engines read. All ranks call the methods together."""
 
     def __init__(self, weight_load: WeightLoad) -> None:
         self._load = weight_load
 
-    def send(self, bucket: Bucket, only: Sequence[int] = ()) -> None:
-        """Send a bucket to all engines of the load, or to those at the positions `only`."""
+    def send(self, bucket: Bucket, positions: Sequence[int] = ()) -> None:
+        """Send a bucket to all engines of the load, or only to those at `positions`."""
         if processes := self._load.processes:
-            packed_reference = processes[0].member.handle.put(pack(bucket))
-            self._load.finish(self._load.start("bucket", [()] * len(only or processes), packed_reference, only))
+            packed = processes[0].engine.handle.put(pack_bucket(bucket))
+            self._load.finish(self._load.start("bucket", [()] * len(positions or processes), packed, positions))
 
     def end(self) -> None:
-        """Do nothing: this link has no memory to release after the last bucket."""
+        """Do nothing, because the link has no memory to release after the last bucket."""
 
 
 class NativeTransfer:
-    """Connection of the trainer with its engines, which is kept between weight loads. The link for each load is native
-    if the engines can be connected, and otherwise goes through host memory."""
+    """Connection of the trainer with its engines, kept between weight loads. A load uses a native link if the engines
+    can be connected, and otherwise a host link."""
 
     def __init__(self, transport: Transport, ranks_per_engine: int) -> None:
         self.transport, self._ranks_per_engine = transport, ranks_per_engine
-        self._processes: list[Description | None] = []
+        self._processes: list[EngineDescription | None] = []
         """Engine processes of the last attempt to connect, in order."""
         self._is_connected = False
         self.num_failures = 0
         """Number of failures since an engine process was replaced, or since a load that succeeded."""
 
-    def link(self, load: WeightLoad) -> HostLink | NativeLink:
-        """Return the native link if the engines of the load are or can be connected, else the host link."""
-        is_native = broadcast_object(self._connect(load) if is_first() else False)
-        return NativeLink(self, load) if is_native else HostLink(load)
+    def link(self, weight_load: WeightLoad) -> HostLink | NativeLink:
+        """Return a native link if the engines of the load can be connected, else a host link."""
+        is_native = broadcast_object(self._connect(weight_load) if is_first() else False)
+        return NativeLink(self, weight_load) if is_native else HostLink(weight_load)
 
     def fail(self, reason: str) -> None:
         """Disconnect after a failure, and log the reason; the next load connects again."""
@@ -118,14 +115,14 @@ class NativeTransfer:
         self._is_connected = False
         self.num_failures += 1
         if is_first():
-            is_final = self.num_failures >= _MAX_FAILURES
-            notice = ", as all later ones until an engine is replaced" if is_final else ""
-            logger.warning("native weight transfer: %s; these weights travel through host memory%s", reason, notice)
+            is_last_attempt = self.num_failures >= _MAX_FAILURES
+            suffix = ", as all later ones until an engine is replaced" if is_last_attempt else ""
+            logger.warning("native weight transfer: %s; these weights travel through host memory%s", reason, suffix)
 
     def is_connected(self, processes: Sequence[EngineProcess]) -> bool:
         """Return whether exactly these engine processes are connected, in this order."""
         # Descriptions are compared by identity: another process may have equal values, such as a reused pid.
-        return self._is_connected and list(map(id, self._processes)) == [id(each.description) for each in processes]
+        return self._is_connected and list(map(id, self._processes)) == [id(p.description) for p in processes]
 
     def _connect(self, weight_load: WeightLoad) -> bool:
         if self.is_connected(weight_load.processes):
@@ -134,7 +131,7 @@ class NativeTransfer:
         if list(map(id, descriptions)) != list(map(id, self._processes)):
             self._processes, self.num_failures, self._is_connected = descriptions, 0, False
         if descriptions and self.num_failures < _MAX_FAILURES:
-            # After an error, weights travel through host memory, which needs neither NCCL nor CUDA IPC.
+            # After an error, weights are sent through host memory, which needs neither NCCL nor CUDA IPC.
             with log_errors(lambda error: self.fail(first_line(error))):
                 self._connect_engines(weight_load)
                 self._is_connected = True
@@ -149,7 +146,7 @@ class NativeTransfer:
         arguments = [(self.transport.backend, info, _CONNECT_TIMEOUT_SECONDS) for info in init_infos]
         replies = weight_load.start("join_link", arguments)
         try:
-            call_within(_CONNECT_TIMEOUT_SECONDS, self.transport.connect, has_failed=_any_failed(replies))
+            with_timeout(_CONNECT_TIMEOUT_SECONDS, self.transport.connect, has_failed=_any_failed(replies))
         finally:
             failed_indices = weight_load.finish(replies)
         if failed_indices or len(weight_load.processes) < num_processes:
@@ -164,7 +161,7 @@ class NativeLink:
         self._has_failed = False
 
     def send(self, bucket: Bucket) -> None:
-        """Send a bucket, which is equal on all ranks, to all engines of the load."""
+        """Send a bucket, which is equal on all ranks, to all engines of the weight load."""
         if self._has_failed:
             self._host_link.send(bucket)
             return
@@ -175,7 +172,7 @@ class NativeLink:
             failure_reason = str(error)
         else:
             failure_reason, missing_engines = self._transfer_bucket(header) if is_first() else ("", ())
-            failure_reason = self._transfer.transport.agree(failure_reason)
+            failure_reason = self._transfer.transport.broadcast_failure(failure_reason)
         if failure_reason:
             self._has_failed = True
             self._transfer.fail(failure_reason)
@@ -189,13 +186,14 @@ class NativeLink:
             self._transfer.num_failures = 0
 
     def _transfer_bucket(self, header: BucketHeader) -> tuple[str, Sequence[int]]:
-        """Send a staged bucket; return the reason of a failure, and the positions of engines without the bucket."""
+        """Send the bucket in the send buffer; return an error or "", and the positions of engines that lack it."""
         transport, num_processes, failure_reason = self._transfer.transport, len(self._load.processes), ""
         if not self._transfer.is_connected(self._load.processes):
             return "an engine died", range(num_processes)
-        replies = self._load.start("receive", [(header, _BUCKET_SECONDS)] * num_processes)
+        replies = self._load.start("receive", [(header, _BUCKET_TIMEOUT_SECONDS)] * num_processes)
         try:
-            call_within(_BUCKET_SECONDS, transport.transmit, abort=transport.abort, has_failed=_any_failed(replies))
+            has_failed = _any_failed(replies)
+            with_timeout(_BUCKET_TIMEOUT_SECONDS, transport.transmit, abort=transport.abort, has_failed=has_failed)
         except Exception as error:  # noqa: BLE001 - the engines get the bucket by the host link
             failure_reason = first_line(error)
             transport.abort()

@@ -22,74 +22,72 @@ _MAX_BUFFER_BYTES = (1 << 63) - 1
 
 
 class Transport:
-    """The trainer's end of a transfer engine of vLLM; `stage`, `agree` and `end_load` run on all ranks, other methods
-    on the first rank."""
+    """The trainer's end of a transfer engine of vLLM; `stage`, `broadcast_failure` and `end_load` run on all ranks,
+    other methods on the first rank."""
 
     backend: str
     """Name of the transfer engine in vLLM."""
     device = "cuda"
-    """Device of the buffer in which a bucket is staged."""
 
     def __init__(self) -> None:
-        self.staged: Tensor | None = None
+        self.send_buffer: Tensor | None = None
 
     def prepare(self, num_engines: int, ranks_per_engine: int) -> list[dict[str, Any]]:
-        """Return, for each engine, the init info (a dict) with which vLLM initialises its weight transfer engine."""
+        """Return, for each engine, the init info with which vLLM initialises its weight transfer engine."""
         return [{"packed": True}] * num_engines
 
     def connect(self) -> None:
         """Connect with the engines, which connect at the same time."""
 
     def stage(self, bucket: Bucket) -> BucketHeader:
-        """Copy a bucket into the send buffer, and return its header; raise `TransferFailed` if a rank lacks memory, or
-        its CUDA driver fails."""
+        """Copy a bucket into the send buffer, and return its header; raise `TransferFailed` if a rank fails."""
         raise NotImplementedError
 
     def transmit(self) -> None:
-        """Send the staged bucket, and wait until it is sent."""
+        """Send the bucket in the send buffer, and wait until it is sent."""
 
-    def agree(self, reason: str) -> str:
-        """Return the reason why the first rank's transfer failed, on each rank that needs it; empty: success."""
+    def broadcast_failure(self, reason: str) -> str:
+        """Return why the first rank's transfer failed, on each rank that took part in it; empty: it succeeded."""
         return reason
 
     def abort(self) -> None:
-        """Make `transmit` return if it hangs, and disconnect from the engines, from any thread."""
+        """Disconnect from the engines, so that `transmit` returns even if it hangs; call this in any thread."""
 
     def end_load(self) -> None:
-        """Release the memory of the staged bucket."""
-        self.staged = None
+        """Free the send buffer."""
+        self.send_buffer = None
 
     def stream(self) -> Any:
-        """Return the CUDA stream that copies into the buffer."""
+        """Return the CUDA stream that copies into the send buffer."""
         return torch.cuda.current_stream()
 
     def fill_buffer(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the buffer, replaced by a larger one if necessary, with the bytes of tensors in it."""
+        """Copy the bytes of tensors into the send buffer, enlarged if necessary, and return the used part of it."""
         num_bytes = sum(tensor.nbytes for tensor in tensors)
-        if self.staged is None or self.staged.numel() < num_bytes:
-            self.staged = None  # free the old memory before allocating
-            self.staged = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        fill_bucket(self.staged, tensors)
-        self.stream().synchronize()  # another thread or process reads the buffer
-        return self.staged[:num_bytes]
+        if self.send_buffer is None or self.send_buffer.numel() < num_bytes:
+            self.send_buffer = None  # free the old buffer before a larger one is allocated
+            self.send_buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        fill_bucket(self.send_buffer, tensors)
+        self.stream().synchronize()  # another thread or process reads the buffer next
+        return self.send_buffer[:num_bytes]
 
 
 class NcclTransport(Transport):
-    """NCCL broadcast from the first rank to all ranks of all engines, which never overlaps the ranks' own collectives,
-    because two communicators on one GPU may deadlock."""
+    """NCCL broadcast from the first rank to all ranks of all engines. It never overlaps collectives of the trainer's
+    ranks, because two communicators on one GPU may deadlock."""
 
     backend = "nccl"
 
     def __init__(self) -> None:
         super().__init__()
         self._communicator: Any = None
-        self._staged_bytes: Tensor | None = None
+        self._sent_bytes: Tensor | None = None
         self._unique_id, self._num_ranks = b"", 0
 
     def prepare(self, num_engines: int, ranks_per_engine: int) -> list[dict[str, Any]]:
         self.abort()
         set_environment()
-        with restore_process_state():  # the trainer's process runs no engine
+        with restore_process_state():  # importing vLLM must not change the trainer's process
             import_vllm()
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
@@ -114,14 +112,14 @@ class NcclTransport(Transport):
         header, tensors = split_bucket(bucket)
         if is_first():
             try:
-                self._staged_bytes = self.fill_buffer(tensors)
+                self._sent_bytes = self.fill_buffer(tensors)
             except RuntimeError as error:
                 raise TransferFailed(first_line(error)) from error
         return header
 
     def transmit(self) -> None:
         stream = self.stream()
-        self._communicator.broadcast(self._staged_bytes, src=0, stream=stream)
+        self._communicator.broadcast(self._sent_bytes, src=0, stream=stream)
         stream.synchronize()
 
     def abort(self) -> None:
@@ -131,7 +129,7 @@ class NcclTransport(Transport):
 
 
 class IpcTransport(Transport):
-    """CUDA IPC to engines on the ranks' GPUs: each rank stages the whole bucket for the engine's rank on its GPU."""
+    """CUDA IPC from each rank, which has the whole bucket in its send buffer, to the engine's rank on the same GPU."""
 
     backend = "ipc"
 
@@ -143,10 +141,10 @@ class IpcTransport(Transport):
         header, tensors = split_bucket(bucket)
         error_message = ""
         try:
-            previous_buffer = self.staged
+            previous_buffer = self.send_buffer
             self.fill_buffer(tensors)
-            if self.staged is not previous_buffer:  # a buffer is exported once, because vLLM maps it once
-                self._ipc_handle_by_gpu = self.export()
+            if self.send_buffer is not previous_buffer:  # a buffer is exported once, because vLLM maps it once
+                self._ipc_handle_by_gpu = self.export_buffer()
         except RuntimeError as error:
             error_message = first_line(error)
         # The collective is also a barrier: no engine reads before the rank on its GPU has staged the bucket.
@@ -154,16 +152,17 @@ class IpcTransport(Transport):
         if any(error_messages):
             raise TransferFailed(next(filter(None, error_messages)))
         ipc_handles = {gpu_uuid: handle for handle_by_gpu in handles for gpu_uuid, handle in handle_by_gpu.items()}
-        return header._replace(extra={"ipc_handles": ipc_handles, "tensor_sizes": [t.nbytes for t in tensors]})
+        tensor_sizes = [tensor.nbytes for tensor in tensors]
+        return header._replace(transport_fields={"ipc_handles": ipc_handles, "tensor_sizes": tensor_sizes})
 
-    def export(self) -> dict[str, tuple[Any, ...]]:
-        """Return the handle by which other processes map the buffer, by the UUID of its GPU."""
+    def export_buffer(self) -> dict[str, tuple[Any, ...]]:
+        """Return the IPC handle of the send buffer, by the UUID of the GPU."""
         from torch.multiprocessing.reductions import reduce_tensor
 
-        assert self.staged is not None
-        return {str(torch.cuda.get_device_properties(self.staged.device).uuid): reduce_tensor(self.staged)[1]}
+        assert self.send_buffer is not None
+        return {str(torch.cuda.get_device_properties(self.send_buffer.device).uuid): reduce_tensor(self.send_buffer)[1]}
 
-    def agree(self, reason: str) -> str:
+    def broadcast_failure(self, reason: str) -> str:
         return broadcast_object(reason)  # also a barrier: no rank overwrites a buffer that an engine still reads
 
     def end_load(self) -> None:

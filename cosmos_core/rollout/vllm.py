@@ -1,9 +1,7 @@
-"""Rollout with vLLM in this process, on a GPU or with the CPU build: the trainer's process, or a separate one
-(`replica`).
+"""Rollout engine that runs vLLM in the trainer's process or in a separate process (`replica`), on a GPU or a CPU.
 
-In the trainer's process, weights are passed by reference and no child process can outlive the stage. An engine in a
-separate process may have ranks of its own (`vllm_ranks`). `restore_process_state` undoes what vLLM changes in its
-process. The code for GPUs only (sleep levels, CUDA graphs, `vllm_link`) and prompts with images are untested.
+In the trainer's process, weights are passed by reference. An engine in a separate process may have several ranks
+(`vllm_ranks`). The code for GPUs only (sleep levels, CUDA graphs, `vllm_link`) and prompts with images are untested.
 """
 
 import logging
@@ -16,20 +14,21 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig
 
-from cosmos_core.config.media import PIXEL_KEYS
+from cosmos_core.config.media import PIXEL_LIMIT_KEYS
 from cosmos_core.config.schema.rollout import VLLM_TEMPERATURES
 from cosmos_core.data.images import open_image
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.imports import without_garbage_collection
 from cosmos_core.models.hf import load_config
 from cosmos_core.parallel.mesh import is_single_rank
+from cosmos_core.rollout import vllm_process, vllm_ranks
 from cosmos_core.rollout.base import (
     Bucket,
     EngineSettings,
     LoadReceipt,
-    Receiver,
     UnfinishedGroup,
     WeightFormat,
+    WeightReceiver,
     check_prompts,
     completion,
     request_seed,
@@ -37,21 +36,8 @@ from cosmos_core.rollout.base import (
 )
 from cosmos_core.rollout.mxfp4 import QUANTIZATION_FORMAT, has_mxfp4, quantize_bucket
 from cosmos_core.rollout.sample_tokens import use_uniform_sampling
-from cosmos_core.rollout.vllm_adapter import adapter_of
+from cosmos_core.rollout.vllm_adapter import open_adapter
 from cosmos_core.rollout.vllm_link import VllmLink
-from cosmos_core.rollout.vllm_process import (
-    keep_process_group,
-    restore_process_state,
-    unique_names,
-    unlink_shared_memory,
-)
-from cosmos_core.rollout.vllm_ranks import (
-    end_load,
-    end_ranks_together,
-    engine_rank_arguments,
-    has_ranks,
-    load_on_ranks,
-)
 from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -68,20 +54,19 @@ _CPU_ENVIRONMENT = {
 }
 _OWN_GPU_ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 """Environment of ranks that see one GPU each: it disables vLLM features that need to see the GPUs of other ranks."""
-_WEIGHTS, _KV_CACHE = "weights", "kv_cache"
+_WEIGHTS_TAG, _KV_CACHE_TAG = "weights", "kv_cache"
 _COMMON_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 256)
 """Head sizes that vLLM's CPU attention has; it is imported, which takes seconds, only to look for another."""
 _CPU_MAX_BATCHED_TOKENS = 4096
-"""Maximum number of tokens in one forward pass on CPU."""
 
 
 class VllmEngine:
-    """One vLLM `LLM` with one request per completion, so that each completion has its own seed."""
+    """Engine that wraps vLLM's `LLM`, with one request per completion, so that each completion has its own seed."""
 
     name = "vllm"
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._has_ranks = has_ranks(settings)
+        self._has_ranks = vllm_ranks.has_ranks(settings)
         self.ranks_per_engine = 1 if self._has_ranks else settings.rollout.parallelism.tp_size
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
@@ -92,21 +77,21 @@ class VllmEngine:
         """Names of vLLM's allocations that are released until `wake`."""
         self.sleep_level: Literal[0, 1, 2] = 0
         """Level of the deepest sleep since the last weight load; 0: no sleep."""
-        self._receiver = Receiver()
-        is_mxfp4 = _holds_mxfp4(settings)
+        self._receiver = WeightReceiver()
+        is_mxfp4 = _is_mxfp4_checkpoint(settings)
         self._convert_bucket: Callable[[Bucket], Bucket] = quantize_bucket if is_mxfp4 else list
         self._in_flight: dict[str, tuple[UnfinishedGroup, int]] = {}
         self._finished_in_probe: list[Group] = []
         self._owns_process_group = not torch.distributed.is_initialized()
         set_environment()
-        with restore_process_state():
+        with vllm_process.restore_process_state():
             self._vllm = import_vllm()
             check_head_size(settings.model.config, settings.folder)
-            self._adapter = adapter_of(settings)
+            self._adapter = open_adapter(settings)
             self.weight_format: WeightFormat = "adapter" if self._adapter else "checkpoint"
             try:
                 arguments = self._adapter.arguments if self._adapter else {}
-                with nullcontext() if is_single_rank() or self._has_ranks else unique_names():
+                with nullcontext() if is_single_rank() or self._has_ranks else vllm_process.unique_memory_names():
                     self._llm = self._vllm.LLM(**_engine_arguments(settings), **arguments)
             except ValueError as error:
                 reason = " ".join(str(error).split())[:400]
@@ -115,9 +100,9 @@ class VllmEngine:
             if not torch.cuda.is_available():
                 self._llm.collective_rpc(use_uniform_sampling)
             if self._has_ranks:
-                end_ranks_together(self._llm)
+                vllm_ranks.end_ranks_together(self._llm)
             elif not is_single_rank():
-                unlink_shared_memory()
+                vllm_process.unlink_shared_memory()
         is_native = settings.rollout.weight_transfer == "native" and settings.is_separate
         self.link = VllmLink(self._llm) if is_native and not self._adapter and not is_mxfp4 else None
         """Connection through which the ranks receive weights without host memory; None: no link."""
@@ -128,11 +113,11 @@ class VllmEngine:
         requests = [(group, k) for group in (UnfinishedGroup(prompt, sampling, step) for prompt in prompts) for k in ks]
         inputs = [each for prompt in prompts for each in [self._make_tokens_prompt(prompt)] * len(ks)]
         seeds = [request_seed(sampling.seed, step, group.prompt.id, k) for group, k in requests]
-        parameters = [self._parameters(sampling, seed) for seed in seeds]
-        with restore_process_state():
+        parameters = [self._sampling_params(sampling, seed) for seed in seeds]
+        with vllm_process.restore_process_state():
             if not self._in_flight:
                 self._llm.reset_prefix_cache()  # with cached prefixes, rounding would depend on earlier requests
-            request_ids = self._llm.enqueue(inputs, parameters, lora_request=self._request, use_tqdm=False)
+            request_ids = self._llm.enqueue(inputs, parameters, lora_request=self._lora_request, use_tqdm=False)
         # Outputs carry the request's number without the random suffix that vLLM appends to ids internally.
         self._in_flight |= zip((request_id.partition("-")[0] for request_id in request_ids), requests, strict=True)
 
@@ -148,57 +133,58 @@ class VllmEngine:
         if self._in_flight and not finished_groups:
             self._beat()
             # A separate process has no trainer state to restore, and restoring costs time for every token.
-            with nullcontext() if self._is_separate else restore_process_state():
+            with nullcontext() if self._is_separate else vllm_process.restore_process_state():
                 outputs = self._llm.llm_engine.step()
                 finished_groups = [group for output in outputs for group in self._add_completion(output)]
         return finished_groups
 
     def abort(self) -> None:
         """Discard all requests in flight."""
-        with restore_process_state():
+        with vllm_process.restore_process_state():
             self._llm.llm_engine.abort_request(list(self._in_flight))
         self._in_flight, self._finished_in_probe = {}, []
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-        """Load weights, see `Engine.load_weights`; tied weights must be sent under both names. Keys and values of
-        requests in flight are computed again, so that each token is sampled from the distribution of one version."""
-        self._wake_allocation(_WEIGHTS)
-        with restore_process_state():
+        """Load weights; tied weights must be sent under both names. Keys and values of requests in flight are computed
+        again, so that each token is sampled from the distribution of one version."""
+        self._wake_allocation(_WEIGHTS_TAG)
+        with vllm_process.restore_process_state():
             if self._adapter is None:
                 self._reload(buckets)
             else:
                 self._adapter.load(self._llm, self._receiver.tensors(buckets))
         # The KV cache is reallocated after the load, because a load needs more memory than the weights alone.
-        self._wake_allocation(_KV_CACHE)
-        with restore_process_state():
+        self._wake_allocation(_KV_CACHE_TAG)
+        with vllm_process.restore_process_state():
             self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight))
             if self._vision is not None:  # cached image embeddings were computed with the old weights
                 self._llm.llm_engine.reset_encoder_cache()
             for request_state in self._llm.llm_engine.output_processor.request_states.values():
                 group, k = self._in_flight[request_state.external_req_id]
-                group.earlier.setdefault(k, []).append((request_state.detokenizer.num_output_tokens(), self._version))
+                num_tokens = request_state.detokenizer.num_output_tokens()
+                group.earlier_versions.setdefault(k, []).append((num_tokens, self._version))
         self._version, self.sleep_level = version, 0
         return self._receiver.receipt(version)
 
     def _reload(self, buckets: Iterable[Bucket]) -> None:
-        """Replace all weights, and discard a failed load, which vLLM would continue with the next load's tensors."""
+        """Replace all weights, and end a failed load, which vLLM would continue with the tensors of the next load."""
         try:
             received_buckets = map(self._convert_bucket, self._receiver.buckets(buckets))
             if self._has_ranks or self.link is not None:
-                load_on_ranks(self._llm, received_buckets)
+                vllm_ranks.load_on_ranks(self._llm, received_buckets)
             else:
                 tensors = chain.from_iterable(received_buckets)
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         except Exception:
-            self._llm.collective_rpc(end_load)
+            self._llm.collective_rpc(vllm_ranks.end_load)
             raise
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of tokens while requests in flight continue; see `Engine.logprobs`."""
+        """Return the log-probabilities of tokens, while requests in flight continue; see `Engine.logprobs`."""
         sampling_params = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(token_ids))
-        with restore_process_state():
-            [probe_id] = self._llm.enqueue([prompt], sampling_params, lora_request=self._request, use_tqdm=False)
+        with vllm_process.restore_process_state():
+            [probe_id] = self._llm.enqueue([prompt], sampling_params, lora_request=self._lora_request, use_tqdm=False)
             probe: Any = None
             while probe is None:
                 for output in self._llm.llm_engine.step():
@@ -210,37 +196,37 @@ class VllmEngine:
         return [logprobs[token].logprob for token, logprobs in token_logprobs]
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Release GPU memory, see `Engine.sleep`; level 1 moves the weights to the host, and on CPU nothing is
-        released. With an adapter, level 2 is reduced to 1, because the base weights are not sent again."""
+        """Release GPU memory; level 1 moves the weights to the host. With an adapter, level 2 is the same as level 1,
+        because the base weights are not sent again. On CPU nothing is released."""
         if torch.cuda.is_available() and not self._asleep_tags:
             level = level if self._adapter is None else 1
             self._llm.sleep(level=level)
-            self._asleep_tags = [_WEIGHTS, _KV_CACHE]
+            self._asleep_tags = [_WEIGHTS_TAG, _KV_CACHE_TAG]
             self.sleep_level = max(self.sleep_level, level)
 
     def wake(self) -> None:
-        self._wake_allocation(_WEIGHTS)
-        self._wake_allocation(_KV_CACHE)
+        self._wake_allocation(_WEIGHTS_TAG)
+        self._wake_allocation(_KV_CACHE_TAG)
 
-    def _wake_allocation(self, tag: str) -> None:
-        """Reallocate vLLM's allocation `tag` after emptying torch's cache, because vLLM allocates from the device."""
-        if tag in self._asleep_tags:
+    def _wake_allocation(self, memory_tag: str) -> None:
+        """Reallocate vLLM's memory `memory_tag` after freeing torch's cached memory, which vLLM cannot use."""
+        if memory_tag in self._asleep_tags:
             torch.cuda.empty_cache()
-            self._llm.wake_up(tags=[tag])
-            self._asleep_tags.remove(tag)
+            self._llm.wake_up(tags=[memory_tag])
+            self._asleep_tags.remove(memory_tag)
 
     def close(self) -> None:
-        with nullcontext() if self._owns_process_group else keep_process_group():
+        with nullcontext() if self._owns_process_group else vllm_process.keep_process_group():
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
 
     @property
-    def _request(self) -> Any:
-        """Return the LoRA request that each generation request carries; None: the engine has no adapter."""
+    def _lora_request(self) -> Any:
+        """Return the object by which vLLM requests name the adapter; None: the engine has no adapter."""
         return self._adapter.request if self._adapter else None
 
     def _add_completion(self, request_output: Any) -> Iterator[Group]:
-        """Add the completion of a finished request to its group, and yield the group if it is complete."""
+        """Add the completion of a finished request to its group, and yield the group when it is complete."""
         if not request_output.finished:
             return
         group, k = self._in_flight.pop(request_output.request_id)
@@ -252,9 +238,10 @@ class VllmEngine:
         [output] = request_output.outputs
         group.completions[k] = completion(
             self._tokenizer, output.token_ids, output.logprobs.logprobs, version=self._version,
-            ends_with_stop=output.finish_reason == "stop", earlier=group.earlier.get(k, ()), vision=self._vision,
+            ends_with_stop=output.finish_reason == "stop", vision=self._vision,
+            earlier_versions=group.earlier_versions.get(k, ()),
         )  # fmt: skip
-        if (complete_group := group.complete_group()) is not None:
+        if (complete_group := group.to_group()) is not None:
             yield complete_group
 
     def _make_tokens_prompt(self, prompt: Prompt) -> Any:
@@ -267,12 +254,12 @@ class VllmEngine:
         token_ids, images = [*text_token_ids, *prompt.later_token_ids], [open_image(image) for image in prompt.images]
         return self._vllm.TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": images})
 
-    def _parameters(self, sampling: Sampling, seed: int) -> Any:
-        least, most = VLLM_TEMPERATURES
-        if sampling.temperature != 0 and not least <= sampling.temperature <= most:
+    def _sampling_params(self, sampling: Sampling, seed: int) -> Any:
+        min_temperature, max_temperature = VLLM_TEMPERATURES
+        if sampling.temperature != 0 and not min_temperature <= sampling.temperature <= max_temperature:
             raise ConfigError(
-                f"temperature = {sampling.temperature}: vLLM samples between {least} and {most} and takes 0 for "
-                f"greedy; or set rollout.backend = 'hf'"
+                f"temperature = {sampling.temperature}: vLLM samples between {min_temperature} and "
+                f"{max_temperature} and takes 0 for greedy; or set rollout.backend = 'hf'"
             )
         return self._vllm.SamplingParams(
             temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
@@ -302,14 +289,14 @@ def import_vllm() -> Any:
 
 
 def head_size_problem(model_config: PretrainedConfig, folder: str) -> str:
-    """Return the reason why vLLM cannot run a model on a CPU, where it lacks the head size; empty: it can."""
+    """Return why vLLM's CPU attention does not support the head size of a model; empty if it does."""
     config = model_config.get_text_config()
     num_heads = getattr(config, "num_attention_heads", 0)
     head_size = getattr(config, "head_dim", None) or (config.hidden_size // num_heads if num_heads else 0)
     if torch.cuda.is_available() or not head_size or head_size in _COMMON_HEAD_SIZES:
         return ""
     set_environment()
-    with restore_process_state():
+    with vllm_process.restore_process_state():
         import_vllm()
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     if head_size in (supported_head_sizes := CPUAttentionBackend.get_supported_head_sizes()):
@@ -323,7 +310,7 @@ def check_head_size(model_config: PretrainedConfig, folder: str, remedy: str = "
         raise ConfigError(f"{problem}; {remedy}")
 
 
-def _holds_mxfp4(settings: EngineSettings) -> bool:
+def _is_mxfp4_checkpoint(settings: EngineSettings) -> bool:
     revision = getattr(settings.model.config, "_commit_hash", None)
     return has_mxfp4(load_config(settings.folder, revision))
 
@@ -349,17 +336,17 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
-    if has_ranks(settings):
-        arguments |= engine_rank_arguments(is_cpu=not has_gpu)
-    if settings.vision is not None:  # the limits of image sizes of the tokenised prompts
+    if vllm_ranks.has_ranks(settings):
+        arguments |= vllm_ranks.engine_rank_arguments(is_cpu=not has_gpu)
+    if settings.vision is not None:  # the limits with which prompts were tokenised
         image_sizes = settings.custom.get("vision") or {}
-        arguments["mm_processor_kwargs"] = {key: image_sizes[key] for key in PIXEL_KEYS if key in image_sizes}
+        arguments["mm_processor_kwargs"] = {key: image_sizes[key] for key in PIXEL_LIMIT_KEYS if key in image_sizes}
     if rollout.n_generation_mini_batch:
         arguments["max_num_seqs"] = rollout.batch_size * rollout.n_generation_mini_batch
     if rollout.quantization != "none" and not has_gpu:
         warning = "rollout.quantization = %r needs a GPU: engines compute with the trainer's weights here"
         logger.warning(warning, rollout.quantization)
-    elif rollout.quantization == QUANTIZATION_FORMAT and not _holds_mxfp4(settings):
+    elif rollout.quantization == QUANTIZATION_FORMAT and not _is_mxfp4_checkpoint(settings):
         raise ConfigError(
             f"rollout.quantization = {QUANTIZATION_FORMAT!r} is a format of checkpoints, which {settings.folder!r} "
             f"has not; set it to 'fp8' or 'none'"

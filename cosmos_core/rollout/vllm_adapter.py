@@ -14,7 +14,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cosmos_core.models.lora import factor_of, scales_of, trains_only_linear_factors
+from cosmos_core.models.lora import lora_scale_by_layer, split_factor_key, trains_only_linear_factors
 from cosmos_core.rollout.base import EngineSettings
 
 _ADAPTER_NAME, _ADAPTER_ID = "policy", 1
@@ -28,7 +28,7 @@ class VllmAdapter:
     """LoRA adapter of one vLLM engine."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._scale_by_layer = scales_of(settings.model)
+        self._scale_by_layer = lora_scale_by_layer(settings.model)
         state_dict = settings.model.state_dict()
         self.max_rank = max(len(state_dict[f"{layer}.lora_A.default.weight"]) for layer in self._scale_by_layer)
         self.request: Any = None
@@ -37,16 +37,16 @@ class VllmAdapter:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the adapter arguments of the vLLM engine."""
+        """Return the arguments of vLLM's `LLM` that enable the adapter."""
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(r for r in _RANKS if r >= self.max_rank)}
 
     def load(self, llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the LoRA factors by those of a new version, which vLLM reads from a temporary file."""
+        """Load the LoRA factors of a new version of the policy, which vLLM reads from a temporary file."""
         from vllm.lora.request import LoRARequest
 
         weights = {}
         for key, tensor in tensors:
-            layer, factor = factor_of(key)
+            layer, factor = split_factor_key(key)
             scaled_factor = tensor.detach().cpu().float() * (self._scale_by_layer[layer] if factor == "B" else 1.0)
             weights[f"base_model.model.{layer}.lora_{factor}.weight"] = scaled_factor.contiguous()
         target_modules = sorted({layer.rpartition(".")[2] for layer in self._scale_by_layer})
@@ -58,13 +58,13 @@ class VllmAdapter:
         self.request = LoRARequest(_ADAPTER_NAME, _ADAPTER_ID, folder)
 
 
-def adapter_of(settings: EngineSettings) -> VllmAdapter | None:
-    """Return the adapter of an engine that loads only LoRA factors; None: the engine loads complete weights."""
+def open_adapter(settings: EngineSettings) -> VllmAdapter | None:
+    """Return the adapter if the engine can load only LoRA factors; None: the engine loads complete weights."""
     if not trains_only_linear_factors(settings.model) or settings.vision is not None:
         return None
     if settings.rollout.parallelism.tp_size > 1 or settings.rollout.quantization != "none":
         return None
-    if any(layer.rpartition(".")[2] not in _SUPPORTED_LAYERS for layer in scales_of(settings.model)):
+    if any(layer.rpartition(".")[2] not in _SUPPORTED_LAYERS for layer in lora_scale_by_layer(settings.model)):
         return None
     from vllm.model_executor.models import ModelRegistry, supports_lora
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cosmos_core.errors import first_line
 from cosmos_core.rollout.base import Bucket
-from cosmos_core.rollout.link import BucketHeader, TransferFailed, call_within
+from cosmos_core.rollout.link import BucketHeader, TransferFailed, with_timeout
 
 
 class VllmLink:
@@ -27,26 +27,25 @@ class VllmLink:
         self._call_all_ranks(_connect_rank, backend, init_info, seconds)
 
     def receive(self, header: BucketHeader, seconds: float) -> None:
-        """Receive a bucket in each rank, for the load of weights in progress; raise `TransferFailed` if a rank did not
-        receive the whole bucket within `seconds`."""
+        """Receive a bucket in each rank; raise `TransferFailed` if it has not arrived after `seconds`."""
         self._call_all_ranks(_receive_on_rank, header, seconds)
 
     def _call_all_ranks(self, function: Callable[..., None], *arguments: Any) -> None:
-        # An error would leave the replies of the other ranks in vLLM's queues, so ranks return error messages.
+        # Ranks return error messages, because an error would leave the replies of other ranks in vLLM's queues.
         errors = self._llm.collective_rpc(_call_and_get_error, args=(function, *arguments))
         if any(errors):
             raise TransferFailed(next(filter(None, errors)))
 
 
 class _TensorCollector(list[tuple[str, Tensor]]):
-    """Collector of the tensors that vLLM's transfer engine receives; the model loads them later."""
+    """List of received tensors, which takes the place of the model in vLLM's transfer engine."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self.extend(tensors)
 
 
 class RankLink:
-    """Connection of one rank of an engine with the trainer, and the last received bucket."""
+    """Connection of one rank of an engine with the trainer; it keeps the last received bucket."""
 
     def __init__(self, worker: Any, backend: str, init_info: dict[str, Any]) -> None:
         from vllm.config.weight_transfer import WeightTransferConfig
@@ -54,7 +53,7 @@ class RankLink:
 
         self._received_bucket: Bucket | None = None
         model, config = worker.model_runner.get_model(), WeightTransferConfig(backend=backend)
-        factory: Any = WeightTransferEngineFactory  # Any: vLLM's types demand a module, not a collector
+        factory: Any = WeightTransferEngineFactory  # Any: vLLM's type is a module, not a collector
         self._transfer_engine = factory.create_engine(config, worker.vllm_config, worker.device, model)
         self._transfer_engine.init_transfer_engine(self._transfer_engine.parse_init_info(init_info))
         # A disabled communicator transfers nothing, without an error.
@@ -63,21 +62,21 @@ class RankLink:
 
     def receive(self, header: BucketHeader, seconds: float) -> None:
         """Receive a bucket, or raise `TransferFailed` if it has not arrived after `seconds`."""
-        if torch.cuda.is_available():  # vLLM receives on another stream, into memory that loads may still read
+        if torch.cuda.is_available():  # vLLM receives on another stream; a load may still read the buffer
             torch.cuda.current_stream().synchronize()
         self._received_bucket, collector = None, _TensorCollector()
         self._transfer_engine.set_weight_update_target(collector, self._transfer_engine.model_config)
-        call_within(seconds, lambda: self._transfer_engine.update_weights(header.update_info()), abort=self._abort)
+        with_timeout(seconds, lambda: self._transfer_engine.update_weights(header.update_info()), abort=self._abort)
         self._received_bucket = header.bucket(dict(collector))
 
-    def take(self) -> Bucket:
-        """Return the last received bucket, and drop the reference."""
+    def take_bucket(self) -> Bucket:
+        """Return the last received bucket, and drop the reference to it."""
         assert self._received_bucket is not None, "a bucket is loaded after it has arrived"
         bucket, self._received_bucket = self._received_bucket, None
         return bucket
 
     def end_load(self) -> None:
-        """Release a bucket that was not loaded, and the memory of the trainer that this rank has mapped."""
+        """Release the last bucket, and the trainer's memory that this rank has mapped."""
         self._received_bucket = None
         if ipc_importer := getattr(self._transfer_engine, "_packed_importer", None):
             ipc_importer.close()
@@ -110,7 +109,7 @@ def _connect_rank(worker: Any, backend: str, init_info: dict[str, Any], timeout_
     if link := getattr(worker, "weight_link", None):
         link.close()
     worker.weight_link = None
-    worker.weight_link = call_within(timeout_seconds, partial(RankLink, worker, backend, init_info))
+    worker.weight_link = with_timeout(timeout_seconds, partial(RankLink, worker, backend, init_info))
 
 
 def _receive_on_rank(worker: Any, header: BucketHeader, timeout_seconds: float) -> None:

@@ -36,23 +36,21 @@ def vllm_version() -> str:
 
 
 def vllm_problem(name: str, config: PretrainedConfig | None = None, folder: str = "") -> str:
-    """Return why vLLM on this machine does not support the weight format `name` or, if `config` is given, the model in
-    `folder` with this configuration. Return an empty string if no reason is known."""
+    """Return why vLLM does not support the weight format `name` or the model in `folder`, or an empty string."""
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        capability_requirement = f"needs compute capability {_MIN_CAPABILITY / 10}, and this GPU has {major}.{minor}"
-        return "" if major * 10 + minor >= _MIN_CAPABILITY else f"vLLM's kernel of {name} {capability_requirement}"
+        requirement = f"needs compute capability {_MIN_CAPABILITY / 10}, and this GPU has {major}.{minor}"
+        return "" if major * 10 + minor >= _MIN_CAPABILITY else f"vLLM's kernel of {name} {requirement}"
     if name == "w4a16" and not torch.cpu._is_avx512_supported():
         return "vLLM's kernel of w4a16 on CPU needs AVX-512, which this processor does not have"
     return head_size_problem(config, folder) if config is not None else ""
 
 
 def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
-    """Yield, for each row, the logits TV of the next token at all positions except the last. Raise a `ConfigError` if
-    vLLM on CPU does not support the head size, and a `StageFailed` if the captured logits disagree with the
-    log-probabilities that vLLM returns."""
+    """Yield, for each row, the logits TV of the next token at all positions except the last. Raise a `ConfigError` for
+    an unsupported head size, and a `StageFailed` if the logits disagree with vLLM's log-probabilities."""
     set_environment()
     vllm = import_vllm()
     check_head_size(load_config(str(folder)), str(folder), "leave the format out of export.formats")
@@ -68,10 +66,9 @@ def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
     for token_row in rows:
         captured_logits.clear()
         [output] = llm.generate([vllm.TokensPrompt(prompt_token_ids=token_row)], sampling, use_tqdm=False)
-        returned = zip(output.prompt_logprobs[1:], token_row[1:], strict=True)
-        returned_T = torch.tensor([logprobs[token].logprob for logprobs, token in returned])
-        # vLLM computes logits first for the sampled token, and last for the tokens of the prompt; on a GPU, with the
-        # position after the last of them.
+        logprobs_and_tokens = zip(output.prompt_logprobs[1:], token_row[1:], strict=True)
+        returned_T = torch.tensor([logprobs[token].logprob for logprobs, token in logprobs_and_tokens])
+        # vLLM computes the logits of the prompt last. On a GPU, the next position after the prompt is included.
         logits_TV = captured_logits[-1][: len(token_row) - 1].float().cpu()
         problem = "vLLM computes log-probabilities of prompts in an unexpected way"
         if len(logits_TV) != len(returned_T):
@@ -83,7 +80,7 @@ def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
 
 
 def _capture_logits(worker: Any, captured_logits: list[Tensor]) -> None:
-    """Append the logits that a vLLM worker in this process computes to a list."""
+    """Make a vLLM worker in this process append the logits that it computes to `captured_logits`."""
     model = worker.model_runner.model
     compute_logits = model.compute_logits
 

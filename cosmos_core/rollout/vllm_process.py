@@ -1,4 +1,4 @@
-"""What vLLM changes in the process that it shares with the trainer and in /dev/shm, and context managers that undo it.
+"""Context managers that undo what vLLM changes in the trainer's process and in /dev/shm.
 
 vLLM's CPU ranks exchange tensors through shared memory, whose name vLLM derives from how the ranks were initialized,
 which with an external launcher is always `env://`. Two runs on a machine would write into each other's memory, and
@@ -23,7 +23,7 @@ from cosmos_core.parallel.mesh import broadcast_object
 
 @contextmanager
 def keep_process_group() -> Iterator[None]:
-    """Keep the trainer's process group, which an engine would destroy together with its own when it shuts down."""
+    """Return a context manager in which the shutdown of an engine does not destroy the trainer's process group."""
     original_destroy = torch.distributed.destroy_process_group
     torch.distributed.destroy_process_group = lambda group=None: group and original_destroy(group)
     try:
@@ -34,7 +34,7 @@ def keep_process_group() -> Iterator[None]:
 
 @contextmanager
 def restore_process_state() -> Iterator[None]:
-    """Undo what vLLM changes in its process: random states, threads, signal handlers, environment.
+    """Return a context manager that restores random states, thread count, signal handlers and environment at its end.
 
     vLLM seeds every generator at the start and advances torch's global generator in each step. vLLM also replaces
     `torch.set_num_threads` by a function that refuses calls, and adds libraries to LD_PRELOAD for its child processes,
@@ -63,26 +63,26 @@ def restore_process_state() -> Iterator[None]:
 
 
 @contextmanager
-def unique_names() -> Iterator[None]:
-    """Return a context manager in which an engine that starts gives its ranks' shared memory a unique name."""
+def unique_memory_names() -> Iterator[None]:
+    """Return a context manager in which a starting engine gives the shared memory of its ranks a unique name."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     name_prefix = broadcast_object(secrets.token_hex(8))
-    original_name_fn = _CPUSHMDistributed.make_group_name
+    make_original_name = _CPUSHMDistributed.make_group_name
 
-    def unique_name(communicator: Any) -> str:
-        return f"{name_prefix}-{original_name_fn(communicator).lstrip('/')}"
+    def make_unique_name(communicator: Any) -> str:
+        return f"{name_prefix}-{make_original_name(communicator).lstrip('/')}"
 
-    _CPUSHMDistributed.make_group_name = staticmethod(unique_name)  # type: ignore[method-assign]
+    _CPUSHMDistributed.make_group_name = staticmethod(make_unique_name)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _CPUSHMDistributed.make_group_name = staticmethod(original_name_fn)  # type: ignore[method-assign]
+        _CPUSHMDistributed.make_group_name = staticmethod(make_original_name)  # type: ignore[method-assign]
 
 
 def unlink_shared_memory() -> None:
-    """Unlink the name of this rank's shared memory once an engine has started and all ranks have opened it; the memory
-    is then freed with the last process that uses it, however that process ends."""
+    """Unlink the name of this rank's shared memory after all ranks have opened it, so that the memory is freed with the
+    last process that uses it, however the process ends."""
     from vllm.distributed.parallel_state import get_tp_group
 
     module = getattr(get_tp_group().device_communicator, "dist_module", None)

@@ -12,7 +12,7 @@ from typing import Any
 from cosmos_core.parallel.mesh import is_single_rank
 from cosmos_core.parent import kill_with_parent
 from cosmos_core.rollout.base import Bucket, EngineSettings
-from cosmos_core.rollout.replica import PackedBucket, pack, unpack
+from cosmos_core.rollout.replica import PackedBucket, pack_bucket, unpack_bucket
 from cosmos_core.rollout.vllm_process import unlink_shared_memory
 
 _RANK_ENVIRONMENT = {
@@ -22,39 +22,37 @@ _RANK_ENVIRONMENT = {
 
 
 def has_ranks(settings: EngineSettings) -> bool:
-    """Return whether a vLLM engine starts ranks as child processes; with several trainer ranks, it runs on these."""
+    """Return whether a vLLM engine starts tensor-parallel ranks as child processes, not in the trainer's ranks."""
     return settings.is_separate and settings.rollout.parallelism.tp_size > 1 and is_single_rank()
 
 
 def engine_rank_arguments(*, is_cpu: bool) -> dict[str, Any]:
-    """Return vLLM's arguments for an engine with ranks, and set the environment that the ranks inherit."""
-    no_compilation = {"TORCHDYNAMO_DISABLE": "1"} if is_cpu else {}
-    for name, value in (_RANK_ENVIRONMENT | no_compilation).items():
+    """Return vLLM's arguments for an engine with ranks, and set environment variables that the ranks inherit."""
+    cpu_environment = {"TORCHDYNAMO_DISABLE": "1"} if is_cpu else {}
+    for name, value in (_RANK_ENVIRONMENT | cpu_environment).items():
         os.environ.setdefault(name, value)
     return {"distributed_executor_backend": "mp"}
 
 
 def end_ranks_together(llm: Any) -> None:
-    """Make this process exit when a rank dies, and the ranks exit when this process does."""
+    """Make this process exit when a rank dies, and the ranks exit when this process exits."""
     llm.llm_engine.model_executor.register_failure_callback(lambda: os._exit(1))
     llm.collective_rpc(exit_with_parent, args=(os.getpid(),))
 
 
 def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:
-    """Replace the weights of all ranks, each of which loads its shards; a bucket on the meta device stands for the
-    bucket that a native link delivered to the ranks."""
+    """Replace the weights of all ranks; for a bucket on the meta device, ranks load what their links received."""
     llm.collective_rpc(begin_weights)
     for bucket in buckets:
-        llm.collective_rpc(load_bucket, args=() if bucket[0][1].is_meta else (pack(bucket),))
+        llm.collective_rpc(load_bucket, args=() if bucket[0][1].is_meta else (pack_bucket(bucket),))
     llm.collective_rpc(end_load)
 
 
-# vLLM calls the functions below in each rank, with the rank's worker.
+# vLLM calls the following functions in each rank, with the rank's worker.
 
 
 def end_load(worker: Any) -> None:
-    """End the weight load of a rank; an incomplete load must end too, or vLLM would continue it with the tensors of the
-    next load."""
+    """End the weight load of a rank, because vLLM would continue an incomplete load with the tensors of the next."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -65,7 +63,7 @@ def end_load(worker: Any) -> None:
 
 
 def exit_with_parent(worker: Any, pid: int) -> None:
-    """Let the kernel end this process with its parent `pid`, and unlink the name of its shared memory."""
+    """Make the kernel end this rank with its parent process, and unlink its shared memory."""
     kill_with_parent(pid)
     unlink_shared_memory()
 
@@ -83,6 +81,6 @@ def load_bucket(worker: Any, bucket: PackedBucket | None = None) -> None:
     """Load the next bucket of weights into a rank; None: the bucket that its native link received."""
     from vllm.config import set_current_vllm_config
 
-    tensors = unpack(bucket) if bucket is not None else worker.weight_link.take()
+    tensors = unpack_bucket(bucket) if bucket is not None else worker.weight_link.take_bucket()
     with set_current_vllm_config(worker.vllm_config):
         worker.model_runner.get_model().load_weights(tensors)

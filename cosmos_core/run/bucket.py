@@ -17,22 +17,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cosmos_core.errors import ConfigError, CosmosError, UploadError
-from cosmos_core.run.files import replaced_file
+from cosmos_core.run.files import replace_file
 
 T = TypeVar("T")
 
-SCHEME = "s3://"
-CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or PROD_S3_CHECKPOINT_*"
+S3_SCHEME = "s3://"
+CREDENTIAL_VARIABLES = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or PROD_S3_CHECKPOINT_*"
 _VARIABLE_PREFIX = "PROD_S3_CHECKPOINT_"
 _ENDPOINT_VARIABLES = (f"{_VARIABLE_PREFIX}ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _ACCESS_ERRORS = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
 _MISSING_ERRORS = {"404", "NoSuchKey", "NotFound"}
 _CONFLICT_ERRORS = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey"}
 """Errors of a write whose condition does not hold for the stored object."""
-_BLOCK = 1 << 20
-_CONNECT_SECONDS = 10.0
+_BLOCK_BYTES = 1 << 20
+_CONNECT_TIMEOUT_SECONDS = 10.0
 _MAX_ATTEMPTS = 6
-_MAX_TRANSFERS = 3  # maximum number of transfers of one object until its digest is right
+_MAX_TRANSFERS = 3  # maximum number of transfers of one object whose digest does not match
 _SHA256_PATTERN, _MD5_PATTERN = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
 
 
@@ -41,7 +41,7 @@ class _DigestMismatchError(ConnectionError):
 
 
 @dataclass(frozen=True)
-class Object:
+class StoredObject:
     """One object of a bucket, with the attributes that a listing returns."""
 
     key: str
@@ -52,7 +52,7 @@ class Object:
 
 
 def run_threads(function: Callable[..., T], calls: Iterable[tuple[Any, ...]], num_threads: int, name: str) -> list[T]:
-    """Call a function in parallel threads, once per tuple of arguments; return the results in the order of `calls`. An
+    """Call a function in threads, once per tuple of arguments in `calls`; return the results in the same order. An
     error cancels the calls that have not started."""
     with ThreadPoolExecutor(num_threads, name) as pool:
         futures = [pool.submit(function, *arguments) for arguments in calls]
@@ -62,16 +62,16 @@ def run_threads(function: Callable[..., T], calls: Iterable[tuple[Any, ...]], nu
             pool.shutdown(cancel_futures=True)
 
 
-def split_url(url: str) -> tuple[str, str]:
+def split_s3_url(url: str) -> tuple[str, str]:
     """Return the bucket and the prefix, without outer slashes, of an s3:// URL; raise ConfigError without a bucket."""
-    bucket_name, _, prefix = url.removeprefix(SCHEME).partition("/")
+    bucket_name, _, prefix = url.removeprefix(S3_SCHEME).partition("/")
     if len(bucket_name) < 3:
-        raise ConfigError(f"{SCHEME}{bucket_name} names no bucket; write {SCHEME}BUCKET/PREFIX")
+        raise ConfigError(f"{S3_SCHEME}{bucket_name} names no bucket; write {S3_SCHEME}BUCKET/PREFIX")
     return bucket_name, prefix.strip("/")
 
 
 @lru_cache(maxsize=8)
-def _client(pid: int, endpoint: str | None, read_seconds: float, **session_settings: str | None) -> Any:
+def _create_client(pid: int, endpoint: str | None, read_seconds: float, **session_settings: str | None) -> Any:
     """Return a boto3 client of a boto3 session with the given settings, such as region and credentials; None if there
     are no credentials. It is cached because creating one takes a tenth of a second, by the id of the process because a
     child process must not use the connections of its parent."""
@@ -83,7 +83,7 @@ def _client(pid: int, endpoint: str | None, read_seconds: float, **session_setti
     if session.get_credentials() is None:
         return None
     config = Config(
-        connect_timeout=_CONNECT_SECONDS,
+        connect_timeout=_CONNECT_TIMEOUT_SECONDS,
         read_timeout=read_seconds,
         retries={"total_max_attempts": _MAX_ATTEMPTS, "mode": "standard"},
         max_pool_connections=32,
@@ -115,7 +115,7 @@ class Bucket:
         ConfigError if there are no credentials, or the endpoint is no URL."""
         access_key_id = _read_variable("ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID")
         # Credentials from files or roles may change while the process runs, so a client with them is not cached.
-        open_client: Callable[..., Any] = _client if access_key_id else _client.__wrapped__
+        open_client: Callable[..., Any] = _create_client if access_key_id else _create_client.__wrapped__
         has_cosmos_key = bool(os.environ.get(f"{_VARIABLE_PREFIX}ACCESS_KEY_ID"))
         client = open_client(
             os.getpid(),
@@ -127,18 +127,18 @@ class Bucket:
             aws_session_token=None if has_cosmos_key else os.environ.get("AWS_SESSION_TOKEN"),
         )
         if client is None:
-            raise ConfigError(f"{SCHEME}{self.name}: no credentials; set {CREDENTIALS}")
+            raise ConfigError(f"{S3_SCHEME}{self.name}: no credentials; set {CREDENTIAL_VARIABLES}")
         return client
 
     def url(self, key: str) -> str:
         """Return the URL of an object or a prefix."""
-        return f"{SCHEME}{self.name}/{key}"
+        return f"{S3_SCHEME}{self.name}/{key}"
 
     def check(self, key: str) -> None:
         """Check that the object `key` may be written, without writing it; for errors see `translate_errors`."""
         from botocore.exceptions import ClientError
 
-        with translate_errors(f"{SCHEME}{self.name}"):
+        with translate_errors(f"{S3_SCHEME}{self.name}"):
             self.client.head_bucket(Bucket=self.name)
             try:
                 upload = self.client.create_multipart_upload(Bucket=self.name, Key=key)
@@ -152,15 +152,16 @@ class Bucket:
         headers = self.client.head_bucket(Bucket=self.name)["ResponseMetadata"]["HTTPHeaders"]
         return parsedate_to_datetime(headers["date"]).timestamp()
 
-    def list_objects(self, prefix: str) -> Iterator[Object]:
+    def list_objects(self, prefix: str) -> Iterator[StoredObject]:
         """Yield the objects whose key begins with a prefix, sorted by key."""
         for page in self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix):
             for entry in page.get("Contents", ()):
-                yield Object(entry["Key"], entry["Size"], entry["ETag"].strip('"'), entry["LastModified"].timestamp())
+                etag, modified = entry["ETag"].strip('"'), entry["LastModified"].timestamp()
+                yield StoredObject(entry["Key"], entry["Size"], etag, modified)
 
     def head(self, key: str) -> dict[str, Any] | None:
         """Return size, ETag and metadata of an object, or None if the object does not exist."""
-        response = _call_unless(_MISSING_ERRORS, self.client.head_object, Bucket=self.name, Key=key)
+        response = _call_or_none(_MISSING_ERRORS, self.client.head_object, Bucket=self.name, Key=key)
         if response is None:
             return None
         etag = response["ETag"].strip('"')
@@ -168,9 +169,9 @@ class Bucket:
 
     def read(self, key: str) -> bytes | None:
         """Return the content of a small object, or None if the object does not exist."""
-        return self.read_tagged(key)[0]
+        return self.read_with_etag(key)[0]
 
-    def read_tagged(self, key: str) -> tuple[bytes | None, str]:
+    def read_with_etag(self, key: str) -> tuple[bytes | None, str]:
         """Return the content and the ETag of a small object, or None and an empty string if there is no such object."""
 
         def read() -> tuple[bytes, str]:
@@ -181,7 +182,7 @@ class Bucket:
             digest.check(key)
             return content, response["ETag"].strip('"')
 
-        return _call_unless(_MISSING_ERRORS, self._retry_read, read) or (None, "")
+        return _call_or_none(_MISSING_ERRORS, self._retry_read, read) or (None, "")
 
     def write(self, key: str, data: bytes, **condition: str) -> str:
         """Replace a small object in one request and return its new ETag; retry if the store received altered bytes.
@@ -195,14 +196,14 @@ class Bucket:
             # With server-side encryption, the ETag may not be an MD5.
             if etag == digest.hexdigest() or "ServerSideEncryption" in response:
                 return etag
-            if condition:  # replace the altered object, but no object that another process has written since
+            if condition:  # a retry replaces only the altered object, not one of another process
                 condition = {"IfMatch": response["ETag"]}
-        raise UploadError(f"{SCHEME}{self.name}/{key} arrived altered {_MAX_TRANSFERS} times")
+        raise UploadError(f"{S3_SCHEME}{self.name}/{key} arrived altered {_MAX_TRANSFERS} times")
 
-    def exchange(self, key: str, data: bytes, etag: str) -> str:
-        """Replace the small object that has this ETag (empty: create it); return the new ETag, "" if it has another."""
+    def replace_if_unchanged(self, key: str, data: bytes, etag: str) -> str:
+        """Replace the small object if it has this ETag (empty: create it); return the new ETag, "" if not replaced."""
         condition = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
-        return _call_unless(_CONFLICT_ERRORS, self.write, key, data, **condition) or ""
+        return _call_or_none(_CONFLICT_ERRORS, self.write, key, data, **condition) or ""
 
     def remove(self, key: str) -> None:
         """Remove an object if it exists."""
@@ -236,12 +237,12 @@ class Bucket:
                 os.fsync(file.fileno())
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced_file(path) as temporary_path:
+        with replace_file(path) as temporary_path:
             self._retry_read(partial(fetch, temporary_path))
 
     def _iterate_blocks(self, key: str, object_info: dict[str, Any]) -> Iterator[bytes]:
         num_bytes_read = 0
-        for block in object_info["Body"].iter_chunks(_BLOCK):
+        for block in object_info["Body"].iter_chunks(_BLOCK_BYTES):
             num_bytes_read += len(block)
             yield block
         if num_bytes_read != object_info["ContentLength"]:
@@ -292,39 +293,35 @@ class _TransferDigest:
 @contextmanager
 def translate_errors(location: str, error_class: type[CosmosError] = UploadError, note: str = "") -> Iterator[None]:
     """Translate errors of boto3 into errors of this package with a message of one line: wrong credentials and names are
-    permanent (`ConfigError`), all other errors may be transient.
-
-    Raises:
-        ConfigError: the store refuses the credentials, or there is no such bucket.
-        CosmosError: any other error, as an instance of `error_class`.
-    """
+    permanent (`ConfigError`), all other errors may be transient. Raises `ConfigError` if the store refuses the
+    credentials or has no such bucket, and `error_class` for any other error."""
     from botocore.exceptions import BotoCoreError, ClientError
 
-    end = f"; {note}" if note else ""
+    message_end = f"; {note}" if note else ""
     try:
         yield
     except ClientError as error:
-        code = _read_error_code(error)
-        if code in _ACCESS_ERRORS:
-            problem = f"the store refuses the credentials ({code}); set {CREDENTIALS}"
-            raise ConfigError(f"{location}: {problem}{end}") from error
-        if code in {"PreconditionFailed", "412"}:
-            raise error_class(f"{location}: what lies there was changed meanwhile{end}") from error
-        if code == "NoSuchKey":
-            raise error_class(f"{location}: an object of it is gone{end}") from error
-        if code in {*_MISSING_ERRORS, "NoSuchBucket"}:
-            raise ConfigError(f"{location}: there is no such bucket; make it, or name another{end}") from error
-        raise error_class(f"{location}: the store responds with {code}{end}") from error
+        error_code = _read_error_code(error)
+        if error_code in _ACCESS_ERRORS:
+            problem = f"the store refuses the credentials ({error_code}); set {CREDENTIAL_VARIABLES}"
+            raise ConfigError(f"{location}: {problem}{message_end}") from error
+        if error_code in {"PreconditionFailed", "412"}:
+            raise error_class(f"{location}: what lies there was changed meanwhile{message_end}") from error
+        if error_code == "NoSuchKey":
+            raise error_class(f"{location}: an object of it is gone{message_end}") from error
+        if error_code in {*_MISSING_ERRORS, "NoSuchBucket"}:
+            raise ConfigError(f"{location}: there is no such bucket; make it, or name another{message_end}") from error
+        raise error_class(f"{location}: the store responds with {error_code}{message_end}") from error
     except (BotoCoreError, ConnectionError) as error:
-        raise error_class(f"{location}: {' '.join(str(error).split())}{end}") from error
+        raise error_class(f"{location}: {' '.join(str(error).split())}{message_end}") from error
 
 
-def _call_unless(error_codes: set[str], function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def _call_or_none(error_codes: set[str], function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Return the result of a call; None if the store responds with one of these error codes."""
     from botocore.exceptions import ClientError
 
     try:
-        return function(*arguments, **keywords)
+        return function(*arguments, **options)
     except ClientError as error:
         if _read_error_code(error) not in error_codes:
             raise

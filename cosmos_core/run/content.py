@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
-from cosmos_core.config.inputs import WEIGHTS_SUFFIXES, Input
+from cosmos_core.config.inputs import WEIGHTS_SUFFIXES, StageInput
 from cosmos_core.errors import ConfigError, ModelError
-from cosmos_core.run.files import read_object
+from cosmos_core.run.files import read_json_object
 
 _INDEX_SUFFIX = ".index.json"
-_WEIGHTS = (".safetensors", ".bin")
+_WEIGHTS_SUFFIXES = (".safetensors", ".bin")
 
 
-def files_of(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
+def list_data_files(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
     """Return the files below a folder, also linked ones, whose names match the patterns (see `matches_patterns`); raise
     ConfigError if symbolic links form a cycle."""
     files = []
@@ -30,14 +30,11 @@ def files_of(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
     return files
 
 
-def files_of_model(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
+def list_model_files(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
     """Return the files of a model folder that match the patterns; of indexed weights, those that the index names.
-
-    Raises:
-        ConfigError: symbolic links form a cycle.
-        ModelError: an index names a file outside of its folder.
-    """
-    files = files_of(folder)
+    Raises `ConfigError` if symbolic links form a cycle, and `ModelError` if an index names a file outside of its
+    folder."""
+    files = list_data_files(folder)
     index_files = [file for file in files if file.name.endswith(_INDEX_SUFFIX)]
     indexed_files = {file for index_file in index_files for file in _list_indexed_files(index_file)}
     # If a single file has all weights, transformers reads that file and ignores the index.
@@ -53,15 +50,15 @@ def matches_patterns(file: Path, patterns: Sequence[str]) -> bool:
     compared with the name of the file, also in lower case; `!` patterns with a slash are compared with its path
     relative to its folder. If all patterns begin with `!`, every other file matches."""
     excluded_patterns = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
-    positive_patterns = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
+    included_patterns = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
     if any(fnmatch(file.as_posix() if "/" in pattern else file.name, pattern) for pattern in excluded_patterns):
         return False
-    return any(fnmatch(name, pattern) for pattern in positive_patterns for name in (file.name, file.name.lower()))
+    return any(fnmatch(name, pattern) for pattern in included_patterns for name in (file.name, file.name.lower()))
 
 
 def _list_indexed_files(index_file: Path) -> list[Path]:
     """Return the files that an index of weights names; none for a damaged index, which the worker reports later."""
-    weight_map = read_object(index_file).get("weight_map")
+    weight_map = read_json_object(index_file).get("weight_map")
     values = weight_map.values() if isinstance(weight_map, dict) else ()
     file_names = {name for name in values if isinstance(name, str)}
     for name in sorted(file_names):
@@ -78,24 +75,24 @@ def is_outside_folder(name: str) -> bool:
 
 def is_weights(file: Path) -> bool:
     """Return True if a file holds weights of the model itself, not of an adapter."""
-    return file.suffix in _WEIGHTS and not file.name.startswith("adapter_")
+    return file.suffix in _WEIGHTS_SUFFIXES and not file.name.startswith("adapter_")
 
 
-def link_weights_over_model(inputs: Sequence[Input], folder: Path) -> str:
-    """Fill `folder` with links to the weights among the inputs and to all other files of their model; return `folder`,
-    or an empty string if the model has its own weights."""
+def link_weights_over_model(inputs: Sequence[StageInput], folder: Path) -> str:
+    """Link the weight files among the inputs, and the other files of the model, into `folder`; return `folder`, or an
+    empty string if no input is a weight file."""
     weight_files = [Path(stage_input.location) for stage_input in inputs if stage_input.role == "weights"]
     if not weight_files:
         return ""
     model_folder = next(Path(stage_input.location) for stage_input in inputs if stage_input.role == "model")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for file in files_of_model(model_folder):
+    for file in list_model_files(model_folder):
         if is_weights(file) or file.name.endswith(WEIGHTS_SUFFIXES):
             continue
-        link = folder / file.relative_to(model_folder)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(file.resolve())
+        link_path = folder / file.relative_to(model_folder)
+        link_path.parent.mkdir(parents=True, exist_ok=True)
+        link_path.symlink_to(file.resolve())
     for file in weight_files:
         name = "model.safetensors" if len(weight_files) == 1 else file.name
         (folder / name).symlink_to(file.resolve())

@@ -12,19 +12,20 @@ from stat import S_ISREG
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import SHARED_FOLDER, sha256, write_text
 
-_MIN_AGE_NS = 100_000_000  # a digest is cached if the file is older: a change soon after may have the same timestamp
+_MIN_FILE_AGE_NS = 100_000_000
+"""Age from which a digest is cached: a file may change twice within one tick of the clock of the file system."""
 
-Key = list[int]
+FileKey = list[int]
 
 
-class Digests:
+class DigestCache:
     """Append-only cache of digests in one file, one line per digest; losing the file costs time only. `ignores_cache`:
     ignore the digests that other processes computed."""
 
     def __init__(self, path: Path, *, ignores_cache: bool = False) -> None:
         self._cache_path = path
         self._lock = threading.Lock()
-        self._cached_digests: dict[str, tuple[Key, str]] = {} if ignores_cache else _read_cache(path)
+        self._cached_digests: dict[str, tuple[FileKey, str]] = {} if ignores_cache else _read_cache(path)
 
     def digest_file(self, file: Path) -> str:
         """Return the SHA-256 of the content of `file`; raise ConfigError for devices and pipes, which may not end."""
@@ -34,17 +35,17 @@ class Digests:
             problem = "is no regular file, and a device or a pipe may be read without end"
             raise ConfigError(f"{file} {problem}; name another")
         # A program can set the modification time back, but not the change time of the inode.
-        stat_key = [file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns, file_stat.st_ino]
+        file_key = [file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns, file_stat.st_ino]
         cached_entry = self._cached_digests.get(str(file))
-        if cached_entry is not None and cached_entry[0] == stat_key:
+        if cached_entry is not None and cached_entry[0] == file_key:
             return cached_entry[1]
         digest = sha256(file)
-        if now_ns - file_stat.st_ctime_ns > _MIN_AGE_NS:
+        if now_ns - file_stat.st_ctime_ns > _MIN_FILE_AGE_NS:
             with self._lock:
-                self._cached_digests[str(file)] = (stat_key, digest)
+                self._cached_digests[str(file)] = (file_key, digest)
                 self._cache_path.parent.mkdir(parents=True, exist_ok=True)
                 with open(self._cache_path, "a", encoding="utf-8") as cache_file:
-                    cache_file.write(json.dumps([str(file), stat_key, digest]) + "\n")
+                    cache_file.write(json.dumps([str(file), file_key, digest]) + "\n")
         return digest
 
     def digest_files(self, folder: Path, files: Iterable[Path]) -> str:
@@ -53,22 +54,22 @@ class Digests:
         return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
-def shared_digest_cache(output_dir: Path, *, ignores_cache: bool = False) -> Digests:
+def shared_digest_cache(output_dir: Path, *, ignores_cache: bool = False) -> DigestCache:
     """Return the cache of digests that all runs in an output folder share."""
-    return Digests(output_dir / SHARED_FOLDER / "digests.jsonl", ignores_cache=ignores_cache)
+    return DigestCache(output_dir / SHARED_FOLDER / "digests.jsonl", ignores_cache=ignores_cache)
 
 
-def _read_cache(path: Path) -> dict[str, tuple[Key, str]]:
+def _read_cache(path: Path) -> dict[str, tuple[FileKey, str]]:
     """Return the newest entry per file from the complete lines of the cache; rewrite it if most lines are outdated."""
-    entries: dict[str, tuple[Key, str]] = {}
+    entries: dict[str, tuple[FileKey, str]] = {}
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return entries
     for line in lines:
         try:
-            file, stat_key, digest = json.loads(line)
-            entries[str(file)] = (list(stat_key), str(digest))
+            file, file_key, digest = json.loads(line)
+            entries[str(file)] = (list(file_key), str(digest))
         except (ValueError, TypeError, RecursionError):  # skip a truncated or damaged line of the cache
             continue
     if len(lines) > 2 * len(entries) + 1000:

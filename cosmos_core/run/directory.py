@@ -21,31 +21,31 @@ from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import Pipeline, StageKinds, load_pipeline
 from cosmos_core.config.load import parse, read_toml, without_none
 from cosmos_core.config.schema.pipeline import BUDGET_KEYS, PipelineConfig
-from cosmos_core.environment import masked
+from cosmos_core.environment import mask_text
 from cosmos_core.errors import ConfigError
 from cosmos_core.machine_properties import git_commit
-from cosmos_core.run.digests import Digests, shared_digest_cache
+from cosmos_core.run.digests import DigestCache, shared_digest_cache
 from cosmos_core.run.files import (
     SHARED_FOLDER,
     Document,
-    Seconds,
+    UnixSeconds,
     read_document,
-    remove_leftovers,
-    umask,
+    read_umask,
+    remove_temporary_files,
     write_json,
     write_text,
 )
-from cosmos_core.run.fingerprint import stage_facts, threads
-from cosmos_core.run.gpu_time import saved_estimate
+from cosmos_core.run.fingerprint import count_worker_threads, measure_stage_machine
+from cosmos_core.run.gpu_time import read_saved_estimate
 from cosmos_core.run.hub import pin_hub_revisions
 from cosmos_core.run.inputs import check_inputs
-from cosmos_core.run.liveness import note_holder
+from cosmos_core.run.liveness import record_run_holder
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.remote import pin_urls
 from cosmos_core.run.state import read_state
 
-PIPELINE = "pipeline.toml"
-RUNS = "runs.json"
+PIPELINE_FILE = "pipeline.toml"
+RUNS_FILE = "runs.json"
 _ABANDONED_AGE_SECONDS = 3600.0
 """Age in seconds at which the folder of a run whose creation was killed is removed."""
 _RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -56,7 +56,7 @@ class RunStartInfo(Document):
 
     run_id: str = ""
     pipeline: str = ""
-    started: Seconds = 0.0
+    started: UnixSeconds = 0.0
     command: list[str] = []
     host: str = ""
     git_commit: str = ""
@@ -85,7 +85,7 @@ class Run:
     pipeline: Pipeline
     verify: bool = False
     """True: hash files again instead of trusting their size, times and inode."""
-    has_new_money: bool = False
+    has_unsaved_budget: bool = False
     """True if the price or budget of the run was changed and is not saved yet."""
 
     @property
@@ -99,7 +99,7 @@ class Run:
         return self.path.parent
 
     @cached_property
-    def digests(self) -> Digests:
+    def digests(self) -> DigestCache:
         """Return the cache of content digests that all runs share."""
         return shared_digest_cache(self.output_dir, ignores_cache=self.verify)
 
@@ -112,8 +112,8 @@ def create_run(
     pipeline: Pipeline, *, run_id: str = "", is_name_fixed: bool = False, entrypoint: str = "",
     parameters: dict[str, Any] | None = None
 ) -> Run:  # fmt: skip
-    """Create the directory of a new run, which gets no other name than `run_id` if `is_name_fixed`; create nothing if
-    the pipeline cannot run here. For a flow in Python, `entrypoint` and `parameters` are saved in `run.json`.
+    """Create the directory of a new run, unless the pipeline cannot run here. If `run_id` is taken, add a number to it,
+    or fail if `is_name_fixed`. `entrypoint` and `parameters` of a flow in Python are saved in `run.json`.
 
     Raises:
         ConfigError: this version does not support a setting, the output folder is not writable, or `run_id` is invalid.
@@ -124,34 +124,34 @@ def create_run(
     # Number of threads, file permissions and revisions are set only once, so that the run can be resumed on a machine
     # with another number of cores, and after its models and data sets on the Hub have changed.
     original_pipeline, is_private = pipeline, pipeline.config.private
-    if is_private is None and umask() & 0o077 == 0o077:  # new files are readable only for their owner
+    if is_private is None and read_umask() & 0o077 == 0o077:  # new files are readable only for their owner
         is_private = True
-    resolved_settings = {"threads": threads(pipeline), "private": is_private}
+    resolved_settings = {"threads": count_worker_threads(pipeline), "private": is_private}
     pipeline = replace(pipeline, config=pipeline.config.model_copy(update=resolved_settings))
     pipeline = pin_urls(pin_hub_revisions(pipeline))
-    versions = stage_facts(pipeline).versions
-    output_dir = create_writable(pipeline.output_dir)
+    versions = measure_stage_machine(pipeline).versions
+    output_dir = create_writable_folder(pipeline.output_dir)
     start_info = RunStartInfo(
         pipeline=pipeline.config.name,
         started=time.time(),
-        command=list(map(masked, sys.argv)),
+        command=list(map(mask_text, sys.argv)),
         host=socket.gethostname(),
         git_commit=git_commit(),
         python=sys.version.split()[0],
         versions=versions,
         seeds={stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages},
-        kinds={stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages},
-        fixed=_changed_values(original_pipeline, pipeline.as_toml()),
+        kinds={stage.kind: asdict(pipeline.stage_kind(stage)) for stage in pipeline.stages},
+        fixed=_find_changed_values(original_pipeline, pipeline.as_toml()),
         entrypoint=entrypoint,
         parameters=parameters or {},
         working_directory=os.getcwd(),
-        estimate=saved_estimate(original_pipeline, output_dir),
+        estimate=read_saved_estimate(original_pipeline, output_dir),
     )
     timestamps = (recipe.train.timestamp for recipe in pipeline.recipes.values())
     run_id = run_id or next(filter(None, timestamps), time.strftime("%Y%m%d%H%M%S"))
-    pipeline_text, num_names = tomli_w.dumps(pipeline.as_toml()), 1 if is_name_fixed else 999
-    run_path = _create_run_folder(output_dir, run_id, pipeline_text, start_info, num_names)
-    list_runs(output_dir)
+    pipeline_text, max_suffix = tomli_w.dumps(pipeline.as_toml()), 1 if is_name_fixed else 999
+    run_path = _create_run_folder(output_dir, run_id, pipeline_text, start_info, max_suffix)
+    write_run_list(output_dir)
     return open_run(run_path, pipeline.kinds)
 
 
@@ -161,10 +161,10 @@ def extend_run(run: Run, pipeline: Pipeline) -> Run:
     check_inputs(pipeline)
     pipeline = pin_urls(pin_hub_revisions(pipeline))
     start_info = read_start_info(run.path) or RunStartInfo(run_id=run.id)
-    start_info.kinds |= {stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages}
+    start_info.kinds |= {stage.kind: asdict(pipeline.stage_kind(stage)) for stage in pipeline.stages}
     start_info.seeds |= {stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages}
     write_json(run.path / "run.json", start_info.model_dump())
-    write_text(run.path / PIPELINE, tomli_w.dumps(pipeline.as_toml()))
+    write_text(run.path / PIPELINE_FILE, tomli_w.dumps(pipeline.as_toml()))
     return open_run(run.path, pipeline.kinds)
 
 
@@ -172,71 +172,71 @@ def open_or_create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
     """Return the existing run `run_id` of this pipeline to continue it, or a new run; raise ConfigError if the existing
     run has other settings, and the errors of `create_run`."""
     existing_path = pipeline.output_dir.expanduser().absolute() / run_id
-    if not run_id or not (existing_path / PIPELINE).is_file():
+    if not run_id or not (existing_path / PIPELINE_FILE).is_file():
         return create_run(pipeline, run_id=run_id, is_name_fixed=bool(run_id))
-    keys = differing_keys(existing_path, pipeline)
+    keys = find_differing_keys(existing_path, pipeline)
     if changed_keys := [key for key in keys if key.removeprefix("pipeline.") not in BUDGET_KEYS]:
         problem = f"run {run_id} exists and was made with other settings ({', '.join(changed_keys[:3])})"
         raise ConfigError(f"{problem}; leave the run id out, or resume it as it is")
-    return with_budget(open_run(existing_path, pipeline.kinds), pipeline.config)
+    return replace_budget(open_run(existing_path, pipeline.kinds), pipeline.config)
 
 
-def with_budget(run: Run, config: PipelineConfig) -> Run:
-    """Return the run with the price of GPUs and the budget of `config`, which `claim` saves; raise ConfigError if a
+def replace_budget(run: Run, config: PipelineConfig) -> Run:
+    """Return the run with the price of GPUs and the budget of `config`, which `claim_run` saves; raise ConfigError if a
     value is not positive or there is a budget without a price."""
     budget_values = {key: getattr(config, key) for key in BUDGET_KEYS}
     new_config = run.pipeline.config.model_copy(update=budget_values)
     if new_config == run.pipeline.config:
         return run
-    parse(PipelineConfig, without_none(budget_values), source=str(run.path / PIPELINE), prefix="pipeline")
-    return replace(run, pipeline=replace(run.pipeline, config=new_config), has_new_money=True)
+    parse(PipelineConfig, without_none(budget_values), source=str(run.path / PIPELINE_FILE), prefix="pipeline")
+    return replace(run, pipeline=replace(run.pipeline, config=new_config), has_unsaved_budget=True)
 
 
 def open_run(path: Path, kinds: StageKinds) -> Run:
     """Open an existing run from its directory; raise ConfigError if it is none, or its pipeline.toml is damaged."""
-    if not (path / PIPELINE).is_file():
-        raise ConfigError(f"{path} is not a run directory: it has no {PIPELINE}")
-    run = Run(path.resolve(), load_pipeline(path / PIPELINE, (), kinds))
+    if not (path / PIPELINE_FILE).is_file():
+        raise ConfigError(f"{path} is not a run directory: it has no {PIPELINE_FILE}")
+    run = Run(path.resolve(), load_pipeline(path / PIPELINE_FILE, (), kinds))
     if run.pipeline.config.private and run.path.stat().st_mode & 0o077:  # the run may be a copy from another machine
         with suppress(PermissionError):  # only the owner may change permissions
             run.path.chmod(0o700)
     return run
 
 
-def flow_run_notes(output_dir: Path) -> Path:
+def flow_runs_folder(output_dir: Path) -> Path:
     """Return the folder with one file per flow run, which contains the id of the run that the flow run worked on."""
     return output_dir / SHARED_FOLDER / "flow_runs"
 
 
-def note_flow_run(run: Run, flow_run_id: str) -> None:
-    """Save the id of the run that a flow run works on, which its retry continues; the newest is the newest run's."""
-    notes_folder = flow_run_notes(run.output_dir)
+def record_flow_run(run: Run, flow_run_id: str) -> None:
+    """Save the id of the run that a flow run works on, for a retry of the flow run and to find a run's flow run."""
+    notes_folder = flow_runs_folder(run.output_dir)
     notes_folder.mkdir(parents=True, exist_ok=True)
     write_text(notes_folder / flow_run_id, run.id)
 
 
-def claim(run: Run, start_time: float | None = None) -> Lock:
+def claim_run(run: Run, start_time: float | None = None) -> Lock:
     """Acquire the lock that a process must hold to run the stages of `run`, and save a changed price or budget; raise
     ConfigError if another process holds it. The command began at the unix time `start_time`; None: now."""
-    if lock := try_claim(run, start_time):
+    if lock := try_claim_run(run, start_time):
         return lock
     command = f"cosmos status {shlex.quote(str(run.path))}"
     raise ConfigError(f"run {run.id} is being run by another process; wait for it ({command}) or stop it")
 
 
-def try_claim(run: Run, start_time: float | None = None) -> Lock | None:
-    """Claim a run as `claim` does, but return None if another process is running it."""
+def try_claim_run(run: Run, start_time: float | None = None) -> Lock | None:
+    """Claim a run as `claim_run` does, but return None if another process is running it."""
     lock = Lock(run.path / "locks" / ".run")
     if not lock.try_acquire():
         lock.release()
         return None
-    own_hosts = {"", socket.gethostname()}
-    foreign_paths = {path for path in run.path.glob("stages/*") if read_state(path).launcher_host not in own_hosts}
-    remove_leftovers(run.path, lambda file: not foreign_paths.isdisjoint(file.parents))
-    note_holder(run.path, time.time() if start_time is None else start_time)
-    if run.has_new_money:  # another process may have added stages since the run was opened
-        saved_run = with_budget(open_run(run.path, run.pipeline.kinds), run.pipeline.config)
-        write_text(run.path / PIPELINE, tomli_w.dumps(saved_run.pipeline.as_toml()))
+    local_hosts = {"", socket.gethostname()}
+    remote_stages = {path for path in run.path.glob("stages/*") if read_state(path).launcher_host not in local_hosts}
+    remove_temporary_files(run.path, lambda file: not remote_stages.isdisjoint(file.parents))
+    record_run_holder(run.path, time.time() if start_time is None else start_time)
+    if run.has_unsaved_budget:  # another process may have added stages since the run was opened
+        saved_run = replace_budget(open_run(run.path, run.pipeline.kinds), run.pipeline.config)
+        write_text(run.path / PIPELINE_FILE, tomli_w.dumps(saved_run.pipeline.as_toml()))
     return lock
 
 
@@ -244,9 +244,9 @@ def find_run(name: str, output_dir: Path) -> Path:
     """Return the absolute directory of a run from its path or id, of the newest run for `latest` or an empty name;
     raise ConfigError, which lists the newest runs, if it does not exist."""
     # Unlike Path.is_file, os.path.isfile returns False for an invalid path.
-    if name and os.path.isfile(Path(name) / PIPELINE):
+    if name and os.path.isfile(Path(name) / PIPELINE_FILE):
         return Path(name).resolve()
-    run_ids = [start_info.run_id for start_info in runs_in(output_dir)]
+    run_ids = [start_info.run_id for start_info in list_runs(output_dir)]
     run_id = run_ids[-1] if name in {"", "latest"} and run_ids else name
     if run_id in run_ids:
         return (output_dir / run_id).resolve()
@@ -266,7 +266,7 @@ def supersede_stage(stage_path: Path) -> None:
     os.rename(stage_path, superseded_folder / f"{stage_path.name}.{number}")
 
 
-def create_writable(folder: Path) -> Path:
+def create_writable_folder(folder: Path) -> Path:
     """Return the folder as an absolute path, and create it; raise ConfigError if it cannot be created or written."""
     try:
         folder = folder.expanduser().absolute()
@@ -279,11 +279,11 @@ def create_writable(folder: Path) -> Path:
     return folder
 
 
-def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, start_info: RunStartInfo, num_names: int) -> Path:
-    """Create the folder of a run atomically. If a run of this name exists, append a number up to `num_names` to it."""
+def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, start_info: RunStartInfo, max_suffix: int) -> Path:
+    """Create the folder of a run atomically. If a run of this name exists, append a number up to `max_suffix` to it."""
     if not _RUN_ID_PATTERN.fullmatch(run_id):
-        rule = "a plain folder name of letters, digits, '.', '-' and '_', at most 100"
-        raise ConfigError(f"run_id = {run_id!r} must be {rule}")
+        rule = "must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
+        raise ConfigError(f"run_id = {run_id!r} {rule}")
     shared_folder = output_dir / SHARED_FOLDER
     shared_folder.mkdir(exist_ok=True)
     for leftover_folder in shared_folder.glob("new-*"):
@@ -293,8 +293,8 @@ def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, start_info:
     with tempfile.TemporaryDirectory(prefix="new-", dir=shared_folder, ignore_cleanup_errors=True) as folder:
         new_folder = Path(folder) / "run"
         (new_folder / "stages").mkdir(parents=True)
-        write_text(new_folder / PIPELINE, pipeline)
-        for suffix in ("", *(f"-{number}" for number in range(2, num_names + 1))):
+        write_text(new_folder / PIPELINE_FILE, pipeline)
+        for suffix in ("", *(f"-{number}" for number in range(2, max_suffix + 1))):
             run_path = output_dir / f"{run_id}{suffix}"
             if run_path.exists():
                 continue
@@ -312,44 +312,44 @@ def read_start_info(run_path: Path) -> RunStartInfo | None:
     return read_document(run_path / "run.json", RunStartInfo)
 
 
-def runs_in(output_dir: Path) -> list[RunStartInfo]:
+def list_runs(output_dir: Path) -> list[RunStartInfo]:
     """Return the content of `run.json` of each run in a folder, the oldest run first."""
-    paths = [file.parent for file in output_dir.glob(f"*/{PIPELINE}")]
+    paths = [file.parent for file in output_dir.glob(f"*/{PIPELINE_FILE}")]
     runs = [(read_start_info(path) or RunStartInfo()).model_copy(update={"run_id": path.name}) for path in paths]
     return sorted(runs, key=lambda start_info: (start_info.started, start_info.run_id))
 
 
-def list_runs(output_dir: Path) -> None:
-    """Write `runs.json` for other programs; this package reads the run directories instead."""
+def write_run_list(output_dir: Path) -> None:
+    """Write `runs.json`, a list of all runs in a folder, the oldest run first."""
     with Lock(output_dir / SHARED_FOLDER / "runs.lock") as lock:
         lock.acquire()
         keys = {"run_id", "pipeline", "started"}
-        write_json(output_dir / RUNS, [start_info.model_dump(include=keys) for start_info in runs_in(output_dir)])
+        write_json(output_dir / RUNS_FILE, [info.model_dump(include=keys) for info in list_runs(output_dir)])
 
 
-def differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
+def find_differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
     """Return the keys in which this pipeline differs from the pipeline of an existing run; raise ConfigError if
     `run.json` is damaged, so that the original settings are unknown."""
     start_info = read_start_info(run_path)
     if start_info is None:
         command = f"cosmos resume {shlex.quote(str(run_path))}"
         raise ConfigError(f"{run_path / 'run.json'} is damaged; continue the run as it is: {command}")
-    changes = _changed_values(pipeline, read_toml(run_path / PIPELINE))
+    changes = _find_changed_values(pipeline, read_toml(run_path / PIPELINE_FILE))
     return [key for key, value in changes.items() if key not in start_info.fixed or start_info.fixed[key] != value]
 
 
-def _changed_values(pipeline: Pipeline, saved_settings: dict[str, Any]) -> dict[str, Any]:
+def _find_changed_values(pipeline: Pipeline, saved_settings: dict[str, Any]) -> dict[str, Any]:
     """Return the keys whose values differ from the saved settings, each with its value in the pipeline."""
-    new_values, old_values = _flatten_value(pipeline.as_toml()), _flatten_value(saved_settings)
+    new_values, old_values = _flatten(pipeline.as_toml()), _flatten(saved_settings)
     keys = sorted({*new_values, *old_values})
     return {key: new_values.get(key) for key in keys if new_values.get(key) != old_values.get(key)}
 
 
-def _flatten_value(value: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
-        return {k: v for key, item in value.items() for k, v in _flatten_value(item, f"{prefix}{key}.").items()}
+        return {k: v for key, item in value.items() for k, v in _flatten(item, f"{prefix}{key}.").items()}
     if isinstance(value, list) and value and isinstance(value[0], dict):
         names = [item.get("name", "") for item in value]  # two data sets of a mixture may have the same name
         named_items = {f"{name}[{i}]" if names.count(name) > 1 else name: value[i] for i, name in enumerate(names)}
-        return _flatten_value(named_items, prefix)
+        return _flatten(named_items, prefix)
     return {prefix.rstrip("."): value}

@@ -28,7 +28,7 @@ _DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PROBE_BYTES = 1 << 20  # number of bytes that a disk must accept to count as writable
 
 
-def disk_full(error: BaseException | None, path: Path) -> DiskFull | None:
+def make_disk_full_error(error: BaseException | None, path: Path) -> DiskFull | None:
     """Return a `DiskFull` error if an error, or one of its causes, means a full or read-only disk; otherwise None."""
     while error is not None and not (isinstance(error, OSError) and error.errno in {*_DISK_FULL_ERRORS, errno.EROFS}):
         error = error.__cause__ or error.__context__
@@ -46,7 +46,7 @@ def find_disk_error(folder: Path) -> DiskFull | None:
             file.write(bytes(_PROBE_BYTES))
         return None
     except OSError as error:
-        return disk_full(error, folder)
+        return make_disk_full_error(error, folder)
 
 
 @contextmanager
@@ -55,18 +55,18 @@ def raise_disk_full(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if disk_full_error := disk_full(error, path):
+        if disk_full_error := make_disk_full_error(error, path):
             raise disk_full_error from error
         raise
 
 
 @contextmanager
 def warn_if_disk_full(description: str) -> Iterator[None]:
-    """Log a warning if the disk is full or read-only; `description` names information that other files have as well."""
+    """Log a warning if the disk is full or read-only; `description` names the information that is not written."""
     try:
         yield
     except OSError as error:
-        if disk_full(error, Path(description)) is None:
+        if make_disk_full_error(error, Path(description)) is None:
             raise
         logger.warning("%s was not noted, the disk is full or read-only: %s", description, error)
 
@@ -83,7 +83,7 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Replace `path` atomically by `content`; with `durable`, wait until the file is on the disk."""
-    with replaced_file(path) as temporary_path, open(temporary_path, "wb") as file:
+    with replace_file(path) as temporary_path, open(temporary_path, "wb") as file:
         file.write(content)
         if durable:
             file.flush()
@@ -93,7 +93,7 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 
 @contextmanager
-def replaced_file(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file that replaces `path` atomically when the block ends without an error."""
     # Threads of one process may replace the same file at once: parallel stages write the cache of digests.
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
@@ -119,7 +119,7 @@ class Document(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-Seconds = Annotated[float, Field(ge=0, le=1e11)]
+UnixSeconds = Annotated[float, Field(ge=0, le=1e11)]
 """Time in seconds since 1970, limited to values that can be formatted as a date."""
 DocumentT = TypeVar("DocumentT", bound=Document)
 
@@ -132,13 +132,13 @@ def read_document(path: Path, document_class: type[DocumentT]) -> DocumentT | No
         return None
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if the file is missing, damaged or holds another type."""
     value = read_json(path)
     return value if isinstance(value, dict) else {}
 
 
-def parsed(values: Iterable[Any], document_class: type[DocumentT]) -> list[DocumentT]:
+def parse_documents(values: Iterable[Any], document_class: type[DocumentT]) -> list[DocumentT]:
     """Return the JSON values that match `document_class`, as instances of it; skip all other values."""
     documents = []
     for value in values:
@@ -147,7 +147,7 @@ def parsed(values: Iterable[Any], document_class: type[DocumentT]) -> list[Docum
     return documents
 
 
-def json_objects(lines: Iterable[str]) -> list[dict[str, Any]]:
+def parse_json_objects(lines: Iterable[str]) -> list[dict[str, Any]]:
     """Return the JSON objects in lines of text; skip truncated lines and values of another type."""
     values = []
     for line in lines:
@@ -157,7 +157,7 @@ def json_objects(lines: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder to disk, so that a rename inside it survives a power cut."""
+    """Sync a folder to disk, so that a rename inside it survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -165,13 +165,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def user_cache() -> Path:
+def user_cache_folder() -> Path:
     """Return the cache folder of this user on this machine; the folder may not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cosmos-posttrain"
 
 
 @contextmanager
-def replaced_folder(target: Path) -> Iterator[Path]:
+def replace_folder(target: Path) -> Iterator[Path]:
     """Yield a new empty folder that replaces `target` when the block ends without an error. A reader sees the old
     folder, for an instant no folder, then the new folder, but never a mixture of both."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -210,7 +210,7 @@ def sha256(path: Path, *, durable: bool = False) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def files_below(root: Path) -> list[Path]:
+def list_files_below(root: Path) -> list[Path]:
     """Return the regular files at or below `root`, sorted, except temporary files (`.x.tmp`)."""
     if root.is_file():
         return [root]
@@ -218,25 +218,25 @@ def files_below(root: Path) -> list[Path]:
     return [path for path in files if not any(map(_is_temporary, path.relative_to(root).parts))]
 
 
-def step_of(name: str) -> int:
+def parse_step(name: str) -> int:
     """Return the step number of a folder name `step_N`; -1 for any other name."""
     step_text = name.removeprefix("step_")
     return int(step_text) if step_text.isdigit() else -1
 
 
-def remove_leftovers(folder: Path, is_foreign: Callable[[Path], bool] = lambda path: False) -> None:
-    """Remove temporary files below a folder that killed writers on this machine, not `is_foreign` ones, have left."""
+def remove_temporary_files(folder: Path, is_on_other_machine: Callable[[Path], bool] = lambda path: False) -> None:
+    """Remove the temporary files below a folder whose writers on this machine were killed."""
     for path in folder.rglob(".*.tmp"):
         writer_match = _WRITER_PID_PATTERN.search(path.name)
         with suppress(FileNotFoundError):  # its writer on another machine may have renamed the file
-            if writer_match and not is_foreign(path) and not Path(f"/proc/{writer_match[1]}").exists():
+            if writer_match and not is_on_other_machine(path) and not Path(f"/proc/{writer_match[1]}").exists():
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
 def copy_file(source: str | Path, target: str | Path) -> None:
     """Replace `target` atomically by a copy of `source` with its modification time; share the blocks if the file system
     supports copy-on-write. Other hard links of `target`, and processes that read it, keep the old content."""
-    with replaced_file(Path(target)) as temporary_path:
+    with replace_file(Path(target)) as temporary_path:
         with open(source, "rb") as source_file, open(temporary_path, "wb") as target_file:
             try:
                 while os.copy_file_range(source_file.fileno(), target_file.fileno(), 1 << 30):
@@ -259,12 +259,12 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
         copy_file(source, target)
 
 
-def follow_umask(path: Path) -> None:
+def apply_umask(path: Path) -> None:
     """Give a file the permissions of the umask: safetensors creates its files for the owner only."""
-    path.chmod(path.stat().st_mode | (0o666 & ~umask()))
+    path.chmod(path.stat().st_mode | (0o666 & ~read_umask()))
 
 
-def umask() -> int:
+def read_umask() -> int:
     """Return the umask of this process without changing it, which would affect other threads."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask:"))
     return int(line.split()[1], 8)

@@ -1,7 +1,7 @@
 """The fingerprint of a stage: a hash of everything that can change the result of the stage, and of nothing else.
 
 The hash leaves out paths (the content of the files is hashed), the git commit (recorded in `run.json`; a change of code
-that changes results raises the kind's `result_version`), and fields marked `NoResult` in the schema.
+that changes results raises the kind's `result_version`), and fields marked `ResultNeutral` in the schema.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from pathlib import Path
 from typing import Any, get_args
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.inputs import EVALUATION_PROMPTS, EVALUATION_REWARDS, Input, Role
-from cosmos_core.config.media import MEDIA_PATHS
+from cosmos_core.config.inputs import EVALUATION_PROMPTS_KEY, EVALUATION_REWARDS_KEY, InputRole, StageInput
+from cosmos_core.config.media import MEDIA_PATH_NAMES
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.config.schema.rl import GENERATED_REWARD
-from cosmos_core.config.schema.table import flat_keys, result_values
+from cosmos_core.config.schema.rl import REASONING_GYM_REWARD
+from cosmos_core.config.schema.table import flatten_nonempty_tables, result_values
 from cosmos_core.config.unread import disabled_keys
 from cosmos_core.machine_properties import MachineProperties, measure_worker_machine
-from cosmos_core.registry import code_digest
-from cosmos_core.run.content import files_of, files_of_model
-from cosmos_core.run.digests import Digests
-from cosmos_core.run.files import read_object
-from cosmos_core.run.inputs import GENERATORS, check_located, deduplication_packages, kernel_packages
-from cosmos_core.run.libraries import LIBRARIES, QUANTIZATION
+from cosmos_core.registry import compute_code_digest
+from cosmos_core.run.content import list_data_files, list_model_files
+from cosmos_core.run.digests import DigestCache
+from cosmos_core.run.files import read_json_object
+from cosmos_core.run.inputs import GENERATOR_PACKAGE, check_local_inputs, deduplication_packages, kernel_packages
+from cosmos_core.run.libraries import ALL_LIBRARIES, QUANTIZATION_LIBRARIES
 from cosmos_core.types import StageKind, is_at_or_below
 
 CARRIED_FILES = "carried"
 """Name of the fingerprint ingredient for the files of a model that training does not read and that exports copy."""
 _PACKAGE_CUSTOM_TABLES = ("dataset", "vision")  # tables of `[custom]` that this package reads
-_INPUT_ROLES = frozenset(get_args(Role)) - {"end_tokens"}
+_INPUT_ROLES = frozenset(get_args(InputRole)) - {"end_tokens"}
 _EOS_KEY = "eos_token_id"
 _ENCODING_KEYS = ("rollout.multi_turn_config.tools", "policy.model_class")
 """Keys of user code on which prepared rows depend: tools are described in prompts, model families encode media."""
-Read = tuple[str, str, str, str]
+InputEntry = tuple[str, str, str, str]
 """Input of a stage in a fingerprint: its role, key and name, and the digest of its content."""
 
 
@@ -46,7 +46,7 @@ class Fingerprint:
 
     value: str
     ingredients: dict[str, Any]
-    inputs: tuple[Read, ...] = ()
+    inputs: tuple[InputEntry, ...] = ()
 
     @property
     def training_hash(self) -> str:
@@ -55,23 +55,23 @@ class Fingerprint:
 
     def describe_difference(self, older: Fingerprint) -> list[str]:
         """Return what differs from an older fingerprint: settings as `key old -> new`, inputs as `NAME changed`."""
-        has_inputs = bool(self.inputs and older.inputs)
-        old_values, new_values = flat_keys(older.ingredients), flat_keys(self.ingredients)
+        have_inputs = bool(self.inputs and older.inputs)
+        old_values, new_values = flatten_nonempty_tables(older.ingredients), flatten_nonempty_tables(self.ingredients)
         differences = []
         for key in sorted({*old_values, *new_values}):
             is_input = key.partition(".")[0] in _INPUT_ROLES and not is_at_or_below(key, ("entry.arguments",))
-            old, new = old_values.get(key), new_values.get(key)
-            if old == new or (has_inputs and is_input):
+            old_value, new_value = old_values.get(key), new_values.get(key)
+            if old_value == new_value or (have_inputs and is_input):
                 continue
             is_upstream = key.startswith("inputs.")
-            change = f"{key.removeprefix('config.')} {_shorten(old)} -> {_shorten(new)}"
+            change = f"{key.removeprefix('config.')} {_shorten_value(old_value)} -> {_shorten_value(new_value)}"
             differences.append(f"result of stage {key.removeprefix('inputs.')} changed" if is_upstream else change)
-        if has_inputs:
+        if have_inputs:
             differences += _describe_input_changes(older.inputs, self.inputs)
         return list(dict.fromkeys(differences))
 
 
-def _describe_input_changes(old_inputs: Sequence[Read], new_inputs: Sequence[Read]) -> Iterator[str]:
+def _describe_input_changes(old_inputs: Sequence[InputEntry], new_inputs: Sequence[InputEntry]) -> Iterator[str]:
     for role_and_key in dict.fromkeys(input_entry[:2] for input_entry in (*old_inputs, *new_inputs)):
         old_digests, new_digests = (
             {name: digest for *entry_prefix, name, digest in input_entries if (*entry_prefix,) == role_and_key}
@@ -85,20 +85,18 @@ def _describe_input_changes(old_inputs: Sequence[Read], new_inputs: Sequence[Rea
 
 
 def fingerprint(
-    pipeline: Pipeline, stage: StageConfig, kind: StageKind, upstream: Mapping[str, str], digests: Digests
+    pipeline: Pipeline, stage: StageConfig, kind: StageKind, upstream_digests: Mapping[str, str], digests: DigestCache
 ) -> Fingerprint:
-    """Return the fingerprint of one stage; `upstream` maps each stage in `after` to the digest of its result.
-
-    Raises:
-        ModelError, DataError: a local model or data folder is missing.
-        ConfigError: user code is missing.
-    """
-    recipe, inputs, is_read = pipeline.recipes[stage.name], pipeline.inputs(stage), read_key_predicate(pipeline, stage)
-    check_located(inputs)
-    affecting_inputs = [each for each in inputs if _affects_result(each, kind, is_read)]
+    """Return the fingerprint of one stage; `upstream_digests` maps each stage in `after` to the digest of its result.
+    Raises `ModelError` or `DataError` if a local model or data folder is missing, and `ConfigError` if user code is
+    missing."""
+    recipe, inputs = pipeline.recipes[stage.name], pipeline.inputs(stage)
+    is_key_read = make_read_key_predicate(pipeline, stage)
+    check_local_inputs(inputs)
+    affecting_inputs = [each for each in inputs if _affects_result(each, kind, is_key_read)]
     inputs_and_digests = [(each, _compute_input_digest(each, digests)) for each in affecting_inputs]
-    code_labels = _label_user_code(inputs, is_read)
-    recipe_values = result_values(recipe) if stage.entry else _remove_paths(result_values(recipe))
+    code_labels = _label_user_code(inputs, is_key_read)
+    recipe_values = result_values(recipe) if stage.entry else _remove_media_paths(result_values(recipe))
     for name in {"judge", *(other.table for other in pipeline.kinds.values() if other.table)} - {kind.table}:
         # Recipe tables of other kinds are left out if they have only default values, even if user code reads them.
         if (recipe_table := getattr(recipe, name)) == type(recipe_table)():
@@ -107,96 +105,105 @@ def fingerprint(
     includes_all_settings = any(each.role in {"entry", "data_code"} for each in inputs)
     settings = recipe_values
     if not includes_all_settings:
-        settings = {k: v for k, v in flat_keys(_replace_import_paths(recipe_values, code_labels)).items() if is_read(k)}
+        flat_values = flatten_nonempty_tables(_replace_import_paths(recipe_values, code_labels))
+        settings = {key: value for key, value in flat_values.items() if is_key_read(key)}
     world_size = recipe.policy.parallelism.world_size if kind.has_mesh else None
     libraries = (*kind.libraries, *(deduplication_packages(recipe) if kind.reads_data == "source" else ()))
-    libraries += QUANTIZATION if is_read("export.formats") else ()
+    libraries += QUANTIZATION_LIBRARIES if is_key_read("export.formats") else ()
     libraries += recipe.policy.modality.evaluation_libraries if kind.keys_by_modality else ()
-    machine_properties = stage_facts(pipeline, is_group=(world_size or 1) > 1)
+    machine_properties = measure_stage_machine(pipeline, is_group=(world_size or 1) > 1)
     versions = machine_properties.versions
     runs_rewards = kind.scores or kind.trains_model
     ingredients: dict[str, Any] = {
         "kind": kind.name,
         "result_version": kind.result_version,
         "config": settings,
-        "inputs": dict(upstream),
-        "threads": threads(pipeline) if kind.in_worker and kind.is_numeric else None,
+        "inputs": dict(upstream_digests),
+        "threads": count_worker_threads(pipeline) if kind.in_worker and kind.is_numeric else None,
         "device": machine_properties.device if kind.in_worker and kind.is_numeric else None,
         "world_size": world_size,
         "versions": {name: versions[name] for name in libraries if name in versions},
         **({"code": {}} if runs_rewards else {}),
-        **_digests_by_role(inputs_and_digests, code_labels),
+        **_group_digests(inputs_and_digests, code_labels),
         **_collect_stage_keys(stage, kind),
     }
     if stage.entry:
         ingredients["entry"]["arguments"] = stage.arguments
     if any(  # the package `reasoning-gym` generates or scores rows
         (each.role, each.form) == ("data", "literal")
-        or (runs_rewards and (each.role, each.location) == ("reward", GENERATED_REWARD))
+        or (runs_rewards and (each.role, each.location) == ("reward", REASONING_GYM_REWARD))
         for each in inputs
     ):
-        ingredients["generators"] = measure_worker_machine((GENERATORS,), pipeline.config.python).versions
+        ingredients["generators"] = measure_worker_machine((GENERATOR_PACKAGE,), pipeline.config.python).versions
     if kind.trains_model and (packages := kernel_packages(recipe)):
         ingredients["kernels"] = measure_worker_machine(tuple(packages), pipeline.config.python).versions
     ingredients = json.loads(json.dumps(ingredients, sort_keys=True, default=str))
-    return Fingerprint(_hash_ingredients(ingredients), ingredients, tuple(_read(*each) for each in inputs_and_digests))
+    input_entries = tuple(_make_input_entry(*each) for each in inputs_and_digests)
+    return Fingerprint(_hash_ingredients(ingredients), ingredients, input_entries)
 
 
-def _affects_result(stage_input: Input, kind: StageKind, is_key_read: Callable[[str], bool]) -> bool:
-    """Return True if an input can change the result of a stage."""
+def _affects_result(stage_input: StageInput, kind: StageKind, is_key_read: Callable[[str], bool]) -> bool:
     if stage_input.role in {"code", "reward"}:
         runs_code = _runs_rewards(stage_input, kind) or stage_input.key in _ENCODING_KEYS
         return stage_input.form == "code" and runs_code and is_key_read(stage_input.key)
     if stage_input.role in {"chat_template", "template"}:
         return is_key_read(stage_input.key)
     if stage_input.role == "end_tokens":
-        return _EOS_KEY in read_object(Path(stage_input.location))
+        return _EOS_KEY in read_json_object(Path(stage_input.location))
     if stage_input.role == "media":
-        return bool(files_of(Path(stage_input.location), stage_input.patterns))
+        return bool(list_data_files(Path(stage_input.location), stage_input.patterns))
     return stage_input.role != "hook" and not (stage_input.role == "data" and stage_input.form == "stage")
 
 
-def _runs_rewards(stage_input: Input, kind: StageKind) -> bool:
+def _runs_rewards(stage_input: StageInput, kind: StageKind) -> bool:
     """Return True if a stage of this kind computes the rewards that an input names."""
-    return kind.scores or kind.trains_model or stage_input.key == EVALUATION_REWARDS
+    return kind.scores or kind.trains_model or stage_input.key == EVALUATION_REWARDS_KEY
 
 
-def _compute_input_digest(each: Input, digests: Digests) -> Any:
+def _compute_input_digest(stage_input: StageInput, digests: DigestCache) -> Any:
     """Return the digest of the content of an input in any form; for `end_tokens`, the token ids themselves."""
-    if each.form in {"stage", "literal"}:
-        return each.location  # the digest of an upstream stage's result is in the ingredient `inputs`
-    if each.form == "store":
-        return f"remote:{each.location.rpartition('#')[2]}"  # a pinned URL ends with the digest of its content
-    if each.form == "hub":  # needs no digest: the revision of a Hub data set is in the config
-        return f"hub:{each.location}" if each.role == "data" else f"hub:{each.location}@{each.revision}"
-    if each.form == "code":
-        return code_digest(each.location)
-    path = Path(each.location)
-    if each.role == "end_tokens":
-        return read_object(path)[_EOS_KEY]
-    if each.key == EVALUATION_PROMPTS:  # the names of metrics contain the name of the prompt set
-        return [path.stem, digests.digest_files(path, files_of(path)) if path.is_dir() else digests.digest_file(path)]
+    if stage_input.form in {"stage", "literal"}:
+        return stage_input.location  # the digest of an upstream stage's result is in the ingredient `inputs`
+    if stage_input.form == "store":
+        return f"remote:{stage_input.location.rpartition('#')[2]}"  # a pinned URL ends with the digest of its content
+    if stage_input.form == "hub":  # needs no digest: the revision of a Hub data set is in the config
+        return (
+            f"hub:{stage_input.location}"
+            if stage_input.role == "data"
+            else f"hub:{stage_input.location}@{stage_input.revision}"
+        )
+    if stage_input.form == "code":
+        return compute_code_digest(stage_input.location)
+    path = Path(stage_input.location)
+    if stage_input.role == "end_tokens":
+        return read_json_object(path)[_EOS_KEY]
+    if stage_input.key == EVALUATION_PROMPTS_KEY:  # the names of metrics contain the name of the prompt set
+        files = list_data_files(path) if path.is_dir() else ()
+        return [path.stem, digests.digest_files(path, files) if path.is_dir() else digests.digest_file(path)]
     if not path.is_dir():
         return digests.digest_file(path)
-    list_files = files_of_model if each.role in {"model", "teacher", "carried"} else files_of
-    digest = digests.digest_files(path, list_files(path, each.patterns))
-    return [each.location, digest] if each.role == "media" else digest  # prepared rows contain the paths of images
+    list_files = list_model_files if stage_input.role in {"model", "teacher", "carried"} else list_data_files
+    digest = digests.digest_files(path, list_files(path, stage_input.patterns))
+    return (
+        [stage_input.location, digest] if stage_input.role == "media" else digest
+    )  # prepared rows contain the paths of images
 
 
-def _read(stage_input: Input, digest: Any) -> Read:
+def _make_input_entry(stage_input: StageInput, digest: Any) -> InputEntry:
     name = stage_input.location if stage_input.form in {"hub", "store", "stage"} else Path(stage_input.location).name
-    return stage_input.role, stage_input.key, name, str(digest[-1] if stage_input.key == EVALUATION_PROMPTS else digest)
+    digest = digest[-1] if stage_input.key == EVALUATION_PROMPTS_KEY else digest
+    return stage_input.role, stage_input.key, name, str(digest)
 
 
-def _digests_by_role(inputs_and_digests: Sequence[tuple[Input, Any]], labels: Mapping[str, str]) -> dict[str, Any]:
-    """Return the digests of inputs by `Input.role`: for `data` a list of digests, for other roles that can have several
+def _group_digests(inputs: Sequence[tuple[StageInput, Any]], code_labels: Mapping[str, str]) -> dict[str, Any]:
+    """Return the digests of inputs by `StageInput.role`: for `data` a list of digests, for other roles with several
     inputs, such as `code`, a dict of digests by name, and for all others one digest."""
     ingredients: dict[str, Any] = {"model": None, "data": []}
-    for each, digest in inputs_and_digests:
+    for each, digest in inputs:
         if each.role == "data":
             ingredients["data"].append(digest)
         elif each.role in {"code", "reward"}:
-            ingredients.setdefault("code", {})[labels[each.location]] = digest
+            ingredients.setdefault("code", {})[code_labels[each.location]] = digest
         elif each.form == "code" or each.role in {"rewards", "weights"}:
             subkeys = {"rewards": each.key, "weights": Path(each.location).name}
             ingredients.setdefault(each.role, {})[subkeys.get(each.role, each.location.rpartition(":")[2])] = digest
@@ -223,9 +230,9 @@ def _collect_stage_keys(stage: StageConfig, kind: StageKind) -> dict[str, Any]:
     return stage_values
 
 
-def read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
+def make_read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
     """Return a predicate of the recipe keys that a stage reads: its kind reads them, and no setting disables them."""
-    kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
+    kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
     ignored_keys = [key for _, keys in disabled_keys(pipeline, stage) for key in keys]
 
     def is_key_read(key: str) -> bool:
@@ -238,26 +245,26 @@ def read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str]
     return is_key_read
 
 
-def threads(pipeline: Pipeline) -> int:
+def count_worker_threads(pipeline: Pipeline) -> int:
     """Return the number of CPU threads of a worker: the setting of the pipeline, or else that of the machine."""
-    return pipeline.config.threads or stage_facts(pipeline).threads
+    return pipeline.config.threads or measure_stage_machine(pipeline).threads
 
 
-def stage_facts(pipeline: Pipeline, *, is_group: bool = False) -> MachineProperties:
-    """Return the properties of the machine for a stage, with library versions; see `measure_worker_machine`."""
-    return measure_worker_machine(LIBRARIES, pipeline.config.python, is_group=is_group)
+def measure_stage_machine(pipeline: Pipeline, *, is_group: bool = False) -> MachineProperties:
+    """Return the properties of the machine that runs the stages, with library versions: `measure_worker_machine`."""
+    return measure_worker_machine(ALL_LIBRARIES, pipeline.config.python, is_group=is_group)
 
 
-def _remove_paths(values: dict[str, Any]) -> dict[str, Any]:
+def _remove_media_paths(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values without the paths in `custom.dataset`: the content of these files is hashed instead."""
     custom_table = values.get("custom") or {}
     if not isinstance(custom_table.get("dataset"), dict):
         return values
-    dataset_values = {key: value for key, value in custom_table["dataset"].items() if key not in MEDIA_PATHS}
+    dataset_values = {key: value for key, value in custom_table["dataset"].items() if key not in MEDIA_PATH_NAMES}
     return values | {"custom": custom_table | {"dataset": dataset_values}}
 
 
-def _label_user_code(inputs: Sequence[Input], is_key_read: Callable[[str], bool]) -> dict[str, str]:
+def _label_user_code(inputs: Sequence[StageInput], is_key_read: Callable[[str], bool]) -> dict[str, str]:
     """Return a label for each user reward, algorithm and engine that the stage reads: the name without the folder of
     its file, because the location does not change the result."""
     code_inputs = [each for each in inputs if each.role in {"code", "reward"} and each.form == "code"]
@@ -266,17 +273,17 @@ def _label_user_code(inputs: Sequence[Input], is_key_read: Callable[[str], bool]
     return dict(zip(import_paths, names if len(set(names)) == len(names) else import_paths, strict=True))
 
 
-def _replace_import_paths(values: Any, labels: Mapping[str, str]) -> Any:
-    """Return nested values in which each import path of user code, as key or value, is replaced as in `labels`."""
+def _replace_import_paths(values: Any, code_labels: Mapping[str, str]) -> Any:
+    """Return nested values in which each import path of user code, as key or value, is replaced as in `code_labels`."""
     if isinstance(values, str):
-        return labels.get(values, values)
+        return code_labels.get(values, values)
     if isinstance(values, list):
-        return [_replace_import_paths(value, labels) for value in values]
+        return [_replace_import_paths(value, code_labels) for value in values]
     if not isinstance(values, dict):
         return values
-    return {labels.get(key, key): _replace_import_paths(value, labels) for key, value in values.items()}
+    return {code_labels.get(key, key): _replace_import_paths(value, code_labels) for key, value in values.items()}
 
 
-def _shorten(value: Any) -> str:
+def _shorten_value(value: Any) -> str:
     text = "nothing" if value is None else str(value)
     return text if len(text) <= 40 else text[:12] + "..."

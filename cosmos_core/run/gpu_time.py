@@ -14,7 +14,7 @@ from pathlib import Path
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import BUDGET_KEYS
 from cosmos_core.run.files import SHARED_FOLDER, Document, read_document, warn_if_disk_full, write_json
-from cosmos_core.run.manifest import RESULT, Result, read_result
+from cosmos_core.run.manifest import RESULT_FILE, Result, read_result
 from cosmos_core.run.progress import read_progress
 from cosmos_core.run.state import GpuInterval, read_state, update_state
 
@@ -25,7 +25,7 @@ def record_gpu_time(stage_path: Path, gpus: int) -> Iterator[None]:
     if not gpus:
         yield
         return
-    earlier_intervals = closed_intervals(stage_path)
+    earlier_intervals = read_gpu_intervals(stage_path)
     gpu_interval = GpuInterval(attempt=read_state(stage_path).attempt + 1, gpus=gpus, begin=time.time())
     update_state(stage_path, holds=[*earlier_intervals, gpu_interval])
     try:
@@ -35,13 +35,13 @@ def record_gpu_time(stage_path: Path, gpus: int) -> Iterator[None]:
             update_state(stage_path, holds=[*earlier_intervals, gpu_interval.model_copy(update={"end": time.time()})])
 
 
-def closed_intervals(stage_path: Path) -> list[GpuInterval]:
+def read_gpu_intervals(stage_path: Path) -> list[GpuInterval]:
     """Return the intervals in which a stage held GPUs; an interval without an end lasts until the last heartbeat."""
     state, progress = read_state(stage_path), read_progress(stage_path)
     heartbeat_times = (state.renewed, state.heartbeat, progress.heartbeat if progress else None)
-    last = min(max((heartbeat_time for heartbeat_time in heartbeat_times if heartbeat_time), default=0.0), time.time())
-    ends = [max(hold.begin, last) if hold.end is None else hold.end for hold in state.holds]
-    return [hold.model_copy(update={"end": end}) for hold, end in zip(state.holds, ends, strict=True)]
+    last_time = min(max(filter(None, heartbeat_times), default=0.0), time.time())
+    end_times = [max(each.begin, last_time) if each.end is None else each.end for each in state.holds]
+    return [interval.model_copy(update={"end": end}) for interval, end in zip(state.holds, end_times, strict=True)]
 
 
 def gpu_seconds(intervals: list[GpuInterval]) -> float:
@@ -49,26 +49,26 @@ def gpu_seconds(intervals: list[GpuInterval]) -> float:
     return sum(max(0.0, (interval.end or interval.begin) - interval.begin) * interval.gpus for interval in intervals)
 
 
-def intervals_of_run(run_path: Path) -> dict[str, list[GpuInterval]]:
+def read_run_gpu_intervals(run_path: Path) -> dict[str, list[GpuInterval]]:
     """Return the intervals in which each stage of a run held GPUs, including intervals of superseded attempts."""
     intervals_by_stage: dict[str, list[GpuInterval]] = {}
     for folder in (*sorted(run_path.glob("superseded/*")), *sorted(run_path.glob("stages/*"))):
-        intervals_by_stage.setdefault(folder.name.partition(".")[0], []).extend(closed_intervals(folder))
+        intervals_by_stage.setdefault(folder.name.partition(".")[0], []).extend(read_gpu_intervals(folder))
     return {name: intervals for name, intervals in intervals_by_stage.items() if intervals}
 
 
-def gpu_seconds_of_run(run_path: Path) -> float:
+def compute_run_gpu_seconds(run_path: Path) -> float:
     """Return the GPU seconds of all attempts of all stages of a run."""
-    return sum(map(gpu_seconds, intervals_of_run(run_path).values()))
+    return sum(map(gpu_seconds, read_run_gpu_intervals(run_path).values()))
 
 
-def note_in_result(stage_path: Path) -> Result:
+def add_gpu_time_to_result(stage_path: Path) -> Result:
     """Add the GPU seconds of a finished stage to its `result.json`, as `gpu_seconds` and by attempt as `attempts`, and
     return it. The digest of the result does not cover these values, and a full disk may prevent the write."""
-    result, result_path = read_result(stage_path), stage_path / RESULT
+    result, result_path = read_result(stage_path), stage_path / RESULT_FILE
     assert result is not None
     intervals_by_attempt: dict[int, list[GpuInterval]] = {}
-    for interval in closed_intervals(stage_path):
+    for interval in read_gpu_intervals(stage_path):
         intervals_by_attempt.setdefault(interval.attempt, []).append(interval)
     result["attempts"] = [
         {"attempt": attempt, "gpus": max(each.gpus for each in intervals), "gpu_seconds": gpu_seconds(intervals)}
@@ -82,7 +82,7 @@ def note_in_result(stage_path: Path) -> Result:
     return result
 
 
-class Estimate(Document):
+class GpuTimeEstimate(Document):
     """Content of an estimate file: GPU seconds of each stage of a run, None if unknown."""
 
     gpu_seconds: dict[str, float | None] = {}
@@ -92,12 +92,13 @@ def save_estimate(pipeline: Pipeline, output_dir: Path, gpu_seconds: Mapping[str
     """Save the estimated GPU seconds of each stage of a pipeline; this replaces an earlier estimate."""
     file = _locate_estimate_file(pipeline, output_dir)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, Estimate(gpu_seconds=dict(gpu_seconds)).model_dump(), durable=False)
+    write_json(file, GpuTimeEstimate(gpu_seconds=dict(gpu_seconds)).model_dump(), durable=False)
 
 
-def saved_estimate(pipeline: Pipeline, output_dir: Path) -> dict[str, float | None]:
+def read_saved_estimate(pipeline: Pipeline, output_dir: Path) -> dict[str, float | None]:
     """Return the last estimate of a pipeline with the same settings; empty if there is none."""
-    return (read_document(_locate_estimate_file(pipeline, output_dir), Estimate) or Estimate()).gpu_seconds
+    estimate = read_document(_locate_estimate_file(pipeline, output_dir), GpuTimeEstimate)
+    return estimate.gpu_seconds if estimate else {}
 
 
 def _locate_estimate_file(pipeline: Pipeline, output_dir: Path) -> Path:

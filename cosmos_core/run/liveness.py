@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.files import Document, Seconds, read_document, write_json
+from cosmos_core.run.files import Document, UnixSeconds, read_document, write_json
 from cosmos_core.run.process import Launcher, identify_process, is_alive
-from cosmos_core.run.state import ACTIVE, FINISHED, State, read_state
+from cosmos_core.run.state import ACTIVE_STATES, FINISHED_STATES, StageState, read_state
 
 LEASE_SECONDS = 120.0
 """Seconds without renewal after which a remote launcher counts as dead; longer than clock skew and storage delays."""
@@ -21,10 +21,10 @@ _HOLDER_FILE = "holder.json"
 _APPROVAL_FILE = "approval.json"
 
 
-class Holder(Launcher):
+class RunHolder(Launcher):
     """Content of `holder.json`: the process that last claimed a run."""
 
-    since: Seconds = 0.0
+    since: UnixSeconds = 0.0
     """Time at which the command of the process began, in seconds since 1970."""
     flow_state: Literal["", "running", "completed", "failed", "stopped"] = ""
     """State of the Python flow that the process executes, or empty; `stopped`, also for a TOML file: the flow was asked
@@ -36,10 +36,10 @@ class Holder(Launcher):
         return self.model_dump(exclude={"since", "flow_state"}) == identify_process()
 
 
-class Approval(Document):
+class PublicationApproval(Document):
     """Content of `approval.json` of a run that publishes its models only after a person has approved them."""
 
-    until: Seconds = 0.0
+    until: UnixSeconds = 0.0
     """Time at which the pending request expires, in seconds since 1970; 0: no request is pending."""
     flow_run: str = ""
     """Id of the flow run that is suspended until a person approves or declines."""
@@ -48,7 +48,7 @@ class Approval(Document):
     """Digest of the models that a person has approved; empty: none."""
 
 
-def note_approval(run_path: Path, approval: Approval | None) -> None:
+def save_approval(run_path: Path, approval: PublicationApproval | None) -> None:
     """Save the approval that the publication of a run needs; None: it needs none."""
     file = run_path / "locks" / _APPROVAL_FILE
     if approval is None:
@@ -57,20 +57,20 @@ def note_approval(run_path: Path, approval: Approval | None) -> None:
         write_json(file, approval.model_dump(), durable=False)
 
 
-def approval_of(run_path: Path) -> Approval | None:
+def read_required_approval(run_path: Path) -> PublicationApproval | None:
     """Return the approval that the publication of a run needs; None if it needs none."""
-    return read_document(run_path / "locks" / _APPROVAL_FILE, Approval)
+    return read_document(run_path / "locks" / _APPROVAL_FILE, PublicationApproval)
 
 
-def read_approval(run_path: Path) -> Approval | None:
+def read_open_approval(run_path: Path) -> PublicationApproval | None:
     """Return the request for approval of a run that is pending or declined; None if there is none."""
-    approval = approval_of(run_path)
+    approval = read_required_approval(run_path)
     return approval if approval and (approval.is_declined or time.time() < approval.until) else None
 
 
 def check_approval(run_path: Path) -> None:
     """Raise ConfigError if a run is continued outside of its flow run before a person has approved its models."""
-    approval = approval_of(run_path)
+    approval = read_required_approval(run_path)
     if approval is not None and not approval.approved_models:
         raise ConfigError(
             f"run {run_path.name} publishes only what a person has approved in the UI of Prefect: approve or retry its "
@@ -78,22 +78,22 @@ def check_approval(run_path: Path) -> None:
         )
 
 
-def note_holder(run_path: Path, since: float) -> None:
+def record_run_holder(run_path: Path, since: float) -> None:
     """Record that this process claimed a run for a command that began at `since` (unix time) or for an earlier one."""
     previous_holder = read_holder(run_path)
     if previous_holder is not None and previous_holder.is_this_process:
         since = min(since, previous_holder.since)
     write_json(run_path / "locks" / _HOLDER_FILE, {**identify_process(), "since": since}, durable=False)
-    if approval := approval_of(run_path):  # a pending request is made again
-        note_approval(run_path, Approval(approved_models=approval.approved_models))
+    if approval := read_required_approval(run_path):  # drop a pending request, which the flow run repeats
+        save_approval(run_path, PublicationApproval(approved_models=approval.approved_models))
 
 
-def read_holder(run_path: Path) -> Holder | None:
+def read_holder(run_path: Path) -> RunHolder | None:
     """Return the process that last claimed a run; None if no process did, or if the file that names it is damaged."""
-    return read_document(run_path / "locks" / _HOLDER_FILE, Holder)
+    return read_document(run_path / "locks" / _HOLDER_FILE, RunHolder)
 
 
-def note_flow_state(run_path: Path, flow_state: str) -> None:
+def record_flow_state(run_path: Path, flow_state: str) -> None:
     """Record the state of the flow that this process executes, unless another process has claimed the run."""
     holder = read_holder(run_path)
     if holder is not None and holder.is_this_process:
@@ -101,52 +101,52 @@ def note_flow_state(run_path: Path, flow_state: str) -> None:
         write_json(holder_file, {**holder.model_dump(), "flow_state": flow_state}, durable=False)
 
 
-def note_stop(run_path: Path, stages: Iterable[str]) -> None:
+def record_stop(run_path: Path, stages: Iterable[str]) -> None:
     """Record that the flow of a TOML file was asked to stop, unless all of its `stages` are finished."""
-    if not all(read_state(run_path / "stages" / name).state in FINISHED for name in stages):
-        note_flow_state(run_path, "stopped")
+    if not all(read_state(run_path / "stages" / name).state in FINISHED_STATES for name in stages):
+        record_flow_state(run_path, "stopped")
 
 
 def is_flow_running(run_path: Path) -> bool:
     """Return True if a Python flow executes a run, also between stages, and its process is not known to have ended."""
     holder = read_holder(run_path)
-    return holder is not None and holder.flow_state == "running" and start_of_dead_holder(run_path) is None
+    return holder is not None and holder.flow_state == "running" and find_start_of_dead_holder(run_path) is None
 
 
-def outcome_of_flow(run_path: Path) -> Literal["done", "failed", "stopped", "running", "died"]:
-    """Return the outcome of a run whose stages are finished: a Python flow may still execute code of its own, may have
-    raised an error or been stopped there, or its process may have been killed. The run of a TOML file is done."""
+def derive_flow_outcome(run_path: Path) -> Literal["done", "failed", "stopped", "running", "died"]:
+    """Return the outcome of a run whose stages are finished: `done` for a TOML file. The code of a Python flow after
+    the last stage may still run, fail, be stopped or have died with its process."""
     holder = read_holder(run_path)
     match holder.flow_state if holder else "":
         case "failed" | "stopped" as state:
             return state
         case "running":
-            return "running" if start_of_dead_holder(run_path) is None else "died"
+            return "running" if find_start_of_dead_holder(run_path) is None else "died"
     return "done"
 
 
-def state_without_active_stage(run_path: Path) -> Literal["running", "stopped", "died"]:
+def derive_inactive_state(run_path: Path) -> Literal["running", "stopped", "died"]:
     """Return the outcome of a run of which no stage is active and at least one is still to run."""
     holder = read_holder(run_path)
     if holder is not None and holder.flow_state == "stopped":
         return "stopped"
-    return "running" if start_of_dead_holder(run_path) is None else "died"
+    return "running" if find_start_of_dead_holder(run_path) is None else "died"
 
 
-def start_of_dead_holder(run_path: Path) -> float | None:
+def find_start_of_dead_holder(run_path: Path) -> float | None:
     """Return the start time of the command whose process claimed a run and has ended; None if it is alive or remote."""
     holder = read_holder(run_path)
     return holder.since if holder is not None and holder.has_ended else None
 
 
-def has_lost_launcher(state: State) -> bool:
+def has_lost_launcher(state: StageState) -> bool:
     """Return True if a stage's launcher ran on this machine and has ended; its worker may still save a checkpoint."""
     return state.launcher_pid is not None and state.has_ended
 
 
-def is_dead(state: State, now: float) -> bool:
+def is_dead(state: StageState, now: float) -> bool:
     """Return True if a stage is marked as running although its launcher and its worker have ended."""
-    if state.state not in ACTIVE:
+    if state.state not in ACTIVE_STATES:
         return False
     if state.launcher_pid is not None and state.is_local:
         return has_lost_launcher(state) and not is_alive(state.pid, state.pid_started)

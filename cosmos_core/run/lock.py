@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.run.files import disk_full
+from cosmos_core.run.files import make_disk_full_error
 
 _POLL_SECONDS = 0.2
 
@@ -49,10 +49,10 @@ class Lock:
         self.release()
 
 
-def stage_lock(run_path: Path, name: str) -> Lock:
+def open_stage_lock(run_path: Path, name: str) -> Lock:
     """Open the lock of a stage in a run directory; raise StageFailed if the lock file cannot be created."""
     path = run_path / "locks" / f"{name}.lock"
     try:
         return Lock(path)
     except OSError as error:
-        raise disk_full(error, path) or StageFailed(f"stage {name!r}: {path}: {error.strerror}") from error
+        raise make_disk_full_error(error, path) or StageFailed(f"stage {name!r}: {path}: {error.strerror}") from error

@@ -15,18 +15,18 @@ from cosmos_core.config.load import without_none
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.run.files import (
     Document,
+    apply_umask,
     copy_file,
-    files_below,
-    follow_umask,
+    list_files_below,
     read_document,
-    read_object,
+    read_json_object,
     sha256,
     write_json,
 )
 from cosmos_core.types import Outcome
 
-RESULT, METRICS = "result.json", "metrics.jsonl"
-STORE_KEY = "stored"
+RESULT_FILE, METRICS_FILE = "result.json", "metrics.jsonl"
+STORE_URL_KEY = "stored"
 """Key of a manifest with the URL of the artifact store that holds the outputs; local copies may be missing."""
 Result = dict[str, Any]
 
@@ -44,7 +44,7 @@ class _InputRecord(Document):
     digest: str
 
 
-class Source(Document):
+class ExternalSource(Document):
     """External model or data set that a stage read."""
 
     kind: Literal["model", "data"]
@@ -66,17 +66,17 @@ class _ManifestSchema(Document):
     outputs: list[_OutputFile]
     digest: str
     reused_from: str | None
-    sources: list[Source] = []
+    sources: list[ExternalSource] = []
 
 
-def commit(
+def commit_manifest(
     stage_path: Path,
     outcome: Outcome,
     *,
     kind: str,
     fingerprint: str,
     inputs: dict[str, Result],
-    sources: Sequence[Source] = (),
+    sources: Sequence[ExternalSource] = (),
 ) -> Result:
     """Write the manifest of a finished stage; raise StageFailed if an output is missing, ConfigError if a metric is no
     number or `info` holds a value without a TOML type."""
@@ -93,7 +93,7 @@ def commit(
         path = stage_path / output
         if not path.exists():
             raise StageFailed(f"stage {name!r} named the output {output!r} but did not write it")
-        files += [_describe_file(stage_path, file) for file in files_below(path)]
+        files += [_describe_file(stage_path, file) for file in list_files_below(path)]
     result = {
         "name": name,
         "kind": kind,
@@ -106,12 +106,12 @@ def commit(
         "outputs": files,
         "reused_from": None,
     }
-    result["digest"] = digest_of(result)
-    write_json(stage_path / RESULT, result)
+    result["digest"] = compute_result_digest(result)
+    write_json(stage_path / RESULT_FILE, result)
     return result
 
 
-def digest_of(result: Result) -> str:
+def compute_result_digest(result: Result) -> str:
     """Return one digest over everything that later stages may read: files, info, and metrics except time and memory."""
     file_lines = sorted(f"{file_record['path']}\0{file_record['sha256']}" for file_record in result["outputs"])
     volatile_prefixes = ("time/", "throughput/", "memory/")
@@ -122,20 +122,21 @@ def digest_of(result: Result) -> str:
 
 def read_result(stage_path: Path) -> Result | None:
     """Return the manifest of a stage; None if the stage has not finished or its manifest is damaged."""
-    return read_object(stage_path / RESULT) if read_document(stage_path / RESULT, _ManifestSchema) else None
+    file = stage_path / RESULT_FILE
+    return read_json_object(file) if read_document(file, _ManifestSchema) else None
 
 
 def find_damage(stage_path: Path, result: Result, *, ignores_cache: bool = False) -> str | None:
     """Return a description of the first damaged output of a finished stage, or None; outputs in an artifact store may
     be missing on this machine. A file is hashed again if its size, modification time or inode is not as recorded, or
     with `ignores_cache`; the record of a file with the same content is updated."""
-    has_new_times = False
+    has_changed_records = False
     for file_record in result["outputs"]:
         file = stage_path / file_record["path"]
         try:
             file_stat = file.stat()
         except (FileNotFoundError, NotADirectoryError):
-            if result.get(STORE_KEY):
+            if result.get(STORE_URL_KEY):
                 continue
             return f"{file_record['path']} is gone"
         if file_stat.st_size != file_record["size"]:
@@ -147,37 +148,37 @@ def find_damage(stage_path: Path, result: Result, *, ignores_cache: bool = False
             return f"{file_record['path']} was altered"
         if not is_unmodified:
             file_record.update(mtime_ns=file_stat.st_mtime_ns, inode=file_stat.st_ino)
-            has_new_times = True
-    if digest_of(result) != result["digest"]:
+            has_changed_records = True
+    if compute_result_digest(result) != result["digest"]:
         return "result.json itself was altered"
-    if has_new_times:
+    if has_changed_records:
         with suppress(OSError):  # the run may be a copy on a read-only disk, and its files are intact without the write
-            write_json(stage_path / RESULT, result)
+            write_json(stage_path / RESULT_FILE, result)
     return None
 
 
-def adopt(source: Path, target: Path, result: Result) -> Result:
+def adopt_result(source: Path, target: Path, result: Result) -> Result:
     """Copy the outputs and metrics of the finished stage `source` to `target`, and write its manifest there."""
     for file_record in result["outputs"]:
         file = target / file_record["path"]
-        if result.get(STORE_KEY) and not (source / file_record["path"]).is_file():
+        if result.get(STORE_URL_KEY) and not (source / file_record["path"]).is_file():
             continue
         file.parent.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)
         copy_file(source / file_record["path"], file)
         file_stat = file.stat()
         file_record.update(mtime_ns=file_stat.st_mtime_ns, inode=file_stat.st_ino)
-    (target / METRICS).unlink(missing_ok=True)  # those of an attempt that did not finish
+    (target / METRICS_FILE).unlink(missing_ok=True)  # an unfinished attempt may have left metrics
     with suppress(FileNotFoundError):
-        copy_file(source / METRICS, target / METRICS)
+        copy_file(source / METRICS_FILE, target / METRICS_FILE)
     adopted_result = {**result, "reused_from": str(source)}
-    write_json(target / RESULT, adopted_result)
+    write_json(target / RESULT_FILE, adopted_result)
     return adopted_result
 
 
 def _describe_file(stage_path: Path, file: Path) -> dict[str, Any]:
     digest = sha256(file, durable=True)
-    follow_umask(file)
+    apply_umask(file)
     file_stat = file.stat()
-    times = {"mtime_ns": file_stat.st_mtime_ns, "inode": file_stat.st_ino}
-    return {"path": str(file.relative_to(stage_path)), "size": file_stat.st_size, "sha256": digest, **times}
+    file_times = {"mtime_ns": file_stat.st_mtime_ns, "inode": file_stat.st_ino}
+    return {"path": str(file.relative_to(stage_path)), "size": file_stat.st_size, "sha256": digest, **file_times}

@@ -28,7 +28,7 @@ def open_client() -> Any:
     return MlflowClient()
 
 
-def keyed_run(client: Any, experiment: str, key: str, name: str, tags: Mapping[str, str]) -> Any:
+def get_or_create_run(client: Any, experiment: str, key: str, name: str, tags: Mapping[str, str]) -> Any:
     """Return the MLflow run with a key in an experiment; create the run, and the experiment, if it does not exist."""
     from mlflow.exceptions import MlflowException
 
@@ -43,9 +43,9 @@ def keyed_run(client: Any, experiment: str, key: str, name: str, tags: Mapping[s
     search_runs = partial(client.search_runs, [experiment_id], key_filter, order_by=["attributes.start_time ASC"])
     if not search_runs():
         client.create_run(experiment_id, tags={**tags, RUN_KEY_TAG: key}, run_name=name)
-    return search_runs()[0]  # the first run if the client repeated a request whose response was lost
+    return search_runs()[0]  # the oldest: a repeated request may have created a second run
 
 
-def metric_name(name: str) -> str:
+def sanitize_metric_name(name: str) -> str:
     """Return the name of a metric without the letters that MLflow refuses, such as the `@` of `pass@4`."""
     return _INVALID_CHARACTERS.sub("_", name)

@@ -15,7 +15,7 @@ from typing import Any
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.manifest import read_result
 
-ITEMS = "items.parquet"
+ITEMS_FILE = "items.parquet"
 _TEST_POWER = 0.8
 
 
@@ -35,16 +35,12 @@ class PairedDifferences:
     def p_value(self, margin: float = 0.0) -> float:
         """Return the probability (p-value) of a mean difference at least as high as this one if the true mean
         difference is `margin`, by McNemar's exact test for a binary metric without a margin, otherwise by the paired
-        Student's t-test.
-
-        Raises:
-            ConfigError: SciPy is not installed.
-        """
+        Student's t-test. Raises `ConfigError` if SciPy is not installed."""
         stats = _import_scipy_stats()
         if self.is_binary and not margin:
-            changed = [difference for difference in self.differences if difference]
-            num_better = sum(difference > 0 for difference in changed)
-            return float(stats.binomtest(num_better, len(changed), alternative="greater").pvalue) if changed else 1.0
+            num_better = sum(difference > 0 for difference in self.differences)
+            num_changed = sum(difference != 0 for difference in self.differences)
+            return float(stats.binomtest(num_better, num_changed, alternative="greater").pvalue) if num_changed else 1.0
         return float(stats.ttest_1samp(self._padded_differences, margin, alternative="greater").pvalue)
 
     def describe(self, confidence: float) -> dict[str, Any]:
@@ -52,11 +48,11 @@ class PairedDifferences:
         worse items, and the smallest difference that this number of items detects in 80 of 100 cases."""
         stats = _import_scipy_stats()
         standard_error = float(stats.sem(self._padded_differences))
-        half_width = float(stats.t.ppf((1 + confidence) / 2, len(self.differences))) * standard_error
+        interval_half_width = float(stats.t.ppf((1 + confidence) / 2, len(self.differences))) * standard_error
         return {
             "difference": self.mean,
-            "low": self.mean - half_width,
-            "high": self.mean + half_width,
+            "low": self.mean - interval_half_width,
+            "high": self.mean + interval_half_width,
             "items": len(self.differences),
             "better": sum(difference > 0 for difference in self.differences),
             "worse": sum(difference < 0 for difference in self.differences),
@@ -80,37 +76,37 @@ def correct_p_values(p_values: Sequence[float]) -> list[float]:
     return corrected_p_values
 
 
-def num_required_items(items: int, detectable: float, distance: float) -> int | None:
-    """Return the number of items that detects a difference of `distance` in 80 of 100 cases, if `items` items detect a
-    difference of `detectable`; None if `distance` is not positive."""
-    return math.ceil(items * (detectable / distance) ** 2 - 1e-9) if distance > 0 else None
+def compute_num_items(num_items: int, detectable_difference: float, difference: float) -> int | None:
+    """Return the number of items with which `difference` is detected in 80 of 100 cases, if `num_items` items suffice
+    for `detectable_difference`; None if `difference` is not positive."""
+    return math.ceil(num_items * (detectable_difference / difference) ** 2 - 1e-9) if difference > 0 else None
 
 
-def published_item_folders(record: Mapping[str, Any], metric: str) -> Iterator[Path]:
+def find_published_item_folders(record: Mapping[str, Any], metric: str) -> Iterator[Path]:
     """Yield the stage directories on this machine with the items of the evaluation that measured `metric` of the
     published model; `record` is the record of the published model."""
-    for file in sorted(Path(record.get("stage") or "-").parent.glob(f"*/{ITEMS}")):
+    for file in sorted(Path(record.get("stage") or "-").parent.glob(f"*/{ITEMS_FILE}")):
         result = read_result(file.parent)
         if result is not None and result["metrics"].get(metric) == record["metrics"][metric]:
             yield file.parent
 
 
-def smallest_effect(metric: str, value: float, folder: Path, confidence: float) -> tuple[int, float] | None:
+def compute_smallest_effect(metric: str, value: float, folder: Path, confidence: float) -> tuple[int, float] | None:
     """Return the number of items of the evaluation in `folder`, and the smallest difference to another model that these
     items detect in 80 of 100 cases. Both models count as independent; models that agree on most items show smaller
     differences. Return None if the evaluation kept no items, or if `value` of the metric is not their mean."""
-    values = list(_read_item_values(metric, folder / ITEMS).values())
+    values = list(_read_item_values(metric, folder / ITEMS_FILE).values())
     num_items = len(values)
     if num_items < 2 or not abs(math.fsum(values) / num_items - value) <= 1e-6:
         return None
-    deviation = pstdev([*values, min(values), max(values)]) if len({*values}) > 1 else 1.0 / math.sqrt(num_items)
-    return num_items, _compute_detection_factor(confidence) * deviation * math.sqrt(2 / num_items)
+    stddev = pstdev([*values, min(values), max(values)]) if len({*values}) > 1 else 1.0 / math.sqrt(num_items)
+    return num_items, _compute_detection_factor(confidence) * stddev * math.sqrt(2 / num_items)
 
 
 def compare_items(metric: str, new_folder: Path, old_folder: Path) -> PairedDifferences | None:
     """Return the differences per item of the metric `evaluation/TASK/METRIC` between the evaluations in two stage
     directories; None if an evaluation kept no items, or if the items differ."""
-    values_per_model = [_read_item_values(metric, folder / ITEMS) for folder in (new_folder, old_folder)]
+    values_per_model = [_read_item_values(metric, folder / ITEMS_FILE) for folder in (new_folder, old_folder)]
     if len(values_per_model[0]) < 2 or values_per_model[0].keys() != values_per_model[1].keys():
         return None
     differences = tuple(values_per_model[0][item] - values_per_model[1][item] for item in values_per_model[0])

@@ -9,21 +9,21 @@ from typing import Any, Literal
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.run.digests import shared_digest_cache
-from cosmos_core.run.directory import RUNS, Run
-from cosmos_core.run.files import SHARED_FOLDER, read_json, read_object, write_json
+from cosmos_core.run.directory import RUNS_FILE, Run
+from cosmos_core.run.files import SHARED_FOLDER, read_json, read_json_object, write_json
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint
-from cosmos_core.run.manifest import STORE_KEY, Result, find_damage, read_result
+from cosmos_core.run.manifest import STORE_URL_KEY, Result, find_damage, read_result
 from cosmos_core.run.state import read_state
 from cosmos_core.types import StageKind
 
-FINGERPRINT = "fingerprint.json"
+FINGERPRINT_FILE = "fingerprint.json"
 _MAX_COMPARED_RUNS = 50  # maximum number of earlier runs with which a plan compares a fingerprint
 _MACHINE_PROPERTIES = frozenset({"device", "versions", "kernels"})
 """Names of the fingerprint ingredients that are properties of the machine that runs the stage."""
 
 
 @dataclass(frozen=True)
-class Decision:
+class StageDecision:
     """Decision about a stage. `reuse`: its result in this run is valid. `adopt`: copy the result of another run. `run`:
     run the stage. `depends`: the decision needs the results of earlier stages."""
 
@@ -49,15 +49,15 @@ def register_result(output_dir: Path, stage_path: Path, value: str) -> None:
 
 def decide_from_results(
     output_dir: Path, stage_path: Path | None, expected: Fingerprint, *, ignores_cache: bool = False
-) -> Decision | None:
+) -> StageDecision | None:
     """Return the decision about a stage from the finished stages with its fingerprint; None if there are none.
     `stage_path` is the directory of the stage in its run (None: the run does not exist yet)."""
     entry_files = sorted(fingerprint_folder(output_dir, expected.value).glob("*.json"), reverse=True)
     # The entries are read only if the stage is not done in its own run: the folder may list hundreds of other runs.
-    names = (entry.get("stage") for entry in map(read_object, entry_files))
-    other_paths = (output_dir / name for name in names if isinstance(name, str))
-    own_paths, damage = [] if stage_path is None else [stage_path], ""
-    for path in chain(own_paths, (path for path in other_paths if path != stage_path)):
+    names = (entry.get("stage") for entry in map(read_json_object, entry_files))
+    other_stage_paths = (output_dir / name for name in names if isinstance(name, str))
+    own_stage_paths, damage = [] if stage_path is None else [stage_path], ""
+    for path in chain(own_stage_paths, (path for path in other_stage_paths if path != stage_path)):
         result, run_label = read_result(path), f"run {path.parent.parent.name}"
         if result is None or result["fingerprint"] != expected.value:
             continue
@@ -65,10 +65,10 @@ def decide_from_results(
         if path_damage:
             damage = damage or (path_damage if path == stage_path else f"{run_label}: {path_damage}")
         elif path == stage_path:
-            return Decision("reuse", "done in this run", path, result)
+            return StageDecision("reuse", "done in this run", path, result)
         else:
-            return Decision("adopt", f"same fingerprint as {run_label}", path, result)
-    return Decision("run", f"made before, but {damage}") if damage else None
+            return StageDecision("adopt", f"same fingerprint as {run_label}", path, result)
+    return StageDecision("run", f"made before, but {damage}") if damage else None
 
 
 def plan_stages(
@@ -77,36 +77,35 @@ def plan_stages(
     output_dir: Path,
     *,
     ignores_cache: bool = False,
-    stored: Callable[[str], Result | None] = lambda fingerprint: None,
-) -> dict[str, Decision]:
-    """Return a decision for every stage, in topological order, without changing anything; `stored` returns the result
-    of a fingerprint from an artifact store.
-
-    Raises:
-        ConfigError, ModelError, DataError: an input of a stage is missing.
-    """
+    find_stored_result: Callable[[str], Result | None] = lambda fingerprint: None,
+) -> dict[str, StageDecision]:
+    """Return a decision for every stage, in topological order, without changing anything; `find_stored_result` looks up
+    a result by its fingerprint in an artifact store. Raises `ConfigError`, `ModelError` or `DataError` if an input of a
+    stage is missing."""
     digests = shared_digest_cache(output_dir, ignores_cache=ignores_cache)
-    decisions: dict[str, Decision] = {}
+    decisions: dict[str, StageDecision] = {}
     for stage in pipeline.stages:
         kind = kinds[stage.kind]
         unknown_stages = [name for name in stage.after if decisions[name].result is None]
         if unknown_stages:
             action: Literal["run", "depends"] = "depends" if kind.is_reusable else "run"
-            decisions[stage.name] = Decision(action, f"after {', '.join(unknown_stages)}")
+            decisions[stage.name] = StageDecision(action, f"after {', '.join(unknown_stages)}")
             continue
         upstream_digests = {name: result["digest"] for name in stage.after if (result := decisions[name].result)}
         if not kind.is_reusable:
-            decisions[stage.name] = Decision("run", "looks at the outside world, so it runs each time")
+            decisions[stage.name] = StageDecision("run", "looks at the outside world, so it runs each time")
             continue
         current_fingerprint = fingerprint(pipeline, stage, kind, upstream_digests, digests)
-        decision: Decision | None = None
-        pool_candidates = pool_fingerprints(output_dir, pipeline, stage, current_fingerprint) if stage.work_pool else []
-        for candidate_fingerprint in (*pool_candidates, current_fingerprint):
+        decision: StageDecision | None = None
+        candidates = [current_fingerprint]
+        if stage.work_pool:
+            candidates = [*find_pool_fingerprints(output_dir, pipeline, stage, current_fingerprint), *candidates]
+        for candidate in candidates:
             if decision is None or decision.action == "run":
-                decision = decide_from_results(output_dir, None, candidate_fingerprint, ignores_cache=ignores_cache)
-            if (decision is None or decision.action == "run") and (result := stored(candidate_fingerprint.value)):
-                decision = Decision("adopt", f"same fingerprint in {result[STORE_KEY]}", result=result)
-        decisions[stage.name] = decision or Decision(
+                decision = decide_from_results(output_dir, None, candidate, ignores_cache=ignores_cache)
+            if (decision is None or decision.action == "run") and (result := find_stored_result(candidate.value)):
+                decision = StageDecision("adopt", f"same fingerprint in {result[STORE_URL_KEY]}", result=result)
+        decisions[stage.name] = decision or StageDecision(
             "run", _explain_new_fingerprint(output_dir, pipeline.config.name, stage.name, current_fingerprint)
         )
     return decisions
@@ -115,77 +114,75 @@ def plan_stages(
 def save_fingerprint(stage_path: Path, value: Fingerprint, work_pool: str = "") -> None:
     """Save the ingredients of a fingerprint, by which a later run can tell what changed, and the stage's work pool."""
     content = asdict(value) | {"of_training": value.training_hash}
-    write_json(stage_path / FINGERPRINT, content | ({"work_pool": work_pool} if work_pool else {}))
+    write_json(stage_path / FINGERPRINT_FILE, content | ({"work_pool": work_pool} if work_pool else {}))
 
 
 def read_fingerprint(stage_path: Path) -> Fingerprint | None:
     """Return the fingerprint that was saved in the folder of a stage; None if there is none or it is damaged."""
-    return _parse_fingerprint(read_json(stage_path / FINGERPRINT))
+    return _parse_fingerprint(read_json(stage_path / FINGERPRINT_FILE))
 
 
-def reason_to_rerun(run: Run, stage: StageConfig, current: Fingerprint) -> str:
+def explain_rerun(run: Run, stage: StageConfig, current_fingerprint: Fingerprint) -> str:
     """Return why a stage runs again although it ran in this or an earlier run of its pipeline; empty if it never ran,
     if an attempt is retried, or if stages of its kind always run."""
     stage_path = run.stage_path(stage.name)
-    if not run.pipeline.kind_of(stage).is_reusable:
+    if not run.pipeline.stage_kind(stage).is_reusable:
         return ""
     if saved_fingerprint := read_fingerprint(stage_path):
         # An attempt with the same fingerprint and no result is a retry.
-        if saved_fingerprint.value != current.value or read_result(stage_path) is None:
-            return "; ".join(current.describe_difference(saved_fingerprint))
+        if saved_fingerprint.value != current_fingerprint.value or read_result(stage_path) is None:
+            return "; ".join(current_fingerprint.describe_difference(saved_fingerprint))
     elif read_state(stage_path).forced:
         return "requested by the user"
-    decision = decide_from_results(run.output_dir, stage_path, current, ignores_cache=run.verify)
+    decision = decide_from_results(run.output_dir, stage_path, current_fingerprint, ignores_cache=run.verify)
     if decision is not None and decision.action == "run":
         return decision.reason
-    run_id, changes = _find_nearest_run(run.output_dir, run.pipeline.config.name, stage.name, current)
+    run_id, changes = _find_nearest_run(run.output_dir, run.pipeline.config.name, stage.name, current_fingerprint)
     return f"{'; '.join(changes)} (since run {run_id})" if changes and saved_fingerprint is None else ""
 
 
-def pool_fingerprints(
+def find_pool_fingerprints(
     output_dir: Path, pipeline: Pipeline, stage: StageConfig, local_fingerprint: Fingerprint
 ) -> list[Fingerprint]:
     """Return the fingerprints, newest first, that machines of the stage's work pool computed in runs of this pipeline
     and that differ from the fingerprint on this machine, `local_fingerprint`, only in properties of the machine."""
 
-    def without_machine_properties(ingredients: Mapping[str, Any]) -> dict[str, Any]:
+    def drop_machine_properties(ingredients: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in ingredients.items() if name not in _MACHINE_PROPERTIES}
 
     fingerprints = [
         fingerprint
         for fingerprint, work_pool in _read_saved_fingerprints(output_dir, pipeline.config.name, stage.name).values()
         if work_pool == stage.work_pool
-        and without_machine_properties(fingerprint.ingredients)
-        == without_machine_properties(local_fingerprint.ingredients)
+        and drop_machine_properties(fingerprint.ingredients) == drop_machine_properties(local_fingerprint.ingredients)
     ]
     return list({pool_fingerprint.value: pool_fingerprint for pool_fingerprint in fingerprints}.values())
 
 
-def _parse_fingerprint(document: Any) -> Fingerprint | None:
-    if not isinstance(document, dict) or not isinstance(document.get("ingredients"), dict):
+def _parse_fingerprint(saved_values: Any) -> Fingerprint | None:
+    if not isinstance(saved_values, dict) or not isinstance(saved_values.get("ingredients"), dict):
         return None
-    inputs = document.get("inputs")  # runs of earlier versions have no list of inputs
+    inputs = saved_values.get("inputs")  # runs of earlier versions have no list of inputs
     lists = [each for each in inputs if isinstance(each, list)] if isinstance(inputs, list) else []
     entries = [each for each in lists if len(each) == 4]
     input_tuples = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in entries)
-    return Fingerprint(str(document.get("value")), document["ingredients"], input_tuples)
+    return Fingerprint(str(saved_values.get("value")), saved_values["ingredients"], input_tuples)
 
 
 def _read_saved_fingerprints(output_dir: Path, pipeline: str, stage: str) -> dict[str, tuple[Fingerprint, str]]:
     """Return a stage's fingerprints in the newest runs of a pipeline with their work pools, by run id, newest first."""
-    runs = read_json(output_dir / RUNS)
+    runs = read_json(output_dir / RUNS_FILE)
     fingerprints: dict[str, tuple[Fingerprint, str]] = {}
     for run in reversed(runs if isinstance(runs, list) else []):
         if not isinstance(run, dict) or run.get("pipeline") != pipeline or len(fingerprints) == _MAX_COMPARED_RUNS:
             continue
-        document = read_object(output_dir / str(run.get("run_id")) / "stages" / stage / FINGERPRINT)
-        if fingerprint := _parse_fingerprint(document):
-            fingerprints[str(run["run_id"])] = fingerprint, str(document.get("work_pool", ""))
+        saved_values = read_json_object(output_dir / str(run.get("run_id")) / "stages" / stage / FINGERPRINT_FILE)
+        if fingerprint := _parse_fingerprint(saved_values):
+            fingerprints[str(run["run_id"])] = fingerprint, str(saved_values.get("work_pool", ""))
     return fingerprints
 
 
 def _explain_new_fingerprint(output_dir: Path, pipeline: str, stage: str, current_fingerprint: Fingerprint) -> str:
-    """Return a text with the differences from the most similar earlier run of the stage, or that there is none."""
     run_id, changes = _find_nearest_run(output_dir, pipeline, stage, current_fingerprint)
     if not changes:
         return f"unfinished in run {run_id}" if run_id else "never made before"
@@ -198,7 +195,5 @@ def _find_nearest_run(
 ) -> tuple[str, list[str]]:
     """Return the id of the earlier run whose stage is most similar (empty if there is none), and the differences."""
     saved_fingerprints = _read_saved_fingerprints(output_dir, pipeline, stage).items()
-    changes = [
-        (run_id, current_fingerprint.describe_difference(earlier)) for run_id, (earlier, _) in saved_fingerprints
-    ]
-    return min(changes, key=lambda item: len(item[1]), default=("", []))
+    changes = [(run_id, current_fingerprint.describe_difference(saved)) for run_id, (saved, _) in saved_fingerprints]
+    return min(changes, key=lambda changes_of_run: len(changes_of_run[1]), default=("", []))

@@ -11,7 +11,7 @@ import psutil
 from cosmos_core.run.files import Document
 
 
-def start_time(pid: int) -> float | None:
+def read_start_time(pid: int) -> float | None:
     """Return the start time of a process in seconds after boot, which identifies it with its pid; None if the process
     has ended. Setting the clock of the machine would change seconds since 1970."""
     try:
@@ -26,7 +26,7 @@ def identify_process() -> dict[str, Any]:
     pid = os.getpid()
     return {
         "launcher_pid": pid,
-        "launcher_started": start_time(pid),
+        "launcher_started": read_start_time(pid),
         "launcher_host": socket.gethostname(),
         "launcher_machine": identify_machine(),
     }
@@ -64,9 +64,9 @@ class Launcher(Document):
         return self.is_local and not is_alive(self.launcher_pid, self.launcher_started)
 
 
-def is_alive(pid: int | None, started: float | None) -> bool:
+def is_alive(pid: int | None, start_time: float | None) -> bool:
     """Return True if the process with this pid and start time is running; a zombie is not."""
-    return pid is not None and started is not None and start_time(pid) == started
+    return pid is not None and start_time is not None and read_start_time(pid) == start_time
 
 
 def is_running(process: psutil.Process) -> bool:

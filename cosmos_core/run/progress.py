@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.run.files import Document, json_objects, read_document, write_json, write_text
+from cosmos_core.run.files import Document, parse_json_objects, read_document, write_json, write_text
 from cosmos_core.run.tail import FileTail
 
 # Seconds without a heartbeat after which a phase counts as hung, by phase; all other phases have 600 seconds.
-PHASE_SECONDS: dict[str, float] = {
+PHASE_TIMEOUT_SECONDS: dict[str, float] = {
     "start": 300, "load": 3600, "compile": 3600, "prepare": 3600, "generate": 1800,
     "score": 1800, "step": 1800, "save": 3600, "validate": 3600, "export": 3600,
 }  # fmt: skip
@@ -25,12 +25,12 @@ _MIN_HEARTBEAT_SECONDS = 0.2
 """Minimum number of seconds between two heartbeats that are written to disk."""
 
 
-class Position(Document):
+class ProgressRecord(Document):
     """Content of `progress.json`: phase, step and heartbeat of a worker."""
 
     pid: int = 0
     phase: str = "start"
-    deadline_seconds: float = PHASE_SECONDS["start"]
+    deadline_seconds: float = PHASE_TIMEOUT_SECONDS["start"]
     step: int = 0
     total: int | None = None
     checkpoint_step: int | None = None
@@ -50,7 +50,7 @@ class Position(Document):
     """First warnings that the attempt logged, each of them once; the log has all of them."""
 
 
-class Progress:
+class ProgressWriter:
     """Writer of `progress.json`: phase, step of total, rate, latest metrics, and a heartbeat from calls in the main
     loop: a separate thread would continue while the loop hangs."""
 
@@ -60,7 +60,7 @@ class Progress:
         self._last_step_time: float | None = None
         self._compile_start = ("start", 0.0)
         self._lock = threading.RLock()  # other threads call `warn` and `report_checkpoint`; a write may log a warning
-        self._position = Position(pid=os.getpid())
+        self._position = ProgressRecord(pid=os.getpid())
         self._write(force=True)
 
     @property
@@ -72,7 +72,7 @@ class Progress:
         """Enter a phase, which counts as hung after `deadline_seconds` without a heartbeat; None: its default."""
         is_new_phase = name != self._position.phase
         self._position.phase, self._position.done, self._position.count = name, 0, 0
-        self._position.deadline_seconds = deadline_seconds or PHASE_SECONDS.get(name, 600)
+        self._position.deadline_seconds = deadline_seconds or PHASE_TIMEOUT_SECONDS.get(name, 600)
         self._write(force=is_new_phase)
 
     def step(self, step: int, total: int | None = None, **metrics: float) -> None:
@@ -133,12 +133,12 @@ class Progress:
                 write_json(self._path, self._position.model_dump(warnings=False), durable=False)
 
 
-def read_progress(stage_path: Path) -> Position | None:
+def read_progress(stage_path: Path) -> ProgressRecord | None:
     """Return the progress of the worker of a stage; None if there is none yet or the file is damaged."""
-    return read_document(stage_path / "progress.json", Position)
+    return read_document(stage_path / "progress.json", ProgressRecord)
 
 
-class Metrics:
+class MetricsWriter:
     """Writer of `metrics.jsonl`, with a JSON object per line: `{"step": 12, "time": 1700000000.0, "loss": 0.5}`."""
 
     def __init__(self, path: Path) -> None:
@@ -191,7 +191,7 @@ class MetricsReader:
         new_lines = self._file_tail.lines()
         if self._file_tail.was_replaced:  # `remove_later_lines` replaces the file when training resumes
             self.lines = []
-        self.lines += [line for line in json_objects(new_lines) if has_step(line)]
+        self.lines += [line for line in parse_json_objects(new_lines) if has_step(line)]
         return self.lines
 
 

@@ -15,46 +15,42 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.inputs import is_remote
-from cosmos_core.config.schema.marks import NamedThing
+from cosmos_core.config.inputs import is_s3_url
+from cosmos_core.config.schema.marks import ReferenceKind
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import convert_named_things
+from cosmos_core.config.schema.table import convert_references
 from cosmos_core.errors import DataError
-from cosmos_core.run.bucket import Bucket, Object, run_threads, split_url, translate_errors
+from cosmos_core.run.bucket import Bucket, StoredObject, run_threads, split_s3_url, translate_errors
 from cosmos_core.run.content import is_outside_folder
 from cosmos_core.run.files import SHARED_FOLDER
 from cosmos_core.run.lock import Lock
 
-FETCHED = "fetched"
+DOWNLOADS_FOLDER = "fetched"
 """Name of the folder, shared by all runs, with the downloads from stores."""
-PARTIAL_SUFFIX = ".partial"
+PARTIAL_DOWNLOAD_SUFFIX = ".partial"
 _MAX_PARALLEL_FILES = 8
 _LATEST_FOLDER = "latest"
 
 
 def pin_urls(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with the URL of every store pinned to its present content.
-
-    Raises:
-        DataError: there is no object at the URL, or the store is not reachable.
-        ConfigError: the store refuses the credentials.
-    """
+    """Return the pipeline with the URL of every store pinned to its present content. Raises `DataError` if there is no
+    object at a URL or the store is not reachable, and `ConfigError` if it refuses the credentials."""
     pinned_urls: dict[str, str] = {}
 
-    def pin_url(named_thing: NamedThing, text: str) -> str:
-        if named_thing is not NamedThing.PATH or not is_remote(text) or "#" in text:
+    def pin_url(reference_kind: ReferenceKind, text: str) -> str:
+        if reference_kind is not ReferenceKind.PATH or not is_s3_url(text) or "#" in text:
             return text
         if text not in pinned_urls:
-            pinned_urls[text] = pinned_url(text)
+            pinned_urls[text] = append_content_digest(text)
         return pinned_urls[text]
 
-    stages = [convert_named_things(stage, pin_url) for stage in pipeline.stages]
-    recipes = {name: convert_named_things(recipe, pin_url) for name, recipe in pipeline.recipes.items()}
+    stages = [convert_references(stage, pin_url) for stage in pipeline.stages]
+    recipes = {name: convert_references(recipe, pin_url) for name, recipe in pipeline.recipes.items()}
     return pipeline.with_stages(stages, recipes) if pinned_urls else pipeline
 
 
-def pinned_url(url: str) -> str:
+def append_content_digest(url: str) -> str:
     """Return the URL of an object or prefix in a store with a digest of its present content appended, `URL#DIGEST`."""
     with translate_errors(url, DataError):
         url = _resolve_latest_pointer(url)
@@ -63,43 +59,35 @@ def pinned_url(url: str) -> str:
 
 def download_inputs(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], None]) -> tuple[StageConfig, Recipe]:
     """Download the inputs of a stage from stores, and return the stage and its recipe with local paths in place of
-    URLs. `pause` is called between files and may raise an error to stop the download.
-
-    Raises:
-        DataError: the content has changed since it was pinned, or the store is not reachable.
-        ConfigError: the store refuses the credentials.
-    """
+    URLs. `pause` is called between files and may raise an error to stop the download. Raises `DataError` if the content
+    has changed since it was pinned or the store is not reachable, and `ConfigError` if it refuses the credentials."""
     recipe = pipeline.recipes[stage.name]
     urls = {stage_input.location for stage_input in pipeline.inputs(stage) if stage_input.form == "store"}
     if not urls:
         return stage, recipe
-    folder = pipeline.output_dir.expanduser().absolute() / SHARED_FOLDER / FETCHED
-    paths = {url: str(fetch(url, folder, pause)) for url in sorted(urls)}
+    folder = pipeline.output_dir.expanduser().absolute() / SHARED_FOLDER / DOWNLOADS_FOLDER
+    paths = {url: str(download_pinned_url(url, folder, pause)) for url in sorted(urls)}
 
-    def to_local_path(named_thing: NamedThing, text: str) -> str:
+    def to_local_path(reference_kind: ReferenceKind, text: str) -> str:
         return paths.get(text, text)
 
-    return convert_named_things(stage, to_local_path), convert_named_things(recipe, to_local_path)
+    return convert_references(stage, to_local_path), convert_references(recipe, to_local_path)
 
 
-def local_copy(name: str, output_dir: Path) -> str:
+def download_url(name: str, output_dir: Path) -> str:
     """Return the local path of the present content of a URL of a store, shared with the runs in `output_dir`; return
     any other name unchanged. For errors see `download_inputs`."""
-    folder = output_dir.expanduser().absolute() / SHARED_FOLDER / FETCHED
-    return str(fetch(pinned_url(name), folder)) if is_remote(name) else name
+    folder = output_dir.expanduser().absolute() / SHARED_FOLDER / DOWNLOADS_FOLDER
+    return str(download_pinned_url(append_content_digest(name), folder)) if is_s3_url(name) else name
 
 
-def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> Path:
+def download_pinned_url(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> Path:
     """Return the local file or folder, below `folder`, with the content of a pinned URL; download what is missing of
-    it.
-
-    Raises:
-        DataError, ConfigError: see `download_inputs`.
-    """
+    it. For errors see `download_inputs`."""
     plain_url, _, digest = url.partition("#")
-    local_folder = folder / (digest or pinned_url(url).rpartition("#")[2])
-    object_name = split_url(plain_url)[1].rpartition("/")[2]
-    partial_folder = local_folder.with_name(local_folder.name + PARTIAL_SUFFIX)
+    local_folder = folder / (digest or append_content_digest(url).rpartition("#")[2])
+    object_name = split_s3_url(plain_url)[1].rpartition("/")[2]
+    partial_folder = local_folder.with_name(local_folder.name + PARTIAL_DOWNLOAD_SUFFIX)
     with Lock(folder / f"{local_folder.name}.lock") as lock:
         lock.acquire(poll=pause)
         if not local_folder.is_dir():
@@ -116,10 +104,10 @@ def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> P
 
 def _resolve_latest_pointer(url: str) -> str:
     """Return the URL of the version that a `latest` pointer names; return any other URL unchanged."""
-    parent_url, _, last_part = url.rstrip("/").rpartition("/")
-    if last_part != _LATEST_FOLDER:
+    parent_url, _, last_name = url.rstrip("/").rpartition("/")
+    if last_name != _LATEST_FOLDER:
         return url.rstrip("/")
-    bucket_name, prefix = split_url(parent_url)
+    bucket_name, prefix = split_s3_url(parent_url)
     pointer_bytes = Bucket(bucket_name).read(f"{prefix}/{_LATEST_FOLDER}.json".lstrip("/"))
     if pointer_bytes is None:
         return url.rstrip("/")
@@ -132,8 +120,8 @@ def _resolve_latest_pointer(url: str) -> str:
     return f"{parent_url}/{version}"
 
 
-def _list_objects(url: str) -> list[Object]:
-    name, prefix = split_url(url)
+def _list_objects(url: str) -> list[StoredObject]:
+    name, prefix = split_s3_url(url)
     folder_prefix = f"{prefix}/".lstrip("/")  # an empty prefix selects the whole bucket
     # Some tools create an empty object, whose key ends with a slash, for each folder.
     candidates = [each for each in Bucket(name).list_objects(prefix) if not each.key.endswith("/")]
@@ -143,31 +131,31 @@ def _list_objects(url: str) -> list[Object]:
     return objects
 
 
-def _compute_content_digest(url: str, objects: list[Object]) -> str:
+def _compute_content_digest(url: str, objects: list[StoredObject]) -> str:
     object_lines = sorted(f"{_get_relative_path(url, each)}\0{each.size}\0{each.etag}" for each in objects)
     return hashlib.sha256(json.dumps(object_lines).encode()).hexdigest()
 
 
-def _get_relative_path(url: str, stored_object: Object) -> str:
-    prefix = split_url(url)[1]
+def _get_relative_path(url: str, stored_object: StoredObject) -> str:
+    prefix = split_s3_url(url)[1]
     return stored_object.key.removeprefix(prefix).lstrip("/") or prefix.rpartition("/")[2]
 
 
-def _download_objects(url: str, objects: list[Object], folder: Path, pause: Callable[[], None]) -> None:
+def _download_objects(url: str, objects: list[StoredObject], folder: Path, pause: Callable[[], None]) -> None:
     if outside_key := next((each.key for each in objects if is_outside_folder(_get_relative_path(url, each))), None):
         raise DataError(f"{url}: the object {outside_key!r} would lie outside of its folder; name it otherwise there")
-    bucket = Bucket(split_url(url)[0])
+    bucket = Bucket(split_s3_url(url)[0])
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.rglob(".*.tmp"):  # left by a killed process, as the caller holds the lock
         leftover.unlink()
     paths = [(each, folder / _get_relative_path(url, each)) for each in objects]
-    missing = [(each, path) for each, path in paths if not (path.is_file() and path.stat().st_size == each.size)]
-    total_bytes = sum(each.size for each, _ in missing)
+    missing_files = [(each, path) for each, path in paths if not (path.is_file() and path.stat().st_size == each.size)]
+    total_bytes = sum(each.size for each, _ in missing_files)
     if total_bytes > shutil.disk_usage(folder).free:
         raise DataError(f"{url} has {total_bytes} bytes, more than are free in {folder.parent}; make room")
 
-    def get(stored_object: Object, path: Path) -> None:
+    def download(stored_object: StoredObject, path: Path) -> None:
         pause()
         bucket.download(stored_object.key, path, stored_object.etag)
 
-    run_threads(get, missing, _MAX_PARALLEL_FILES, "fetch")
+    run_threads(download, missing_files, _MAX_PARALLEL_FILES, "fetch")

@@ -3,14 +3,14 @@
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import write_json
-from cosmos_core.run.stage import ENGINES, PROFILE_REQUEST_FILE
+from cosmos_core.run.stage import ENGINES_FILE, PROFILE_REQUEST_FILE
 from cosmos_core.types import JsonValue
 
 
-def ask_profile(run: Run) -> list[str]:
+def request_profile(run: Run) -> list[str]:
     """Request a profiler trace of the next steps from the trainings of a run, and return their names; raise ConfigError
     if no training has the profiler enabled, or none has begun."""
-    trainings = [stage.name for stage in run.pipeline.stages if run.pipeline.kind_of(stage).trains_model]
+    trainings = [stage.name for stage in run.pipeline.stages if run.pipeline.stage_kind(stage).trains_model]
     stage_names = [name for name in trainings if run.pipeline.recipes[name].profiler.enable_profiler]
     if not stage_names:
         raise ConfigError(f"run {run.id} has no training with profiler.enable_profiler = true")
@@ -27,12 +27,12 @@ def _write_request_files(run: Run, stage_names: list[str], request_file: str, re
     return started_stages
 
 
-def scale_engines(run: Run, count: int) -> list[str]:
+def request_num_engines(run: Run, count: int) -> list[str]:
     """Request a number of rollout engines from the disaggregated trainings of a run, and return their names; raise
     ConfigError if there is no such training, or none has begun."""
-    trainings = [stage.name for stage in run.pipeline.stages if run.pipeline.kind_of(stage).feed == "rollouts"]
+    trainings = [stage.name for stage in run.pipeline.stages if run.pipeline.stage_kind(stage).feed == "rollouts"]
     stage_names = [name for name in trainings if run.pipeline.recipes[name].num_engines]
     if not stage_names:
         problem = f"run {run.id} has no training with rollout engines beside its ranks"
         raise ConfigError(f"{problem}; set mode = 'disaggregated'")
-    return _write_request_files(run, stage_names, ENGINES, count)
+    return _write_request_files(run, stage_names, ENGINES_FILE, count)

@@ -32,22 +32,22 @@ class RetrainState(Document):
     """Outcome of the retraining; empty if it has not ended yet or has failed."""
 
 
-def content_digest(pipeline: Pipeline) -> str:
+def compute_retrain_digest(pipeline: Pipeline) -> str:
     """Return the digest of the training inputs and publication settings of a pinned pipeline; raise DataError or
     ConfigError if an input is missing."""
     digest_cache = shared_digest_cache(pipeline.output_dir.expanduser().absolute())
     content_by_stage: dict[str, Any] = {}
     for stage in pipeline.stages:
-        if not pipeline.kind_of(stage).is_reusable:  # the inputs of gates and uploads are outputs of other stages
+        if not pipeline.stage_kind(stage).is_reusable:  # the inputs of gates and uploads are outputs of other stages
             content_by_stage[stage.name] = stage.model_dump(mode="json", include=_PUBLICATION_KEYS)
             continue
-        ingredients = fingerprint(pipeline, stage, pipeline.kind_of(stage), {}, digest_cache).ingredients
+        ingredients = fingerprint(pipeline, stage, pipeline.stage_kind(stage), {}, digest_cache).ingredients
         ingredients["config"].pop(_MODEL_REVISION_KEY, None)
         content_by_stage[stage.name] = {name: ingredients[name] for name in _CONTENT_KEYS if name in ingredients}
     return hashlib.sha256(json.dumps(content_by_stage, sort_keys=True).encode()).hexdigest()
 
 
-def note_of(pipeline: Pipeline, overrides: Sequence[str], start: str) -> Path:
+def locate_retrain_state(pipeline: Pipeline, overrides: Sequence[str], start: str) -> Path:
     """Return the state file of retrainings from `start` (`published` or `base`) for a pipeline and its overrides. The
     path of the config is the user's: a deployment may unpack its files into a new folder per trigger."""
     identity_json = json.dumps([pipeline.config.name, str(pipeline.source), list(overrides), start])
@@ -55,7 +55,7 @@ def note_of(pipeline: Pipeline, overrides: Sequence[str], start: str) -> Path:
     return pipeline.output_dir.expanduser().absolute() / SHARED_FOLDER / "retraining" / f"{file_stem}.json"
 
 
-def write_seen(state_file: Path, state: RetrainState) -> None:
+def save_retrain_state(state_file: Path, state: RetrainState) -> None:
     """Write the state of the newest retraining to the state file `state_file`."""
     state_file.parent.mkdir(parents=True, exist_ok=True)
     write_json(state_file, state.model_dump())

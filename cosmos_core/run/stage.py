@@ -12,21 +12,21 @@ from cosmos_core.config.load import without_none
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.run.files import read_json, write_text
-from cosmos_core.run.manifest import Source, read_result
-from cosmos_core.run.progress import Metrics, Progress
+from cosmos_core.run.manifest import ExternalSource, read_result
+from cosmos_core.run.progress import MetricsWriter, ProgressWriter
 from cosmos_core.types import StageKind
 
-PROFILES = "profile"
+PROFILES_FOLDER = "profile"
 """Name of the folder in a stage's directory with profiler traces."""
 PROFILE_REQUEST_FILE = "profile_asked"
 """Name of the file that `cosmos profile` writes to request a trace."""
-ENGINES = "engines.json"
+ENGINES_FILE = "engines.json"
 """Name of the file with the requested number of rollout engines, which `cosmos scale` writes."""
-CHECKED_PROMPTS = "prompts.json"
+CHECKED_PROMPTS_FILE = "prompts.json"
 """Name of the file with which `cosmos check` passes the first prepared prompts to the check of another stage."""
-CONDITIONS = "conditions.json"
+CONDITIONS_FILE = "conditions.json"
 """Name of the file of a gate, also of one that refused, with its conditions and measured values."""
-_SPEC_FILE = "stage.toml"
+_STAGE_FILE = "stage.toml"
 _INPUT_KEYS = ("path", "kind", "fingerprint", "digest", "metrics", "info", "inputs")
 
 
@@ -50,12 +50,12 @@ class Stage:
     """Fingerprint of everything that can change the result of the stage."""
     kind: StageKind
     """Properties of the kind of the stage."""
-    of_training: str = ""
+    training_fingerprint: str = ""
     """Fingerprint of everything that the training depends on, saved with checkpoints; empty: as `fingerprint`."""
-    sources: tuple[Source, ...] = ()
+    sources: tuple[ExternalSource, ...] = ()
     """External model and data that the stage reads, which no other stage made."""
     origin: dict[str, Any] = field(default_factory=dict)
-    """External model and data from which the stage and its inputs descend; see `run.lineage.model_origin`."""
+    """External model and data from which the stage and its inputs descend; see `run.lineage.find_model_origin`."""
     engines: list[Any] = field(default_factory=list)
     """Rollout engines in separate processes, as `rollout.engine_pool.EngineHandle`; their number may change."""
     stop_requested: bool = field(default=False)
@@ -73,8 +73,8 @@ class Stage:
 
     @property
     def checkpoint_fingerprint(self) -> str:
-        """Return the fingerprint of the stage's checkpoints; any stage with the same one may resume from them."""
-        return self.of_training or self.fingerprint
+        """Return the fingerprint of the stage's checkpoints; a stage may resume from any with its fingerprint."""
+        return self.training_fingerprint or self.fingerprint
 
     @property
     def run_path(self) -> Path:
@@ -89,22 +89,22 @@ class Stage:
         return seed
 
     @cached_property
-    def progress(self) -> Progress:
+    def progress(self) -> ProgressWriter:
         """Return the writer of `progress.json`, with heartbeat and progress."""
-        return Progress(self.path / "progress.json")
+        return ProgressWriter(self.path / "progress.json")
 
     @cached_property
-    def metrics(self) -> Metrics:
+    def metrics(self) -> MetricsWriter:
         """Return the writer of `metrics.jsonl`, with the metrics of each step."""
-        return Metrics(self.path / "metrics.jsonl")
+        return MetricsWriter(self.path / "metrics.jsonl")
 
     def save(self) -> None:
         """Write `stage.toml`, from which `load_stage` restores the stage in another process."""
-        spec = {
+        saved_stage = {
             "model": self.model,
             "data": str(self.data or ""),
             "fingerprint": self.fingerprint,
-            "of_training": self.of_training,
+            "of_training": self.training_fingerprint,
             "kind": asdict(self.kind),
             "stage": self.config.model_dump(),
             "recipe": self.recipe.model_dump(),
@@ -112,50 +112,50 @@ class Stage:
             "origin": self.origin,
             "inputs": {name: {key: result[key] for key in _INPUT_KEYS} for name, result in self.inputs.items()},
         }
-        write_text(self.path / _SPEC_FILE, tomli_w.dumps(without_none(spec)))
+        write_text(self.path / _STAGE_FILE, tomli_w.dumps(without_none(saved_stage)))
 
 
 def load_stage(path: Path) -> Stage:
     """Read the `stage.toml` that `Stage.save` wrote to a stage directory."""
-    spec = tomllib.loads((path / _SPEC_FILE).read_text(encoding="utf-8"))
+    saved_stage = tomllib.loads((path / _STAGE_FILE).read_text(encoding="utf-8"))
     return Stage(
         path=path,
-        config=StageConfig.model_validate(spec["stage"]),
-        recipe=Recipe.model_validate(spec.get("recipe", {})),
-        model=spec.get("model", ""),
-        data=Path(spec["data"]) if spec.get("data") else None,
-        inputs=spec.get("inputs", {}),
-        fingerprint=spec["fingerprint"],
-        of_training=spec.get("of_training", ""),
-        origin=spec.get("origin", {}),
-        kind=read_kind(spec["kind"]),
-        sources=tuple(map(Source.model_validate, spec.get("sources", ()))),
+        config=StageConfig.model_validate(saved_stage["stage"]),
+        recipe=Recipe.model_validate(saved_stage.get("recipe", {})),
+        model=saved_stage.get("model", ""),
+        data=Path(saved_stage["data"]) if saved_stage.get("data") else None,
+        inputs=saved_stage.get("inputs", {}),
+        fingerprint=saved_stage["fingerprint"],
+        training_fingerprint=saved_stage.get("of_training", ""),
+        origin=saved_stage.get("origin", {}),
+        kind=read_kind(saved_stage["kind"]),
+        sources=tuple(map(ExternalSource.model_validate, saved_stage.get("sources", ()))),
     )
 
 
-def maker_of(path: Path) -> Path:
+def find_stage_that_made(path: Path) -> Path:
     """Return the directory of the stage that made a result, with its settings and checkpoints: the stage at `path`, or
     a stage of another run from which the result was reused. Return `path` if that run is gone."""
     folders = [path]
     while (result := read_result(folders[-1])) and (source := Path(result["reused_from"] or path)) not in folders:
         if (read_result(source) or {}).get("digest") != result["digest"]:
-            break  # that run has made it again since
+            break  # the stage of the other run has another result now
         folders.append(source)
-    return next((each for each in reversed(folders) if (each / _SPEC_FILE).is_file()), path)
+    return next((each for each in reversed(folders) if (each / _STAGE_FILE).is_file()), path)
 
 
-def num_requested_engines(path: Path, configured: int) -> int:
-    """Return the number of rollout engines that a training should have: as `cosmos scale` asked, or as configured."""
-    requested = read_json(path / ENGINES)
-    return requested if isinstance(requested, int) and not isinstance(requested, bool) and requested > 0 else configured
+def read_requested_engines(path: Path, num_configured: int) -> int:
+    """Return the number of rollout engines that `cosmos scale` requested for a training, or the configured number."""
+    num_requested = read_json(path / ENGINES_FILE)
+    return num_requested if type(num_requested) is int and num_requested > 0 else num_configured
 
 
 def read_kind(table: dict[str, Any]) -> StageKind:
     """Return the stage kind in a table of `dataclasses.asdict`; raise TypeError if another version wrote it."""
-    return StageKind(**_lists_to_tuples(table))
+    return StageKind(**_convert_lists_to_tuples(table))
 
 
-def _lists_to_tuples(value: Any) -> Any:
+def _convert_lists_to_tuples(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _lists_to_tuples(element) for key, element in value.items()}
+        return {key: _convert_lists_to_tuples(element) for key, element in value.items()}
     return tuple(value) if isinstance(value, list) else value

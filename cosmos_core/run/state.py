@@ -9,16 +9,16 @@ from typing import Any, Literal
 
 from cosmos_core.environment import mask_error_message
 from cosmos_core.errors import EXIT_CRASH, EXIT_REFUSED, CosmosError, OverBudget, Preempted, ProgramError
-from cosmos_core.run.files import Document, Seconds, read_document, warn_if_disk_full, write_json
+from cosmos_core.run.files import Document, UnixSeconds, read_document, warn_if_disk_full, write_json
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.process import Launcher
 
-FINISHED = frozenset({"done", "reused"})
+FINISHED_STATES = frozenset({"done", "reused"})
 _RANK_OR_ADDRESS_PATTERN = re.compile(r"\brank \d+: |\b0x[0-9a-fA-F]+\b")
 """Pattern of ranks and memory addresses, which may differ between two messages of the same error."""
 RERUN_EVENT = "remade"
 """Name of the event for a finished stage that runs again; the detail of the event is the reason."""
-ACTIVE = frozenset({"running", "retrying"})
+ACTIVE_STATES = frozenset({"running", "retrying"})
 
 logger = logging.getLogger(__name__)
 
@@ -29,21 +29,21 @@ class GpuInterval(Document):
     attempt: int
     gpus: int
     """Number of GPUs; on a machine without GPUs, the number of ranks and engines of the stage."""
-    begin: Seconds
-    end: Seconds | None = None
+    begin: UnixSeconds
+    end: UnixSeconds | None = None
     """End of the interval; None if the attempt still holds the GPUs, or if its launcher was killed."""
 
 
-class State(Launcher):
+class StageState(Launcher):
     """Content of `state.json`: the current state of a stage."""
 
     state: Literal["waiting", "running", "retrying", "reused", "done", "failed", "stopped"] = "waiting"
     attempt: int = 0
-    spans: list[tuple[Seconds, Seconds | None]] = []
+    spans: list[tuple[UnixSeconds, UnixSeconds | None]] = []
     """Start and end of each attempt; the end is None if the attempt is running or its launcher was killed."""
     holds: list[GpuInterval] = []
     """Intervals in which the attempts held GPUs; see `run.gpu_time`."""
-    ended: Seconds | None = None
+    ended: UnixSeconds | None = None
     """Time at which the stage entered its current state; None while the stage is active."""
     failures: int = 0
     """Number of consecutive failed attempts without progress."""
@@ -64,9 +64,9 @@ class State(Launcher):
     pid_started: float | None = None
     mark: str = ""
     """Value of the environment variable that marks every process of the attempt."""
-    renewed: Seconds | None = None
+    renewed: UnixSeconds | None = None
     """Time at which the launcher last confirmed, every two seconds, that it follows the attempt: a lease."""
-    heartbeat: Seconds | None = None
+    heartbeat: UnixSeconds | None = None
     """Time of the last heartbeat of the worker; this and the following fields are from its last progress report."""
     phase: str = ""
     step: int | None = None
@@ -95,18 +95,18 @@ class State(Launcher):
         return [(begin, max(begin, last_activity_time) if end is None else end) for begin, end in self.spans]
 
 
-def read_state(stage_path: Path) -> State:
+def read_state(stage_path: Path) -> StageState:
     """Return the state of a stage; if it is missing, damaged or outdated, derive it from the manifest."""
     # A new attempt removes the manifest when it begins, so a stage with a manifest is done.
-    state = read_document(stage_path / "state.json", State)
+    state = read_document(stage_path / "state.json", StageState)
     if (state is None or state.state == "running") and read_result(stage_path) is not None:
-        return (state or State()).model_copy(update={"state": "done"})
-    return state or State()
+        return (state or StageState()).model_copy(update={"state": "done"})
+    return state or StageState()
 
 
-def update_state(stage_path: Path, **changes: Any) -> State:
-    """Replace some fields of `state.json` atomically, without sync to disk, as it happens ten times per stage: a kill
-    loses nothing, and a power failure also ends the attempt that the state describes."""
+def update_state(stage_path: Path, **changes: Any) -> StageState:
+    """Replace some fields of `state.json` atomically, but without a sync to disk: only a power failure can lose the
+    change, and it also ends the attempt that the state describes."""
     stage_path.mkdir(parents=True, exist_ok=True)
     state = read_state(stage_path).model_copy(update=changes)
     write_json(stage_path / "state.json", state.model_dump(), durable=False)

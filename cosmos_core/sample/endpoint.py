@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from openai import OpenAI, OpenAIError
 
-from cosmos_core.data.tool_calls import decode_arguments, read_tools, with_json_arguments
+from cosmos_core.data.tool_calls import decode_arguments, read_tools, with_string_arguments_in_turns
 from cosmos_core.environment import mask_secrets
 from cosmos_core.errors import ConfigError, StageFailed, first_line
 from cosmos_core.models.hf import load_tokenizer
@@ -67,12 +67,12 @@ class Endpoint:
         self._client.close()
 
     def _request_completion(self, prompt: Prompt, turns: Sequence[Mapping[str, Any]], seed: int) -> Completion:
-        sampling, messages = self._sampling, cast(Any, with_json_arguments(turns))
+        sampling, messages = self._sampling, cast(Any, with_string_arguments_in_turns(turns))
         try:
             reply = self._client.chat.completions.create(
                 model=self._config.endpoint_model, messages=messages,
                 temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens,
-                seed=seed % (1 << 31), extra_body=_vllm_sampling_settings(sampling) | _tools_of(prompt),
+                seed=seed % (1 << 31), extra_body=_vllm_sampling_settings(sampling) | _make_tools_argument(prompt),
             )  # fmt: skip
         except ValueError as error:  # the server declares JSON and sends something else
             raise StageFailed(f"sample.endpoint = {self.url!r}: the reply is no JSON: {first_line(error)}") from error
@@ -80,28 +80,27 @@ class Endpoint:
             raise StageFailed(f"sample.endpoint = {self.url!r}: the reply has no choices: {str(reply)[:100]}")
         choice = reply.choices[0]
         # Replace lone surrogates, which tokenizers refuse.
-        text = _text_of(choice.message).encode(errors="replace").decode()
+        text = _make_reply_text(choice.message).encode(errors="replace").decode()
         ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         segment = Segment(ids, True, (0.0,) * len(ids), 0)  # log-probabilities of 0, since servers may return none
         return Completion((segment,), "stop" if choice.finish_reason in {"stop", "tool_calls"} else "length", text)
 
 
-def _tools_of(prompt: Prompt) -> dict[str, Any]:
+def _make_tools_argument(prompt: Prompt) -> dict[str, Any]:
     """Return the argument `tools` of the OpenAI chat API, whose key `function` describes each tool of a prompt."""
     tools = read_tools(prompt.metadata, f"prompt {prompt.id}") or ()
-    described = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-    return {"tools": described} if described else {}
+    api_tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    return {"tools": api_tools} if api_tools else {}
 
 
-def _text_of(message: Any) -> str:
+def _make_reply_text(message: Any) -> str:
     """Return the text of a reply, with the tool calls that the server has parsed, in Hermes' format."""
-    calls = [{"name": each.function.name, "arguments": each.function.arguments} for each in message.tool_calls or ()]
+    calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or ()]
     texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in decode_arguments(calls)]
     return "\n".join(filter(None, [message.content, *texts]))
 
 
 def _vllm_sampling_settings(sampling: Sampling) -> dict[str, Any]:
-    """Return the sampling settings that vLLM's API has in addition to OpenAI's, if they differ from their defaults,
-    since other servers may refuse them."""
+    """Return the settings of vLLM's API that differ from their defaults, since other servers may refuse them."""
     top_k = {"top_k": sampling.top_k} if sampling.top_k > 0 else {}
     return top_k | ({"repetition_penalty": sampling.repetition_penalty} if sampling.repetition_penalty != 1 else {})

@@ -14,22 +14,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.inputs import source_of
-from cosmos_core.config.schema.dataset import PASS_RATES
+from cosmos_core.config.inputs import referenced_stage
+from cosmos_core.config.schema.dataset import PASS_RATES_FILE
 from cosmos_core.data.chat import load_tool_schemas
 from cosmos_core.data.kinds.prompts import Prompts, open_prompts
-from cosmos_core.data.messages import read_system_prompt, with_system
+from cosmos_core.data.messages import add_system_turn, read_system_prompt
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.errors import DataError, Preempted, RewardError
 from cosmos_core.parallel.mesh import any_rank, broadcast_object, is_first, num_ranks
-from cosmos_core.rewards.base import all_invalid, full_value
+from cosmos_core.rewards.base import full_reward, invalid_scores_error
 from cosmos_core.rollout.base import generate
-from cosmos_core.run.files import raise_disk_full, replaced_folder, write_text
+from cosmos_core.run.files import raise_disk_full, replace_folder, write_text
 from cosmos_core.run.stage import Stage
-from cosmos_core.sample.records import FILE, SampledPrompt, append_records, read_records, record_prompt
-from cosmos_core.sample.selection import metrics_of, pass_rate, rows_of, select_completions
+from cosmos_core.sample.records import COMPLETIONS_FILE, SampledPrompt, append_records, read_records, record_prompt
+from cosmos_core.sample.selection import compute_pass_rate, make_metrics, make_rows, select_completions
 from cosmos_core.train.generation import open_engine
-from cosmos_core.train.measure import open_rewards, prepared_folder, shared, trained_rewards
+from cosmos_core.train.measure import open_rewards, prepared_folder, score_on_first_rank, training_rewards
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.types import Group, Outcome, Prompt, Sampling
 
@@ -44,34 +44,36 @@ def run(stage: Stage) -> Outcome:
     or of all, and Preempted if a stop was requested; finished batches are kept."""
     prompts = open_prompts(prepared_folder(stage), "train")
     records = _complete_prompts(stage, prompts, training_sampling(stage.recipe))
-    _require_rewards(stage.path / FILE, records)
-    config, rewards = stage.recipe.sample, trained_rewards(stage.recipe)
-    rates = [pass_rate(record, full_value(rewards, prompts[record.id].source)) for record in records]
+    _check_rewards(stage.path / COMPLETIONS_FILE, records)
+    config, rewards = stage.recipe.sample, training_rewards(stage.recipe)
+    pass_rates = [compute_pass_rate(record, full_reward(rewards, prompts[record.id].source)) for record in records]
     completions_to_keep = [
-        select_completions(record, config.keep, rate, stage.seed) for record, rate in zip(records, rates, strict=True)
+        select_completions(record, config.keep, rate, stage.seed)
+        for record, rate in zip(records, pass_rates, strict=True)
     ]
-    model_columns, policy = _model_columns(stage), stage.recipe.train.train_policy
+    model_columns, policy = _make_model_columns(stage), stage.recipe.train.train_policy
     multi_turn = stage.recipe.rollout.multi_turn_config
     tools = load_tool_schemas(multi_turn) if is_first() else []  # the first rank writes the rows
     rows: list[dict[str, Any]] = []
-    for record, rate, kept_completions in zip(records, rates, completions_to_keep, strict=True):
+    for record, rate, kept_completions in zip(records, pass_rates, completions_to_keep, strict=True):
         prompt = prompts[record.id]
-        columns = {"prompt_id": record.id, "pass_rate": rate, **tools_of(prompt, tools), **model_columns}
-        turns = messages_of(prompt, policy.system_prompt_of(prompt.source))
+        columns = {"prompt_id": record.id, "pass_rate": rate, **make_tools_column(prompt, tools), **model_columns}
+        turns = make_prompt_turns(prompt, policy.system_prompt_of(prompt.source))
         open_turn = _pop_open_turn(turns, prompt) if multi_turn.enable and multi_turn.continue_final_message else None
-        rows += rows_of(record, turns, config, kept_completions, columns, open_turn)
-    metrics = metrics_of(records, completions_to_keep, rates, len(rows))
+        rows += make_rows(record, turns, config, kept_completions, columns, open_turn)
+    metrics = make_metrics(records, completions_to_keep, pass_rates, len(rows))
     if not rows:
         raise DataError(_nothing_kept_message(records, metrics))
     if is_first():
         with raise_disk_full(stage.path):
-            with replaced_folder(stage.path / _ROWS_FOLDER) as folder:
+            with replace_folder(stage.path / _ROWS_FOLDER) as folder:
                 write_text(folder / "train.jsonl", _to_json_lines(rows))
-            rated_prompts = zip(records, rates, strict=True)
+            rated_prompts = zip(records, pass_rates, strict=True)
             lines = [{"prompt": prompts[each.id].text, "pass_rate": rate} for each, rate in rated_prompts]
-            write_text(stage.path / PASS_RATES, _to_json_lines(lines))
+            write_text(stage.path / PASS_RATES_FILE, _to_json_lines(lines))
     logger.info("%d rows of %d prompts", len(rows), len(prompts))
-    return Outcome(outputs=(_ROWS_FOLDER, PASS_RATES, FILE), metrics=metrics, info={"data": _ROWS_FOLDER})
+    outputs = (_ROWS_FOLDER, PASS_RATES_FILE, COMPLETIONS_FILE)
+    return Outcome(outputs=outputs, metrics=metrics, info={"data": _ROWS_FOLDER})
 
 
 def _complete_prompts(stage: Stage, prompts: Prompts, sampling: Sampling) -> list[SampledPrompt]:
@@ -84,13 +86,13 @@ def _complete_prompts(stage: Stage, prompts: Prompts, sampling: Sampling) -> lis
         return records
     with ExitStack() as stack:
         complete_prompts = _make_completer(stage, sampling, stack)
-        score_groups = shared(stack.enter_context(open_rewards(stage, trained_rewards(stage.recipe))))
+        score_groups = score_on_first_rank(stack.enter_context(open_rewards(stage, training_rewards(stage.recipe))))
         stage.progress.phase("generate")
         for start in range(len(records), len(prompts), batch_size):
             scored_groups = score_groups(complete_prompts(prompts[start : start + batch_size]))
             scores = [item for group in scored_groups for item in group.scores]
             if not records and all(item.value is None and item.is_raised for item in scores):
-                raise all_invalid(f"all {len(scores)} rewards of the first batch are invalid", scores)
+                raise invalid_scores_error(f"all {len(scores)} rewards of the first batch are invalid", scores)
             new_records = [record_prompt(group, sampling) for group in scored_groups]
             if is_first():
                 append_records(stage.path, new_records)
@@ -102,19 +104,18 @@ def _complete_prompts(stage: Stage, prompts: Prompts, sampling: Sampling) -> lis
 
 
 def _make_completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Callable[[Sequence[Prompt]], list[Group]]:
-    """Return a function that completes prompts with the model of the stage, or with an OpenAI-compatible server."""
     if stage.recipe.sample.endpoint:
         from cosmos_core.sample.endpoint import Endpoint  # imported here, since the package openai is optional
 
         endpoint = Endpoint(stage, sampling)
         stack.callback(endpoint.close)
 
-        def ask(prompts: Sequence[Prompt]) -> list[Group]:
+        def complete_prompts(prompts: Sequence[Prompt]) -> list[Group]:
             policy = stage.recipe.train.train_policy
-            conversations = [(each, messages_of(each, policy.system_prompt_of(each.source))) for each in prompts]
+            conversations = [(each, make_prompt_turns(each, policy.system_prompt_of(each.source))) for each in prompts]
             return broadcast_object(endpoint.complete(conversations) if is_first() else [])
 
-        return ask
+        return complete_prompts
     stage.progress.phase("load")
     engine = open_engine(stage, stage.progress.beat)
     stack.callback(engine.close)
@@ -122,11 +123,11 @@ def _make_completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Calla
     return partial(generate, engine, sampling=sampling, step=0)
 
 
-def messages_of(prompt: Prompt, system_prompt: str) -> list[dict[str, Any]]:
+def make_prompt_turns(prompt: Prompt, system_prompt: str) -> list[dict[str, Any]]:
     """Return the turns of a prompt's conversation; `system_prompt` is inserted if the prompt has no system turn."""
     content = prompt.metadata.get("prompt", prompt.text)
     turns = [{"role": "user", "content": content}] if isinstance(content, str) else [*content]
-    return with_system(turns, read_system_prompt(prompt.metadata) or system_prompt)
+    return add_system_turn(turns, read_system_prompt(prompt.metadata) or system_prompt)
 
 
 def _pop_open_turn(turns: list[dict[str, Any]], prompt: Prompt) -> dict[str, Any] | None:
@@ -137,24 +138,24 @@ def _pop_open_turn(turns: list[dict[str, Any]], prompt: Prompt) -> dict[str, Any
     return {**turns.pop(), "content": content if prompt.text.endswith(content) else content.rstrip()}
 
 
-def tools_of(prompt: Prompt, recipe_tools: Sequence[dict[str, Any]] = ()) -> dict[str, str]:
+def make_tools_column(prompt: Prompt, recipe_tools: Sequence[dict[str, Any]] = ()) -> dict[str, str]:
     """Return a column `tools`: the tools, as JSON, with which a prompt was rendered; without tools, no column."""
     tools = read_tools(prompt.metadata, f"prompt {prompt.id}") or recipe_tools
     return {"tools": json.dumps(tools, ensure_ascii=False)} if tools else {}
 
 
-def _model_columns(stage: Stage) -> dict[str, str]:
+def _make_model_columns(stage: Stage) -> dict[str, str]:
     """Return the columns of each row that name the model which generated the completions, and its digest."""
     if stage.recipe.sample.endpoint:
         return {"model": stage.recipe.sample.endpoint_model, "model_digest": ""}
-    if (source_stage := source_of(stage.config.model)) is not None:
+    if (source_stage := referenced_stage(stage.config.model)) is not None:
         return {"model": stage.config.model, "model_digest": stage.inputs[source_stage]["digest"]}
     digest_by_kind = {source.kind: source.digest for source in reversed(stage.sources)}
     model = stage.config.model or stage.recipe.policy.model_name_or_path
     return {"model": model, "model_digest": digest_by_kind.get("model", "")}
 
 
-def _require_rewards(file: Path, records: Sequence[SampledPrompt]) -> None:
+def _check_rewards(file: Path, records: Sequence[SampledPrompt]) -> None:
     """Check that at least one completion has a valid reward; otherwise remove the file of the records, so that a
     repeated stage generates and scores the completions again, and raise RewardError."""
     candidates = [candidate for record in records for candidate in record.candidates]

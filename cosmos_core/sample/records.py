@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.rollout.base import request_seed
-from cosmos_core.run.files import json_objects, raise_disk_full, write_text
+from cosmos_core.run.files import parse_json_objects, raise_disk_full, write_text
 from cosmos_core.types import Sampling, ScoredGroup
 
-FILE = "completions.jsonl"
+COMPLETIONS_FILE = "completions.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ def record_prompt(scored_group: ScoredGroup, sampling: Sampling) -> SampledPromp
 def read_records(folder: Path, batch_size: int, num_prompts: int) -> list[SampledPrompt]:
     """Return the records of complete batches of `batch_size` prompts, and remove those of an incomplete batch, so that
     a resumed stage generates the same batches as an uninterrupted one; the last batch may be smaller."""
-    path = folder / FILE
+    path = folder / COMPLETIONS_FILE
     if not path.is_file():
         return []
-    values = json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
+    values = parse_json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
     values = values[: num_prompts if len(values) >= num_prompts else len(values) // batch_size * batch_size]
     with raise_disk_full(folder):
         write_text(path, "".join(json.dumps(value) + "\n" for value in values))
@@ -72,7 +72,7 @@ def read_records(folder: Path, batch_size: int, num_prompts: int) -> list[Sample
 def append_records(folder: Path, records: Sequence[SampledPrompt]) -> None:
     """Append the records of a batch to `completions.jsonl`, and wait until the records are on the disk."""
     lines: list[dict[str, Any]] = [asdict(record) for record in records]
-    with raise_disk_full(folder), (folder / FILE).open("a", encoding="utf-8") as file:
+    with raise_disk_full(folder), (folder / COMPLETIONS_FILE).open("a", encoding="utf-8") as file:
         file.write("".join(json.dumps(line) + "\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())

@@ -13,29 +13,31 @@ from cosmos_core.sample.records import SampledPrompt, ScoredCompletion
 Message = Mapping[str, Any]
 
 
-def pass_rate(sampled_prompt: SampledPrompt, full: float | None) -> float | None:
-    """Return the fraction of valid completions with the full reward; None if none is valid, or the reward is
+def compute_pass_rate(sampled_prompt: SampledPrompt, full_reward: float | None) -> float | None:
+    """Return the fraction of valid completions with the full reward; None if none is valid, or that reward is
     unknown."""
-    values = _valid_rewards(sampled_prompt.candidates)
-    return None if full is None or not values else sum(has_full_reward(value, full) for value in values) / len(values)
+    rewards = _valid_rewards(sampled_prompt.candidates)
+    if full_reward is None or not rewards:
+        return None
+    return sum(has_full_reward(reward, full_reward) for reward in rewards) / len(rewards)
 
 
 def select_completions(
-    sampled_prompt: SampledPrompt, keep_config: KeepConfig, rate: float | None, seed: int
+    sampled_prompt: SampledPrompt, keep_config: KeepConfig, pass_rate: float | None, seed: int
 ) -> list[ScoredCompletion]:
-    """Return the completions of a prompt to keep, highest reward first. `rate` is the pass rate of the prompt; None:
-    the rate is unknown and does not exclude the prompt. `seed` is the seed of the random choice of at most
-    `max_per_prompt` completions."""
-    if rate is not None and not keep_config.min_pass_rate <= rate <= keep_config.max_pass_rate:
+    """Return the completions of a prompt to keep, highest reward first. A prompt without a known `pass_rate` is not
+    excluded. `seed` is the seed of the random choice of at most `max_per_prompt` completions."""
+    if pass_rate is not None and not keep_config.min_pass_rate <= pass_rate <= keep_config.max_pass_rate:
         return []
     min_reward = float("-inf") if keep_config.min_reward is None else keep_config.min_reward
-    valid = [each for each in _valid_completions(sampled_prompt) if each.is_finished or not keep_config.finished]
-    eligible = [each for each in valid if each.reward is not None and each.reward >= min_reward]
+    valid_completions = _valid_completions(sampled_prompt)
+    eligible = [each for each in valid_completions if each.is_finished or not keep_config.finished]
+    eligible = [each for each in eligible if each.reward is not None and each.reward >= min_reward]
     eligible.sort(key=_descending_reward_key)
     if keep_config.unique:
         best_by_text: dict[str, ScoredCompletion] = {}
-        for each in eligible:
-            best_by_text.setdefault(str(each.turns), each)
+        for completion in eligible:
+            best_by_text.setdefault(str(completion.turns), completion)
         eligible = [*best_by_text.values()]
     eligible = eligible[: keep_config.best or None]
     if keep_config.max_per_prompt and len(eligible) > keep_config.max_per_prompt:
@@ -51,24 +53,24 @@ def select_pair(
     if the two rewards do not differ by more than `min_margin`."""
     if not eligible:
         return None
-    best, worst = eligible[0], max(_valid_completions(sampled_prompt), key=_descending_reward_key)
-    assert best.reward is not None and worst.reward is not None
-    return (best, worst) if best.reward - worst.reward > min_margin else None
+    chosen, rejected = eligible[0], max(_valid_completions(sampled_prompt), key=_descending_reward_key)
+    assert chosen.reward is not None and rejected.reward is not None
+    return (chosen, rejected) if chosen.reward - rejected.reward > min_margin else None
 
 
-def rows_of(
+def make_rows(
     sampled_prompt: SampledPrompt,
     prompt: Sequence[Message],
     config: SampleStageConfig,
     eligible: Sequence[ScoredCompletion],
-    provenance_columns: Mapping[str, Any],
+    origin_columns: Mapping[str, Any],
     open_turn: Message | None = None,
 ) -> list[dict[str, Any]]:
     """Return the rows of a prompt for its kept completions (`eligible`): conversations, or at most one pair if `config`
-    sets `pairs`; columns with the origin of the rows are added. The first turn of a completion continues `open_turn`;
-    None: it is a turn of its own."""
+    sets `pairs`, each with `origin_columns`. A completion's first turn continues `open_turn` (None: it is a turn of its
+    own)."""
 
-    def turns_of(completion: ScoredCompletion) -> list[Message]:
+    def make_turns(completion: ScoredCompletion) -> list[Message]:
         if open_turn is None:
             return [*completion.turns]
         first, *others = completion.turns
@@ -77,18 +79,19 @@ def rows_of(
     if config.pairs:
         if (pair := select_pair(sampled_prompt, eligible, config.min_margin)) is None:
             return []
-        best, worst = pair
+        chosen, rejected = pair
         return [{
-            "prompt": [*prompt], "chosen": turns_of(best), "rejected": turns_of(worst), "reward": best.reward,
-            "rejected_reward": worst.reward, "seed": best.seed, "rejected_seed": worst.seed, **provenance_columns,
+            "prompt": [*prompt], "chosen": make_turns(chosen), "rejected": make_turns(rejected),
+            "reward": chosen.reward, "rejected_reward": rejected.reward,
+            "seed": chosen.seed, "rejected_seed": rejected.seed, **origin_columns,
         }]  # fmt: skip
     return [
-        {"conversations": [*prompt, *turns_of(each)], "reward": each.reward, "seed": each.seed, **provenance_columns}
+        {"conversations": [*prompt, *make_turns(each)], "reward": each.reward, "seed": each.seed, **origin_columns}
         for each in eligible
     ]
 
 
-def metrics_of(
+def make_metrics(
     records: Sequence[SampledPrompt],
     eligible: Sequence[Sequence[ScoredCompletion]],
     pass_rates: Sequence[float | None],
@@ -102,13 +105,13 @@ def metrics_of(
     reward_groups = [values for record in records if (values := _valid_rewards(record.candidates))]
     candidates = [item for record in records for item in record.candidates]
     kept_rewards = [reward for completions in eligible for reward in _valid_rewards(completions)]
-    known_rates = [known_rate for known_rate in pass_rates if known_rate is not None]
+    known_pass_rates = [pass_rate for pass_rate in pass_rates if pass_rate is not None]
     mean_metrics = {
         "reward_random": [float(np.mean(values)) for values in reward_groups],
         "reward_best": [max(values) for values in reward_groups],
         "reward_kept": kept_rewards,
-        "pass_rate": known_rates,
-        "solved": [float(known_rate > 0) for known_rate in known_rates],
+        "pass_rate": known_pass_rates,
+        "solved": [float(pass_rate > 0) for pass_rate in known_pass_rates],
         "length": [float(item.num_tokens) for item in candidates],
         "truncated": [float(not item.is_finished) for item in candidates],
     }
@@ -123,7 +126,6 @@ def metrics_of(
 
 
 def _valid_completions(sampled_prompt: SampledPrompt) -> list[ScoredCompletion]:
-    """Return the completions of a prompt that have a valid reward and a text."""
     return [each for each in sampled_prompt.candidates if each.reward is not None and each.text.strip()]
 
 

@@ -27,7 +27,7 @@ TOOLS_KEY = "rollout.multi_turn_config.tools"
 _TOOL_ATTRIBUTE = "is_tool_of_a_policy"
 _CALL_START_TAG, _CALL_END_TAG = "<tool_call>", "</tool_call>"
 _REASONING_END_TAG = "</think>"
-_MAX_NAME_LENGTH = 60
+_MAX_TOOL_NAME_LENGTH = 60
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -69,7 +69,7 @@ def load_tool(path: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def tool_names(paths: Iterable[str]) -> dict[str, str]:
+def tool_paths_by_name(paths: Iterable[str]) -> dict[str, str]:
     """Return the import path of each tool by its function name; raise `ConfigError` if two tools have the same name."""
     paths_by_name: dict[str, str] = {}
     for path in paths:
@@ -80,7 +80,7 @@ def tool_names(paths: Iterable[str]) -> dict[str, str]:
     return paths_by_name
 
 
-def parse_calls(text: str) -> list[ToolCall]:
+def parse_tool_calls(text: str) -> list[ToolCall]:
     """Return the tool calls of an assistant's turn in order, without calls inside the reasoning before `</think>`.
 
     A call that cannot be parsed is in the list with its error, so that the policy receives the error as a result.
@@ -88,35 +88,35 @@ def parse_calls(text: str) -> list[ToolCall]:
     calls = []
     search_start = max(0, text.rfind(_REASONING_END_TAG))
     while (call_start := text.find(_CALL_START_TAG, search_start)) >= 0:
-        call, search_start = _read_call(text, call_start + len(_CALL_START_TAG))
+        call, search_start = _parse_call_at(text, call_start + len(_CALL_START_TAG))
         calls.append(call)
     return calls
 
 
-def _read_call(text: str, call_start: int) -> tuple[ToolCall, int]:
+def _parse_call_at(text: str, call_start: int) -> tuple[ToolCall, int]:
     """Return the tool call that begins at a position of a text, and the position after the call.
 
     The JSON parser determines the end of the call, because a string in the JSON may contain the end mark.
     """
     json_start = call_start + len(text[call_start:]) - len(text[call_start:].lstrip())
     try:
-        value, end = _JSON_DECODER.raw_decode(text, json_start)
-        next_position = end + len(text[end:]) - len(text[end:].lstrip())
-        if not text.startswith(_CALL_END_TAG, next_position):
-            has_end_tag = _CALL_END_TAG in text[next_position:]
+        value, json_end = _JSON_DECODER.raw_decode(text, json_start)
+        end_tag_start = json_end + len(text[json_end:]) - len(text[json_end:].lstrip())
+        if not text.startswith(_CALL_END_TAG, end_tag_start):
+            has_end_tag = _CALL_END_TAG in text[end_tag_start:]
             raise ValueError("more than one JSON value" if has_end_tag else f"no {_CALL_END_TAG} behind it")
-        return _parse_call_object(value), next_position + len(_CALL_END_TAG)
+        return _make_tool_call(value), end_tag_start + len(_CALL_END_TAG)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        end = text.find(_CALL_END_TAG, call_start)
-        position = len(text) if end < 0 else end + len(_CALL_END_TAG)
-        return ToolCall("", error=f"the tool call cannot be read: {reason}"), position
+        end_tag_start = text.find(_CALL_END_TAG, call_start)
+        call_end = len(text) if end_tag_start < 0 else end_tag_start + len(_CALL_END_TAG)
+        return ToolCall("", error=f"the tool call cannot be read: {reason}"), call_end
 
 
-def _parse_call_object(value: Any) -> ToolCall:
+def _make_tool_call(value: Any) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall("", error='a tool call is {"name": "...", "arguments": {...}}')
-    name, arguments = value["name"][:_MAX_NAME_LENGTH], value.get("arguments")
+    name, arguments = value["name"][:_MAX_TOOL_NAME_LENGTH], value.get("arguments")
     if isinstance(arguments, str):  # OpenAI's format has the arguments as JSON text
         arguments = _JSON_DECODER.decode(arguments) if arguments.strip() else {}
     if arguments is None:
@@ -126,8 +126,8 @@ def _parse_call_object(value: Any) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _refuse(constant: str) -> Any:
+def _refuse_constant(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
 
-_JSON_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_JSON_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -20,20 +20,22 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from cosmos_core.environment import masked
+from cosmos_core.environment import mask_text
 from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.rewards.base import error_on_one_line
-from cosmos_core.rewards.process import START_SECONDS, WorkerPool, begin, describe_exit, wait_for_futures
-from cosmos_core.tools.base import TOOLS_KEY, ToolCall, ToolResult, load_tool, tool_names
+from cosmos_core.rewards.process import START_TIMEOUT_SECONDS, WorkerPool, describe_exit, init_worker, wait_for_futures
+from cosmos_core.tools.base import TOOLS_KEY, ToolCall, ToolResult, load_tool, tool_paths_by_name
 
 log = logging.getLogger(__name__)
 
 _MAX_RESULT_LENGTH = 1 << 16
 """Maximum number of characters of a tool's result that the policy receives."""
-_MAX_SECRET_LENGTH = 4096  # characters after the maximum that are masked too, so that truncation cuts no secret in two
+_MAX_SECRET_LENGTH = 4096  # characters after the maximum that are masked too, because a secret may begin before it
 _MAX_PROCESSES = 16
-_MAX_BROKEN_POOLS = 3  # maximum number of process pools in one call of `results`; a pool breaks if an idle process dies
+_MAX_BROKEN_POOLS = (
+    3  # maximum number of process pools in one call of `run_calls`; a pool breaks if an idle process dies
+)
 
 
 class ToolRunner(WorkerPool):
@@ -54,7 +56,7 @@ class ToolRunner(WorkerPool):
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Set up the runner; `num_workers` None: one process per core, at most 16; `beat`: heartbeat during waits."""
-        self._paths = tool_names(paths)
+        self._paths = tool_paths_by_name(paths)
         self._timeout, self._env, self._beat = timeout_seconds, tuple(env), beat
         self._num_workers = min(num_workers or len(os.sched_getaffinity(0)), _MAX_PROCESSES)
 
@@ -63,32 +65,32 @@ class ToolRunner(WorkerPool):
         a signature lacks types, or a docstring lacks descriptions."""
         return self._call_in_pool(_make_schemas) if self._paths else []
 
-    def results(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+    def run_calls(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Make tool calls concurrently, and return the results in the order of the calls."""
-        results = [self._refusal(call) for call in calls]
+        results = [self._invalid_call_result(call) for call in calls]
         for _ in range(_MAX_BROKEN_POOLS):
             if not (pending_indices := [i for i, result in enumerate(results) if result is None]):
                 break
-            pool = self._working_pool()
+            pool = self._get_working_pool()
             futures = [
                 pool.schedule(_call_tool, args=(self._paths[calls[i].name], calls[i].arguments), timeout=self._timeout)
                 for i in pending_indices
             ]
-            if not wait_for_futures(futures, self._timeout + START_SECONDS, self._beat):
-                self.close()  # the pool is unusable: a call was lost with its process, or no process started
+            if not wait_for_futures(futures, self._timeout + START_TIMEOUT_SECONDS, self._beat):
+                self.close()  # the pool is unusable: a process with a call was lost, or no process started
             for i, future in zip(pending_indices, futures, strict=True):
-                results[i] = self._finished_result(calls[i].name, future)
-        return [result or _error("its process ended") for result in results]
+                results[i] = self._collect_result(calls[i].name, future)
+        return [result or _error_result("its process ended") for result in results]
 
-    def _refusal(self, call: ToolCall) -> ToolResult | None:
-        """Return an error result if a tool call is malformed or names an unknown tool; None: the tool can be called."""
+    def _invalid_call_result(self, call: ToolCall) -> ToolResult | None:
+        """Return an error as the result of a call that is malformed or names an unknown tool; None: a valid call."""
         if call.error:
-            return _error(call.error)
+            return _error_result(call.error)
         if call.name not in self._paths:
-            return _error(f"there is no tool {call.name!r}; there are: {', '.join(self._paths) or 'none'}")
+            return _error_result(f"there is no tool {call.name!r}; there are: {', '.join(self._paths) or 'none'}")
         return None
 
-    def _finished_result(self, name: str, future: Future[ToolResult]) -> ToolResult | None:
+    def _collect_result(self, name: str, future: Future[ToolResult]) -> ToolResult | None:
         """Return the result of a tool call that has ended; None: the process pool broke before the call began."""
         try:
             return future.result(timeout=0)
@@ -97,28 +99,29 @@ class ToolRunner(WorkerPool):
         except (ProcessExpired, TimeoutError) as error:
             reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else describe_exit(error)
             log.warning("tool %s: %s", name, reason)
-            return _error(reason)
+            return _error_result(reason)
         except Exception as error:  # noqa: BLE001 - any error, such as of unpicklable arguments, goes to the policy
-            return _error(error_on_one_line(error))
+            return _error_result(error_on_one_line(error))
 
-    def _open(self) -> ProcessPool:
-        pool = self._replace_pool(_start_worker, list(self._paths.values()), env=self._env, count=self._num_workers)
+    def _start_pool(self) -> ProcessPool:
+        paths = list(self._paths.values())
+        pool = self._replace_pool(_start_worker, paths, env=self._env, num_processes=self._num_workers)
         self._call_in_pool(_load_tools)
         return pool
 
     def _call_in_pool(self, function: Callable[[list[str]], Any]) -> Any:
-        pool = self._pool or self._open()
+        pool = self._pool or self._start_pool()
         try:
             with cleanup_on_error(self.close):
                 future = pool.schedule(function, args=(list(self._paths.values()),))
-                if not wait_for_futures([future], START_SECONDS, self._beat):
-                    raise StageFailed(f"{TOOLS_KEY}: the tools were not loaded in {START_SECONDS:g} s")
+                if not wait_for_futures([future], START_TIMEOUT_SECONDS, self._beat):
+                    raise StageFailed(f"{TOOLS_KEY}: the tools were not loaded in {START_TIMEOUT_SECONDS:g} s")
                 return future.result()
         except (BrokenProcessPool, ProcessExpired) as error:
             raise StageFailed(f"{TOOLS_KEY}: a process ended while it loaded the tools") from error
 
 
-def _error(text: str) -> ToolResult:
+def _error_result(text: str) -> ToolResult:
     return ToolResult(f"Error: {text}", is_error=True)
 
 
@@ -127,7 +130,7 @@ def _error(text: str) -> ToolResult:
 
 def _start_worker(paths: Sequence[str], env: Sequence[str], parent_pid: int) -> None:
     """Initialise a worker process and import the user's tools; the import before the first call reports errors."""
-    begin(env, parent_pid)
+    init_worker(env, parent_pid)
     with suppress(ConfigError):
         _load_tools(paths)
 
@@ -165,6 +168,6 @@ def _call_tool(path: str, arguments: dict[str, Any]) -> ToolResult:
     except BaseException as error:  # noqa: BLE001 - the user's tool may raise any error; the policy receives its text
         text, is_error = f"Error: {error_on_one_line(error)}", True
     is_truncated = len(text) > _MAX_RESULT_LENGTH
-    text = masked(text[: _MAX_RESULT_LENGTH + _MAX_SECRET_LENGTH]) if is_truncated else masked(text)
-    text = text.encode(errors="replace").decode()  # tokenizers refuse a lone surrogate, half of a UTF-16 pair
+    text = mask_text(text[: _MAX_RESULT_LENGTH + _MAX_SECRET_LENGTH]) if is_truncated else mask_text(text)
+    text = text.encode(errors="replace").decode()  # tokenizers refuse lone surrogates (halves of UTF-16 pairs)
     return ToolResult(text[:_MAX_RESULT_LENGTH] + "..." * is_truncated, is_error)

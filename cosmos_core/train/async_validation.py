@@ -2,8 +2,8 @@
 
 Held-out prompts are sent as ordinary requests, but only to engines with the weights of the validated step. These
 engines get no newer weights until all held-out completions are done. Meanwhile, the training uses completions of the
-validated weights, for at most `allowed_outdated_steps` steps. The random seeds are those of a synchronous validation,
-so an asynchronous validation returns the same metrics.
+validated weights, for at most `allowed_outdated_steps` steps. The seeds and metrics are those of a synchronous
+validation.
 """
 
 import logging
@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from cosmos_core.cluster.group import RanksMustRestart
-from cosmos_core.errors import BY_NAME, CosmosError, serialise_error
+from cosmos_core.errors import ERRORS_BY_NAME, CosmosError, serialise_error
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rollout.engine_pool import WeightsUnavailable
 from cosmos_core.rollout.fleet import Fleet
-from cosmos_core.train.measure import Completions
+from cosmos_core.train.measure import CompletionValidation
 from cosmos_core.types import Group, ScoredGroup
 
 logger = logging.getLogger(__name__)
@@ -29,10 +29,9 @@ class AsyncValidation:
     """Runner of one asynchronous validation at a time; all ranks call its methods together."""
 
     def __init__(
-        self, completions: Completions, fleet: Fleet, resync: Callable[[int], object], beat: Callable[[], None]
+        self, completions: CompletionValidation, fleet: Fleet, resync: Callable[[int], object], beat: Callable[[], None]
     ) -> None:
-        """Prepare to run asynchronous validations; the first rank scores the `completions`. `resync` sends the current
-        weights, labelled with a step number, to engines without weights; `beat` reports that the stage is alive."""
+        """`resync` sends the current weights, as a version number, to engines without weights."""
         self._completions, self._fleet, self._resync, self._beat = completions, fleet, resync, beat
         self.step: int | None = None
         """Number of the step that is being validated; None: no validation is running."""
@@ -51,18 +50,17 @@ class AsyncValidation:
         self._error_info = None
         if is_first():
             prompts, sampling, seed_step = self._completions.validation_requests
-            futures = [self._fleet.request(each, sampling, seed_step, version=self._fleet.version) for each in prompts]
-            threading.Thread(
-                target=self._score_completions, args=(step, futures), daemon=True, name="validation"
-            ).start()
+            version = self._fleet.version
+            futures = [self._fleet.request(prompt, sampling, seed_step, version=version) for prompt in prompts]
+            thread_args = (step, futures)
+            threading.Thread(target=self._score_completions, args=thread_args, daemon=True, name="validation").start()
 
     def check(self) -> None:
-        """Call the function `on_end` with the result if the running validation has ended. Raise RanksMustRestart if all
-        engines with the validated weights have died, or the error of a validation that failed."""
+        """Call `on_end` with the metrics of a validation that has ended, or raise its error or RanksMustRestart."""
         if self.step is None:
             return
-        local_state = (self._done_event.is_set(), self._metrics, self._error_info) if is_first() else None
-        is_finished, metrics, error_info = broadcast_object(local_state)  # type: ignore[misc]
+        validation_state = (self._done_event.is_set(), self._metrics, self._error_info) if is_first() else None
+        is_finished, metrics, error_info = broadcast_object(validation_state)  # type: ignore[misc]
         if not is_finished:
             return
         step, self.step = self.step, None
@@ -70,12 +68,11 @@ class AsyncValidation:
             name, message = error_info
             if name == WeightsUnavailable.__name__:
                 raise RanksMustRestart(f"validation of step {step}: {message}")
-            raise BY_NAME[name](message)
+            raise ERRORS_BY_NAME[name](message)
         self.on_end(step, metrics)
 
     def wait(self, step: int, on_wait: Callable[[], None]) -> None:
-        """Wait until no validation is running. `on_wait` is called repeatedly during the wait and may raise. `step`:
-        the step of the current weights, which are sent to engines that were restarted."""
+        """Wait until no validation is running. Engines that restart get the weights of `step`; `on_wait` may raise."""
         while self.step is not None:
             if is_first():
                 self._done_event.wait(_POLL_SECONDS)
@@ -87,18 +84,18 @@ class AsyncValidation:
             if broadcast_object(self._fleet.needs_weights if is_first() else None):
                 self._resync(step)
 
-    def _score_completions(self, step: int, asked: Sequence[Future[Group]]) -> None:
+    def _score_completions(self, step: int, futures: Sequence[Future[Group]]) -> None:
         """Score each requested group of held-out completions when it is complete, in a thread of the first rank."""
         start_time = time.perf_counter()
         try:
             scored_groups: dict[Future[Group], ScoredGroup] = {}
-            pending_futures = set(asked)
+            pending_futures = set(futures)
             while pending_futures:
                 done_futures, pending_futures = wait(pending_futures, return_when=FIRST_COMPLETED)
-                ordered_futures = [future for future in asked if future in done_futures]
+                ordered_futures = [future for future in futures if future in done_futures]
                 groups = self._completions.score([future.result() for future in ordered_futures])
                 scored_groups |= dict(zip(ordered_futures, groups, strict=True))
-            metrics = self._completions.log_metrics(step, [scored_groups[future] for future in asked])
+            metrics = self._completions.log_metrics(step, [scored_groups[future] for future in futures])
             self._metrics = {**metrics, "time/validate": time.perf_counter() - start_time}
         except WeightsUnavailable as error:
             self._error_info = WeightsUnavailable.__name__, str(error)

@@ -14,38 +14,38 @@ from transformers.initialization import meta_device_safe_creation_ops
 
 from cosmos_core.algorithms.base import metric_weights
 from cosmos_core.algorithms.registry import algorithm_class
-from cosmos_core.config.inputs import source_of
+from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.schema.lora import LoraConfig
-from cosmos_core.config.schema.pipeline import BLOCK
+from cosmos_core.config.schema.pipeline import BLOCK_PREFIX
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.data import prepare
-from cosmos_core.data.chat import ToolText, prompt_rendering
+from cosmos_core.data.chat import ToolResultTokens, make_prompt_rendering
 from cosmos_core.data.prepare import read_stop_tokens
 from cosmos_core.data.prepared import HELD_OUT_REMEDY, has_images, preview_rows
 from cosmos_core.errors import DataError, ModelError, RewardError
 from cosmos_core.models.balance import load_balancing_settings
 from cosmos_core.models.freeze import mark_trained_weights
-from cosmos_core.models.generation_config import FILE, find_refused_settings
+from cosmos_core.models.generation_config import GENERATION_CONFIG, find_refused_settings
 from cosmos_core.models.hf import check_row_length, check_rows, load_config, load_tokenizer, model_without_weights
-from cosmos_core.models.lora import is_adapted
+from cosmos_core.models.lora import has_lora_adapter
 from cosmos_core.models.lora_targets import describe_adapter
 from cosmos_core.models.processor import processor_files
 from cosmos_core.models.sharded_load import check_file_tensors, init_on_meta
 from cosmos_core.models.teacher import check_teacher
 from cosmos_core.models.verify_export import check_export_possible
 from cosmos_core.parallel.pipeline import apply_pp
-from cosmos_core.registry import suggestion
-from cosmos_core.rewards.exchange import ping, service_of
+from cosmos_core.registry import suggest_names
+from cosmos_core.rewards.exchange import ping, read_service_endpoints
 from cosmos_core.rewards.service.config import read_config
-from cosmos_core.rewards.wan_latents import inspect_vae
+from cosmos_core.rewards.wan_latents import describe_vae
 from cosmos_core.rollout.registry import check_engine
 from cosmos_core.run.stage import Stage
-from cosmos_core.tools.base import tool_names
-from cosmos_core.train.check_rewards import call_rewards, first_prompts, groups_of_rows
+from cosmos_core.tools.base import tool_paths_by_name
+from cosmos_core.train.check_rewards import call_rewards, first_prompts, make_test_groups
 from cosmos_core.train.feeds import unused_rows_message
 from cosmos_core.train.hooks import Hooks
-from cosmos_core.train.measure import Rewards, reward_weights, trained_rewards
+from cosmos_core.train.measure import Rewards, held_out_rewards, training_rewards
 from cosmos_core.train.optim import check_module_paths
 from cosmos_core.types import JsonValue, Outcome
 
@@ -54,12 +54,8 @@ _MAX_COLUMNS = 20  # maximum number of unused dataset columns that the report li
 
 
 def run(stage: Stage) -> Outcome:
-    """Check the model, tokenizer, rows and rewards of the stage, and return the findings as the outcome's `info`.
-
-    Raises:
-        ConfigError, DataError, ModelError, RewardError: the first problem.
-    """
-    if stage.kind.trains_model:  # import code of the user, to report its errors before the run
+    """Check the model, tokenizer, rows and rewards of the stage, and return a report as the outcome's `info`."""
+    if stage.kind.trains_model:  # import user-defined code, to report its errors before the run
         algorithm_class(stage.recipe.train.train_policy)
         Hooks(stage)
     if stage.recipe.policy.is_diffusers:
@@ -78,27 +74,28 @@ def run(stage: Stage) -> Outcome:
             raise DataError(str(lost_text_message))
         statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
         lines += [*_describe_rows(stage, statistics), *cast(list[str], outcome.info.get("notices", []))]
-        lines += filter(None, [check_rows(config, stage.path / "data", lambda: _empty_model(stage))])
-        info |= _batches(stage, statistics["train"]["rows"], statistics, lines)
+        lines += filter(None, [check_rows(config, stage.path / "data", lambda: _make_meta_model(stage))])
+        info |= _check_row_counts(stage, statistics["train"]["rows"], statistics, lines)
         info |= {"has_images": True} if has_images(stage.path / "data") else {}
         info["prompts"] = first_prompts(stage.path / "data")
         info["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MAX_EXAMPLES))
     else:
-        lines += filter(None, [check_file_tensors(_empty_model(stage), stage.model, revision, stage.progress.beat)])
+        lines += filter(None, [check_file_tensors(_make_meta_model(stage), stage.model, revision, stage.progress.beat)])
         lines += _check_model(stage)
         refused_settings = find_refused_settings(stage.model, revision)
         if refused_settings and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
             raise ModelError(
-                f"{stage.model}/{FILE}: vLLM refuses to load {', '.join(refused_settings)}; remove it there"
+                f"{stage.model}/{GENERATION_CONFIG}: vLLM refuses to load {', '.join(refused_settings)}; "
+                "remove it there"
             )
-        if _completes_prompts(stage):
+        if _generates_completions(stage):
             check_engine(stage.recipe.rollout.backend, config, stage.model)
         if stage.kind.trains_model:
             files = processor_files(stage.model, revision, stage.recipe.policy.chat_template)
             check_export_possible(config, tokenizer, stage.model, files)
-            lines += _precision_line(config, stage.recipe.train.param_dtype)
-        teacher = stage.recipe.teacher_of(stage.kind)
-        if teacher and source_of(teacher.model_name_or_path) is None:
+            lines += _describe_precision(config, stage.recipe.train.param_dtype)
+        teacher = stage.recipe.stage_teacher(stage.kind)
+        if teacher and referenced_stage(teacher.model_name_or_path) is None:
             lines.append(check_teacher(teacher, stage.recipe, tokenizer))
         rewards = check_rewards(stage)
         lines += rewards
@@ -107,29 +104,26 @@ def run(stage: Stage) -> Outcome:
     return Outcome(info={**info, "found": "; ".join(lines)})
 
 
-def _empty_model(stage: Stage) -> PreTrainedModel:
-    """Return the stage's model on the meta device, without reading its weights."""
+def _make_meta_model(stage: Stage) -> PreTrainedModel:
     policy, dtype = stage.recipe.policy, getattr(torch, stage.recipe.train.master_dtype)
     with torch.device("meta"), meta_device_safe_creation_ops():
         return model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
 
 
-def _batches(stage: Stage, num_rows: int, splits: Container[str], warnings: list[str]) -> dict[str, JsonValue]:
-    """Append a message about rows that do not fill a batch to the report lines `warnings`; return errors for later
-    stages under the keys `too_few`, of fewer rows than one batch, and `no_held_out`, of no validation split."""
+def _check_row_counts(stage: Stage, num_rows: int, splits: Container[str], lines: list[str]) -> dict[str, JsonValue]:
+    """Append a message about unused rows to the report `lines`; return errors for stages that train on the rows."""
     errors: dict[str, JsonValue] = {}
     if "validation" not in splits:
         errors["no_held_out"] = f"no row is held out; {HELD_OUT_REMEDY}"
     try:
-        warnings += filter(None, [unused_rows_message(stage.recipe, num_rows)])
+        lines += filter(None, [unused_rows_message(stage.recipe, num_rows)])
     except DataError as error:
         errors["too_few"] = str(error)
     return errors
 
 
 def _check_model(stage: Stage) -> list[str]:
-    """Build the model with its LoRA adapter but without weights, and return report lines about the adapter. With
-    pipeline parallelism, also divide the model into pipeline stages."""
+    """Build the model without weights, and return report lines about its LoRA adapter."""
     policy, parallelism = stage.recipe.policy, stage.recipe.policy.parallelism
     is_pipelined = stage.kind.has_mesh and parallelism.pp_size > 1
     with nullcontext() if is_pipelined else torch.device("meta"), meta_device_safe_creation_ops():
@@ -137,26 +131,26 @@ def _check_model(stage: Stage) -> list[str]:
             dtype, cpu = getattr(torch, stage.recipe.train.master_dtype), torch.device("cpu")
             model = init_on_meta(stage.model, revision=policy.model_revision, dtype=dtype, device=cpu)
         else:
-            model = _empty_model(stage)
+            model = _make_meta_model(stage)
         if stage.kind.trains_model:
             mark_trained_weights(model, policy)
             load_balancing_settings(model, policy.aux_loss_coeff)
             check_module_paths(model, stage.recipe.train)
-    lines = _adapter_lines(model, policy.lora)
+    lines = _describe_adapter(model, policy.lora)
     if is_pipelined:
         apply_pp(model, parallelism, 0)
     return lines
 
 
-def _completes_prompts(stage: Stage) -> bool:
-    """Return True if a rollout engine completes training or held-out prompts with the model of the stage."""
-    recipe, has_endpoint = stage.recipe, stage.kind.table == "sample" and bool(stage.recipe.sample.endpoint)
-    is_validated = StageContext(recipe, stage.kind).measures_held_out and recipe.completes_held_out
-    return is_validated or (stage.kind.completes_prompts and not has_endpoint)
+def _generates_completions(stage: Stage) -> bool:
+    """Return whether the stage generates completions of training or held-out prompts with a rollout engine."""
+    recipe, uses_endpoint = stage.recipe, stage.kind.table == "sample" and bool(stage.recipe.sample.endpoint)
+    is_validated = StageContext(recipe, stage.kind).measures_held_out_rows and recipe.completes_held_out_rows
+    return is_validated or (stage.kind.completes_prompts and not uses_endpoint)
 
 
-def _precision_line(config: PretrainedConfig, dtype: str) -> list[str]:
-    """Return a report line if the `export` stage writes 16-bit weights although the base model has wider weights."""
+def _describe_precision(config: PretrainedConfig, dtype: str) -> list[str]:
+    """Return a report line if exports have 16-bit weights although the base model has wider weights."""
     base_dtype = str(getattr(config.get_text_config(), "dtype", None) or config.dtype or dtype).removeprefix("torch.")
     if base_dtype not in {"float32", "float64"} or torch.finfo(getattr(torch, dtype)).bits > 16:
         return []
@@ -165,27 +159,27 @@ def _precision_line(config: PretrainedConfig, dtype: str) -> list[str]:
     ]
 
 
-def _adapter_lines(model: nn.Module, lora: LoraConfig | None) -> list[str]:
-    return [describe_adapter(model, lora.target_modules)] if lora and is_adapted(model) else []
+def _describe_adapter(model: nn.Module, lora: LoraConfig | None) -> list[str]:
+    return [describe_adapter(model, lora.target_modules)] if lora and has_lora_adapter(model) else []
 
 
 def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
     """Return the report on a diffusion model and its training rows, without reading the model's weights."""
-    policy, families_module = stage.recipe.policy, importlib.import_module("cosmos_core.models.families")
+    policy = stage.recipe.policy
     stage.progress.phase("load")
-    family = families_module.open_family(stage.model, policy)
+    family = importlib.import_module("cosmos_core.models.families").open_family(stage.model, policy)
     lines = [f"{family.folder.class_name}, {family.folder.component_class(family.denoiser_name).__name__}"]
     num_frames = policy.diffusers.inference_frames if family.is_video else 1
     family.latent_shape(*policy.diffusers.inference_size, num_frames)
-    sample = policy.diffusers.sample
-    if family.schedule and not sample.sigma_schedule:  # `schedule` refuses a pipeline that is no flow
-        for num_steps in {sample.num_steps, sample.eval_num_steps}:
+    sample_config = policy.diffusers.sample
+    if family.schedule and not sample_config.sigma_schedule:  # `schedule` raises an error unless the model is a flow
+        for num_steps in {sample_config.num_steps, sample_config.eval_num_steps}:
             family.set_scheduler_timestep(num_steps)
     if stage.kind.makes == "data":
         splits = importlib.import_module("cosmos_core.data.prepare_media").preview(stage)
         lines += [line for line, *_ in splits.values()]
         prompts: JsonValue = {name: split_prompts for name, (*_, split_prompts) in splits.items()}
-        info = _batches(stage, splits["train"][1], splits, lines)
+        info = _check_row_counts(stage, splits["train"][1], splits, lines)
         return info | {"found": "; ".join(lines), "prompts": prompts}
     if stage.kind.has_mesh and policy.parallelism.cp_size > 1:
         family.check_context(policy.parallelism.cp_size)
@@ -194,18 +188,16 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
             denoiser = family.folder.build(family.denoiser_name)
             mark_trained_weights(denoiser, policy, family.lora_targets)
             check_module_paths(denoiser, stage.recipe.train)
-        lines += _adapter_lines(denoiser, policy.lora)
+        lines += _describe_adapter(denoiser, policy.lora)
     return {"found": "; ".join(lines + check_rewards(stage, num_frames))}
 
 
 def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
     """Call the local rewards of a stage on made-up completions, query its reward services, and return report lines.
 
-    `num_frames`: number of frames of a made-up video; None if completions are text.
-
-    Raises:
-        RewardError: a reward cannot be loaded, scores no completion, is missing in the reward service, or has another
-            name in the filter of groups.
+    `num_frames`: number of frames of a made-up video; None if completions are text. Raise `RewardError` if a reward
+    cannot be loaded, scores no completion, is missing in the reward service, or is missing although groups of
+    completions are filtered by it.
     """
     policy = stage.recipe.train.train_policy
     names = dict.fromkeys(name.partition("/")[0] for name in metric_weights(policy))
@@ -215,13 +207,13 @@ def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
                 f"train.train_policy.filter_reward_metric: no reward reports {metric!r}; take of {', '.join(names)}"
             )
     lines = []
-    for weights, splits in _rewards_with_splits(stage):
-        if not isinstance(weights, RemoteRewardConfig):
-            lines.append(call_rewards(stage, weights, groups_of_rows(stage, splits, num_frames)))
+    for rewards, splits in _rewards_with_splits(stage):
+        if not isinstance(rewards, RemoteRewardConfig):
+            lines.append(call_rewards(stage, rewards, make_test_groups(stage, splits, num_frames)))
             continue
-        lines.append(_check_reward_service(stage, [reward_fn.name for reward_fn in weights.reward_fns]))
-        if weights.video_vae:
-            lines.append(inspect_vae("remote_reward.video_vae", weights.video_vae))
+        lines.append(_check_reward_service(stage, [reward_fn.name for reward_fn in rewards.reward_fns]))
+        if rewards.video_vae:
+            lines.append(describe_vae("remote_reward.video_vae", rewards.video_vae))
     return lines
 
 
@@ -229,28 +221,28 @@ def _check_reward_service(stage: Stage, reward_names: list[str]) -> str:
     """Check that the stage's reward service provides the rewards `reward_names`. A running service is queried. For a
     service that the run will start, only the configuration file is read."""
     service_file = stage.config.reward_service
-    if not service_file or service_file.startswith(BLOCK):
-        ping(service_of(), reward_names)
+    if not service_file or service_file.startswith(BLOCK_PREFIX):
+        ping(read_service_endpoints(), reward_names)
         return f"rewards {', '.join(reward_names)} of a service"
-    served_rewards = [reward.reward_type for reward in read_config(Path(service_file)).rewards]
-    if unknown_rewards := [name for name in reward_names if name not in served_rewards]:
+    service_rewards = [reward.reward_type for reward in read_config(Path(service_file)).rewards]
+    if unknown_rewards := [name for name in reward_names if name not in service_rewards]:
         raise RewardError(
             f"reward_service = {service_file!r} does not serve "
-            f"{unknown_rewards[0]!r}{suggestion(unknown_rewards[0], served_rewards)}"
+            f"{unknown_rewards[0]!r}{suggest_names(unknown_rewards[0], service_rewards)}"
         )
     return f"rewards {', '.join(reward_names)} of {service_file}"
 
 
 def _rewards_with_splits(stage: Stage) -> list[tuple[Rewards, list[str]]]:
     """Return each local or remote reward of a stage with the splits whose completions it scores."""
-    is_validated = StageContext(stage.recipe, stage.kind).measures_held_out
-    reward_uses = [(trained_rewards(stage.recipe), "train")] if stage.kind.completes_prompts else []
-    reward_uses += [(reward_weights(stage.recipe), "validation")] if is_validated else []
-    splits: dict[str, tuple[Rewards, list[str]]] = {}
-    for rewards, split_name in reward_uses:
+    is_validated = StageContext(stage.recipe, stage.kind).measures_held_out_rows
+    rewards_and_splits = [(training_rewards(stage.recipe), "train")] if stage.kind.completes_prompts else []
+    rewards_and_splits += [(held_out_rewards(stage.recipe), "validation")] if is_validated else []
+    splits_by_rewards: dict[str, tuple[Rewards, list[str]]] = {}
+    for rewards, split_name in rewards_and_splits:
         if rewards:
-            splits.setdefault(repr(rewards), (rewards, []))[1].append(split_name)
-    return list(splits.values())
+            splits_by_rewards.setdefault(repr(rewards), (rewards, []))[1].append(split_name)
+    return list(splits_by_rewards.values())
 
 
 def _check_tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -259,8 +251,8 @@ def _check_tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     if not config.enable or not config.enable_tools:
         return []
     stop_tokens = read_stop_tokens(stage.model, stage.recipe.policy.model_revision, tokenizer)
-    ToolText(tokenizer, prompt_rendering(config), stop_tokens)
-    return [f"tools {', '.join(tool_names(config.enabled_tools))}"]
+    ToolResultTokens(tokenizer, make_prompt_rendering(config), stop_tokens)
+    return [f"tools {', '.join(tool_paths_by_name(config.enabled_tools))}"]
 
 
 def _describe_rows(stage: Stage, statistics: dict[str, Any]) -> list[str]:
@@ -273,12 +265,12 @@ def _describe_rows(stage: Stage, statistics: dict[str, Any]) -> list[str]:
             text += f", {counts['images']:,} images of {counts['image_tokens']:,} tokens"
         if counts.get("truncated_rows"):
             text += f", {counts['truncated_rows']:,} rows cut at {stage.recipe.policy.model_max_length}"
-        if continued_rows := counts.get("continued_rows"):
-            text += f", {continued_rows:,} rows of plain text whose prompt is masked, as the model has no chat template"
-        if plain_rows := counts.get("plain_rows"):
-            text += f", {plain_rows:,} rows of plain text in which no token is masked"
-        if unread_columns := counts.get("unread_columns"):
-            text += f", columns that nothing reads: {', '.join(unread_columns[:_MAX_COLUMNS])}"
-            text += f" and {len(unread_columns) - _MAX_COLUMNS} more" if len(unread_columns) > _MAX_COLUMNS else ""
+        if num_masked := counts.get("continued_rows"):
+            text += f", {num_masked:,} rows of plain text whose prompt is masked, as the model has no chat template"
+        if num_unmasked := counts.get("plain_rows"):
+            text += f", {num_unmasked:,} rows of plain text in which no token is masked"
+        if unused_columns := counts.get("unread_columns"):
+            text += f", columns that nothing reads: {', '.join(unused_columns[:_MAX_COLUMNS])}"
+            text += f" and {len(unused_columns) - _MAX_COLUMNS} more" if len(unused_columns) > _MAX_COLUMNS else ""
         lines.append(text)
     return lines

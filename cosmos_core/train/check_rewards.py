@@ -12,52 +12,48 @@ from typing import Any
 
 import torch
 
-from cosmos_core.config.source_weights import SourceWeights, weights_of
+from cosmos_core.config.source_weights import RewardWeightsBySource, reward_weights_of_source
 from cosmos_core.data.kinds.prompts import find_prompts
 from cosmos_core.data.media_rows import find_reference
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.base import metric_names
-from cosmos_core.run.stage import CHECKED_PROMPTS, Stage
+from cosmos_core.run.stage import CHECKED_PROMPTS_FILE, Stage
 from cosmos_core.train.measure import open_rewards
 from cosmos_core.types import Completion, DiffusionSample, Group, JsonValue, Prompt, ScoredGroup, Segment
 
-SPLITS = ("train", "validation")
+SPLIT_NAMES = ("train", "validation")
 _NUM_PROMPTS = 2
 _EXAMPLE_COMPLETION = "2 + 2 = 4, so it is \\boxed{4}."
 
 
 def first_prompts(folder: Path) -> dict[str, JsonValue]:
     """Return the first prompts of each split of prepared rows, as JSON objects."""
-    prompts_of_split: dict[str, JsonValue] = {}
-    for name in SPLITS:
+    prompts_by_split: dict[str, JsonValue] = {}
+    for name in SPLIT_NAMES:
         if (prompts := find_prompts(folder, name)) is not None:
-            source_starts = accumulate((0, *(prompts.mixture.sizes[:-1] if prompts.mixture else ())))
-            indices = [i for start in source_starts for i in range(start, min(start + _NUM_PROMPTS, len(prompts)))]
-            prompts_of_split[name] = [
+            dataset_starts = accumulate((0, *(prompts.mixture.sizes[:-1] if prompts.mixture else ())))
+            indices = [i for start in dataset_starts for i in range(start, min(start + _NUM_PROMPTS, len(prompts)))]
+            prompts_by_split[name] = [
                 {"text": p.text, "reference": p.reference, "metadata": p.metadata, "source": p.source}
                 for p in [prompts[i] for i in indices]
             ]
-    return prompts_of_split
+    return prompts_by_split
 
 
-def call_rewards(stage: Stage, weights: Mapping[str, float], groups: Sequence[Group]) -> str:
-    """Call the rewards with the names in `weights` on made-up completions, and return a line with these names and with
-    messages about missing scores.
-
-    Raises:
-        RewardError: a reward cannot be loaded, or scores no completion.
-    """
-    summary = f"rewards {', '.join(weights)}"
-    unit_weights: dict[str, float] = dict.fromkeys(weights, 1.0)
-    if isinstance(weights, SourceWeights):
-        unit_weights = SourceWeights({source: dict.fromkeys(each, 1.0) for source, each in weights.by_source.items()})
+def call_rewards(stage: Stage, rewards: Mapping[str, float], groups: Sequence[Group]) -> str:
+    """Call rewards on made-up completions, and return their names with messages about missing scores."""
+    unit_weights: dict[str, float] = dict.fromkeys(rewards, 1.0)
+    if isinstance(rewards, RewardWeightsBySource):
+        unit_weights = RewardWeightsBySource(
+            {source: dict.fromkeys(weights, 1.0) for source, weights in rewards.by_source.items()}
+        )
     with open_rewards(stage, unit_weights) as score:
         scored_groups = score(groups) if groups else []
-    notices = []
-    for reward, name in metric_names(weights).items():
-        if reward_groups := [each for each in scored_groups if reward in weights_of(weights, each.group.prompt.source)]:
-            notices.append(_unscored_message(reward, name, reward_groups))
-    return "; ".join([summary, *filter(None, notices)])
+    messages = []
+    for reward, name in metric_names(rewards).items():
+        reward_groups = [g for g in scored_groups if reward in reward_weights_of_source(rewards, g.group.prompt.source)]
+        messages.append(_unscored_message(reward, name, reward_groups) if reward_groups else "")
+    return "; ".join([f"rewards {', '.join(rewards)}", *filter(None, messages)])
 
 
 def _unscored_message(reward: str, name: str, groups: Sequence[ScoredGroup]) -> str:
@@ -76,39 +72,39 @@ def _unscored_message(reward: str, name: str, groups: Sequence[ScoredGroup]) -> 
     )
 
 
-def groups_of_rows(stage: Stage, splits: Sequence[str], num_frames: int | None) -> list[Group]:
-    """Return a group of made-up completions for each of the first rows of the splits, to try rewards without a model.
+def make_test_groups(stage: Stage, splits: Sequence[str], num_frames: int | None) -> list[Group]:
+    """Return groups of made-up completions for the first prompts of the splits, with which rewards are tested.
     `num_frames`: number of frames of a made-up video, 1 for an image; None if completions are text."""
-    if (file := stage.path / CHECKED_PROMPTS).exists():
-        prompts_of_split: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if (file := stage.path / CHECKED_PROMPTS_FILE).exists():
+        prompts_by_split: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     else:
-        prompts_of_split = first_prompts(stage.data) if stage.data is not None else {}
+        prompts_by_split = first_prompts(stage.data) if stage.data is not None else {}
     reference_column = getattr(stage.recipe.train.train_policy, "response_column_name", "")
     groups = []
     for name in splits:
-        for i, row in enumerate(prompts_of_split.get(name) or prompts_of_split.get(SPLITS[0]) or []):
-            row_columns, reference = row["metadata"], row["reference"]
-            prompt_fields = {"metadata": row_columns, "source": row.get("source", "")}
+        for i, row in enumerate(prompts_by_split.get(name) or prompts_by_split.get(SPLIT_NAMES[0]) or []):
+            metadata, reference = row["metadata"], row["reference"]
+            prompt_fields = {"metadata": metadata, "source": row.get("source", "")}
             if num_frames is None:
-                completions = (_text_completion(_EXAMPLE_COMPLETION), _text_completion(reference))
+                completions = (_make_text_completion(_EXAMPLE_COMPLETION), _make_text_completion(reference))
             else:
-                reference = find_reference(row_columns, reference_column)
-                completions = _made_up_completions(num_frames, stage.recipe.policy.diffusers.inference_size)
+                reference = find_reference(metadata, reference_column)
+                completions = _make_media_completions(num_frames, stage.recipe.policy.diffusers.inference_size)
             groups.append(Group(Prompt(i, (0,), row["text"], reference, **prompt_fields), completions, 0))
     return groups
 
 
-def _text_completion(text: str) -> Completion:
+def _make_text_completion(text: str) -> Completion:
     length = len(text.split()) + 1
     return Completion((Segment((0,) * length, True, (-1.0,) * length, 0),), "stop", text)
 
 
-def made_up_groups(prompts: Sequence[Prompt], num_frames: int, size: tuple[int, int]) -> list[Group]:
+def make_media_groups(prompts: Sequence[Prompt], num_frames: int, size: tuple[int, int]) -> list[Group]:
     """Return made-up images, or videos of several frames, of height and width `size` for each prompt."""
-    return [Group(prompt, _made_up_completions(num_frames, size), 0) for prompt in prompts]
+    return [Group(prompt, _make_media_completions(num_frames, size), 0) for prompt in prompts]
 
 
-def _made_up_completions(num_frames: int, size: tuple[int, int]) -> tuple[Completion, Completion]:
+def _make_media_completions(num_frames: int, size: tuple[int, int]) -> tuple[Completion, Completion]:
     shape = (*((num_frames,) if num_frames > 1 else ()), *size, 3)
     pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     completion = Completion((), "stop", "", diffusion_sample=DiffusionSample(pixels, None, (), 0))

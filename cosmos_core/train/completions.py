@@ -6,7 +6,6 @@
 A reward can rise because the policy exploits the reward. A warning is logged at early signs: groups of equal rewards,
 one reward that rises while other rewards fall, and completions that are all truncated or become short, repetitive or
 low in entropy.
-`measure.py` logs held-out completions.
 """
 
 import json
@@ -28,7 +27,7 @@ from cosmos_core.types import Completion, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "completions"
+COMPLETIONS_FOLDER = "completions"
 _NUM_GROUPS, _NUM_COMPLETIONS = 4, 8
 _NUM_IMAGE_GROUPS, _NUM_IMAGES = 2, 4
 """Number of groups logged per train step, and number of completions logged per group: of text, of images or videos."""
@@ -38,22 +37,22 @@ _MAX_IMAGE_BYTES = 1 << 30
 """Maximum size in bytes of the image and video files of all steps; files of the newest step are always kept."""
 _WINDOW_STEPS = 8  # number of compared steps; by chance, the last 4 values all exceed the first 4 with probability 1/70
 _NGRAM_SIZE = 4
+_Statistics = Mapping[str, float]
 
 
 class CompletionLog:
-    """Logger that writes completions of each train step on the first rank and warns of signs of reward hacking or
-    collapse."""
+    """Log of completions of each train step on the first rank, with warnings of reward hacking and of collapse."""
 
-    def __init__(self, folder: Path, *, writes: bool, max_image_bytes: int = _MAX_IMAGE_BYTES) -> None:
-        """Log completions to `folder`; if `writes` is False, only log warnings."""
-        self._folder, self._should_write, self._max_image_bytes = folder, writes, max_image_bytes
+    def __init__(self, folder: Path, *, should_write: bool, max_image_bytes: int = _MAX_IMAGE_BYTES) -> None:
+        """Log completions to `folder`; if `should_write` is False, only log warnings."""
+        self._folder, self._should_write, self._max_image_bytes = folder, should_write, max_image_bytes
         self._recent_reward_means: deque[Mapping[str, float]] = deque(maxlen=_WINDOW_STEPS)
         self._recent_statistics: deque[Mapping[str, float]] = deque(maxlen=_WINDOW_STEPS // 2)
         self._initial_statistics: list[Mapping[str, float]] = []
-        self._given_warnings: set[str] = set()
+        self._active_warnings: set[str] = set()
 
     def __call__(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        """Log the scored groups that train step `step`, counted from 1, uses."""
+        """Log completions of the scored groups on which train step `step`, counted from 1, trains."""
         if not is_first():
             return
         if self._should_write:
@@ -64,55 +63,54 @@ class CompletionLog:
     def _write_completions(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         has_images = groups[0].group.completions[0].diffusion_sample is not None
-        num_groups, count = (_NUM_IMAGE_GROUPS, _NUM_IMAGES) if has_images else (_NUM_GROUPS, _NUM_COMPLETIONS)
-        logged_groups = [(group, _spread_by_reward(group, count)) for group in _groups_to_log(groups)[:num_groups]]
+        num_groups, group_size = (_NUM_IMAGE_GROUPS, _NUM_IMAGES) if has_images else (_NUM_GROUPS, _NUM_COMPLETIONS)
+        logged_groups = [(group, _select_indices(group, group_size)) for group in _select_groups(groups)[:num_groups]]
         lines = [_make_record(step, group, index) for group, indices in logged_groups for index in indices]
         file = self._folder / f"step_{step:06d}.jsonl"
         if has_images:
             image_samples = [gallery.samples_of_group(group, indices) for group, indices in logged_groups]
-            names = gallery.save_rows(file.with_suffix(""), image_samples)
+            names = gallery.save_samples(file.with_suffix(""), image_samples)
             for line, name in zip(lines, chain(*names), strict=True):
                 line["media"] = f"{self._folder.name}/{file.stem}/{name}"
         write_text(file, "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines), durable=False)
         self._remove_old_files(step)
 
     def _remove_old_files(self, step: int) -> None:
-        """Delete the logged files of steps after `step`, which were written before the run was resumed, and the oldest
-        files beyond the limits on number and size."""
+        """Delete the files of steps after `step`, written before the run was resumed, and files beyond the limits."""
         num_bytes = 0
         step_files = sorted(self._folder.glob("step_*.jsonl"), reverse=True)
-        old_files = [file for file in step_files if int(file.stem[5:]) <= step]
-        for i, file in enumerate(old_files):
+        kept_files = [file for file in step_files if int(file.stem[5:]) <= step]
+        for i, file in enumerate(kept_files):
             num_bytes += sum(media_file.stat().st_size for media_file in file.with_suffix("").glob("*"))
             if i == _MAX_LOGGED_STEPS or (i and num_bytes > self._max_image_bytes):
-                old_files = old_files[:i]
+                kept_files = kept_files[:i]
                 break
-        for file in set(step_files) - set(old_files):
+        for file in set(step_files) - set(kept_files):
             file.unlink()
             shutil.rmtree(file.with_suffix(""), ignore_errors=True)
 
     def _warn_of_collapse(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        values = [[score.value for score in scored_group.scores if score.value is not None] for scored_group in groups]
+        rewards = [[score.value for score in group.scores if score.value is not None] for group in groups]
         # Without reward functions every score is 0, so equal rewards are no sign of a problem.
         has_rewards = any(score.metrics for scored_group in groups for score in scored_group.scores)
-        is_constant = has_rewards and max(map(len, values)) > 1 and all(len(set(each)) <= 1 for each in values)
+        is_equal = has_rewards and max(map(len, rewards)) > 1 and all(len(set(values)) <= 1 for values in rewards)
         self._warn_once(
-            "constant", is_constant,
+            "constant", is_equal,
             f"step {step}: the completions of each of {len(groups)} groups have equal rewards, of which nothing is "
             f"learned; take other prompts, rewards or a higher temperature",
         )  # fmt: skip
-        completions = [each for scored_group in groups for each in scored_group.group.completions]
-        or_limit = " or rollout.multi_turn_config.max_assistant_turns" if completions[0].turns else ""
+        completions = [completion for scored_group in groups for completion in scored_group.group.completions]
+        or_turns = " or rollout.multi_turn_config.max_assistant_turns" if completions[0].turns else ""
         self._warn_once(
-            "truncated", all(each.finish_reason == "length" for each in completions),
+            "truncated", all(completion.finish_reason == "length" for completion in completions),
             f"step {step}: all {len(completions)} completions end at the maximum length, none with the end token; "
-            f"raise rollout.max_response_length{or_limit} (with mask_truncated_completions nothing is learned of them)",
+            f"raise rollout.max_response_length{or_turns} (with mask_truncated_completions nothing is learned of them)",
         )  # fmt: skip
         self._recent_reward_means.append({name: mean for name, mean in reward_means(groups).items() if "/" not in name})
-        opposed_message = _opposed_message(self._recent_reward_means)
+        opposed_rewards = _describe_opposed_rewards(self._recent_reward_means)
         self._warn_once(
-            "opposed", bool(opposed_message),
-            f"steps {step - _WINDOW_STEPS + 1} to {step}: {opposed_message}; a reward may be exploited: "
+            "opposed", bool(opposed_rewards),
+            f"steps {step - _WINDOW_STEPS + 1} to {step}: {opposed_rewards}; a reward may be exploited: "
             f"cosmos samples --step {step} --best",
         )  # fmt: skip
         text_statistics = _text_statistics(completions)
@@ -122,19 +120,19 @@ class CompletionLog:
         if len(self._initial_statistics) < _WINDOW_STEPS // 2:
             self._initial_statistics.append(text_statistics)
             return
-        initial, current = _mean_statistics(self._initial_statistics), _mean_statistics(self._recent_statistics)
-        for name, is_problem, problem in _collapse_checks(initial, current):
-            self._warn_once(name, is_problem, f"step {step}: {problem}; look at them: cosmos samples --step {step}")
+        initial_means, recent_means = map(_average_statistics, (self._initial_statistics, self._recent_statistics))
+        for name, has_collapsed, message in _check_for_collapse(initial_means, recent_means):
+            self._warn_once(name, has_collapsed, f"step {step}: {message}; look at them: cosmos samples --step {step}")
 
-    def _warn_once(self, name: str, is_problem: bool, message: str) -> None:
+    def _warn_once(self, name: str, condition: bool, message: str) -> None:
         """Log a warning when a condition becomes true, and not again before the condition has been false."""
-        if is_problem and name not in self._given_warnings:
+        if condition and name not in self._active_warnings:
             logger.warning("%s", message)
-        (self._given_warnings.add if is_problem else self._given_warnings.discard)(name)
+        (self._active_warnings.add if condition else self._active_warnings.discard)(name)
 
 
-def _groups_to_log(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-    """Return the few groups to log: those with the best and the worst completion, then the first groups of the step."""
+def _select_groups(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+    """Return a few groups: those with the best and the worst completion, then the first groups of the step."""
     ranked_indices = sorted(range(len(groups)), key=lambda i: max(map(_sortable_reward, groups[i].scores)))
     rewards_by_group = [[score.value for score in group.scores if score.value is not None] for group in groups]
     lowest_index = min(range(len(groups)), key=lambda i: min(rewards_by_group[i], default=0))
@@ -142,10 +140,10 @@ def _groups_to_log(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
     return [groups[i] for i in list(indices)[:_NUM_GROUPS]]
 
 
-def _spread_by_reward(scored_group: ScoredGroup, max_indices: int) -> list[int]:
-    """Return the indices of at most `max_indices` completions, evenly spaced from the best to the worst reward."""
+def _select_indices(scored_group: ScoredGroup, max_completions: int) -> list[int]:
+    """Return the indices of at most `max_completions` completions, evenly spaced from the best to the worst reward."""
     ranked_indices = sorted(range(len(scored_group.scores)), key=lambda k: -_sortable_reward(scored_group.scores[k]))
-    indices = np.linspace(0, len(ranked_indices) - 1, min(len(ranked_indices), max_indices)).round().astype(int)
+    indices = np.linspace(0, len(ranked_indices) - 1, min(len(ranked_indices), max_completions)).round().astype(int)
     return [ranked_indices[i] for i in indices]
 
 
@@ -170,37 +168,36 @@ def _make_record(step: int, scored_group: ScoredGroup, completion_index: int) ->
     }
 
 
-def _opposed_message(step_means: Sequence[Mapping[str, float]]) -> str:
-    """Return a message if exactly one reward rose while others fell, else an empty string. A reward rose or fell if all
-    values of the later half of the window lie beyond all values of the earlier half."""
-    if len(step_means) < _WINDOW_STEPS:
+def _describe_opposed_rewards(means_by_step: Sequence[Mapping[str, float]]) -> str:
+    """Return a message if exactly one reward rose and others fell, else an empty string. A reward rose or fell if all
+    means of the later half of the steps are above or below all means of the earlier half."""
+    if len(means_by_step) < _WINDOW_STEPS:
         return ""
-    half_window, changes = _WINDOW_STEPS // 2, {}
-    for name in set.intersection(*(set(each) for each in step_means)):
-        values = [each[name] for each in step_means]
-        first_half, second_half = values[:half_window], values[half_window:]
+    middle, mean_changes = _WINDOW_STEPS // 2, {}
+    for name in set.intersection(*map(set, means_by_step)):
+        values = [means[name] for means in means_by_step]
+        first_half, second_half = values[:middle], values[middle:]
         if min(second_half) > max(first_half) or max(second_half) < min(first_half):
-            changes[name] = (float(np.mean(first_half)), float(np.mean(second_half)))
-    risen = [(name, first, last) for name, (first, last) in changes.items() if last > first]
-    fallen = sorted((name, first, last) for name, (first, last) in changes.items() if last <= first)
-    if len(risen) != 1 or not fallen:
+            mean_changes[name] = (float(np.mean(first_half)), float(np.mean(second_half)))
+    rising_rewards = [(name, old, new) for name, (old, new) in mean_changes.items() if new > old]
+    falling_rewards = sorted((name, old, new) for name, (old, new) in mean_changes.items() if new <= old)
+    if len(rising_rewards) != 1 or not falling_rewards:
         return ""
-    [(name, low, high)] = risen
-    falls = " and ".join(f"{each!r} fell from {first:.3g} to {last:.3g}" for each, first, last in fallen)
-    return f"reward {name!r} rose from {low:.3g} to {high:.3g} while {falls}"
+    [(name, old_mean, new_mean)] = rising_rewards
+    falls_text = " and ".join(f"{reward!r} fell from {old:.3g} to {new:.3g}" for reward, old, new in falling_rewards)
+    return f"reward {name!r} rose from {old_mean:.3g} to {new_mean:.3g} while {falls_text}"
 
 
 def _text_statistics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return the mean number of sampled tokens, fraction of repeated 4-grams and entropy of text completions. The
-    entropy is estimated as the mean of -log p of the sampled tokens. The result is empty for images and videos."""
-    texts = [each for each in completions if each.diffusion_sample is None and each.num_sampled]
-    if not texts:
+    """Return mean length, fraction of repeated 4-grams and entropy of text completions; empty for images and videos."""
+    completions = [c for c in completions if c.diffusion_sample is None and c.num_sampled]
+    if not completions:
         return {}
-    logprobs = np.concatenate([each.logprobs for each in texts])
+    logprobs = np.concatenate([completion.logprobs for completion in completions])
     finite_logprobs = logprobs[np.isfinite(logprobs)]
     return {
-        "length": float(np.mean([each.num_sampled for each in texts])),
-        "repetition": float(np.mean([_repeated_ngram_fraction(each.token_ids) for each in texts])),
+        "length": float(np.mean([completion.num_sampled for completion in completions])),
+        "repetition": float(np.mean([_repeated_ngram_fraction(completion.token_ids) for completion in completions])),
         "entropy": float(-finite_logprobs.mean()) if len(finite_logprobs) else float("nan"),
     }
 
@@ -210,16 +207,16 @@ def _repeated_ngram_fraction(token_ids: Sequence[int]) -> float:
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
-def _mean_statistics(step_statistics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _average_statistics(step_statistics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([statistics[name] for statistics in step_statistics])) for name in step_statistics[0]}
 
 
-def _collapse_checks(initial: Mapping[str, float], current: Mapping[str, float]) -> Iterator[tuple[str, bool, str]]:
-    """Yield for length, repetition and entropy the name, whether the value has collapsed, and the message to show."""
-    lengths = f"{current['length']:.3g} tokens, {initial['length']:.3g} at first"
-    yield "length", current["length"] < initial["length"] / 4, f"completions have {lengths}"
-    is_repetitive = current["repetition"] > max(0.5, initial["repetition"] + 0.25)
-    yield "repetition", is_repetitive, f"{current['repetition']:.0%} of what completions say is repeated"
-    entropies = f"{current['entropy']:.2g}, {initial['entropy']:.2g} at first"
+def _check_for_collapse(initial_means: _Statistics, recent_means: _Statistics) -> Iterator[tuple[str, bool, str]]:
+    """Yield, for length, repetition and entropy: the name, whether the value has collapsed, and a warning."""
+    lengths = f"{recent_means['length']:.3g} tokens, {initial_means['length']:.3g} at first"
+    yield "length", recent_means["length"] < initial_means["length"] / 4, f"completions have {lengths}"
+    is_repetitive = recent_means["repetition"] > max(0.5, initial_means["repetition"] + 0.25)
+    yield "repetition", is_repetitive, f"{recent_means['repetition']:.0%} of what completions say is repeated"
+    entropies = f"{recent_means['entropy']:.2g}, {initial_means['entropy']:.2g} at first"
     message = f"the entropy per token is {entropies}: completions of a prompt are nearly the same"
-    yield "entropy", current["entropy"] < initial["entropy"] / 10, message
+    yield "entropy", recent_means["entropy"] < initial_means["entropy"] / 10, message

@@ -10,13 +10,13 @@ from cosmos_core.algorithms.base import Algorithm, Loss, Update
 from cosmos_core.algorithms.diffusion_sft import flow_loss
 from cosmos_core.algorithms.flow_credit import make_noise
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.flow_sample import FlowSample, seed_of
-from cosmos_core.data.kinds.media import noise_sampler_of
+from cosmos_core.data.flow_sample import FlowSample, derive_seed
+from cosmos_core.data.kinds.media import make_noise_sampler
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
 from cosmos_core.data.order import batch_positions
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.rollout.base import FlowSource, request_seed
-from cosmos_core.rollout.flow_path import SHARED_NOISE, stochastic_steps, table_of
+from cosmos_core.rollout.flow_path import SHARED_NOISE, get_noise_levels, stochastic_steps
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import DATA_TERM_SEED, rows_per_step
 from cosmos_core.train.rollout_feed import training_sampling
@@ -25,65 +25,59 @@ from cosmos_core.types import FlowSampling
 
 
 def evaluation_sampling(recipe: Recipe) -> FlowSampling:
-    """Return the sampling settings for images and videos of held-out prompts: a solver without added noise, and the
-    inference size."""
-    diffusers, sample = recipe.policy.diffusers, recipe.policy.diffusers.sample
+    """Return the sampling settings for held-out prompts: a solver without added noise, and the inference size."""
+    diffusers, sample_config = recipe.policy.diffusers, recipe.policy.diffusers.sample
     return FlowSampling(
-        num_steps=sample.eval_num_steps,
-        guidance_scale=sample.guidance_scale,
-        solver="dpm2" if sample.solver == "dpm2" else "euler",
-        schedule=sample.sigma_schedule,
+        num_steps=sample_config.eval_num_steps,
+        guidance_scale=sample_config.guidance_scale,
+        solver="dpm2" if sample_config.solver == "dpm2" else "euler",
+        schedule=sample_config.sigma_schedule,
         size=diffusers.inference_size,
         num_frames=diffusers.inference_frames,
     )
 
 
-def flow_source(stage: Stage, trainer: Trainer) -> FlowSource:
+def make_flow_source(stage: Stage, trainer: Trainer) -> FlowSource:
     """Return the `FlowSource` with which a rollout engine samples images or videos from the trainer's denoiser."""
     adapter: Any = trainer.adapter
     assert stage.data is not None
     null_text = open_media_prompts(stage.data, "train").null_text
 
     @contextmanager
-    def weights(name: str) -> Iterator[None]:
+    def use_weights(name: str) -> Iterator[None]:
         adapter.runner.train(False)
-        with trainer.weights(name):
+        with trainer.use_weights(name):
             yield
 
-    return FlowSource(adapter.family, adapter.predict, weights, adapter.device, adapter.mesh, null_text)
+    return FlowSource(adapter.family, adapter.predict, use_weights, adapter.device, adapter.mesh, null_text)
 
 
 def prepare_algorithm(stage: Stage, trainer: Trainer, algorithm: Algorithm) -> None:
-    """Set the parts of an algorithm that come from prepared data: the embedding of the empty text and the supervised
-    loss on real images or clips (the data term).
-
-    Raises:
-        DataError: there are no images or clips for a data term.
-    """
+    """Set the embedding of the empty text and, if the recipe has one, the supervised loss on images or clips."""
     assert stage.data is not None
     algorithm.null_text = open_media_prompts(stage.data, "train").null_text
     # The schema requires rows of images or clips if `data_beta` is set.
     if stage.recipe.policy.diffusers.flow_rl.data_beta:
-        algorithm.data_term = data_term(open_media(stage.data, "train"), stage.recipe, trainer)
+        algorithm.data_term = make_data_term(open_media(stage.data, "train"), stage.recipe, trainer)
 
 
-def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[int, int], Update]:
-    """Return a function that builds the SFT diffusion loss, times `data_beta`, on real images or clips.
+def make_data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[int, int], Update]:
+    """Return a function of train step and optimizer step that builds the SFT diffusion loss, times `data_beta`.
 
     One update has as many rows as a train step has prompts. With `use_rl_sigma_and_noise` these are the rows of the
     prompts, at the noise levels that the rollouts are trained at and with the noise that the rollouts start from.
-    Otherwise rows, noise and levels are sampled as in SFT for each optimizer step. The function takes the number of
-    the train step and the number of the optimizer step, both counted from 0.
+    Otherwise rows, noise and levels are sampled as in SFT for each optimizer step.
     """
     diffusers = recipe.policy.diffusers
-    noise_sampler, flow_rl = noise_sampler_of(rows, diffusers, trainer.adapter), diffusers.flow_rl
+    noise_sampler, flow_rl = make_noise_sampler(rows, diffusers, trainer.adapter), diffusers.flow_rl
     num_rows, seed = min(len(rows), rows_per_step(recipe)), recipe.train.order_seed
     should_shuffle = recipe.train.train_policy.dataloader_shuffle
 
     def make_data_samples(step: int, update_index: int) -> list[FlowSample]:
         if not flow_rl.use_rl_sigma_and_noise:
             positions = batch_positions(seed + DATA_TERM_SEED, update_index, num_rows, len(rows), True).tolist()
-            return [noise_sampler.sample(rows[i], seed_of(seed, update_index, i, DATA_TERM_SEED)) for i in positions]
+            seeds = [derive_seed(seed, update_index, i, DATA_TERM_SEED) for i in positions]
+            return [noise_sampler.sample(rows[i], s) for i, s in zip(positions, seeds, strict=True)]
         sampling, adapter = training_sampling(recipe), cast(Any, trainer.adapter)
         assert sampling.flow is not None
         noise_index = SHARED_NOISE if sampling.flow.same_noise else 0
@@ -91,25 +85,25 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
         noise_levels = noise_levels[: 1 if flow_rl.data_on_first_only else None]
         data_samples = []
         for i in batch_positions(seed, step, num_rows, len(rows), should_shuffle).tolist():
-            sample = noise_sampler.sample(rows[i], seed_of(seed, step, i, DATA_TERM_SEED))
+            sample = noise_sampler.sample(rows[i], derive_seed(seed, step, i, DATA_TERM_SEED))
             noise = make_noise(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, noise_index))
-            data_samples += [replace(sample, sigma=level, noise=noise, weight=1.0) for level in noise_levels]
+            data_samples += [replace(sample, sigma=sigma, noise=noise, weight=1.0) for sigma in noise_levels]
         return data_samples
 
-    def update(step: int, update_index: int) -> Update:
+    def make_update(step: int, update_index: int) -> Update:
         samples = make_data_samples(step, update_index)
 
-        def loss(micro_batch: MicroBatch) -> Loss:
+        def compute_loss(micro_batch: MicroBatch) -> Loss:
             sft_loss = flow_loss(micro_batch, len(samples))
             metrics = {f"data/{name}": value for name, value in sft_loss.metrics.items()}
             return Loss(flow_rl.data_beta * sft_loss.value, metrics)
 
-        return Update(samples, loss)
+        return Update(samples, compute_loss)
 
-    return update
+    return make_update
 
 
 def _trained_noise_levels(family: Any, flow: FlowSampling, seed: int, step: int) -> list[float]:
-    """Return the noise levels at which a step's rollouts are trained; all except 0 if the recipe selects none."""
-    noise_levels = table_of(family, flow).tolist()
-    return [noise_levels[i] for i in stochastic_steps(flow, seed, step) if i in flow.trained_on] or noise_levels[:-1]
+    """Return the noise levels that are trained in a train step; all except 0 if the recipe selects none."""
+    noise_levels = get_noise_levels(family, flow).tolist()
+    return [noise_levels[i] for i in stochastic_steps(flow, seed, step) if i in flow.trained_steps] or noise_levels[:-1]

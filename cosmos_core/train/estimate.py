@@ -1,6 +1,6 @@
 """Estimate of the parameters, memory, tokens, steps and disk space of a training stage, from config.json and recipe.
 
-The worker program of `cosmos plan --estimate`. It reads no weights and computes no step; `memory.py` traces memory.
+The worker program of `cosmos plan --estimate`; it reads no weights and computes no step.
 """
 
 import json
@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cosmos_core.algorithms.registry import make_algorithm
-from cosmos_core.config.media import media_settings
-from cosmos_core.config.schema.dataset import RowsConfig, generator_of
+from cosmos_core.config.media import image_settings
+from cosmos_core.config.schema.dataset import RowsConfig, reasoning_gym_generator
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.data.kinds.base import TRAIN
-from cosmos_core.data.kinds.registry import row_kind
+from cosmos_core.data.kinds.base import TRAIN_SPLIT
+from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.rows import load_rows, split_rows
 from cosmos_core.errors import first_line
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
@@ -30,10 +30,10 @@ from cosmos_core.models.flops import measure_matmul_flops
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import model_without_weights
 from cosmos_core.rollout.registry import FALLBACK_ENGINE
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import micro_batch_tokens, plan_balanced_steps, total_steps
-from cosmos_core.train.memory import Memory, eight_bit_moments, step_memory, untraced_memory
+from cosmos_core.train.memory import StepMemory, eight_bit_moment_bytes, estimate_untraced_memory, trace_step_memory
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Outcome
 
@@ -41,13 +41,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    """Estimated needs of one training stage, memory in bytes per GPU; `notes` explains values that are None."""
+class TrainingEstimate:
+    """Estimated needs of a training stage; `notes` explains values that are None."""
 
     parameters: int
     """Number of parameters; tied parameters count once."""
     trainable: int
-    memory: Memory
+    memory: StepMemory
     """Bytes of memory of one GPU at the peak of a train step, by use."""
     peak: int
     """Bytes of memory of one GPU at the peak of a train step, the sum over all uses."""
@@ -74,49 +74,38 @@ class Estimate:
 
 
 class _RowStatistics(NamedTuple):
-    """Number of training rows, and the longest and mean length in tokens of their sequences; None: unknown."""
+    """Number of training rows, and the maximum and mean length of their sequences in tokens; None: unknown."""
 
-    number: int | None
-    longest: int | None = None
-    mean: float | None = None
+    num_rows: int | None
+    max_length: int | None = None
+    mean_length: float | None = None
 
 
 def run(stage: Stage) -> Outcome:
-    """Estimate the needs of a training stage, and return the estimate as `info["estimate"]` of the outcome.
-
-    Raises:
-        ModelError, DataError: config.json or the rows are missing or wrong.
-    """
+    """Return the estimate of a training stage as `info["estimate"]`. Raise `ModelError` or `DataError`."""
     stage.progress.phase("load")
     return Outcome(info={"estimate": asdict(estimate(stage.recipe, stage.model, stage.progress, stage.data))})
 
 
-def estimate(recipe: Recipe, model: str, progress: Progress, prepared_folder: Path | None = None) -> Estimate:
-    """Estimate the needs of one training stage.
-
-    Args:
-        recipe: the recipe of the stage.
-        model: folder or Hub id; only its config.json is read.
-        progress: receives heartbeats during the trace.
-        prepared_folder: data folder of a finished `prepare` stage; None: the rows of a local dataset are counted.
-
-    Raises:
-        ModelError, DataError: config.json or the rows are missing or wrong.
-    """
+def estimate(
+    recipe: Recipe, model: str, progress: ProgressWriter, prepared_folder: Path | None = None
+) -> TrainingEstimate:
+    """Estimate the needs of a training of `model`, of which only config.json is read. `prepared_folder` is the data
+    folder of a finished `prepare` stage; None: the rows of a local dataset are counted. Raise the errors of `run`."""
     rows = _prepared_rows(recipe, prepared_folder) if prepared_folder else _RowStatistics(_count_rows(recipe))
-    sequence_length = int(_row_length(recipe, rows.longest))
+    sequence_length = int(_sequence_length(recipe, rows.max_length))
     max_steps = recipe.train.max_num_steps
     notes = []
-    if rows.number is None:
+    if rows.num_rows is None:
         length_limit = f"at most max_num_steps = {max_steps} and what they read" if max_steps else "unknown"
         notes.append(f"steps and tokens: {length_limit}, because the rows are not on this machine yet")
     num_steps, num_tokens, is_steps_bound = _estimate_training_length(recipe, rows, prepared_folder)
-    if is_steps_bound and rows.number is not None:
+    if is_steps_bound and rows.num_rows is not None:
         notes.append(
             f"steps: at most max_num_steps = {max_steps}, because batches are filled by tokens, yet to be counted"
         )
     network, memory, trace_notes = _trace_memory(recipe, model, sequence_length, progress)
-    rank_memory = sharded(memory, recipe)
+    rank_memory = shard_memory(memory, recipe)
     if recipe.train.activation_offload:
         notes.append("activations: as if they stayed, yet activation_offload moves them to host memory")
     notes += trace_notes
@@ -127,71 +116,70 @@ def estimate(recipe: Recipe, model: str, progress: Progress, prepared_folder: Pa
             notes.append(f"KV cache: unknown, because {network.config.model_type} has layers without keys and values")
     num_parameters = sum(p.numel() for p in network.parameters())
     num_trainable = sum(p.numel() for p in network.parameters() if p.requires_grad)
-    return Estimate(
+    return TrainingEstimate(
         parameters=num_parameters,
         trainable=num_trainable,
         memory=rank_memory,
         peak=rank_memory.total,
-        engine_weights=_engine_weights(recipe, num_parameters),
+        engine_weights=_engine_weight_bytes(recipe, num_parameters),
         kv_cache=kv_cache,
         sequence_length=sequence_length,
-        rows=rows.number,
+        rows=rows.num_rows,
         steps=num_steps,
         is_steps_bound=is_steps_bound,
         tokens=num_tokens,
-        is_tokens_bound=rows.mean is None or recipe.train.train_policy.has_rollouts,
-        disk=_checkpoint_bytes(recipe, memory, num_parameters, num_trainable, num_steps),
+        is_tokens_bound=rows.mean_length is None or recipe.train.train_policy.has_rollouts,
+        disk=_disk_bytes(recipe, memory, num_parameters, num_trainable, num_steps),
         machine=_describe_machine(recipe),
         notes=tuple(notes),
     )
 
 
 def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, length: int) -> int | None:
-    """Return the bytes of the KV cache for all sequences that an engine generates concurrently; None if a layer caches
-    a state other than keys and values."""
+    """Return the bytes of the KV cache of all concurrent sequences; None if a layer has a cache of another kind."""
     text_config, rollout = config.get_text_config(), recipe.rollout
     window = getattr(text_config, "sliding_window", None)
     default_layer_type = "sliding_attention" if window else "full_attention"
     layer_types = getattr(text_config, "layer_types", None) or [default_layer_type] * text_config.num_hidden_layers
     chunk = getattr(text_config, "attention_chunk_size", None)
-    tokens_of = {"full_attention": length, "sliding_attention": window or length, "chunked_attention": chunk or length}
-    if getattr(text_config, "kv_lora_rank", None) or not set(layer_types) <= set(tokens_of):
+    lengths = {"full_attention": length, "sliding_attention": window or length, "chunked_attention": chunk or length}
+    if getattr(text_config, "kv_lora_rank", None) or not set(layer_types) <= set(lengths):
         return None
     num_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     parallelism = rollout.parallelism
-    num_groups = rollout.groups_in_flight if recipe.num_engines else rollout.batch_size
+    num_groups = rollout.max_prompts_in_flight if recipe.num_engines else rollout.batch_size
     num_prompts = min(num_groups, max(1, recipe.train.train_batch_per_replica // rollout.n_generation))
     num_completions = min(rollout.n_generation, rollout.n_generation_mini_batch or rollout.n_generation)
-    num_cached_tokens = sum(min(length, tokens_of[layer_type]) for layer_type in layer_types)
+    num_cached_tokens = sum(min(length, lengths[layer_type]) for layer_type in layer_types)
     bytes_per_token = 2 * -(-num_heads // parallelism.tp_size) * head_dim * _itemsize(recipe.train.param_dtype)
     return num_cached_tokens * bytes_per_token * num_prompts * num_completions // parallelism.pp_size
 
 
-def sharded(memory: Memory, recipe: Recipe) -> Memory:
-    """Return the memory of one rank under FSDP, context, tensor and pipeline parallelism; `memory` is unsharded. State
-    that `train.fsdp_offload` moves to host memory counts as 0. With pipeline parallelism, the result is for the first
-    pipeline stage, which holds the activations of all micro-batches in flight."""
+def shard_memory(memory: StepMemory, recipe: Recipe) -> StepMemory:
+    """Return the memory of one rank of the mesh, from the `memory` of an unsharded model. State that
+    `train.fsdp_offload` moves to host memory counts as 0. With pipeline parallelism, the rank is in the first pipeline
+    stage, which holds the activations of all micro-batches in flight."""
     mesh, mini_batch = recipe.policy.parallelism, recipe.train.train_policy.mini_batch
     in_flight = {"1F1B": mesh.pp_size, "Interleaved1F1B": 2 * mesh.pp_size - 1, "GPipe": mini_batch}
     rows = min(mini_batch, in_flight[mesh.pp_schedule] * mesh.pp_micro_batch_size) if mesh.pp_size > 1 else mini_batch
     num_ranks = prod((abs(mesh.dp_shard_size), mesh.cp_size, mesh.tp_size, mesh.pp_size))
-    names = ("weights", "gradients", "optimizer", "reference", "average")
-    shards = {each: 0 if recipe.train.fsdp_offload else -(-getattr(memory, each) // num_ranks) for each in names}
+    uses = ("weights", "gradients", "optimizer", "reference", "average")
+    state_bytes = {use: 0 if recipe.train.fsdp_offload else -(-getattr(memory, use) // num_ranks) for use in uses}
     activations, activation_divisor = memory.activations, mesh.cp_size * mesh.tp_size * mesh.pp_size * mini_batch
-    return Memory(
+    return StepMemory(
         casts=None if memory.casts is None else -(-memory.casts // num_ranks),
         activations=None if activations is None else -(-activations * rows // activation_divisor),
-        **shards,
+        **state_bytes,
     )
 
 
 def _trace_memory(
-    recipe: Recipe, model: str, length: int, progress: Progress
-) -> tuple[PreTrainedModel, Memory, list[str]]:
-    """Return the model with fake tensors, its memory before sharding, and notes about memory that is unknown."""
+    recipe: Recipe, model: str, length: int, progress: ProgressWriter
+) -> tuple[PreTrainedModel, StepMemory, list[str]]:
+    """Return the model with fake tensors, its memory without sharding, and notes about unknown memory."""
     train, policy = recipe.train, recipe.policy
-    weight_names = () if train.train_policy.scores_rows_once else train.train_policy.named_weights
+    weight_sets = () if train.train_policy.scores_rows_once else train.train_policy.named_weights
     with torch.device("meta"):  # meta tensors instead of fake tensors, to which PEFT cannot add adapters
         empty_model = model_without_weights(
             model,
@@ -205,18 +193,18 @@ def _trace_memory(
         _use_fake_tensors(empty_model)
         try:
             # torchao's compiled 8-bit optimizers cannot be traced; their moments are counted below.
-            full_precision = train.derive(optm_name=train.optm_name.removesuffix("8bit"))
-            trainer = Trainer(CausalLM(empty_model, full_precision, InputProcessing(0)), full_precision, progress)
-            for name in weight_names:
+            traced_config = train.derive(optm_name=train.optm_name.removesuffix("8bit"))
+            trainer = Trainer(CausalLM(empty_model, traced_config, InputProcessing(0)), traced_config, progress)
+            for name in weight_sets:
                 trainer.named_weights.add(name)
-            memory = step_memory(trainer, make_algorithm(recipe), full_precision, length)
+            memory = trace_step_memory(trainer, make_algorithm(recipe), traced_config, length)
         except Exception as error:
             # A model's code may fail on fake tensors; the estimate then lacks only the memory of activations.
             logger.info("the step cannot be traced", exc_info=True)
             notes.append(f"activations: unknown, because the model cannot be traced without data ({first_line(error)})")
-            memory = untraced_memory(empty_model, len(weight_names))
+            memory = estimate_untraced_memory(empty_model, len(weight_sets))
     if train.optm_name.endswith("8bit"):
-        memory = replace(memory, optimizer=eight_bit_moments(empty_model))
+        memory = replace(memory, optimizer=eight_bit_moment_bytes(empty_model))
     if train.ema_enable:
         num_trained = sum(parameter.numel() for parameter in empty_model.parameters() if parameter.requires_grad)
         memory = replace(memory, average=num_trained * torch.float32.itemsize)
@@ -227,8 +215,8 @@ def _use_fake_tensors(model: PreTrainedModel) -> None:
     """Replace a model's meta tensors by fake CPU tensors in place; tied parameters stay tied."""
     fake_tensors: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        registries: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for tensors, name in [(each, name) for each in registries for name in each]:
+        tensor_dicts: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for tensors, name in [(owner, name) for owner in tensor_dicts for name in owner]:
             tensor = tensors[name]
             if tensor is not None and id(tensor) not in fake_tensors:
                 fake_tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -242,21 +230,23 @@ def _prepared_rows(recipe: Recipe, folder: Path) -> _RowStatistics:
     statistics = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))["train"]
     longest_row_length, sequences_per_row = statistics["length"]["max"], recipe.train.train_policy.sequences_per_row
     if sequences_per_row > 1:
-        rows = row_kind(recipe.train.train_policy.rows).open(folder, TRAIN, recipe.policy)
+        rows = load_row_kind(recipe.train.train_policy.rows).open(folder, TRAIN_SPLIT, recipe.policy)
         longest_row_length = int(rows.token_counts(is_packed=False).max()) // sequences_per_row
     return _RowStatistics(statistics["rows"], longest_row_length, statistics["length"]["mean"] / sequences_per_row)
 
 
 def _count_rows(recipe: Recipe) -> int | None:
     """Return the number of training rows of a local dataset; None if it must be downloaded or does not exist yet."""
-    counts = [_count_dataset_rows(recipe, key, each.dataset) for key, each in recipe.train.train_policy.sources.items()]
+    tables = recipe.train.train_policy.tables_by_dataset
+    counts = [_count_dataset_rows(recipe, key, table.dataset) for key, table in tables.items()]
     return None if None in counts else sum(filter(None, counts))
 
 
 def _count_dataset_rows(recipe: Recipe, key: str, dataset: RowsConfig) -> int | None:
-    if annotation_path := media_settings(recipe).annotation_path:
+    if annotation_path := image_settings(recipe).annotation_path:
         dataset = dataset.derive(name=annotation_path, split=("train",))
-    if not (generator_of(dataset.name) or (dataset.name and os.path.exists(os.path.expanduser(dataset.name)))):
+    is_local = dataset.name and os.path.exists(os.path.expanduser(dataset.name))
+    if not (is_local or reasoning_gym_generator(dataset.name)):
         return None
     rows = load_rows(dataset, key)
     if dataset.test_size is not None and not recipe.validation.dataset.name:
@@ -265,57 +255,55 @@ def _count_dataset_rows(recipe: Recipe, key: str, dataset: RowsConfig) -> int | 
     return len(rows)
 
 
-def _row_length(recipe: Recipe, tokens: float | None) -> float:
-    """Return the length of a row in tokens, at most the model's maximum length. In RL, the maximum length of a
-    completion is added to the prompt's `tokens`. If `tokens` is None, the result is the model's maximum length."""
+def _sequence_length(recipe: Recipe, row_length: float | None) -> float:
+    """Return the number of tokens of a row and, in RL, of the longest completion, at most `model_max_length`."""
     completion_length = recipe.rollout.max_response_length if recipe.train.train_policy.has_rollouts else 0
     max_length = recipe.policy.model_max_length
-    return max_length if tokens is None else min(max_length, tokens + completion_length)
+    return max_length if row_length is None else min(max_length, row_length + completion_length)
 
 
 def _estimate_training_length(
     recipe: Recipe, rows: _RowStatistics, prepared_folder: Path | None
 ) -> tuple[int | None, int | None, bool]:
-    """Return the number of train steps and of tokens of the whole training, and whether the number of steps is an upper
-    bound."""
+    """Return the number of train steps, the number of tokens, and whether the number of steps is an upper bound."""
     train, policy = recipe.train, recipe.train.train_policy
     if policy.has_token_based_batches:
         return _balanced_training_length(recipe, prepared_folder)
-    steps = train.max_num_steps if rows.number is None else total_steps(recipe, rows.number)
-    tokens_per_step = train.train_batch_per_replica * policy.sequences_per_row * _row_length(recipe, rows.mean)
-    return steps, None if steps is None else round(steps * tokens_per_step), rows.number is None
+    steps = train.max_num_steps if rows.num_rows is None else total_steps(recipe, rows.num_rows)
+    num_sequences = train.train_batch_per_replica * policy.sequences_per_row
+    num_tokens = None if steps is None else round(steps * (num_sequences * _sequence_length(recipe, rows.mean_length)))
+    return steps, num_tokens, rows.num_rows is None
 
 
 def _balanced_training_length(recipe: Recipe, prepared_folder: Path | None) -> tuple[int, int, bool]:
-    """Return the same of a training whose batches are filled by tokens. The numbers equal those of the feed; without
-    prepared rows they are the maximum that the token budget allows."""
+    """Return the values of `_estimate_training_length` for batches that are filled up to a token budget."""
     num_steps, policy = recipe.train.max_num_steps, recipe.train.train_policy
-    assert num_steps is not None and isinstance(policy, SupervisedConfig)  # the schema requires max_num_steps here
+    assert num_steps is not None and isinstance(policy, SupervisedConfig)  # the schema requires `max_num_steps`
     if prepared_folder is None:
         tokens_per_step = policy.load_balanced_batches_per_optimizer_step * micro_batch_tokens(recipe)
         return num_steps, num_steps * tokens_per_step, True
-    rows = row_kind(policy.rows).open(prepared_folder, TRAIN, recipe.policy)
+    rows = load_row_kind(policy.rows).open(prepared_folder, TRAIN_SPLIT, recipe.policy)
     lengths, plan = rows.token_counts(is_packed=True), plan_balanced_steps(rows, recipe)
     assert plan is not None
     indices = [i for step in range(plan.total_steps) for batch in plan.micro_batches(step) for i in batch]
     return plan.total_steps, int(lengths[indices].sum()), False
 
 
-def _checkpoint_bytes(recipe: Recipe, memory: Memory, parameters: int, trainable: int, steps: int | None) -> int:
-    """Return the bytes of the checkpoints that are kept, with optimizer state, and of the exported model. Every
-    validated step counts as the best so far, of which a checkpoint is saved."""
-    ckpt, validates = recipe.train.ckpt, recipe.validation.enable
+def _disk_bytes(recipe: Recipe, memory: StepMemory, num_params: int, num_trainable: int, steps: int | None) -> int:
+    """Return the bytes of the exported model and of the checkpoints that are kept. A checkpoint is assumed to be saved
+    for each validated step, because each may be the best so far."""
+    ckpt, is_validated = recipe.train.ckpt, recipe.validation.enable
     num_checkpoints = 1  # the checkpoint after the last step is always saved
     if ckpt.enable_checkpoint:
         steps_per_epoch = max(1, (steps or 0) // recipe.train.epoch)
         save_freq = max(0, ckpt.save_freq_in_epoch) * steps_per_epoch or ckpt.save_freq
-        frequencies = (save_freq, *([recipe.validation.freq] if validates else []))
-        num_saved = len({steps, *(n for frequency in frequencies for n in range(frequency, steps or 0, frequency))})
-        max_kept = max(1, ckpt.max_keep) + validates  # the best checkpoint is kept in addition
+        intervals = (save_freq, *([recipe.validation.freq] if is_validated else []))
+        num_saved = len({steps, *(step for interval in intervals for step in range(interval, steps or 0, interval))})
+        max_kept = max(1, ckpt.max_keep) + is_validated  # the best checkpoint is kept in addition
         num_checkpoints = max_kept if steps is None else num_saved if ckpt.max_keep == -1 else min(num_saved, max_kept)
-    weight_bytes = trainable * _itemsize(recipe.train.master_dtype)  # checkpoints do not have frozen parameters
+    weight_bytes = num_trainable * _itemsize(recipe.train.master_dtype)  # checkpoints do not have frozen parameters
     checkpoint_bytes = weight_bytes + memory.optimizer + memory.reference + memory.average
-    return num_checkpoints * checkpoint_bytes + parameters * _itemsize(recipe.train.param_dtype)
+    return num_checkpoints * checkpoint_bytes + num_params * _itemsize(recipe.train.param_dtype)
 
 
 def _describe_machine(recipe: Recipe) -> dict[str, Any]:
@@ -330,17 +318,16 @@ def _describe_machine(recipe: Recipe) -> dict[str, Any]:
     return {"device": name, "is_cpu": device.type == "cpu", "flops": matmul_flops, "memory": memory}
 
 
-def _engine_weights(recipe: Recipe, parameters: int) -> int:
-    """Return the bytes of the engine's copy of the weights; 0 for `hf` on one rank, which generates with the trainer's
-    module."""
+def _engine_weight_bytes(recipe: Recipe, num_parameters: int) -> int:
+    """Return the bytes of the engine's copy of the weights; 0 if the engine uses the trainer's module."""
     backend, parallelism = recipe.rollout.backend, recipe.rollout.parallelism
     if not recipe.train.train_policy.has_rollouts:
         return 0
     if backend == FALLBACK_ENGINE and recipe.policy.parallelism.world_size > 1:
-        return parameters * _itemsize(recipe.train.master_dtype)
+        return num_parameters * _itemsize(recipe.train.master_dtype)
     if backend != "vllm":
         return 0
-    return parameters * _itemsize(recipe.train.param_dtype) // (parallelism.tp_size * parallelism.pp_size)
+    return num_parameters * _itemsize(recipe.train.param_dtype) // (parallelism.tp_size * parallelism.pp_size)
 
 
 def _itemsize(dtype: str) -> int:

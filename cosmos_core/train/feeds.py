@@ -1,7 +1,7 @@
 """Sources of samples for a train step: rows of a dataset, or rollouts scored by rewards.
 
-The training loop of SFT and RL differs only in the feed. The samples of a step are a pure function of seed and step
-and, for rollouts, of the weights and the state of the group source, so a resumed run continues with the same samples.
+The samples of a step are a pure function of seed and step and, for rollouts, of the weights and the state of the group
+source, so a resumed run continues with the same samples.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +12,18 @@ from typing import Any
 import numpy as np
 
 from cosmos_core.algorithms.base import Update
-from cosmos_core.algorithms.data_term import sft_term
+from cosmos_core.algorithms.data_term import make_sft_update
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.data.balance import BalancedStepPlan, Budget
-from cosmos_core.data.kinds.base import HeldOutRows
-from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order, left_over_notice, rows_of
+from cosmos_core.data.balance import BalancedStepPlan, BatchingSettings
+from cosmos_core.data.kinds.base import PreparedRows
+from cosmos_core.data.order import (
+    batch_positions,
+    batches_per_epoch,
+    epoch_order,
+    mixture_or_num_rows,
+    unused_rows_notice,
+)
 from cosmos_core.data.sample import batch_within_token_limit
 from cosmos_core.errors import DataError
 
@@ -38,7 +44,7 @@ class Feed:
     """Number of the next train step, counted from 0."""
 
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
-        """Return the samples of the next train step, and metrics about the samples; None if the data has ended."""
+        """Return the samples of the next train step and their metrics; None if the data has ended."""
         if self.step >= self.total_steps:
             return None
         batch = self.samples(self.step)
@@ -46,7 +52,7 @@ class Feed:
         return batch
 
     def samples(self, step: int) -> tuple[list[Any], dict[str, float]]:
-        """Return the samples of train step `step`, counted from 0, and metrics about the samples."""
+        """Return the samples of train step `step`, counted from 0, and their metrics."""
         raise NotImplementedError(type(self).__name__)
 
     def write_records(self, folder: Path) -> None:
@@ -62,8 +68,7 @@ class Feed:
 
 
 def total_steps(recipe: Recipe, num_rows: int) -> int:
-    """Return the number of train steps of a run: the steps of all epochs, at most `max_num_steps`. Raise DataError if
-    the rows do not fill one step."""
+    """Return the number of train steps of all epochs, at most `max_num_steps`; raise DataError if it is 0."""
     train = recipe.train
     if recipe.may_split_groups:  # a step may span two epochs, so round up the sum over all epochs
         steps = -(-train.epoch * num_rows * recipe.rollout.n_generation // train.train_batch_per_replica)
@@ -73,23 +78,20 @@ def total_steps(recipe: Recipe, num_rows: int) -> int:
 
 
 def rows_per_step(recipe: Recipe) -> int:
-    """Return the number of dataset rows that a train step reads. For rollouts, a row is a prompt with `n_generation`
-    completions, and the number is rounded up."""
-    size = recipe.train.train_batch_per_replica
-    return -(-size // recipe.rollout.n_generation) if recipe.train.train_policy.has_rollouts else size
+    """Return the number of rows that a train step reads; in RL, the number of prompts, rounded up."""
+    batch_size = recipe.train.train_batch_per_replica
+    return -(-batch_size // recipe.rollout.n_generation) if recipe.train.train_policy.has_rollouts else batch_size
 
 
 def unused_rows_message(recipe: Recipe, num_rows: int) -> str:
-    """Return a message about the rows at the end of an epoch that fill no train step; empty if all rows are used. Raise
-    DataError if the rows do not fill one step."""
-    notice = left_over_notice(recipe.train, 1 if recipe.may_split_groups else rows_per_step(recipe), num_rows)
-    # With a filter, the batch of a step may have prompts of two epochs.
-    return notice if recipe.train.train_policy.dynamic_sampling is None else ""
+    """Return a message about rows of an epoch that fill no step, or ""; raise DataError if no step is full."""
+    message = unused_rows_notice(recipe.train, 1 if recipe.may_split_groups else rows_per_step(recipe), num_rows)
+    # With dynamic sampling, a train step may use prompts of two epochs, so all prompts are used.
+    return message if recipe.train.train_policy.dynamic_sampling is None else ""
 
 
-def plan_balanced_steps(rows: HeldOutRows, recipe: Recipe) -> BalancedStepPlan | None:
-    """Return the plan of train steps whose micro-batches are filled up to a token budget; None if the recipe sets the
-    number of rows of a batch instead."""
+def plan_balanced_steps(rows: PreparedRows, recipe: Recipe) -> BalancedStepPlan | None:
+    """Return the plan of micro-batches that are filled up to a token budget; None for a fixed number of rows."""
     train, policy = recipe.train, recipe.train.train_policy
     if not policy.has_token_based_batches:
         return None
@@ -99,8 +101,8 @@ def plan_balanced_steps(rows: HeldOutRows, recipe: Recipe) -> BalancedStepPlan |
     is_packed = bool(train.sequence_packing)
     return BalancedStepPlan(
         rows.token_counts(is_packed=is_packed),
-        lambda epoch: epoch_order(train.order_seed, epoch, rows_of(rows), policy.dataloader_shuffle),
-        Budget(
+        lambda epoch: epoch_order(train.order_seed, epoch, mixture_or_num_rows(rows), policy.dataloader_shuffle),
+        BatchingSettings(
             micro_batch_tokens(recipe),
             policy.load_balanced_pool_size,
             is_packed=is_packed,
@@ -113,7 +115,7 @@ def plan_balanced_steps(rows: HeldOutRows, recipe: Recipe) -> BalancedStepPlan |
 
 
 def micro_batch_tokens(recipe: Recipe) -> int:
-    """Return the maximum number of tokens in a micro-batch that is filled by tokens."""
+    """Return the token budget of a micro-batch."""
     policy = recipe.train.train_policy
     assert isinstance(policy, SupervisedConfig)
     max_tokens = policy.mini_batch * policy.sequences_per_row * recipe.policy.model_max_length
@@ -122,19 +124,19 @@ def micro_batch_tokens(recipe: Recipe) -> int:
 
 class RowFeed(Feed):
     """Feed of prepared rows, in an order that is a pure function of seed, epoch and position. Rows that take long to
-    read are read in a thread one step in advance, while the current step is trained."""
+    read are read one step in advance, in a thread."""
 
-    def __init__(self, rows: HeldOutRows, recipe: Recipe) -> None:
+    def __init__(self, rows: PreparedRows, recipe: Recipe) -> None:
         self._rows, self._recipe = rows, recipe
-        self._batch = recipe.train.train_batch_per_replica
+        self._batch_size = recipe.train.train_batch_per_replica
         self._thread = ThreadPoolExecutor(1, "row-feed") if rows.is_prefetched else None
         self._prefetched: tuple[int, Future[list[Any]]] | None = None
-        self._balanced = plan_balanced_steps(rows, recipe)
-        if self._balanced:
-            self.steps_per_epoch, self.total_steps = self._balanced.steps_per_epoch, self._balanced.total_steps
+        self._balanced_plan = plan_balanced_steps(rows, recipe)
+        if plan := self._balanced_plan:
+            self.steps_per_epoch, self.total_steps = plan.steps_per_epoch, plan.total_steps
             return
         self.unused_rows_notice = unused_rows_message(recipe, len(rows))
-        self.steps_per_epoch = batches_per_epoch(self._batch, len(rows), recipe.train.train_policy.drops_last_rows)
+        self.steps_per_epoch = batches_per_epoch(self._batch_size, len(rows), recipe.train.train_policy.drops_last_rows)
         self.total_steps = total_steps(recipe, len(rows))
 
     @property
@@ -145,24 +147,23 @@ class RowFeed(Feed):
 
     def samples(self, step: int) -> tuple[list[Any], dict[str, float]]:
         prefetched, self._prefetched = self._prefetched, None
-        samples = prefetched[1].result() if prefetched and prefetched[0] == step else self._read(step)
+        samples = prefetched[1].result() if prefetched and prefetched[0] == step else self._read_samples(step)
         if self._thread and step + 1 != self.total_steps:
-            self._prefetched = step + 1, self._thread.submit(self._read, step + 1)
-        epoch = self._balanced.epochs_done(step) if self._balanced else (step + 1) / self.steps_per_epoch
+            self._prefetched = step + 1, self._thread.submit(self._read_samples, step + 1)
+        epoch = self._balanced_plan.epochs_done(step) if self._balanced_plan else (step + 1) / self.steps_per_epoch
         return samples, {"epoch": epoch}
 
-    def _read(self, step: int) -> list[Any]:
+    def _read_samples(self, step: int) -> list[Any]:
         seed, batches = (self._recipe.train.order_seed, step), self.micro_batches(step).items()
         return [sample for number, batch in batches for sample in self._rows.samples(batch, seed, number)]
 
     def micro_batches(self, step: int) -> dict[int | None, Sequence[int]]:
-        """Return the row numbers of a train step by micro-batch number; all under the key None if the trainer divides
-        the rows into micro-batches."""
-        if self._balanced:
-            return dict(enumerate(self._balanced.micro_batches(step)))
+        """Return the row numbers of a train step by micro-batch number; all under None if the trainer divides them."""
+        if self._balanced_plan:
+            return dict(enumerate(self._balanced_plan.micro_batches(step)))
         train, parallelism = self._recipe.train, self._recipe.policy.parallelism
         positions = batch_positions(
-            train.order_seed, step, self._batch, rows_of(self._rows),
+            train.order_seed, step, self._batch_size, mixture_or_num_rows(self._rows),
             train.train_policy.dataloader_shuffle, train.train_policy.drops_last_rows
         )  # fmt: skip
         # Limit the micro-batch size so that every data-parallel rank gets a micro-batch.
@@ -172,22 +173,21 @@ class RowFeed(Feed):
         return {None: positions.tolist()} if batches is None else dict(enumerate(batches))
 
 
-def sft_rows(rows: HeldOutRows, recipe: Recipe) -> Callable[[int], Update]:
-    """Return a function that builds the supervised loss of an optimizer step, on rows shuffled with a separate seed.
-    Raise DataError if there are fewer rows than one optimizer step needs."""
-    train, data_term = recipe.train, recipe.train.train_policy.supervised_rows
-    assert data_term is not None
-    if len(rows) < data_term.batch_size:
+def make_sft_loss(rows: PreparedRows, recipe: Recipe) -> Callable[[int], Update]:
+    """Return a function that builds the supervised loss of an optimizer step; raise DataError for too few rows."""
+    train, loss_config = recipe.train, recipe.train.train_policy.supervised_rows
+    assert loss_config is not None
+    if len(rows) < loss_config.batch_size:
         raise DataError(
-            f"train.train_policy.data_term has {len(rows)} rows, fewer than batch_size = {data_term.batch_size}; "
+            f"train.train_policy.data_term has {len(rows)} rows, fewer than batch_size = {loss_config.batch_size}; "
             f"lower it, or give more rows"
         )
     max_tokens = getattr(train.train_policy, "max_token_len_per_mini_batch", None)
 
-    def update(update_index: int) -> Update:
+    def make_update(update_index: int) -> Update:
         seed = train.order_seed + DATA_TERM_SEED
-        positions = batch_positions(seed, update_index, data_term.batch_size, len(rows), shuffle=True)
+        positions = batch_positions(seed, update_index, loss_config.batch_size, len(rows), shuffle=True)
         samples = rows.samples(positions.tolist())
-        return sft_term(batch_within_token_limit(samples, max_tokens), data_term.weight)
+        return make_sft_update(batch_within_token_limit(samples, max_tokens), loss_config.weight)
 
-    return update
+    return make_update

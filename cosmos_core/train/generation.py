@@ -1,4 +1,4 @@
-"""The rollout engine of a stage, the publisher of its weights, and its rewards."""
+"""Rollout engine of a stage, publisher of its weights, and its rewards."""
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -20,10 +20,10 @@ from cosmos_core.environment import mask_secrets
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.hf import load_tokenizer, model_without_weights
-from cosmos_core.models.lora import is_adapted
+from cosmos_core.models.lora import has_lora_adapter
 from cosmos_core.models.open_causal_lm import open_image_reader
 from cosmos_core.models.processor import ImageReader
-from cosmos_core.observe.logs import configure
+from cosmos_core.observe.logs import configure_logging
 from cosmos_core.rewards.runner import ScoreGroups
 from cosmos_core.rollout.base import Engine, EngineSettings, WeightFormat
 from cosmos_core.rollout.fleet import Fleet
@@ -33,8 +33,8 @@ from cosmos_core.rollout.replica import Replica
 from cosmos_core.rollout.transfer import NativeTransfer
 from cosmos_core.rollout.transport import IpcTransport, NcclTransport
 from cosmos_core.run.stage import Stage, load_stage
-from cosmos_core.train.diffusion_setup import flow_source
-from cosmos_core.train.measure import Rewards, open_rewards, shared
+from cosmos_core.train.diffusion_setup import make_flow_source
+from cosmos_core.train.measure import Rewards, open_rewards, score_on_first_rank
 from cosmos_core.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -42,33 +42,32 @@ logger = logging.getLogger(__name__)
 _FULL_WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("checkpoint", "module")
 
 
-class Generation:
+class RolloutSetup:
     """Rollout engine and rewards of a stage, each opened at its first use and closed with the exit stack."""
 
     def __init__(self, stage: Stage, trainer: Trainer, stack: ExitStack) -> None:
-        self._stage, self._trainer, self._exit_stack = stage, trainer, stack
+        self._stage, self._trainer, self.exit_stack = stage, trainer, stack
         self._scorers: dict[Hashable, ScoreGroups] = {}
-        self._newest_version = 0
-        """Version number of the newest weights that were published to the engine."""
+        self._published_version = 0
 
     @cached_property
     def engine(self) -> Engine:
-        """Return the rollout engine, which starts with the weights of the stage's model; a `Fleet` if engines are
-        disaggregated."""
+        """Return the rollout engine with the weights of the stage's model; a `Fleet` if engines are disaggregated."""
         stage, adapter = self._stage, self._trainer.adapter
         stage.progress.phase("load")
         engine: Engine
         if stage.kind.feed == "rollouts" and stage.recipe.num_engines:
             engine = _make_fleet(stage)
-            engine.resync = lambda: self.resync(self._newest_version)
+            engine.resync = lambda: self.resync(self._published_version)
         else:
             settings = _engine_settings(stage, adapter.model, adapter.tokenizer, adapter.vision, stage.progress.beat)
             if stage.recipe.policy.is_diffusers:
-                settings = replace(settings, flow=flow_source(stage, self._trainer))
+                settings = replace(settings, flow=make_flow_source(stage, self._trainer))
             engine = make_engine(settings)
-        self._exit_stack.callback(engine.close)
+        self.exit_stack.callback(engine.close)
         logger.info("rollout engine: %s", engine.name)
-        if stage.kind.feed == "rollouts" and is_adapted(adapter.model) and engine.weight_format in _FULL_WEIGHT_FORMATS:
+        is_merged = has_lora_adapter(adapter.model) and engine.weight_format in _FULL_WEIGHT_FORMATS
+        if stage.kind.feed == "rollouts" and is_merged:
             logger.warning(
                 "policy.lora: the adapter travels merged, with all weights, because this engine does not take an "
                 "adapter of this model alone"
@@ -77,7 +76,7 @@ class Generation:
 
     @property
     def engine_fleet(self) -> Fleet:
-        """Return the engine as a `Fleet`; only valid if the engines are disaggregated."""
+        """Return the engine of a stage whose engines are disaggregated."""
         assert isinstance(self.engine, Fleet)
         return self.engine
 
@@ -92,37 +91,32 @@ class Generation:
 
     @property
     def _transfer_dtype(self) -> torch.dtype | None:
-        """Return the dtype that weights are cast to before they are sent to the engine; None: no cast. vLLM converts
-        weights to `param_dtype`, so sending a wider dtype would only transfer more bytes. The factors of a LoRA adapter
-        are not cast, because they are first scaled in float32."""
-        train, configured = self._stage.recipe.train, transfer_dtype_of(self._stage.recipe.train)
-        converts = self.engine.weight_format == "checkpoint" and train.master_dtype == "float32" != train.param_dtype
-        return getattr(torch, train.param_dtype) if configured is None and converts else configured
+        """Return the dtype that weights are cast to before they are sent; None: no cast. vLLM converts weights to
+        `param_dtype`, so wider weights are cast. LoRA factors are not, because they are first scaled in float32."""
+        train, dtype = self._stage.recipe.train, get_transfer_dtype(self._stage.recipe.train)
+        is_cast = self.engine.weight_format == "checkpoint" and train.master_dtype == "float32" != train.param_dtype
+        return getattr(torch, train.param_dtype) if dtype is None and is_cast else dtype
 
     def publish(self, version: int) -> dict[str, float]:
         """Send the current weights to the engine as version `version`, and return metrics."""
-        self._newest_version = version
+        self._published_version = version
         return self._publisher.publish(version)
 
-    def score(self, weights: Rewards, max_tokens: int | None = None) -> ScoreGroups:
-        """Return a function that scores groups by the rewards `weights` and that all ranks call together."""
-        return shared(self.make_local_scorer(weights, max_tokens))
+    def make_scorer(self, rewards: Rewards, max_tokens: int | None = None) -> ScoreGroups:
+        """Return a function that scores groups of completions by `rewards` and that all ranks call together."""
+        return score_on_first_rank(self.make_local_scorer(rewards, max_tokens))
 
-    def make_local_scorer(self, weights: Rewards, max_tokens: int | None = None) -> ScoreGroups:
-        """Return a function that scores groups by the rewards `weights` on the first rank. `max_tokens`: maximum number
-        of tokens of a completion; None: as in training."""
-        token_limit = max_tokens or self._stage.recipe.rollout.max_response_length
-        key = (repr(weights), token_limit) if isinstance(weights, dict) else weights
+    def make_local_scorer(self, rewards: Rewards, max_tokens: int | None = None) -> ScoreGroups:
+        """Return a function that scores groups of completions by `rewards` on the first rank. `max_tokens`: maximum
+        number of tokens of a completion; None: as in training."""
+        max_tokens = max_tokens or self._stage.recipe.rollout.max_response_length
+        key = (repr(rewards), max_tokens) if isinstance(rewards, dict) else rewards
         if key not in self._scorers:
-            self._scorers[key] = self._exit_stack.enter_context(open_rewards(self._stage, weights, token_limit))
+            self._scorers[key] = self.exit_stack.enter_context(open_rewards(self._stage, rewards, max_tokens))
         return self._scorers[key]
 
-    def call_before_close(self, close: Callable[[], None]) -> None:
-        """Register a function that runs before the engine and the rewards are closed."""
-        self._exit_stack.callback(close)
-
     def resync(self, version: int) -> dict[str, float]:
-        """Send the current weights, as version `version`, to engines without weights, and probe these engines."""
+        """Send the current weights, as version `version`, to engines that have no weights."""
         with self.engine_fleet.loading_new_engines():
             return self._publisher.publish(version)
 
@@ -132,8 +126,8 @@ class Generation:
         return row["logprobs"]
 
 
-def transfer_dtype_of(train: TrainConfig) -> torch.dtype | None:
-    """Return the dtype that weights are cast to before they are sent to an engine; None: they are sent as trained."""
+def get_transfer_dtype(train: TrainConfig) -> torch.dtype | None:
+    """Return the dtype `train.transfer_dtype`; None if weights are sent to engines in their training dtype."""
     return None if train.transfer_dtype in (None, train.master_dtype) else getattr(torch, train.transfer_dtype)
 
 
@@ -152,19 +146,19 @@ def _make_fleet(stage: Stage) -> Fleet:
     rollout = stage.recipe.rollout
     return Fleet(
         lambda: stage.engines,
-        max_groups=rollout.groups_in_flight,
+        max_groups=rollout.max_prompts_in_flight,
         timeout_seconds=rollout.engine_timeout_seconds,
-        swap=rollout.async_r2r_sync,
+        swap_mode=rollout.async_r2r_sync,
         sleeps_in_training=stage.recipe.mode == "colocated_separated",
-        native=_make_native_transfer(stage.recipe),
+        native_transfer=_make_native_transfer(stage.recipe),
         beat=stage.progress.beat,
     )
 
 
 def _make_native_transfer(recipe: Recipe) -> NativeTransfer | None:
-    """Return the native weight transfer of a stage; None: weights travel through host memory."""
+    """Return the native weight transfer of a stage; None: weights are sent through host memory."""
     rollout = recipe.rollout
-    if rollout.weight_transfer == "host" or rollout.native_obstacles:
+    if rollout.weight_transfer == "host" or rollout.native_transfer_obstacles:
         return None  # `cosmos check` reports why native transfer is impossible
     if not torch.cuda.is_available():
         logger.warning("rollout.weight_transfer = 'native' needs GPUs: weights travel through host memory")
@@ -174,20 +168,19 @@ def _make_native_transfer(recipe: Recipe) -> NativeTransfer | None:
 
 
 def open_replica(path: Path) -> Replica:
-    """Open the engine of the stage in the folder `path` in a separate process, without the trainer's weights."""
+    """Open a rollout engine of the stage with folder `path` in this process, in which no trainer runs."""
     is_on_trainer_gpu = load_stage(path).recipe.mode == "colocated_separated"
     return Replica(partial(_open_separate_engine, path), should_wait_for_trainer=is_on_trainer_gpu)
 
 
 def _open_separate_engine(path: Path, beat: Callable[[], None]) -> Engine:
-    configure("WARNING")
+    configure_logging("WARNING")
     mask_secrets()
     return open_engine(load_stage(path), beat)
 
 
 def open_engine(stage: Stage, beat: Callable[[], None]) -> Engine:
-    """Return the rollout engine of a stage with the weights of the stage's model, without a trainer; the engine calls
-    `beat` during waits."""
+    """Return the rollout engine of a stage in a process without a trainer; the engine calls `beat` during waits."""
     policy = stage.recipe.policy
     tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
     dtype = getattr(torch, stage.recipe.train.master_dtype)

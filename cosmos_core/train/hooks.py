@@ -2,19 +2,15 @@
 
 from typing import Any
 
-from cosmos_core.data.user_dataset import user_code_errors
+from cosmos_core.data.user_dataset import convert_user_code_errors
 from cosmos_core.errors import ConfigError, CosmosError
 from cosmos_core.registry import import_user_code
 from cosmos_core.run.stage import Stage
 
 
 class Hooks:
-    """User-defined functions that a stage's recipe names as hooks.
-
-    Raises:
-        ConfigError: a hook does not exist, or it raised an error.
-        StageFailed: a hook raised a transient error.
-    """
+    """User-defined functions that a stage's recipe names as hooks. Raise `ConfigError` if a hook does not exist or
+    raised an error, and `StageFailed` if the error is transient."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -24,5 +20,5 @@ class Hooks:
     def __call__(self, key: str, **data: Any) -> None:
         """Call the hook named `key`, if the recipe sets it."""
         if (function := self._functions.get(key)) is not None:
-            with user_code_errors(f"train.hooks.{key}", function, ConfigError, CosmosError):
+            with convert_user_code_errors(f"train.hooks.{key}", function, ConfigError, CosmosError):
                 function(self._stage, data)

@@ -1,7 +1,6 @@
 """Detect drift between the log-probabilities of rollout engines and of the trainer, on the completions of each step.
 
-`rollout.publish` probes engines after they load weights. This check detects errors between two probes, such as
-overwritten memory. It runs at every train step without an extra forward pass.
+`rollout.publish` probes engines after weight loads; this check also detects later errors, such as overwritten memory.
 """
 
 import logging
@@ -22,27 +21,21 @@ _OUTDATED_TOLERANCE = 1.0
 """Tolerance in nats per token between log-probabilities under weights of different steps; corrupt weights exceed it."""
 
 
-class LogprobDrift:
+class LogprobDriftCheck:
     """Check that compares the log-probabilities of engines and trainer for the completions of a train step."""
 
     def __init__(
-        self, dtype: torch.dtype, transfer_dtype: torch.dtype | None, sampling: Sampling, *, stops: bool = False
+        self, dtype: torch.dtype, transfer_dtype: torch.dtype | None, sampling: Sampling, *, should_stop: bool = False
     ) -> None:
-        """Set the tolerance of the check.
-
-        Args:
-            dtype: the dtype that engines compute in.
-            transfer_dtype: the dtype that weights are cast to before they are sent; None: no cast.
-            sampling: the sampling settings of completions.
-            stops: whether a difference above the tolerance (an alarm) ends the stage.
-        """
-        self._stops_training = stops
-        self._tolerance = logprob_tolerance(dtype, transfer_dtype) + _sampling_bound(sampling)
+        """Set the tolerance of the check for engines that compute in `dtype` and get weights that were cast to
+        `transfer_dtype`; None: no cast. With `should_stop`, a difference above the tolerance ends the stage."""
+        self._should_stop = should_stop
+        self._tolerance = logprob_tolerance(dtype, transfer_dtype) + _max_sampling_shift(sampling)
         self._has_warned = False
 
     def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metric `watch/alarm`: 1 if the log-probabilities of trainer and rollout engine differ by more than
-        the tolerance, else 0; no metric if none were compared. Raise StageFailed if an alarm ends the stage."""
+        """Return the metric `watch/alarm`: 1 if trainer and engines differ by more than the tolerance, else 0; no
+        metric without a difference in `metrics`. Raise StageFailed if an alarm ends the stage."""
         logprob_difference = math.nan if metrics.get(_NOT_FINITE_METRIC) else metrics.get(_DIFFERENCE_METRIC)
         if logprob_difference is None:
             return {}
@@ -55,7 +48,7 @@ class LogprobDrift:
                 step, logprob_difference, metrics.get(_LAG_METRIC, 0.0), tolerance
             )  # fmt: skip
         self._has_warned = exceeds_tolerance
-        if exceeds_tolerance and self._stops_training:
+        if exceeds_tolerance and self._should_stop:
             raise StageFailed(
                 f"step {step}: engines and trainer differ by {logprob_difference:.3g} nats per token, of which "
                 f"rounding and sampling explain {tolerance:.3g}; rollout.stop_on_alarm = false goes on"
@@ -63,10 +56,10 @@ class LogprobDrift:
         return {"watch/alarm": float(exceeds_tolerance)}
 
 
-def _sampling_bound(sampling: Sampling) -> float:
-    """Return the maximum increase, in nats, of an engine's log-probabilities that the sampling settings can cause:
-    renormalizing the tokens that remain raises the log-probability by -log of their total probability, which is at
-    least `top_p`; other settings give no bound (infinity)."""
+def _max_sampling_shift(sampling: Sampling) -> float:
+    """Return by how many nats the sampling settings can raise an engine's log-probabilities; infinite for settings
+    without a bound. Top-p sampling divides probabilities by the total of the remaining tokens, which is at least
+    `top_p`."""
     has_policy_temperature = sampling.policy_temperature in (None, sampling.temperature)
     is_bounded = sampling.top_k <= 0 and sampling.repetition_penalty == 1 and has_policy_temperature
     return -math.log(sampling.top_p) if is_bounded else math.inf

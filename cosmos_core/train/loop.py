@@ -16,7 +16,7 @@ import torch
 
 from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.checkpoint.best import BestStep
-from cosmos_core.checkpoint.resume import load_from
+from cosmos_core.checkpoint.resume import load_checkpoint
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng, seed_rng
 from cosmos_core.errors import ConfigError, Preempted
@@ -24,8 +24,8 @@ from cosmos_core.parallel.mesh import any_rank
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import Feed
 from cosmos_core.train.hooks import Hooks
-from cosmos_core.train.measure import PREFIX
-from cosmos_core.train.mfu import Utilization
+from cosmos_core.train.measure import METRIC_PREFIX
+from cosmos_core.train.mfu import FlopsUtilization
 from cosmos_core.train.named_weights import EMA_WEIGHTS, MovingAverage
 from cosmos_core.train.profile import StepProfiler
 from cosmos_core.train.stop import StopRequested, check_stop
@@ -44,14 +44,14 @@ class Loop:
     checkpointer: Checkpointer
     validation: Validation
     """Validation of train steps, which also publishes the weights of train steps to the rollout engines."""
-    average: MovingAverage | None = None
+    moving_average: MovingAverage | None = None
     """Moving average that is validated and finally copied into the model; None: the trained weights are used."""
-    watch: Callable[[int, dict[str, float]], dict[str, float]] = lambda step, metrics: {}
+    check_metrics: Callable[[int, dict[str, float]], dict[str, float]] = lambda step, metrics: {}
     """Function that checks the metrics of a train step, for example for drift between engines and trainer, and returns
     further metrics."""
-    utilization: Utilization | None = None
+    utilization: FlopsUtilization | None = None
     """Counter of the model FLOPs utilization of train steps; None: utilization is not reported."""
-    begin_from: Path | None = None
+    first_checkpoint: Path | None = None
     """Folder `.../step_N/policy` of another run's checkpoint, from which a training without its own checkpoint starts;
     None: the training starts from the stage's model."""
     step: int = 0
@@ -70,6 +70,12 @@ class Loop:
     def run(self) -> dict[str, float]:
         """Train to the last step, and return its metrics and validation metrics; `..._max` are maxima over all steps.
         Raise Preempted if a signal requests a stop."""
+        try:
+            return self._restore_and_train()
+        except StopRequested:
+            raise self._save_and_make_error() from None
+
+    def _restore_and_train(self) -> dict[str, float]:
         self.trainer.adapter.check_parallel_plan()
         hooks, (start_step, needs_validation) = self._hooks, self._restore()
         hooks("pre_training_hook", start_step=start_step, total_steps=self.feed.total_steps)
@@ -82,13 +88,13 @@ class Loop:
             self._log_step(0, self._validation_metrics())
         with StepProfiler(self.stage, start_step) as profiler:
             self._train(profiler)
-        has_new_metrics = self._wait_for_validation()
+        has_new_metrics = self.validation.wait(self.step)
         has_new_metrics |= self._validate_last_step()
         self.checkpointer.wait()
-        if has_new_metrics or self.checkpointer.latest() != self.step:
+        if has_new_metrics or self.checkpointer.latest_step() != self.step:
             self._save_checkpoint()
             self.checkpointer.wait()
-        if self.average:
+        if self.moving_average:
             self.trainer.named_weights.copy_to_policy(EMA_WEIGHTS)
         hooks("post_training_hook", final_step=self.step, total_steps=self.feed.total_steps, **self._last_metrics)
         return self._last_metrics
@@ -103,7 +109,7 @@ class Loop:
             is_validation_due = validation.is_due(self.step, is_last_step=is_last_step)
             is_async = is_validation_due and validation.async_validation is not None and not is_last_step
             saves_checkpoint = self.step % save_freq == 0
-            if (is_validation_due or saves_checkpoint) and self._wait_for_validation():
+            if (is_validation_due or saves_checkpoint) and validation.wait(self.step):
                 # If the finished validation changed the best step, its checkpoint was saved when the validation began.
                 previous_best = validation.best
             if is_async:
@@ -120,12 +126,8 @@ class Loop:
     def _train_and_publish_step(self) -> dict[str, float] | None:
         """Take one train step, publish its weights and return its metrics; None if the data has ended."""
         start_time = time.perf_counter()
-        try:
-            check_stop(self.stage)
-            metrics = self._run_train_step()
-        except StopRequested:
-            raise self._save_and_make_error() from None
-        if metrics is None:
+        check_stop(self.stage)
+        if (metrics := self._run_train_step()) is None:
             return None
         self.step += 1
         metrics |= self.validation.publish_step(self.step)
@@ -133,32 +135,23 @@ class Loop:
         self._hooks("post_training_step_hook", current_step=self.step, total_steps=self.feed.total_steps, **metrics)
         return metrics
 
-    def _wait_for_validation(self) -> bool:
-        """Wait for the running validation, if any, and return whether a validation was running."""
-        try:
-            return self.validation.wait(self.step)
-        except StopRequested:
-            raise self._save_and_make_error() from None
-
     def _validate_last_step(self) -> bool:
-        """Validate the last step if its validation is missing because the data ended unexpectedly, and return whether
-        it was validated."""
+        """Validate the last step unless it was validated, and return whether this validation was necessary."""
         if not self.validation.is_missing(self.step):
             return False
-        # The engine may lack the weights of the last step, which are sent before the next step only.
+        # The engine may lack the weights of the last step, because weights are sent before the next step.
         self.validation.publish(self.step)
         self._log_validation(self.step, self._validation_metrics())
         return True
 
     def _validation_metrics(self, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Return the validation metrics of the current step. If a stop is requested during the validation, the train
-        step's metrics (`metrics`) are logged first."""
+        """Return the metrics of a validation. If a stop is requested meanwhile, log the train step's `metrics`."""
         try:
             return self.validation.run(self.step)
         except StopRequested:
             if metrics is not None:
                 self._log_step(self.step, metrics)
-            raise self._save_and_make_error() from None
+            raise
 
     def _log_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Log the validation metrics of a step after its training metrics were logged."""
@@ -173,18 +166,18 @@ class Loop:
         self._hooks("pre_training_step_hook", current_step=self.step + 1, total_steps=self.feed.total_steps)
         self.stage.progress.phase("step")
         start_time, compile_seconds_before = time.perf_counter(), self.stage.progress.compile_seconds
-        updates = []
+        update_metrics = []
         for update in self.algorithm.updates(samples, self.trainer) if samples else ():
-            updates.append(self.trainer.update(update))
+            update_metrics.append(self.trainer.update(update))
             self._num_updates += 1
-            if self.average:
-                self.average.update(self._num_updates)
+            if self.moving_average:
+                self.moving_average.update(self._num_updates)
             if self.utilization:
                 self.utilization.add(update)
         self.algorithm.after_train_step(self.step + 1, self.trainer)
         self.trainer.drop_gradients()  # a colocated engine may need the memory of the gradients
-        metrics |= _mean_over_updates(updates)
-        metrics |= self.watch(self.step + 1, metrics)
+        metrics |= _mean_over_updates(update_metrics)
+        metrics |= self.check_metrics(self.step + 1, metrics)
         compile_seconds = self.stage.progress.compile_seconds - compile_seconds_before
         seconds = time.perf_counter() - start_time - compile_seconds
         if self.utilization:
@@ -200,17 +193,17 @@ class Loop:
         }
 
     def _save_and_make_error(self) -> Preempted:
-        """Save a checkpoint if the recipe sets `save_ckpt_at_exit`, and return the error to raise. Call this function
-        only if no weight has changed since the last completed step."""
+        """Save a checkpoint if the recipe sets `save_ckpt_at_exit`, and return the error to raise. No weight may have
+        changed since the last completed step."""
         progress_text = f"stopped after step {self.step} of {self.feed.total_steps}"
         if not (self.stage.recipe.train.save_ckpt_at_exit and self.step > 0):
             return Preempted(f"{progress_text}; nothing saved")
         self.checkpointer.wait()
         if (validating_step := self.validation.running_step) not in (None, self.step):
-            saved_step = self.checkpointer.latest()  # a resumed run repeats the validation of this checkpoint's step
+            saved_step = self.checkpointer.latest_step()  # a resumed run repeats the validation of this step
             progress_text += f", while step {validating_step} was validated"
             return Preempted(f"{progress_text}; the checkpoint is of step {saved_step}")
-        if self.checkpointer.latest() != self.step:
+        if self.checkpointer.latest_step() != self.step:
             self._save_checkpoint()
             self.checkpointer.wait()
         return Preempted(f"{progress_text}; checkpoint saved")
@@ -219,11 +212,12 @@ class Loop:
         """Resume from the newest complete checkpoint; return its step, and whether the step must be validated again.
         Raise ConfigError if the checkpoint of another run has as many steps as this training, or more."""
         state, total_steps = self._make_train_state(), self.feed.total_steps
-        own_step = self.checkpointer.load_latest(state) or 0
-        start_step = own_step or (load_from(self.begin_from, state, self.stage.progress.beat) if self.begin_from else 0)
+        own_step = start_step = self.checkpointer.load_latest(state) or 0
+        if not own_step and self.first_checkpoint:
+            start_step = load_checkpoint(self.first_checkpoint, state, self.stage.progress.beat)
         if start_step > own_step and start_step >= total_steps:
             raise ConfigError(
-                f"train.resume = '{self.begin_from}' is at step {start_step} and this training ends at step "
+                f"train.resume = '{self.first_checkpoint}' is at step {start_step} and this training ends at step "
                 f"{total_steps}; raise train.epoch or train.max_num_steps"
             )
         if start_step:
@@ -231,32 +225,32 @@ class Loop:
             self.algorithm.load_state_dict(state.algorithm)
             self._num_updates = int(state.extra.get("num_updates", start_step))
             # Random generators are restored last, because starting an engine advances and reseeds them.
-            rng, saved_seed_rank = state.extra["rng"], state.extra.get("seed_rank", self._seed_rank)
+            rng_state, saved_seed_rank = state.extra["rng"], state.extra.get("seed_rank", self._seed_rank)
             # On another mesh, ranks that share a sample would draw different numbers, for example of dropout.
-            if any_rank(rng is None or saved_seed_rank != self._seed_rank):
+            if any_rank(rng_state is None or saved_seed_rank != self._seed_rank):
                 seed_rng(self.stage.seed, start_step, self._seed_rank)
             else:
-                restore_rng(rng)
+                restore_rng(rng_state)
         else:  # torch's random generators were seeded when the model was opened, on every rank with the same seed
-            seed_rng(self.stage.seed, 0, self._seed_rank, keeps_torch=self._seed_rank == 0)
+            seed_rng(self.stage.seed, 0, self._seed_rank, keeps_torch_rng=self._seed_rank == 0)
         self.validation.load_state_dict(start_step, state.extra if own_step else {})
         if own_step:
             self._last_metrics = dict(state.extra["metrics"])
             self.stage.progress.report_checkpoint(own_step)
         if start_step:
             self._hooks("load_checkpoint_hook", step=start_step)
-        self.checkpointer.name_best(self._best_to_save)
+        self.checkpointer.write_best_step(self._best_to_save)
         needs_validation = bool(own_step and state.extra.get("is_unmeasured"))
-        self.stage.metrics.remove_later_lines(start_step, repeated_phase=PREFIX if needs_validation else "")
+        self.stage.metrics.remove_later_lines(start_step, repeated_phase=METRIC_PREFIX if needs_validation else "")
         self.stage.progress.step(start_step, total_steps)
         self.step = start_step
         return start_step, needs_validation and self.validation.async_validation is not None
 
     @property
     def _seed_rank(self) -> int:
-        """Return the number that distinguishes this rank's random seeds; ranks that share a sample share the number."""
+        """Return the number in this rank's random seeds, which is equal on ranks that share a sample."""
         mesh = self.trainer.adapter.mesh
-        return mesh.data.get_local_rank() if mesh else 0
+        return mesh.dp.get_local_rank() if mesh else 0
 
     def _save_checkpoint(self) -> None:
         self.stage.progress.phase("save")
@@ -272,7 +266,7 @@ class Loop:
 
     @property
     def _best_to_save(self) -> BestStep | None:
-        """Return the best step if checkpoints of best steps are saved, else None."""
+        """Return the best step so far if its checkpoint is kept, else None."""
         return self.validation.best if self.stage.recipe.train.ckpt.enable_checkpoint else None
 
     def _make_train_state(self) -> TrainState:
@@ -285,16 +279,16 @@ class Loop:
         maxima = {name: value for name, value in self._last_metrics.items() if name.endswith("_max")}
         self._last_metrics = metrics | {name: max(value, metrics.get(name, value)) for name, value in maxima.items()}
         self.stage.metrics.log(step, metrics)
-        shown_metrics = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
-        progress = {name: metrics[key] for key, name in shown_metrics.items() if key in metrics}
+        progress_names = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
+        progress = {name: metrics[key] for key, name in progress_names.items() if key in metrics}
         progress |= {key: value for key, value in metrics.items() if key.startswith(("time/", "memory/"))}
         self.stage.progress.step(step, self.feed.total_steps, **progress)
 
 
-def _mean_over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the optimizer updates of a train step; the maximum for names in `..._max`."""
+def _mean_over_updates(update_metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the optimizer steps of a train step; the maximum of metrics `..._max`."""
     values_by_name: dict[str, list[float]] = {}
-    for name, value in chain(*(metrics.items() for metrics in updates)):
+    for name, value in chain(*(metrics.items() for metrics in update_metrics)):
         values_by_name.setdefault(name, []).append(value)
     return {n: max(v) if n.endswith("_max") else sum(v) / len(v) for n, v in values_by_name.items()}
 

@@ -15,21 +15,21 @@ from typing import Any, Literal
 import numpy as np
 
 from cosmos_core.algorithms.base import Algorithm
-from cosmos_core.algorithms.flow_credit import diversity
+from cosmos_core.algorithms.flow_credit import compute_diversity
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
-from cosmos_core.data.kinds.base import COMPARED_ROWS, HeldOutRows
+from cosmos_core.data.kinds.base import COMPARED_ROWS, PreparedRows
 from cosmos_core.environment import mask_secrets
 from cosmos_core.errors import DataError
 from cosmos_core.observe import gallery
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks, wait_for_ranks
-from cosmos_core.rewards.base import Rewards, all_invalid, full_value, has_full_reward
-from cosmos_core.rewards.exchange import service_of
+from cosmos_core.rewards.base import Rewards, full_reward, has_full_reward, invalid_scores_error
+from cosmos_core.rewards.exchange import read_service_endpoints
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
 from cosmos_core.rollout.base import Engine, generate
-from cosmos_core.rollout.groups import reward_means, source_means, turn_metrics
-from cosmos_core.run.files import json_objects, raise_disk_full, write_text
+from cosmos_core.rollout.groups import dataset_means, reward_means, turn_metrics
+from cosmos_core.run.files import parse_json_objects, raise_disk_full, write_text
 from cosmos_core.run.progress import has_step
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.diffusion_setup import evaluation_sampling
@@ -37,57 +37,59 @@ from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
 
-SAMPLES = "samples.jsonl"
-PREFIX = "validation/"
+SAMPLES_FILE = "samples.jsonl"
+METRIC_PREFIX = "validation/"
 _NUM_SAMPLES = 24
 _SEED_STEP = 0
 """Value that replaces the step number in the seeds of held-out completions. All validations use the same seeds, so that
 the results of two validations differ only by the weights."""
 
 
-def row_metrics(stage: Stage, trainer: Trainer, algorithm: Algorithm, rows: HeldOutRows) -> dict[str, float]:
+def row_metrics(stage: Stage, trainer: Trainer, algorithm: Algorithm, rows: PreparedRows) -> dict[str, float]:
     """Return the algorithm's metrics over all held-out rows; raise StopRequested if a signal requests a stop."""
-    mesh, size = trainer.adapter.mesh, stage.recipe.validation.batch_size or stage.recipe.train.train_policy.mini_batch
-    rows_per_chunk = COMPARED_ROWS if rows.has_reference_pair else size * (mesh.data.size() if mesh else 1)
+    mesh = trainer.adapter.mesh
+    batch_size = stage.recipe.validation.batch_size or stage.recipe.train.train_policy.mini_batch
+    rows_per_chunk = COMPARED_ROWS if rows.has_reference_pair else batch_size * (mesh.dp.size() if mesh else 1)
 
-    def chunks() -> Iterator[list[Any]]:
+    def sample_chunks() -> Iterator[list[Any]]:
         for start in range(0, len(rows), rows_per_chunk):
             stage.progress.advance(start, len(rows))
             check_stop(stage)
             yield rows.samples(range(start, min(start + rows_per_chunk, len(rows))))
 
-    return {PREFIX + name: value for name, value in algorithm.measure(chunks(), trainer, size).items()}
+    metrics = algorithm.measure(sample_chunks(), trainer, batch_size)
+    return {METRIC_PREFIX + name: value for name, value in metrics.items()}
 
 
-def completion_metrics(groups: Sequence[ScoredGroup], full_reward: Callable[[str], float | None]) -> dict[str, float]:
-    """Return mean reward, accuracy and length over valid completions, and the mean of each reward function.
+def completion_metrics(
+    groups: Sequence[ScoredGroup], get_full_reward: Callable[[str], float | None]
+) -> dict[str, float]:
+    """Return mean reward, accuracy and length over valid completions, and the mean of each reward function. Raise
+    `RewardError` or `StageFailed` if no completion has a valid reward.
 
     Accuracy is the fraction of completions with the full reward, that is, every reward function returned 1 and no
     penalty applied. With several completions of a prompt, `pass@k` is the unbiased estimate of how often at least one
-    of k completions has the full reward (see `pass_at_k`). `full_reward` returns the full reward of a data set, by its
-    name. Prompts whose full reward is None are left out of accuracy and pass@k.
-
-    Raises:
-        RewardError, StageFailed: no completion has a valid reward.
+    of k completions has the full reward (see `pass_at_k`). `get_full_reward` returns the full reward of a data set, by
+    its name. Prompts whose full reward is None are left out of accuracy and pass@k.
     """
     reward_values = np.array([s.value for g in groups for s in g.scores if s.value is not None], dtype=np.float64)
     num_completions = sum(len(group.scores) for group in groups)
     if not len(reward_values):
         scores = [score for group in groups for score in group.scores]
-        raise all_invalid(f"all {num_completions} held-out completions have an invalid reward", scores)
+        raise invalid_scores_error(f"all {num_completions} held-out completions have an invalid reward", scores)
     completions = [completion for group in groups for completion in group.group.completions]
     lengths = [completion.num_sampled for completion in completions if completion.diffusion_sample is None]
     correctness_metrics: dict[str, float] = {}
     correct_flags = [
-        [has_full_reward(score.value, full) for score in group.scores if score.value is not None]
+        [has_full_reward(score.value, full_reward) for score in group.scores if score.value is not None]
         for group in groups
-        if (full := full_reward(group.group.prompt.source)) is not None
+        if (full_reward := get_full_reward(group.group.prompt.source)) is not None
     ]
     if any(correct_flags):  # the full reward of at least one valid completion is known
         accuracy = float(np.concatenate(correct_flags).mean())
         correctness_metrics = {"validation/accuracy": accuracy, **_estimate_pass_at_k(correct_flags)}
     return {
-        **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
+        **{METRIC_PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
         "validation/reward": float(reward_values.mean()),
         **_standard_error(groups),
         "validation/invalid": float(num_completions - len(reward_values)),
@@ -95,13 +97,13 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: Callable[[str
         "validation/prompts": float(len(groups)),
         **correctness_metrics,
         **{f"validation/reward/{name}": mean for name, mean in reward_means(groups).items()},
-        **{f"validation/reward/{source}/mean": mean for source, mean in source_means(groups).items()},
+        **{f"validation/reward/{source}/mean": mean for source, mean in dataset_means(groups).items()},
     }
 
 
 def _standard_error(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return the standard error of the mean reward over prompts, which a single prompt does not show; completions of
-    one prompt are not independent."""
+    """Return the standard error of the mean reward; empty for one prompt. The mean reward of a prompt is one sample,
+    because completions of a prompt are not independent."""
     group_means = [np.mean(values) for g in groups if (values := [s.value for s in g.scores if s.value is not None])]
     if len(group_means) < 2:
         return {}
@@ -109,8 +111,8 @@ def _standard_error(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def _estimate_pass_at_k(correct_flags: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """Return pass@k for k = 2, 4, 8, ... over the prompts with at least k valid completions; `correct_flags` has for
-    each prompt one boolean per valid completion: whether the completion has the full reward."""
+    """Return pass@k for k = 2, 4, 8, ... over the prompts with at least k valid completions. `correct_flags` has, for
+    each prompt, one boolean per valid completion: whether the completion has the full reward."""
     completion_counts = [(len(prompt_flags), sum(prompt_flags)) for prompt_flags in correct_flags]
     metrics = {}
     for k in (2**i for i in range(1, max(completion_counts)[0].bit_length())):
@@ -125,64 +127,60 @@ def pass_at_k(k: int, count: int, num_correct: int) -> float:
     return 1.0 - math.comb(count - num_correct, k) / math.comb(count, k)
 
 
-class Completions:
-    """Validation by generating and scoring completions of held-out prompts."""
+class CompletionValidation:
+    """Validation that generates completions of held-out prompts and scores them."""
 
     def __init__(self, prompts: Sequence[Prompt], engine: Engine, score: ScoreGroups, stage: Stage) -> None:
         self._prompts = prompts
         self._engine, self.score, self._stage = engine, score, stage
         self._sampling = validation_sampling(stage.recipe)
-        self._full_reward = partial(full_value, reward_weights(stage.recipe))
-        self._has_rewards = bool(reward_weights(stage.recipe)) or self._sampling.flow is None
+        self._full_reward = partial(full_reward, held_out_rewards(stage.recipe))
+        self._has_rewards = bool(held_out_rewards(stage.recipe)) or self._sampling.flow is None
 
     def measure(self, step: int, *, sleep_level: Literal[1, 2] = 1) -> dict[str, float]:
-        """Return the validation metrics after `step` train steps, and add some completions to `samples.jsonl`. For
-        images without rewards, only the first prompts are completed, for the gallery. The engine then sleeps at
-        `sleep_level`.
-
-        Raises:
-            StopRequested: a signal requested a stop.
-        """
+        """Return the validation metrics after `step` train steps, add some completions to `samples.jsonl`, and let the
+        engine sleep. Without rewards, only images for the gallery are generated. Raise `StopRequested` if a signal
+        requests a stop."""
         if not self._has_rewards:
             self._prompts = self._prompts[: gallery.MAX_PROMPTS]
-        size = num_ranks() * (self._stage.recipe.validation.batch_size or self._stage.recipe.rollout.batch_size)
+        batch_size = num_ranks() * (self._stage.recipe.validation.batch_size or self._stage.recipe.rollout.batch_size)
         groups: list[ScoredGroup] = []
         self._engine.wake()
-        for start in range(0, len(self._prompts), size):
+        for start in range(0, len(self._prompts), batch_size):
             self._stage.progress.advance(start, len(self._prompts))
-            generated_groups = generate(self._engine, self._prompts[start : start + size], self._sampling, _SEED_STEP)
-            groups += self.score(generated_groups)
+            batch = self._prompts[start : start + batch_size]
+            groups += self.score(generate(self._engine, batch, self._sampling, _SEED_STEP))
             check_stop(self._stage)
         self._engine.sleep(level=sleep_level)
         return self.log_metrics(step, groups)
 
     @property
     def validation_requests(self) -> tuple[Sequence[Prompt], Sampling, int]:
-        """Return the held-out prompts, their sampling settings, and the value that replaces the step in their seeds."""
+        """Return the held-out prompts, their sampling settings, and the step number from which seeds are derived."""
         return self._prompts, self._sampling, _SEED_STEP
 
     def log_metrics(self, step: int, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Return the metrics of scored groups; the first rank adds some of the groups to `samples.jsonl`."""
+        """Return the metrics of scored groups, of which the first rank adds some to `samples.jsonl`."""
         if is_first():
             with raise_disk_full(self._stage.path):
-                add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES], has_rewards=self._has_rewards)
+                add_samples(self._stage.path / SAMPLES_FILE, step, groups[:_NUM_SAMPLES], has_rewards=self._has_rewards)
         metrics = completion_metrics(groups, self._full_reward) if self._has_rewards else {}
         if self._sampling.flow is not None and self._sampling.num_completions > 1:
-            metrics[f"{PREFIX}diversity"] = diversity(groups)
+            metrics[f"{METRIC_PREFIX}diversity"] = compute_diversity(groups)
         return metrics
 
 
 def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, has_rewards: bool = True) -> None:
-    """Add the first completion of each group to the file of samples, and remove its lines of `step` and later steps.
-    Images or videos of the groups are written to a folder of the step."""
+    """Add the first completion of each group to the file of samples, and remove lines of `step` and later steps from
+    it. Write images or videos of the groups to a folder of the step."""
     lines_to_write = []
     if path.exists():
-        lines = json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
+        lines = parse_json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
         earlier_records = [line for line in lines if has_step(line) and line["step"] < step]
         lines_to_write = [json.dumps(line, ensure_ascii=False) for line in earlier_records]
     rows = [gallery.samples_of_group(group, range(len(group.scores)), is_scored=has_rewards) for group in groups]
-    rows = [row for row in rows if row]  # none if completions are text
-    media_files = gallery.save(path.parent, step, rows) if rows else []
+    media_rows = [row for row in rows if row]  # empty if completions are text
+    media_files = gallery.save_step_samples(path.parent, step, media_rows) if media_rows else []
     for index, group in enumerate(groups):
         completion, score, prompt = group.group.completions[0], group.scores[0], group.group.prompt
         record: dict[str, Any] = {
@@ -202,8 +200,7 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, has_rew
 
 
 def validation_sampling(recipe: Recipe) -> Sampling:
-    """Return the sampling settings of held-out completions, from `[validation]` with `[rollout]` as the fallback for
-    unset keys."""
+    """Return the sampling settings of held-out completions; `[rollout]` has the values of keys that are unset."""
     validation, rollout = recipe.validation, recipe.rollout
     assert recipe.train.seed is not None
     return Sampling(
@@ -223,60 +220,58 @@ def max_held_out_tokens(recipe: Recipe) -> int:
     return recipe.validation.max_response_length or recipe.rollout.max_response_length
 
 
-def trained_rewards(recipe: Recipe) -> Rewards:
-    """Return the rewards of training completions."""
+def training_rewards(recipe: Recipe) -> Rewards:
+    """Return the rewards by which completions are scored in training, local or remote."""
     policy = recipe.train.train_policy
-    return policy.remote_rewards or policy.rewards
+    return policy.remote_reward_config or policy.rewards
 
 
-def reward_weights(recipe: Recipe) -> Rewards:
-    """Return the rewards of held-out completions; the rewards of training if `[validation]` names none."""
+def held_out_rewards(recipe: Recipe) -> Rewards:
+    """Return the rewards by which held-out completions are scored; by default the rewards of the training."""
     validation = recipe.validation
-    return validation.remote_rewards or validation.reward_function or recipe.train.train_policy.held_out_rewards
+    return validation.remote_reward_config or validation.reward_function or recipe.train.train_policy.held_out_rewards
 
 
 @contextmanager
-def open_rewards(stage: Stage, weights: Rewards, max_tokens: int | None = None) -> Iterator[ScoreGroups]:
-    """Open the rewards `weights` in a context manager, and yield a function that scores groups of completions, which
-    only the first rank may call; see `shared`.
+def open_rewards(stage: Stage, rewards: Rewards, max_tokens: int | None = None) -> Iterator[ScoreGroups]:
+    """Open rewards in a context manager, and yield a function that scores groups of completions on the first rank only;
+    see `score_on_first_rank`. Raise `RewardError` if a reward cannot be loaded, or the environment names no service.
 
     Reward functions run in killable child processes of the first rank, and remote rewards in a service. Without rewards
     every score is 0. `max_tokens`: maximum number of tokens of a completion, which rewards may read; None: as in
     training.
-
-    Raises:
-        RewardError: a reward cannot be loaded, or the environment names no service.
     """
-    if isinstance(weights, RemoteRewardConfig):
-        yield RemoteRewards(weights, service_of(), beat=stage.progress.beat).score_groups
+    if isinstance(rewards, RemoteRewardConfig):
+        yield RemoteRewards(rewards, read_service_endpoints(), beat=stage.progress.beat).score_groups
         return
-    if not weights or not is_first():  # the recipe sets `bypass_reward`, or this rank scores nothing
+    if not rewards or not is_first():  # the recipe sets `bypass_reward`, or this rank scores nothing
         yield lambda groups: [ScoredGroup(group, (Score(0.0),) * len(group.completions)) for group in groups]
         return
-    env = (*stage.recipe.reward_env, *((stage.recipe.judge.key_env,) if "judge" in weights else ()))
+    env = (*stage.recipe.reward_env, *((stage.recipe.judge.key_env,) if "judge" in rewards else ()))
     mask_secrets(env)
     with RewardRunner(
-        weights,
-        timeout_seconds=stage.recipe.train.train_policy.reward_seconds,
-        timeouts={"judge": stage.recipe.judge.timeout_seconds} if "judge" in weights else {},
-        constants=stage.recipe.reward_constants | ({} if max_tokens is None else {"max_tokens": max_tokens}),
+        rewards,
+        timeout_seconds=stage.recipe.train.train_policy.reward_limit_seconds,
+        timeouts={"judge": stage.recipe.judge.timeout_seconds} if "judge" in rewards else {},
+        constant_fields=stage.recipe.reward_keyword_constants
+        | ({} if max_tokens is None else {"max_tokens": max_tokens}),
         env=env,
         beat=stage.progress.beat,
-        by_group=stage.recipe.train.train_policy.rewards_by_group,
+        call_per_group=stage.recipe.train.train_policy.calls_rewards_per_group,
     ) as runner:
         yield runner.score_groups
 
 
-def shared(score: ScoreGroups) -> ScoreGroups:
+def score_on_first_rank(score: ScoreGroups) -> ScoreGroups:
     """Return a function that scores groups on the first rank and broadcasts the scores; all ranks call it together."""
 
-    def scored(groups: Sequence[Group]) -> list[ScoredGroup]:
+    def score_and_broadcast(groups: Sequence[Group]) -> list[ScoredGroup]:
         all_scores = [scored_group.scores for scored_group in score(groups)] if is_first() else []
-        wait_for_ranks(lambda: None)  # rewards may take longer than a collective of the other ranks
+        wait_for_ranks(lambda: None)  # rewards may take longer than the timeout of a collective
         all_scores = broadcast_object(all_scores)
         return [ScoredGroup(group, scores) for group, scores in zip(groups, all_scores, strict=True)]
 
-    return scored
+    return score_and_broadcast
 
 
 def prepared_folder(stage: Stage) -> Path:

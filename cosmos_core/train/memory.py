@@ -8,7 +8,7 @@ included: scratch space inside kernels, fragmentation of the allocator, `train.c
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class StepMemory:
     """Bytes of memory at the peak of a train step, with one field per use."""
 
     weights: int
@@ -50,31 +50,30 @@ class Memory:
     @property
     def total(self) -> int:
         """Return the sum of the bytes of all uses; an unknown use counts as 0."""
-        known_bytes = self.weights + self.gradients + self.optimizer + self.reference + self.average
-        return known_bytes + (self.casts or 0) + (self.activations or 0)
+        return sum(filter(None, astuple(self)))
 
 
-def untraced_memory(model: PreTrainedModel, num_weight_sets: int) -> Memory:
-    """Return the memory of a train step that could not be traced; its activations are unknown. The memory includes both
-    moments of Adam and `num_weight_sets` copies of the trained parameters."""
-    weights = sum(tensor.nbytes for tensor in _parameters_and_buffers(model))
+def estimate_untraced_memory(model: PreTrainedModel, num_weight_sets: int) -> StepMemory:
+    """Return the memory of a train step that cannot be traced, without its activations and casts, for an optimizer with
+    two moments and `num_weight_sets` copies of the trained parameters."""
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    return Memory(weights, gradients, 2 * gradients, num_weight_sets * gradients, casts=None, activations=None)
+    return StepMemory(weights, gradients, 2 * gradients, num_weight_sets * gradients, casts=None, activations=None)
 
 
-def eight_bit_moments(model: PreTrainedModel) -> int:
+def eight_bit_moment_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of both Adam moments of a model in torchao's 8-bit format: one byte per value, a scale per block
-    of 256 values, and a table of codes per parameter. Parameters that are small or not divisible into blocks have
-    moments in the dtype of the parameter."""
+    of 256 values, and a table of codes per parameter. Moments of parameters that are small or not divisible into blocks
+    have the dtype of the parameter."""
     num_bytes = 0
-    for parameter in (each for each in model.parameters() if each.requires_grad):
-        num_values = parameter.numel()
-        is_unquantized = num_values < 4096 or num_values % 256
-        num_bytes += 2 * (parameter.nbytes if is_unquantized else num_values + 4 * (num_values // 256) + 4 * 256)
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        num_elements = parameter.numel()
+        is_unquantized = num_elements < 4096 or num_elements % 256
+        num_bytes += 2 * (parameter.nbytes if is_unquantized else num_elements + 4 * (num_elements // 256) + 4 * 256)
     return num_bytes
 
 
-def step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, length: int) -> Memory:
+def trace_step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, length: int) -> StepMemory:
     """Return the peak memory of a train step after the first, for sequences of `length` tokens.
 
     Call this function under the FakeTensorMode that created the model. It runs two micro-batches if the step has more
@@ -82,12 +81,12 @@ def step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, leng
     """
     policy, model = train.train_policy, trainer.adapter.model
     token_ids, mask = np.zeros(length, np.int64), np.ones(length, np.uint8)
-    num_rows, each = min(2 * policy.mini_batch, train.train_batch_per_replica), policy.sequences_per_row
-    micro_batch_numbers = [i // policy.mini_batch if each > 1 else None for i in range(num_rows) for _ in range(each)]
-    samples = [Sample(token_ids, mask, advantage=1.0, reward=1.0, micro_batch=number) for number in micro_batch_numbers]
+    num_rows, num_repeats = min(2 * policy.mini_batch, train.train_batch_per_replica), policy.sequences_per_row
+    numbers = [i // policy.mini_batch if num_repeats > 1 else None for i in range(num_rows) for _ in range(num_repeats)]
+    samples = [Sample(token_ids, mask, advantage=1.0, reward=1.0, micro_batch=number) for number in numbers]
     byte_counter = _LiveByteCounter()
     with byte_counter, byte_counter.refuse_value_reads(model):
-        byte_counter.attribute_storages("weights", _parameters_and_buffers(model))
+        byte_counter.attribute_storages("weights", (*model.parameters(), *model.buffers()))
         weight_sets = trainer.named_weights.tensors.values()
         byte_counter.attribute_storages("reference", [tensor for weights in weight_sets for tensor in weights.values()])
         # In every step but the first, gradients of the previous step exist until the update frees them.
@@ -103,7 +102,7 @@ def step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, leng
 
 
 class _LiveByteCounter(TorchDispatchMode):
-    """Dispatch mode that records when each storage that an operation returns is allocated and released."""
+    """Dispatch mode that records when the storages of the results of operations are allocated and released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,43 +114,41 @@ class _LiveByteCounter(TorchDispatchMode):
         self._is_inside_model = False
 
     def attribute_storages(self, use: str, tensors: Iterable[Tensor]) -> None:
-        """Attribute the storages of `tensors` to the field `use` of `Memory`, for past and future events."""
+        """Attribute the storages of `tensors` to the field `use` of `StepMemory`, for past and future events."""
         for tensor in tensors:
             self._use_by_storage[self._track_storage(tensor)] = use
 
     @contextmanager
     def refuse_value_reads(self, model: PreTrainedModel) -> Iterator[None]:
-        """Return a context manager in which a forward pass of `model` fails if it reads a tensor's value: fake tensors
-        have no values, and the memory use may depend on the value."""
+        """Return a context manager in which `model` must not read the values of tensors, which fake tensors lack."""
 
-        def set_inside(is_inside: bool, *_: Any) -> None:
-            self._is_inside_model = is_inside
+        def set_inside(is_inside_model: bool, *_: Any) -> None:
+            self._is_inside_model = is_inside_model
 
-        body, enter, leave = model.base_model, partial(set_inside, True), partial(set_inside, False)
-        hooks = [body.register_forward_pre_hook(enter), body.register_forward_hook(leave, always_call=True)]
+        base, on_enter, on_exit = model.base_model, partial(set_inside, True), partial(set_inside, False)
+        hooks = [base.register_forward_pre_hook(on_enter), base.register_forward_hook(on_exit, always_call=True)]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def peak(self) -> Memory:
+    def peak(self) -> StepMemory:
         """Return the bytes of each use at the moment of peak memory. The optimizer's state counts from the start, as in
         every step but the first."""
-        pairs = zip(self._storage_sizes, self._use_by_storage, strict=True)
-        optimizer = sum(size for size, use in pairs if use == "optimizer")
-        events = [(self._use_by_storage[number], sign * self._storage_sizes[number]) for number, sign in self._events]
+        sizes_and_uses = zip(self._storage_sizes, self._use_by_storage, strict=True)
+        optimizer = sum(size for size, use in sizes_and_uses if use == "optimizer")
+        events = [(self._use_by_storage[i], change * self._storage_sizes[i]) for i, change in self._events]
         events = [event for event in events if event[0] != "optimizer"]
         cumulative_bytes = np.cumsum([size for _, size in events])
         bytes_by_use = dict.fromkeys(("weights", "gradients", "reference", "casts", "activations"), 0)
         for use, size in events[: int(cumulative_bytes.argmax()) + 1]:
             bytes_by_use[use] += size
-        return Memory(optimizer=optimizer, **bytes_by_use)
+        return StepMemory(optimizer=optimizer, **bytes_by_use)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation on fake tensors and track the storages of its results."""
         if func is aten._local_scalar_dense.default and not self._is_inside_model:
             # The values of the loss, the norm and the metrics do not affect memory: return a finite 1 for each.
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
@@ -173,15 +170,10 @@ class _LiveByteCounter(TorchDispatchMode):
         return int(self._storage_numbers[storage])
 
 
-def _empty_grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
+def _empty_grouped_product(inputs: Tensor, weights: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
     """Return an empty result of `_grouped_mm` of experts, because PyTorch's meta kernel requires bfloat16."""
-    shape = (left.shape[-2], right.shape[-1])
-    return left.new_empty((len(offsets), *shape) if left.ndim == right.ndim == 2 and offsets is not None else shape)
-
-
-def _parameters_and_buffers(model: PreTrainedModel) -> list[Tensor]:
-    """Return the parameters and buffers of a model, each tied parameter once."""
-    return [*model.parameters(), *model.buffers()]
+    group_shape = () if offsets is None or not inputs.ndim == weights.ndim == 2 else (len(offsets),)
+    return inputs.new_empty((*group_shape, inputs.shape[-2], weights.shape[-1]))
 
 
 def _gradients(model: PreTrainedModel) -> list[Tensor]:

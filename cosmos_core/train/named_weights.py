@@ -2,8 +2,7 @@
 
 A set holds the trained parameters (an adapter or all), each sharded like the policy's parameter; frozen parameters are
 shared by all sets. A set that follows the policy is always in float32, because updates with a decay of 0.9999 would be
-lost to rounding in bfloat16. `use` swaps a set with the policy's weights in place, so one model can compute with any
-set.
+lost to rounding in bfloat16. `use_set` swaps a set with the policy's weights, so one model can compute with any set.
 """
 
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from cosmos_core.checkpoint.state import COPIES_OF_POLICY
+from cosmos_core.checkpoint.state import POLICY_COPY_NAMES
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.parallel.fsdp import local_shard
 
@@ -29,38 +28,36 @@ class NamedWeights:
         """Tensors of each set of weights, by set name and parameter name."""
 
     def add(self, name: str) -> None:
-        """Add the set `name` with a copy of the policy's weights: in float32 if the set follows the policy, else in the
-        policy's dtype."""
-        dtype = torch.float32 if name in COPIES_OF_POLICY else None
+        """Add a copy of the policy's weights as the set `name`, in float32 if the set follows the policy."""
+        dtype = torch.float32 if name in POLICY_COPY_NAMES else None
         self.tensors[name] = {n: weight.to(dtype or weight.dtype, copy=True) for n, weight in self.policy.items()}
 
     def reset(self, name: str) -> None:
-        """Overwrite the weights of the set `name` with the policy's current weights."""
+        """Overwrite the set `name` with the policy's current weights."""
         for parameter_name, weight in self.policy.items():
             self.tensors[name][parameter_name].copy_(weight)
 
     def equals_policy(self, name: str) -> bool:
         """Return whether the set `name` equals the policy bit by bit; for sharded weights, on this rank's shards."""
-        pairs = ((local_shard(weight), local_shard(self.tensors[name][n])) for n, weight in self.policy.items())
-        return all(torch.equal(weight.to(named_weight.dtype), named_weight) for weight, named_weight in pairs)
+        weight_pairs = ((local_shard(weight), local_shard(self.tensors[name][n])) for n, weight in self.policy.items())
+        return all(torch.equal(weight.to(named_weight.dtype), named_weight) for weight, named_weight in weight_pairs)
 
     @torch.no_grad()
-    def lerp(self, name: str, weight: float) -> None:
-        """Move the weights of the set `name` towards the policy: set + weight * (policy - set)."""
-        for parameter_name, tensor in self.policy.items():
+    def lerp(self, name: str, fraction: float) -> None:
+        """Move the weights of the set `name` towards the policy: set + fraction * (policy - set)."""
+        for parameter_name, weight in self.policy.items():
             named_tensor = self.tensors[name][parameter_name]
-            named_tensor.lerp_(tensor.to(named_tensor.dtype), weight)
+            named_tensor.lerp_(weight.to(named_tensor.dtype), fraction)
 
     @property
     def policy(self) -> dict[str, Tensor]:
-        """Return the policy's current weights, read anew at each call because FSDP may move parameters in its first
-        forward pass."""
+        """Return the policy's current weights; FSDP may move the parameters in its first forward pass."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     @contextmanager
-    def use(self, name: str) -> Iterator[None]:
-        """Context manager in which the model computes with a set of weights. Tensors in the policy's dtype are swapped
-        one by one. For other dtypes, the policy's weights are saved and restored, because a cast loses bits."""
+    def use_set(self, name: str) -> Iterator[None]:
+        """Return a context manager in which the model computes with the set `name`. Tensors in the policy's dtype are
+        swapped one by one. For other dtypes, the policy's weights are saved and restored, because a cast loses bits."""
         if name == "policy":
             yield
             return
@@ -96,8 +93,7 @@ class MovingAverage:
         named_weights.add(EMA_WEIGHTS)
 
     def update(self, num_updates: int) -> None:
-        """Move the average towards the current weights, those after optimizer step `num_updates`, if the update
-        interval divides `num_updates + 1`."""
+        """Move the average towards the weights after optimizer step `num_updates`, at the update interval."""
         if (num_updates + 1) % self._interval == 0:
             self._named_weights.lerp(EMA_WEIGHTS, 1 - min((1 + num_updates) / (10 + num_updates), self._decay))
 

@@ -1,7 +1,6 @@
 """Optimizers, learning-rate schedule and gradient clipping.
 
-The learning rate is a pure function of the step, so a checkpoint holds no scheduler and a resumed run cannot drift from
-its schedule. The trainer decides when to step and handles non-finite gradients.
+The learning rate is a pure function of the step, so checkpoints need no scheduler.
 """
 
 import importlib
@@ -15,22 +14,22 @@ from torch import nn
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.parallel.fsdp import group_by_mesh, scale_gradients, total_norm
-from cosmos_core.registry import suggestion
+from cosmos_core.registry import suggest_names
 
-GLOBAL = "global"
+GLOBAL_KEY = "global"
 """Key of `optm_lr` with the learning rate of all modules that no other key names."""
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon (kellerjordan.github.io/posts/muon) and AdamW as one optimizer with common groups and state, so that a
-    schedule and a checkpoint see one optimizer. Muon updates the groups with `is_matrix`, scaled to the size of AdamW's
-    updates (arXiv 2502.16982), so that both use the same learning rates."""
+    """Muon (kellerjordan.github.io/posts/muon) and AdamW as one optimizer with common groups and state. Muon updates
+    the groups with `is_matrix`, scaled to the size of AdamW's updates (arXiv 2502.16982), with the same learning
+    rates."""
 
-    def __init__(self, groups: list[dict[str, Any]], *, lr: float, **adamw: Any) -> None:
-        """Build Muon and AdamW over `groups`; `adamw` holds the further arguments of AdamW."""
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, **adamw_args: Any) -> None:
+        """Build Muon and AdamW over the parameter `groups`; AdamW also gets `adamw_args`."""
         optimizer_kinds: list[tuple[bool, Callable[..., torch.optim.Optimizer], dict[str, Any]]] = [
             (True, torch.optim.Muon, {"adjust_lr_fn": "match_rms_adamw"}),
-            (False, torch.optim.AdamW, adamw),
+            (False, torch.optim.AdamW, adamw_args),
         ]
         self._optimizers: dict[bool, torch.optim.Optimizer] = {}
         for is_matrix, optimizer_class, optimizer_settings in optimizer_kinds:
@@ -61,21 +60,19 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of `[train]` over the parameters that require a gradient, at the peak learning rates.
 
-    Each module path of `optm_lr` has parameter groups of its own. One-dimensional parameters (biases, norms) have
-    separate groups without weight decay. `full_model` is the complete model if `model` is a pipeline stage; else None.
-
-    Raises:
-        ConfigError: a module path or the model has no trained parameters.
+    Each module path of `optm_lr` has its own parameter groups. One-dimensional parameters (biases, norms) have separate
+    groups without weight decay. `full_model` is the complete model if `model` is a pipeline stage; else None. Raise
+    `ConfigError` if a module path or the model has no trained parameters.
     """
     learning_rates = _learning_rates(train)
     check_module_paths(full_model or model, train)
     groups: list[dict[str, Any]] = []
     for path, trained_parameters in _parameters_by_path(model, learning_rates).items():
-        common = {"lr": learning_rates[path], "initial_lr": learning_rates[path], "path": path}
-        for same_mesh in group_by_mesh(trained_parameters):
+        settings = {"lr": learning_rates[path], "initial_lr": learning_rates[path], "path": path}
+        for params in group_by_mesh(trained_parameters):
             groups += [
-                {**common, "params": [p for p in same_mesh if p.ndim > 1], "weight_decay": train.optm_weight_decay},
-                {**common, "params": [p for p in same_mesh if p.ndim <= 1], "weight_decay": 0.0},
+                {**settings, "params": [p for p in params if p.ndim > 1], "weight_decay": train.optm_weight_decay},
+                {**settings, "params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
             ]
     if train.optm_name == "Muon":
         matrices = _hidden_matrices(full_model or model)
@@ -87,15 +84,15 @@ def build_optimizer(
     if not any(group["params"] for group in groups):
         raise ConfigError(f"nothing is trained of {type(model).__name__} on this rank; train more, or on one rank")
     is_8bit = train.optm_name.endswith("8bit")
-    flags = {} if is_8bit else {"fused": train.optm_impl == "fused", "foreach": train.optm_impl == "foreach"}
+    optimizer_args = {} if is_8bit else {"fused": train.optm_impl == "fused", "foreach": train.optm_impl == "foreach"}
     module = importlib.import_module("torchao.optim" if is_8bit else "torch.optim")
     optimizer_class = MuonWithAdamW if train.optm_name == "Muon" else getattr(module, train.optm_name)
     optimizer: torch.optim.Optimizer = optimizer_class(
         [group for group in groups if group["params"]],
-        lr=learning_rates[GLOBAL],
+        lr=learning_rates[GLOBAL_KEY],
         betas=train.optm_betas,
         eps=train.epsilon,
-        **flags,
+        **optimizer_args,
     )
     return optimizer
 
@@ -141,7 +138,8 @@ def set_learning_rate(
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-    return {"lr" if path == GLOBAL else f"lr/{path}": rate * factor for path, rate in _learning_rates(train).items()}
+    rates = {path: rate * factor for path, rate in _learning_rates(train).items()}
+    return {"lr" if path == GLOBAL_KEY else f"lr/{path}": rate for path, rate in rates.items()}
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
@@ -158,20 +156,19 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
 
 def _learning_rates(train: TrainConfig) -> dict[str, float]:
     assert not isinstance(train.optm_lr, tuple)  # the capability check rejects a list of learning rates
-    return train.optm_lr if isinstance(train.optm_lr, dict) else {GLOBAL: train.optm_lr}
+    return train.optm_lr if isinstance(train.optm_lr, dict) else {GLOBAL_KEY: train.optm_lr}
 
 
 def _parameters_by_path(model: nn.Module, paths: Mapping[str, float]) -> dict[str, list[nn.Parameter]]:
-    """Return the trained parameters, grouped by the deepest module path of `paths` that contains the parameter; a tied
-    parameter may be in several modules."""
+    """Return the trained parameters by the deepest of the module paths `paths` that contains them."""
     names_by_parameter: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             names_by_parameter.setdefault(parameter, []).append(name)
-    groups: dict[str, list[nn.Parameter]] = {GLOBAL: []}
+    groups: dict[str, list[nn.Parameter]] = {GLOBAL_KEY: []}
     for parameter, parameter_names in names_by_parameter.items():
         matching_paths = [path for path in paths if any(f"{name}.".startswith(f"{path}.") for name in parameter_names)]
-        path = max(matching_paths, key=lambda path: path.count("."), default=GLOBAL)
+        path = max(matching_paths, key=lambda path: path.count("."), default=GLOBAL_KEY)
         groups.setdefault(path, []).append(parameter)
     return groups
 
@@ -184,5 +181,5 @@ def check_module_paths(model: nn.Module, train: TrainConfig) -> None:
         module_names = [name for name, _ in model.named_modules() if name]
         raise ConfigError(
             f"train.optm_lr: no weight is trained with the rate of {path!r}; give the path of a module that is trained"
-            + ("" if path in module_names else suggestion(path, module_names))
+            + ("" if path in module_names else suggest_names(path, module_names))
         )

@@ -10,32 +10,31 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.schema.dataset import PASS_RATES
+from cosmos_core.config.schema.dataset import PASS_RATES_FILE
 from cosmos_core.rewards.base import has_full_reward
 from cosmos_core.run.files import raise_disk_full, write_text
 from cosmos_core.types import Prompt, ScoredGroup
 
 
 class PassRates:
-    """Counts of sampled groups and of rewards by prompt; `full_reward` returns the full reward of a data set by its
-    name, None if there is none."""
+    """Counts of sampled groups and rewards by prompt; `get_full_reward` returns the full reward of a data set."""
 
-    def __init__(self, full_reward: Callable[[str], float | None]) -> None:
-        self._full_reward = full_reward
+    def __init__(self, get_full_reward: Callable[[str], float | None]) -> None:
+        self._get_full_reward = get_full_reward
         self._counts: dict[str, list[float]] = {}
 
     def add(self, groups: Sequence[ScoredGroup]) -> None:
-        """Count groups; completions without a valid reward are left out."""
+        """Count sampled groups and their completions with a valid reward."""
         for group in groups:
             rewards = [score.value for score in group.scores if score.value is not None]
-            full_reward = self._full_reward(group.group.prompt.source)
+            full_reward = self._get_full_reward(group.group.prompt.source)
             passed_flags = [full_reward is not None and has_full_reward(reward, full_reward) for reward in rewards]
-            added_counts = (1, len(rewards), sum(rewards), sum(passed_flags))
+            new_counts = (1, len(rewards), sum(rewards), sum(passed_flags))
             key = str(group.group.prompt.id)
-            self._counts[key] = list(map(add, self._counts.get(key, [0.0] * 4), added_counts))
+            self._counts[key] = list(map(add, self._counts.get(key, [0.0] * 4), new_counts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts of sampled groups and of rewards as JSON values."""
+        """Return the counts as JSON values."""
         return dict(self._counts)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -47,7 +46,7 @@ class PassRates:
         lines = []
         for prompt in prompts:
             num_sampled, num_valid, reward_sum, num_passed = self._counts.get(str(prompt.id), [0.0] * 4)
-            has_pass_rate = num_valid and self._full_reward(prompt.source) is not None
+            has_pass_rate = num_valid and self._get_full_reward(prompt.source) is not None
             line = {
                 "prompt": prompt.text,
                 "pass_rate": num_passed / num_valid if has_pass_rate else None,
@@ -57,4 +56,4 @@ class PassRates:
             }
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         with raise_disk_full(folder):
-            write_text(folder / PASS_RATES, "".join(lines))
+            write_text(folder / PASS_RATES_FILE, "".join(lines))

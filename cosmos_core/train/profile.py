@@ -7,23 +7,22 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from cosmos_core.parallel.mesh import rank_number
 from cosmos_core.run.files import write_json
-from cosmos_core.run.stage import PROFILE_REQUEST_FILE, PROFILES, Stage
+from cosmos_core.run.stage import PROFILE_REQUEST_FILE, PROFILES_FOLDER, Stage
 
 _MAX_SAVED_OPERATORS = 20
 
 
 class StepProfiler:
-    """Profiler of one rank's train steps, which records at the start of a training or when `cosmos profile` requests a
-    trace. A context manager whose `step` is called after each train step."""
+    """Context manager that traces train steps of one rank, at the start or when `cosmos profile` requests a trace."""
 
-    def __init__(self, stage: Stage, start: int) -> None:
-        """Prepare the profiler; `start` is the number of completed train steps."""
+    def __init__(self, stage: Stage, start_step: int) -> None:
+        """Prepare the profiler; `start_step` is the number of completed train steps."""
         self._stage, self._config = stage, stage.recipe.profiler.sub_profiler_config
         self._rank = rank_number()
         self._is_enabled = stage.recipe.profiler.enable_profiler and self._rank in (self._config.rank_filter or (0,))
         self._request_time = self._read_request_time()
         self._profile: profile | None = None
-        self._step = self._first_step = start
+        self._step = self._first_step = start_step
 
     def __enter__(self) -> Self:
         if self._is_enabled and self._config.do_profile:
@@ -71,7 +70,7 @@ class StepProfiler:
     def _write_trace(self, profile: profile) -> None:
         if (first_traced_step := self._last_step - self._config.active_steps + 1) > self._step:
             return  # the training ended before the first step to trace, so there is no trace
-        folder = self._stage.path / PROFILES
+        folder = self._stage.path / PROFILES_FOLDER
         folder.mkdir(exist_ok=True)
         name = f"steps_{first_traced_step}-{self._step}_rank_{self._rank}"
         profile.export_chrome_trace(str(folder / f"{name}.json.gz"))
@@ -80,10 +79,10 @@ class StepProfiler:
 
 def _slowest_operators(profile: profile) -> list[dict[str, Any]]:
     """Return the operators with the longest self time, in milliseconds on the device that computes."""
-    time_name = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    rows = [(getattr(each, time_name), each) for each in profile.key_averages()]
-    total_microseconds = sum(microseconds for microseconds, _ in rows) or 1.0
-    rows.sort(key=lambda row: -row[0])
+    time_attribute = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    timed_events = [(getattr(event, time_attribute), event) for event in profile.key_averages()]
+    total_microseconds = sum(microseconds for microseconds, _ in timed_events) or 1.0
+    timed_events.sort(key=lambda timed_event: -timed_event[0])
     return [
         {
             "operator": event.key,
@@ -91,5 +90,5 @@ def _slowest_operators(profile: profile) -> list[dict[str, Any]]:
             "ms": round(microseconds / 1000, 3),
             "share": round(microseconds / total_microseconds, 4),
         }
-        for microseconds, event in rows[:_MAX_SAVED_OPERATORS]
+        for microseconds, event in timed_events[:_MAX_SAVED_OPERATORS]
     ]

@@ -9,6 +9,7 @@ rows and the size of the machine's memory; it loads no weights. It sets only key
 import inspect
 import json
 import sys
+from bisect import bisect
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
@@ -24,35 +25,35 @@ from pydantic import ValidationError
 from cosmos_core.config.load import parse
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.diffusers import DiffusersConfig
-from cosmos_core.config.schema.methods import METHODS, Method
+from cosmos_core.config.schema.methods import TRAINING_METHODS, TrainingMethod
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.encoded_turns import are_turns, decode_conversation
-from cosmos_core.data.formats import Located
-from cosmos_core.data.kinds.registry import row_kind, tokenised_kind
-from cosmos_core.data.media_source import open_items
-from cosmos_core.data.messages import ReadRow, Row, SkippedRow, columns_of
-from cosmos_core.data.records import Job, image_root
+from cosmos_core.data.formats import LocatedRow
+from cosmos_core.data.kinds.registry import load_row_kind, load_tokenised_kind
+from cosmos_core.data.media_source import open_media_items
+from cosmos_core.data.messages import Row, SkippedRow, TrackedRow, describe_columns
+from cosmos_core.data.records import RecordSpec, find_image_root
 from cosmos_core.data.rows import Rows, load_rows
 from cosmos_core.errors import CosmosError, DataError, MissingColumn, ModelError
-from cosmos_core.models.chat_templates import set_template
+from cosmos_core.models.chat_templates import set_chat_template
 from cosmos_core.models.families import find_family
 from cosmos_core.models.hf import load_config, load_tokenizer, model_without_weights
 from cosmos_core.models.pipeline_folder import PipelineFolder
-from cosmos_core.registry import import_user_code, is_code
+from cosmos_core.registry import import_user_code, is_user_code
 
-Setting = tuple[str, Any, str]
-"""A setting of a recipe: dotted key, value, and the reason for the value."""
+Proposal = tuple[str, Any, str]
+"""A proposed setting of a recipe: dotted key, value, and the reason for the value."""
 
-_NUM_ROWS = 500
+_MAX_SAMPLED_ROWS = 500
 _NUM_TRAINED_IMAGES = 2000  # number of images, counted over all epochs, that a training on a small data set uses
-_GIB = 2**30
-_STATE_BYTES = 16  # bytes for each trained weight: the weight, its gradient and both moments of Adam in float32
+_BYTES_PER_GIB = 2**30
+_STATE_BYTES = 16  # bytes per trained weight: weight, gradient and both moments of Adam, each in float32
 _STATE_FRACTION = 0.7  # fraction of memory for weights and optimizer state; the rest is for activations
 _COLUMNS = ("prompt", "response", "chosen", "rejected")
 _DATASET = "train.train_policy.dataset"
 
 
-class Options(NamedTuple):
+class CliOptions(NamedTuple):
     """Options of the command that proposes a recipe; an empty string means that the option is missing."""
 
     method: str
@@ -75,7 +76,7 @@ class Options(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """Hardware that the training will run on."""
 
     memory: int
@@ -84,66 +85,63 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """Return a description of the GPU or host memory of the machine, for messages that explain a setting."""
-        return f"{self.memory / _GIB:.0f} GiB {'of a GPU' if self.num_gpus else 'of host memory, no GPU'}"
+        """Return a description of the memory, for messages that explain a setting."""
+        return f"{self.memory / _BYTES_PER_GIB:.0f} GiB {'of a GPU' if self.num_gpus else 'of host memory, no GPU'}"
 
 
-def machine() -> Machine:
+def detect_hardware() -> Hardware:
     """Return a description of this machine."""
     if torch.cuda.is_available():
-        return Machine(torch.cuda.get_device_properties(0).total_memory, torch.cuda.device_count())
-    return Machine(psutil.virtual_memory().available, 0)
+        return Hardware(torch.cuda.get_device_properties(0).total_memory, torch.cuda.device_count())
+    return Hardware(psutil.virtual_memory().available, 0)
 
 
-def propose(options: Options, machine: Machine) -> Iterator[Setting]:
-    """Yield the proposed settings of a recipe for the model and the rows that the options name.
-
-    Raises:
-        ModelError, DataError: the model or the rows are unusable, or the options must name the columns.
-        ConfigError: the reward cannot be imported.
-    """
-    method = METHODS[options.method]
+def propose(options: CliOptions, machine: Hardware) -> Iterator[Proposal]:
+    """Yield the proposed settings of a recipe for the model and the rows that the options name. Raise `ModelError` or
+    `DataError` if the model or the rows are unusable, or the options must name the columns, and `ConfigError` if the
+    reward cannot be imported."""
+    method = TRAINING_METHODS[options.method]
     yield "policy.model_name_or_path", options.model, "--model"
     yield from ((key, value, f"cosmos {method.command}") for key, value in method.settings.items())
     yield from ((f"{_DATASET}.{key}", value, "--set") for key, value in options.rows.items())
-    if is_code(options.reward):  # import the reward now, to report its errors before rows are prepared
+    if is_user_code(options.reward):  # import the reward now, to report its errors before rows are prepared
         import_user_code(options.reward)
-    make_settings = _image_settings if row_kind(method.rows).has_media else _text_settings
+    make_settings = _image_settings if load_row_kind(method.rows).has_media else _text_settings
     yield from make_settings(options, method, machine)
     yield "train.ckpt.enable_checkpoint", True, "so that a killed run goes on from here"
     yield "train.ckpt.save_freq", 50, "steps"
     yield "train.ckpt.max_keep", 2, "older ones are removed"
 
 
-def _text_settings(options: Options, method: Method, machine: Machine) -> Iterator[Setting]:
+def _text_settings(options: CliOptions, method: TrainingMethod, machine: Hardware) -> Iterator[Proposal]:
     rows = load_rows(options.dataset, _DATASET)
-    sampled_rows = list(islice(rows, _NUM_ROWS))
+    sampled_rows = list(islice(rows, _MAX_SAMPLED_ROWS))
     if not sampled_rows:
         raise DataError(f"--data {options.data}: no rows")
     # Infer the columns from a row without nulls if there is one, because a null would count as a missing column.
     names = sampled_rows[0][1].keys()
-    complete_rows = (each for each in sampled_rows if all(each[1].get(name) is not None for name in names))
+    complete_rows = (row for row in sampled_rows if all(row[1].get(name) is not None for name in names))
     located_row = next(complete_rows, sampled_rows[0])
     columns, reason = _infer_columns(options, method, *located_row)
     yield f"{_DATASET}.name", options.data, f"--data; {len(rows):,} rows"
     yield from ((f"train.train_policy.{name}_column_name", column, reason) for name, column in columns.items())
     config, tokenizer = load_config(options.model), load_tokenizer(options.model)
-    tokenised_rows = tokenised_kind(method.rows)
+    rows_kind = load_tokenised_kind(method.rows)
     try:
-        longest = _longest_row_length(tokenizer, options, _make_recipe(options, columns), rows, sampled_rows)
-    except ModelError:  # the rows have turns, and need a chat template, unlike plain text
+        max_row_length = _max_row_length(tokenizer, options, _make_recipe(options, columns), rows, sampled_rows)
+    except ModelError:  # rows with conversations need a chat template
         if tokenizer.chat_template:
             raise
         template = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
-        set_template(tokenizer, template)
+        set_chat_template(tokenizer, template)
         recipe = _make_recipe(options, columns, template)
-        longest = _longest_row_length(tokenizer, options, recipe, rows, sampled_rows)
+        max_row_length = _max_row_length(tokenizer, options, recipe, rows, sampled_rows)
         yield "policy.chat_template", template, "the model has none, and the rows have turns"
-    text_config, samples_completions = config.get_text_config(), tokenised_rows.is_completed
+    text_config, samples_completions = config.get_text_config(), rows_kind.is_completed
     completion_tokens = (1024 if machine.num_gpus else 256) * samples_completions
     context_length = getattr(text_config, "max_position_embeddings", None) or 1 << 20
-    max_length = min(context_length, 64 * ceil((longest * 1.1 + completion_tokens) / 64))
-    reason = f"the longest of the first {len(sampled_rows):,} rows has {longest:,} tokens"
+    max_length = min(context_length, 64 * ceil((max_row_length * 1.1 + completion_tokens) / 64))
+    reason = f"the longest of the first {len(sampled_rows):,} rows has {max_row_length:,} tokens"
     yield "policy.model_max_length", max_length, reason + f", a completion {completion_tokens:,}" * samples_completions
     if samples_completions:
         yield "rollout.max_response_length", min(completion_tokens, max_length // 2), "raise it for longer reasoning"
@@ -155,7 +153,7 @@ def _text_settings(options: Options, method: Method, machine: Machine) -> Iterat
     # Bytes of activations per token with recomputation: the inputs of all layers, and the intermediates of one layer.
     bytes_per_token = (text_config.num_hidden_layers + 40) * text_config.hidden_size * 4
     free_bytes = machine.memory * 0.9 - min(num_params * _STATE_BYTES, int(machine.memory * _STATE_FRACTION))
-    max_rows = max(1, int(free_bytes / (bytes_per_token * max_length * len(tokenised_rows.id_columns))))
+    max_rows = max(1, int(free_bytes / (bytes_per_token * max_length * len(rows_kind.id_columns))))
     yield from _batch_settings(samples_completions, len(rows), max_rows, max(1, machine.num_gpus))
     if len(rows) >= 10:
         num_held_out = max(1, min(200, len(rows) // 20))
@@ -163,63 +161,65 @@ def _text_settings(options: Options, method: Method, machine: Machine) -> Iterat
         yield from _validation_settings(f"the {'rewards' if samples_completions else 'loss'} of held-out rows")
 
 
-def _validation_settings(value: str) -> Iterator[Setting]:
+def _validation_settings(value: str) -> Iterator[Proposal]:
     yield "validation.enable", True, value
     yield "validation.val_before_train", True, "so that the report has before and after"
     yield "validation.freq", 50, "steps"
 
 
-def _infer_columns(options: Options, method: Method, row_location: str, row: Row) -> tuple[dict[str, str], str]:
-    """Return the column names of the rows that differ from the default names, and the reason for the choice; raise
-    DataError if the row lacks them."""
-    tokenised_rows = tokenised_kind(method.rows)
+def _infer_columns(options: CliOptions, method: TrainingMethod, location: str, row: Row) -> tuple[dict[str, str], str]:
+    """Return the column names that differ from the defaults, and the reason; raise DataError if there is none."""
+    rows_kind = load_tokenised_kind(method.rows)
     named_columns = {name: column for name in _COLUMNS if (column := getattr(options, name))}
     try:
         with suppress(SkippedRow):
-            tokenised_rows.read(row, row_location, _make_recipe(options, named_columns).train.train_policy)
-    except (MissingColumn, ValidationError) as error:  # a recipe names the columns of prompt and response, or neither
+            rows_kind.read(row, location, _make_recipe(options, named_columns).train.train_policy)
+    except (MissingColumn, ValidationError) as error:  # the row lacks a column, or the recipe is invalid
         turn_columns = {name for name, value in row.items() if are_turns(decode_conversation(value))}
-        if len(turn_columns) == 1 and tokenised_rows.has_one_response and {*named_columns.values()} <= turn_columns:
-            name = "prompt" if tokenised_rows.is_completed else "conversation"
+        if len(turn_columns) == 1 and rows_kind.has_one_response and {*named_columns.values()} <= turn_columns:
+            name = "prompt" if rows_kind.is_completed else "conversation"
             return {name: turn_columns.pop()}, "the only column of turns"
         text_columns = [name for name, value in row.items() if isinstance(value, str)]
         columns_with_letters = [name for name in text_columns if any(map(str.isalpha, row[name]))]
         text_columns = columns_with_letters if len(columns_with_letters) == 2 else text_columns
-        if named_columns or len(text_columns) != 2 or not tokenised_rows.has_one_response:
-            names = ("prompt", "response") if tokenised_rows.has_one_response else ("prompt", "chosen", "rejected")
-            flags = " and ".join(f"--{name} COLUMN" for name in names)
-            raise DataError(f"--data {options.data}: the columns are {columns_of(row)}; name them: {flags}") from error
+        if named_columns or len(text_columns) != 2 or not rows_kind.has_one_response:
+            names = ("prompt", "response") if rows_kind.has_one_response else ("prompt", "chosen", "rejected")
+            options_text = " and ".join(f"--{name} COLUMN" for name in names)
+            message = f"--data {options.data}: the columns are {describe_columns(row)}; name them: {options_text}"
+            raise DataError(message) from error
         return dict(zip(_COLUMNS, text_columns, strict=False)), "the only two columns of text, in their order"
     return named_columns, "named by an option"
 
 
-def _make_recipe(options: Options, columns: dict[str, str], chat_template: str | None = None) -> Recipe:
-    policy_table = {key.rpartition(".")[2]: value for key, value in METHODS[options.method].settings.items()}
+def _make_recipe(options: CliOptions, columns: dict[str, str], chat_template: str | None = None) -> Recipe:
+    policy_table = {key.rpartition(".")[2]: value for key, value in TRAINING_METHODS[options.method].settings.items()}
     policy_table |= {f"{name}_column_name": column for name, column in columns.items()}
-    tables = {"policy": {"chat_template": chat_template}, "train": {"train_policy": policy_table}}
-    return Recipe.model_validate(dict(tables, custom=options.custom))
+    recipe_tables = {"policy": {"chat_template": chat_template}, "train": {"train_policy": policy_table}}
+    return Recipe.model_validate(dict(recipe_tables, custom=options.custom))
 
 
-def _longest_row_length(tokenizer: Any, options: Options, recipe: Recipe, rows: Rows, sampled: list[Located]) -> int:
-    """Return the number of tokens of the longest of the sampled rows as `prepare` converts it, images included."""
-    kind, root = tokenised_kind(METHODS[options.method].rows), image_root(recipe, options.model, rows.folder)
-    job = Job(recipe, kind, sys.maxsize, options.model, root)
-    longest, row_error = 0, None
-    id_indices = [list(kind.columns).index(name) for name in kind.id_columns]
-    for location, row in sampled:
+def _max_row_length(tokenizer: Any, options: CliOptions, recipe: Recipe, rows: Rows, sample: list[LocatedRow]) -> int:
+    """Return the number of tokens of the longest of the rows `sample` after `prepare`, images included."""
+    rows_kind = load_tokenised_kind(TRAINING_METHODS[options.method].rows)
+    image_folder = find_image_root(recipe, options.model, rows.folder)
+    spec = RecordSpec(recipe, rows_kind, sys.maxsize, options.model, image_folder)
+    max_length, first_error = 0, None
+    id_indices = [list(rows_kind.columns).index(name) for name in rows_kind.id_columns]
+    for location, row in sample:
         try:
-            record = kind.record(tokenizer, job, ReadRow(row, job.column_names, location), location)
-        except DataError as error:  # a skipped row too
-            row_error = row_error or error
+            tracked_row = TrackedRow(row, spec.column_names, location)
+            record = rows_kind.make_record(tokenizer, spec, tracked_row, location)
+        except DataError as error:  # also a `SkippedRow`
+            first_error = first_error or error
             continue
-        longest = max(longest, *(len(record.values[index]) for index in id_indices))
-    if not longest and row_error:
-        raise row_error
-    return longest
+        max_length = max(max_length, *(len(record.values[index]) for index in id_indices))
+    if not max_length and first_error:
+        raise first_error
+    return max_length
 
 
-def _size_settings(method: Method, num_params: int, machine: Machine) -> Iterator[Setting]:
-    """Yield the settings that depend on memory and `num_params` weights: adapter, learning rate, dtype, sharding."""
+def _size_settings(method: TrainingMethod, num_params: int, machine: Hardware) -> Iterator[Proposal]:
+    """Yield the settings that depend on memory and model size: adapter, learning rate, dtype, sharding."""
     if not machine.num_gpus:
         yield "train.param_dtype", "float32", "no GPU here; a CPU is seldom faster in bfloat16"
     size_text = f"{num_params / 1e9:.2f} billion" if num_params >= 1e9 else f"{num_params / 1e6:.3g} million"
@@ -227,18 +227,17 @@ def _size_settings(method: Method, num_params: int, machine: Machine) -> Iterato
     if not fits_in_memory:
         yield "policy.lora.r", 16, f"{size_text} weights x {_STATE_BYTES} bytes do not fit {machine.name}: an adapter"
         yield "policy.lora.lora_alpha", 32.0, "twice the rank"
-    small_rate, medium, large, adapter = method.rates
-    rate = adapter if not fits_in_memory else small_rate if num_params < 1e8 else medium if num_params < 1e9 else large
+    size_class = bisect((1e8, 1e9), num_params) if fits_in_memory else 3  # 3: an adapter
     trained_weights = "all weights" if fits_in_memory else "an adapter"
-    yield "train.optm_lr", rate, f"{trained_weights} of a model of {size_text} weights"
+    yield "train.optm_lr", method.learning_rates[size_class], f"{trained_weights} of a model of {size_text} weights"
     if machine.num_gpus > 1:
         yield "policy.parallelism.dp_shard_size", -1, f"all {machine.num_gpus} GPUs"
 
 
-def _batch_settings(samples_completions: bool, num_rows: int, max_rows: int, num_ranks: int) -> Iterator[Setting]:
+def _batch_settings(samples_completions: bool, num_rows: int, max_rows: int, num_ranks: int) -> Iterator[Proposal]:
     """Yield batch sizes, epochs and learning-rate schedule; `max_rows` rows of maximum length fit in memory."""
     if samples_completions:
-        # All ranks have the same number of completions of a step, 8 of each prompt.
+        # The number of completions of a step, 8 of each prompt, must be a multiple of the number of ranks.
         prompt_count_divisor = num_ranks // gcd(num_ranks, 8)
         num_prompts = max(1, min(8, num_rows) // prompt_count_divisor) * prompt_count_divisor
         batch_size = 8 * num_prompts
@@ -259,21 +258,21 @@ def _batch_settings(samples_completions: bool, num_rows: int, max_rows: int, num
     yield "train.optm_decay_type", "cosine", "common for fine-tuning"
 
 
-def _image_settings(options: Options, method: Method, machine: Machine) -> Iterator[Setting]:
+def _image_settings(options: CliOptions, method: TrainingMethod, machine: Hardware) -> Iterator[Proposal]:
     """Yield the settings of a diffusion model, whose size is read from its configuration."""
     if Path(options.model).is_dir() and not (Path(options.model) / "model_index.json").is_file():
         raise ModelError(f"--model {options.model}: no pipeline of diffusers; cosmos sft trains a language model")
-    num_items, item_problem = 0, ""
-    for item in islice(open_items(options.dataset, _DATASET)(), _NUM_TRAINED_IMAGES):
-        num_items += item.content is not None and not item.problem
-        item_problem = item_problem or item.problem
-    if not num_items:
-        remedy = item_problem or "give a folder with 0001.png and its caption in 0001.txt, or rows with images"
+    num_media, first_problem = 0, ""
+    for media_item in islice(open_media_items(options.dataset, _DATASET)(), _NUM_TRAINED_IMAGES):
+        num_media += media_item.content is not None and not media_item.problem
+        first_problem = first_problem or media_item.problem
+    if not num_media:
+        remedy = first_problem or "give a folder with 0001.png and its caption in 0001.txt, or rows with images"
         raise DataError(f"--data {options.data}: no image or video with a caption; {remedy}")
     key = "local_dir" if Path(options.data).is_dir() else "name"
-    shown = f"{num_items:,}{' or more' * (num_items == _NUM_TRAINED_IMAGES)}"
-    yield f"train.train_policy.dataset.{key}", options.data, f"--data; {shown} images and videos with a caption"
-    num_params, max_items = 10**10, 4  # assumed for a model on the Hub, which is not downloaded here
+    count_text = f"{num_media:,}{' or more' * (num_media == _NUM_TRAINED_IMAGES)}"
+    yield f"train.train_policy.dataset.{key}", options.data, f"--data; {count_text} images and videos with a caption"
+    num_params, max_media = 10**10, 4  # assumed for a model on the Hub, which is not downloaded here
     if Path(options.model).is_dir():
         folder = PipelineFolder(options.model)
         family = find_family(folder)(folder, DiffusersConfig())
@@ -285,19 +284,20 @@ def _image_settings(options: Options, method: Method, machine: Machine) -> Itera
             yield "policy.diffusers.inference_size", [image_size, image_size], "what the model was made for"
         elif family.is_video:
             call_parameters = inspect.signature(folder.pipeline_class.__call__).parameters
-            frame_size = [call_parameters[side].default for side in ("height", "width")]
+            frame_size = [call_parameters[name].default for name in ("height", "width")]
             yield "policy.diffusers.inference_size", frame_size, "what the pipeline draws by default"
-            max_items = 1  # a clip has the activations of many images
+            max_media = 1  # a clip has the activations of many images
     if max_prompt_length := _prompt_length(Path(options.model)):
         yield "policy.diffusers.max_prompt_length", max_prompt_length, "tokens that the tokenizer takes"
     yield from _size_settings(method, num_params, machine)
-    batch_size = min(16, 2 ** max(0, int(log2(max(1, num_items // 8)))))
-    yield "train.train_batch_per_replica", batch_size, f"images of an optimizer step; there are {shown}"
-    yield "train.train_policy.mini_batch", min(batch_size, max_items), "images or clips of one pass"
-    num_epochs = max(3, min(100, _NUM_TRAINED_IMAGES // num_items))
+    batch_size = min(16, 2 ** max(0, int(log2(max(1, num_media // 8)))))
+    yield "train.train_batch_per_replica", batch_size, f"images of an optimizer step; there are {count_text}"
+    yield "train.train_policy.mini_batch", min(batch_size, max_media), "images or clips of one pass"
+    num_epochs = max(3, min(100, _NUM_TRAINED_IMAGES // num_media))
     yield "train.epoch", num_epochs, f"about {_NUM_TRAINED_IMAGES:,} images seen in all, or three epochs"
-    if num_items >= 10:
-        yield "train.train_policy.dataset.test_size", max(1, min(8, num_items // 20)), f"held out of {shown}, and drawn"
+    if num_media >= 10:
+        num_held_out = max(1, min(8, num_media // 20))
+        yield "train.train_policy.dataset.test_size", num_held_out, f"held out of {count_text}, and drawn"
         yield from _validation_settings("the loss of held-out images, and drawings of their captions")
 
 
@@ -315,7 +315,7 @@ def main() -> int:
     """Print the settings as JSON; report an error as one line on standard error and return its exit code."""
     try:
         with redirect_stdout(sys.stderr):  # the code of a reward may print
-            settings = list(propose(Options(**json.loads(sys.argv[1])), machine()))
+            settings = list(propose(CliOptions(**json.loads(sys.argv[1])), detect_hardware()))
     except CosmosError as error:
         sys.stderr.write(f"{' '.join(str(error).split())}\n")
         return error.exit_code

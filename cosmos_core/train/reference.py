@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.kinds.base import COMPARED_ROWS, HeldOutRows
+from cosmos_core.data.kinds.base import COMPARED_ROWS, PreparedRows
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.parallel.mesh import any_rank, broadcast_object, is_first
 from cosmos_core.run.files import read_json, sha256, write_json
@@ -33,9 +33,8 @@ mismatched sample under the same names."""
 logger = logging.getLogger(__name__)
 
 
-def compared_logprobs(trainer: Trainer, rows: HeldOutRows, positions: Sequence[int], recipe: Recipe) -> np.ndarray:
-    """Return the log-probabilities of both samples of the rows at `positions` under the current policy. The result has
-    shape (N, 2), float64, summed over the trained tokens."""
+def pair_logprobs(trainer: Trainer, rows: PreparedRows, positions: Sequence[int], recipe: Recipe) -> np.ndarray:
+    """Return the summed log-probabilities of both samples of each row at `positions`: shape (N, 2), float64."""
     policy = recipe.train.train_policy
     outputs = trainer.evaluate(rows.samples(positions), size=policy.mini_batch * policy.sequences_per_row)
     logprob_sums = [row["logprobs"].sum(dtype=torch.float64) for row in outputs]
@@ -43,14 +42,11 @@ def compared_logprobs(trainer: Trainer, rows: HeldOutRows, positions: Sequence[i
 
 
 def reference_logprobs(
-    stage: Stage, trainer: Trainer, rows: HeldOutRows, split_name: str, positions: np.ndarray
+    stage: Stage, trainer: Trainer, rows: PreparedRows, split_name: str, positions: np.ndarray
 ) -> np.ndarray | None:
     """Return the log-probabilities of all rows under the reference policy, shape (rows, 2), NaN outside `positions`;
-    None if the algorithm needs no reference policy. Values that an earlier attempt saved are reused.
-
-    Raises:
-        Preempted: a signal requested a stop; computed values are saved.
-    """
+    None if the algorithm needs no reference policy. Reuse values that an earlier attempt saved. If a signal requests a
+    stop, save the values and raise `Preempted`."""
     if not stage.recipe.train.train_policy.saves_reference_logprobs:
         return None
     stage.progress.phase(REFERENCE_WEIGHTS)
@@ -68,7 +64,7 @@ def reference_logprobs(
         if any_rank(stage.stop_requested):
             _save_logprobs(file, cache_key, logprobs)
             raise Preempted(f"stopped with the reference log-probabilities of {start} of {len(positions)} rows")
-        logprobs[chunk] = compared_logprobs(trainer, rows, chunk.tolist(), stage.recipe)
+        logprobs[chunk] = pair_logprobs(trainer, rows, chunk.tolist(), stage.recipe)
         if time.monotonic() - last_save_time > _SAVE_SECONDS:
             _save_logprobs(file, cache_key, logprobs)
             last_save_time = time.monotonic()
@@ -76,13 +72,9 @@ def reference_logprobs(
     return logprobs
 
 
-def load_earlier_reference(stage: Stage, rows: HeldOutRows, split_name: str) -> np.ndarray | None:
-    """Return the reference log-probabilities that an earlier stage's training saved for the same rows; None if the
-    algorithm needs none.
-
-    Raises:
-        ConfigError: no input stage has saved reference log-probabilities.
-    """
+def load_earlier_reference(stage: Stage, rows: PreparedRows, split_name: str) -> np.ndarray | None:
+    """Return the reference log-probabilities that a training in an input stage saved for the same rows; None if the
+    algorithm needs none. Raise `ConfigError` if no input stage saved any."""
     if not stage.recipe.train.train_policy.saves_reference_logprobs:
         return None
     key = {"rows": sha256(rows.path)}
@@ -104,12 +96,12 @@ def _read_saved_logprobs(file: Path, cache_key: dict[str, str], num_rows: int) -
     return np.array([content[name] for name in _COLUMNS], dtype=np.float64).T
 
 
-def _save_logprobs(file: Path, cache_key: dict[str, str], values: np.ndarray) -> None:
+def _save_logprobs(file: Path, cache_key: dict[str, str], logprobs: np.ndarray) -> None:
     if not is_first():
         return
     file.parent.mkdir(exist_ok=True)
     columns: dict[str, Any] = {
-        name: [None if np.isnan(value) else value for value in values[:, i].tolist()] for i, name in enumerate(_COLUMNS)
+        name: [None if np.isnan(v) else v for v in logprobs[:, i].tolist()] for i, name in enumerate(_COLUMNS)
     }
     write_json(file, cache_key | columns)
-    logger.info("reference log-probabilities of %d rows in %s", int((~np.isnan(values[:, 0])).sum()), file)
+    logger.info("reference log-probabilities of %d rows in %s", int((~np.isnan(logprobs[:, 0])).sum()), file)

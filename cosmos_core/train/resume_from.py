@@ -11,27 +11,27 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.checkpoint.rank_files import EXTRA_FILE
+from cosmos_core.checkpoint.rank_files import FIRST_RANK_JSON_FILE
 from cosmos_core.checkpoint.resume import (
     MANIFEST,
-    OTHER_CONFIGURATION,
+    OTHER_CONFIGURATION_REASON,
     newest_complete_step_on_ranks,
     read_manifest,
     resume_obstacle_on_ranks,
     saved_steps,
     step_folder,
 )
-from cosmos_core.config.inputs import source_of
-from cosmos_core.config.schema.table import flat_keys
+from cosmos_core.config.inputs import referenced_stage
+from cosmos_core.config.schema.table import flatten_nonempty_tables
 from cosmos_core.errors import ModelError, StageFailed
 from cosmos_core.models.disk import translate_disk_errors
 from cosmos_core.observe import gallery
 from cosmos_core.parallel.mesh import broadcast_object, is_first
-from cosmos_core.run.files import link_or_copy, read_object, replaced_folder, write_json
+from cosmos_core.run.files import link_or_copy, read_json_object, replace_folder, write_json
 from cosmos_core.run.fingerprint import CARRIED_FILES
-from cosmos_core.run.plan import FINGERPRINT
+from cosmos_core.run.plan import FINGERPRINT_FILE
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.measure import SAMPLES
+from cosmos_core.train.measure import SAMPLES_FILE
 from cosmos_core.types import is_at_or_below
 
 logger = logging.getLogger(__name__)
@@ -41,9 +41,9 @@ _MESH_KEYS = (CARRIED_FILES, "world_size", "config.policy.parallelism", "config.
 
 
 def adopt_checkpoint(stage: Stage) -> None:
-    """Link the newest complete checkpoint of an earlier run of this stage, the best checkpoint and the metrics. Do
-    nothing if the stage has a checkpoint already. Log a warning if no checkpoint can be adopted. Every rank calls this
-    function: the first rank links the files, and all ranks share the hashing."""
+    """Link the newest complete checkpoint of an earlier run of this stage, the best checkpoint and the metrics, unless
+    the stage has a checkpoint already. Log a warning if no checkpoint can be adopted. All ranks call this function: the
+    first rank links the files, and all ranks share the hashing."""
     own_folder, send_heartbeat = stage.path / "checkpoints", stage.progress.beat
     if newest_complete_step_on_ranks(own_folder, stage.checkpoint_fingerprint, send_heartbeat) is not None:
         return
@@ -53,11 +53,11 @@ def adopt_checkpoint(stage: Stage) -> None:
     log_level = logging.WARNING if is_first() else logging.DEBUG  # other ranks log warnings too
     skipped_steps = set()
     candidates = [(step, str(folder), stage.checkpoint_fingerprint) for step, folder in checkpoints]
-    stage_ingredients = _drop_mesh(read_object(stage.path / FINGERPRINT))
+    stage_ingredients = _ingredients_without_mesh(read_json_object(stage.path / FINGERPRINT_FILE))
     for step, folder in checkpoints if stage_ingredients else ():
-        other = read_object(folder.parent / FINGERPRINT)
-        if _drop_mesh(other) == stage_ingredients:
-            candidates.append((step, str(folder), other.get("of_training", other["value"])))
+        other_run = read_json_object(folder.parent / FINGERPRINT_FILE)
+        if _ingredients_without_mesh(other_run) == stage_ingredients:
+            candidates.append((step, str(folder), other_run.get("of_training", other_run["value"])))
     for step, name, fingerprint in broadcast_object(candidates):
         checkpoint = step_folder(folder := Path(name), step)
         obstacle = resume_obstacle_on_ranks(folder, step, fingerprint, send_heartbeat)
@@ -65,11 +65,12 @@ def adopt_checkpoint(stage: Stage) -> None:
         if obstacle is None:
             logger.info("going on from %s", checkpoint)
             return
-        if obstacle != OTHER_CONFIGURATION and folder.parent.name == stage.name and checkpoint not in skipped_steps:
+        is_new = folder.parent.name == stage.name and checkpoint not in skipped_steps
+        if is_new and obstacle != OTHER_CONFIGURATION_REASON:
             logger.log(log_level, "checkpoint %s is passed over: %s", checkpoint, obstacle)
             skipped_steps.add(checkpoint)
-    own = [step_folder(folder, step) for step, folder in checkpoints if folder.parent.name == stage.name]
-    manifests = {each / "policy": read_manifest(each / "policy") for each in own if each not in skipped_steps}
+    stage_steps = [step_folder(folder, step) for step, folder in checkpoints if folder.parent.name == stage.name]
+    manifests = {path / "policy": read_manifest(path / "policy") for path in stage_steps if path not in skipped_steps}
     complete_folders = [policy for policy, manifest in manifests.items() if manifest]
     newest_folder = max(complete_folders, key=lambda policy: manifests[policy].get("created", 0.0), default=None)
     hint = f"; to go on from other settings: train.resume = '{newest_folder}'" if newest_folder else ""
@@ -79,28 +80,29 @@ def adopt_checkpoint(stage: Stage) -> None:
 
 def named_checkpoint(stage: Stage) -> Path | None:
     """Return the `.../step_N/policy` folder that `train.resume` names, or None if it names no path. Raise ModelError if
-    the checkpoint, which lacks the weights that were frozen, began from another base model."""
+    the checkpoint, which has only the trained weights, belongs to another base model."""
     if not isinstance(stage.recipe.train.resume, str):
         return None
     policy = Path(stage.recipe.train.resume)
-    ingredients = [read_object(path / FINGERPRINT).get("ingredients") for path in (policy.parents[2], stage.path)]
-    bases = [(each["model"], each["inputs"].get(source_of(stage.config.model))) for each in ingredients if each]
-    if len(bases) == 2 and bases[0] != bases[1]:  # a stage without ingredients began from an unknown model
+    fingerprints = [read_json_object(path / FINGERPRINT_FILE) for path in (policy.parents[2], stage.path)]
+    ingredients = [fingerprint["ingredients"] for fingerprint in fingerprints if fingerprint.get("ingredients")]
+    models = [(values["model"], values["inputs"].get(referenced_stage(stage.config.model))) for values in ingredients]
+    if len(models) == 2 and models[0] != models[1]:  # without ingredients the model is unknown
         raise ModelError(f"train.resume = '{policy}' began from another model than {stage.model}; start from that one")
     return policy
 
 
-def _drop_mesh(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """Return the ingredients of a fingerprint, by dotted key, without the mesh; empty if the fingerprint is unknown."""
-    ingredients = flat_keys(fingerprint.get("ingredients", {}))
+def _ingredients_without_mesh(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """Return the ingredients of a fingerprint without those of the mesh, by dotted key; empty if they are unknown."""
+    ingredients = flatten_nonempty_tables(fingerprint.get("ingredients", {}))
     return {key: value for key, value in ingredients.items() if not is_at_or_below(key, _MESH_KEYS)}
 
 
 def _link_checkpoint(folder: Path, step: int, fingerprint: str, stage: Stage) -> str | None:
-    """Link the checkpoint of one step, and the best checkpoint that it names, into the stage, with the stage's
-    fingerprint in the manifests, as a collective. Return why that fails if the other run, which may still train, has
-    deleted a checkpoint meanwhile; otherwise None."""
-    extra_state = read_object(step_folder(folder, step) / "policy" / EXTRA_FILE)
+    """Link the checkpoint of one step and the best checkpoint into the stage, and write the stage's fingerprint to
+    their manifests. Return the reason of a failure if the other run, which may still train, has deleted a checkpoint
+    meanwhile; otherwise None. All ranks call this function."""
+    extra_state = read_json_object(step_folder(folder, step) / "policy" / FIRST_RANK_JSON_FILE)
     best_step = broadcast_object((extra_state.get("best") or {}).get("step", step))
     steps = [step]
     if best_step != step and not resume_obstacle_on_ranks(folder, best_step, fingerprint, stage.progress.beat):
@@ -114,7 +116,7 @@ def _link_steps(folder: Path, steps: list[int], stage: Stage) -> str | None:
         try:
             with (
                 translate_disk_errors(f"a copy of {source_folder}", lambda: "the original is intact"),
-                replaced_folder(step_folder(stage.path / "checkpoints", number)) as new_folder,
+                replace_folder(step_folder(stage.path / "checkpoints", number)) as new_folder,
             ):
                 shutil.copytree(source_folder, new_folder, copy_function=link_or_copy, dirs_exist_ok=True)
                 manifest = new_folder / "policy" / MANIFEST
@@ -126,10 +128,10 @@ def _link_steps(folder: Path, steps: list[int], stage: Stage) -> str | None:
                 raise
             return f"{source_folder.name} is gone"
     with translate_disk_errors(f"a copy of the metrics in {folder.parent}", lambda: "the original is intact"):
-        for name in ("metrics.jsonl", SAMPLES, gallery.FOLDER):
+        for name in ("metrics.jsonl", SAMPLES_FILE, gallery.SAMPLES_FOLDER):
             source, target = folder.parent / name, stage.path / name
-            if source.is_dir():  # the media files that lines of the samples name
-                with replaced_folder(target) as new_folder:
+            if source.is_dir():  # the folder with the images and videos of the samples
+                with replace_folder(target) as new_folder:
                     shutil.copytree(source, new_folder, copy_function=link_or_copy, dirs_exist_ok=True)
             elif source.is_file():
                 shutil.copy2(source, target)

@@ -8,13 +8,13 @@ from typing import Any
 from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
-from cosmos_core.data.order import batch_positions, epoch_order, rows_of
+from cosmos_core.data.order import batch_positions, epoch_order, mixture_or_num_rows
 from cosmos_core.errors import ProgramError
 from cosmos_core.parallel.mesh import is_first
-from cosmos_core.rewards.base import full_value
+from cosmos_core.rewards.base import full_reward
 from cosmos_core.rollout.groups import (
-    Filter,
     FilteredGroupSource,
+    GroupFilter,
     GroupSource,
     StepGroups,
     SyncGroupSource,
@@ -34,25 +34,21 @@ class RolloutFeed(Feed):
         source: GroupSource,
         algorithm: Algorithm,
         recipe: Recipe,
-        log: Callable[[int, Sequence[ScoredGroup]], None] = lambda step, groups: None,
+        log_groups: Callable[[int, Sequence[ScoredGroup]], None] = lambda step, groups: None,
     ) -> None:
-        """Build the feed; `log` is called with each train step, counted from 1, and the step's groups."""
-        self._source, self._algorithm, self._log = source, algorithm, log
+        """Build the feed; `log_groups` is called with each train step, counted from 1, and the step's groups."""
+        self._source, self._algorithm, self._log_groups = source, algorithm, log_groups
         self._steps = StepGroups(recipe.train.train_batch_per_replica, recipe.rollout.n_generation)
         self._policy, self._prompts = recipe.train.train_policy, prompts
-        self._rates = PassRates(partial(full_value, self._policy.remote_rewards or self._policy.rewards))
-        self.steps_per_epoch = max(1, len(prompts) * self._steps.size // self._steps.batch)
+        self._pass_rates = PassRates(partial(full_reward, self._policy.remote_reward_config or self._policy.rewards))
+        self.steps_per_epoch = max(1, len(prompts) * self._steps.group_size // self._steps.completions_per_step)
         self.total_steps = total_steps(recipe, len(prompts))
         self.unused_rows_notice = unused_rows_message(recipe, len(prompts))
 
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
-        """Return the samples of the next train step, and metrics about the samples; None if the data has ended, which a
-        source that drops groups may do before the last planned step.
-
-        Raises:
-            RewardError: no completion has a valid reward because a reward function raises.
-            ProgramError: no completion has a valid reward for another reason, or all groups of a step were dropped.
-        """
+        """Return the samples of the next train step and their metrics; None if the data has ended, which may happen
+        before the last planned step if the source drops groups. Raise the errors of `check_scores`, or `ProgramError`
+        if all groups of the step were dropped."""
         if self._source.is_exhausted or self.step == self.total_steps:
             return None
         groups, metrics = self._next_groups()
@@ -60,25 +56,24 @@ class RolloutFeed(Feed):
             if not groups:
                 return None
             self.total_steps = self.step + 1
-        samples, credit_metrics = self._credit_groups(groups, metrics)
+        samples, algorithm_metrics = self._credit_groups(groups, metrics)
         self.step += 1
-        return samples, metrics | credit_metrics
+        return samples, metrics | algorithm_metrics
 
     def _next_groups(self, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Return the groups of the next train step and metrics, and add all sampled groups to the pass rates."""
+        """Return the groups of the next train step and their metrics, and count all sampled groups."""
         groups_and_metrics = self._source.next_groups(self.step, num_groups)
-        self._rates.add(self._source.sampled)
+        self._pass_rates.add(self._source.sampled_groups)
         return groups_and_metrics
 
     def write_records(self, folder: Path) -> None:
-        """Write the pass rates of the prompts."""
         if is_first():
-            self._rates.write(folder, self._prompts)
+            self._pass_rates.write(folder, self._prompts)
 
     def _credit_groups(
         self, groups: Sequence[ScoredGroup], metrics: dict[str, float]
     ) -> tuple[list[Any], dict[str, float]]:
-        """Return the samples that the algorithm makes of the scored groups of a train step, and its metrics."""
+        """Return the samples that the algorithm makes of the scored groups of a train step, and their metrics."""
         if not groups:
             raise ProgramError(
                 f"step {self.step + 1}: the rewards inside each of {metrics['rollout/sampled_groups']:.0f} groups are "
@@ -86,18 +81,17 @@ class RolloutFeed(Feed):
             )
         check_scores(self.step, groups)
         samples_and_metrics = self._algorithm.credit(groups)
-        self._log(self.step + 1, groups)
+        self._log_groups(self.step + 1, groups)
         return samples_and_metrics
 
     def state_dict(self) -> dict[str, Any]:
-        rates = self._rates.state_dict()
-        return super().state_dict() | {"source": self._source.state_dict(), **({"pass_rates": rates} if rates else {})}
+        pass_rates = {"pass_rates": counts} if (counts := self._pass_rates.state_dict()) else {}
+        return super().state_dict() | {"source": self._source.state_dict(), **pass_rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the feed's state; without the state of the group source, the prompts of each completed step count as
-        used."""
+        """Restore the feed's state. Without the group source's state, the prompts of completed steps count as used."""
         super().load_state_dict(state)
-        self._rates.load_state_dict(state.get("pass_rates", {}))
+        self._pass_rates.load_state_dict(state.get("pass_rates", {}))
         self._source.load_state_dict({"drawn": self._steps.first(self.step), **state.get("source", {})})
 
 
@@ -111,33 +105,33 @@ class PromptOrder:
     def __call__(self, step: int) -> Sequence[Prompt]:
         """Return the prompts of train step `step`, counted from 0."""
         seed, shuffle = self._train.order_seed, self._train.train_policy.dataloader_shuffle
-        positions = batch_positions(seed, step, self._prompts_per_step, rows_of(self._prompts), shuffle)
+        positions = batch_positions(seed, step, self._prompts_per_step, mixture_or_num_rows(self._prompts), shuffle)
         return [self._prompts[int(i)] for i in positions]
 
-    def take_prompts(self, start: int, count: int, end: int | None = None) -> list[Prompt]:
-        """Return `count` prompts from position `start` on, counted over all epochs; fewer if the last epoch ends or
-        position `end` is reached."""
-        rows, shuffle = rows_of(self._prompts), self._train.train_policy.dataloader_shuffle
-        last_position = self._train.epoch * len(self._prompts)
+    def take_prompts(self, start_position: int, num_prompts: int, end_position: int | None = None) -> list[Prompt]:
+        """Return `num_prompts` prompts from `start_position` on, counted over all epochs; fewer at the end."""
+        rows, shuffle = mixture_or_num_rows(self._prompts), self._train.train_policy.dataloader_shuffle
+        num_positions = self._train.epoch * len(self._prompts)
         prompts = []
-        for position in range(start, min(start + count, last_position, last_position if end is None else end)):
+        end_position = num_positions if end_position is None else min(end_position, num_positions)
+        for position in range(start_position, min(start_position + num_prompts, end_position)):
             epoch, i = divmod(position, len(self._prompts))
             prompts.append(self._prompts[int(epoch_order(self._train.order_seed, epoch, rows, shuffle)[i])])
         return prompts
 
 
-def group_filter(recipe: Recipe) -> Filter | None:
+def make_group_filter(recipe: Recipe) -> GroupFilter | None:
     """Return the filter that drops groups without a learning signal; None: all groups are trained on."""
     dynamic_sampling = recipe.train.train_policy.dynamic_sampling
-    return None if dynamic_sampling is None else Filter(*dynamic_sampling)
+    return None if dynamic_sampling is None else GroupFilter(*dynamic_sampling)
 
 
-def sync_source(sync_groups: SyncGroupSource, order: PromptOrder, recipe: Recipe) -> GroupSource:
-    """Return a source that generates groups on demand and replaces the groups that the recipe's filter drops."""
-    filter_settings = group_filter(recipe)
-    if filter_settings is None and not recipe.may_split_groups:
+def make_sync_source(sync_groups: SyncGroupSource, prompt_order: PromptOrder, recipe: Recipe) -> GroupSource:
+    """Return a source that generates groups on demand, and replaces the groups that are dropped, if any."""
+    group_filter = make_group_filter(recipe)
+    if group_filter is None and not recipe.may_split_groups:
         return sync_groups
-    return FilteredGroupSource(sync_groups, order.take_prompts, rows_per_step(recipe), filter_settings)
+    return FilteredGroupSource(sync_groups, prompt_order.take_prompts, rows_per_step(recipe), group_filter)
 
 
 def training_sampling(recipe: Recipe) -> Sampling:
@@ -157,5 +151,5 @@ def training_sampling(recipe: Recipe) -> Sampling:
         policy_temperature=policy.temperature if isinstance(policy, RlConfig) else None,
         may_be_outdated=recipe.train.sync_weight_interval > 1
         or recipe.may_split_groups
-        or (recipe.mode == "disaggregated" and policy.lookahead[0] > 0),
+        or (recipe.mode == "disaggregated" and policy.rollout_lookahead[0] > 0),
     )

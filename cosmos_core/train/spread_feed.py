@@ -20,7 +20,7 @@ from cosmos_core.train.rollout_feed import RolloutFeed
 from cosmos_core.types import ImageRef, ScoredGroup
 
 
-class CarriedSamples:
+class SampleQueue:
     """Queue of completions that have an advantage but were not used by a train step yet."""
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class CarriedSamples:
         return len(self._queued_samples)
 
     def add(self, groups: Sequence[ScoredGroup], samples: Sequence[Any], metrics: dict[str, float]) -> None:
-        """Add the completions of groups with the groups' metrics. `samples` have their `completion_index`, or there is
-        one sample for each valid reward; raise ConfigError if the algorithm does not make one of each completion."""
+        """Add the completions of groups with the groups' metrics. Each of `samples` has a `completion_index`, or there
+        is one sample per completion with a valid reward; raise ConfigError otherwise."""
         scores = [(group.group.version, score.value) for group in groups for score in group.scores]
         self._metrics = metrics
         indices = [sample.completion_index for sample in samples if isinstance(sample, Sample)]
@@ -49,13 +49,12 @@ class CarriedSamples:
         sample_by_index = dict(zip(indices, samples, strict=True))
         self._queued_samples += [(version, sample_by_index.get(i)) for i, (version, _) in enumerate(scores)]
 
-    def take_samples(self, count: int, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Remove and return the samples of the next `count` completions, with the metrics of the newest groups. The
-        metrics include the age of the sampling weights at train step `step`."""
-        entries, self._queued_samples = self._queued_samples[:count], self._queued_samples[count:]
-        lags = [step - version for version, _ in entries]
+    def take_samples(self, num_completions: int, step: int) -> tuple[list[Sample], dict[str, float]]:
+        """Remove and return the samples of the next completions, with the metrics of the newest groups."""
+        taken, self._queued_samples = self._queued_samples[:num_completions], self._queued_samples[num_completions:]
+        lags = [step - version for version, _ in taken]
         lag_metrics = {"rollout/version_lag": float(max(lags)), "rollout/version_lag_mean": float(np.mean(lags))}
-        return [sample for _, sample in entries if sample is not None], self._metrics | lag_metrics
+        return [sample for _, sample in taken if sample is not None], self._metrics | lag_metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the queued completions and metrics as JSON values and tensors."""
@@ -74,37 +73,37 @@ class SpreadRolloutFeed(RolloutFeed):
     """`RolloutFeed` that spreads the completions of a group over train steps."""
 
     @cached_property
-    def _carried_samples(self) -> CarriedSamples:
-        return CarriedSamples()
+    def _queue(self) -> SampleQueue:
+        return SampleQueue()
 
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
-        """Return the samples and metrics of a train step; the last step may be smaller; None: the data has ended."""
-        if self.step == self.total_steps or (self._source.is_exhausted and not self._carried_samples):
+        """Return the samples and metrics of a train step; None: the data has ended. The last step may be smaller."""
+        if self.step == self.total_steps or (self._source.is_exhausted and not self._queue):
             return None
-        num_missing = max(0, self._steps.batch - len(self._carried_samples))
-        groups, metrics = self._next_groups(-(-num_missing // self._steps.size))
-        if not (groups or self._carried_samples) and (not metrics or (self._source.is_exhausted and self.step > 0)):
+        num_missing_completions = max(0, self._steps.completions_per_step - len(self._queue))
+        groups, metrics = self._next_groups(-(-num_missing_completions // self._steps.group_size))
+        if not (groups or self._queue) and (not metrics or (self._source.is_exhausted and self.step > 0)):
             return None
-        if groups or not self._carried_samples:
-            samples, credit_metrics = self._credit_groups(groups, metrics)
+        if groups or not self._queue:
+            samples, algorithm_metrics = self._credit_groups(groups, metrics)
             group_metrics = {
                 name: value for name, value in metrics.items() if name.startswith(("reward/", "completion/"))
             }
-            self._carried_samples.add(groups, samples, group_metrics | credit_metrics)
-        samples, sample_metrics = self._carried_samples.take_samples(self._steps.batch, self.step)
+            self._queue.add(groups, samples, group_metrics | algorithm_metrics)
+        samples, sample_metrics = self._queue.take_samples(self._steps.completions_per_step, self.step)
         self.step += 1
-        if self._source.is_exhausted and not self._carried_samples:
+        if self._source.is_exhausted and not self._queue:
             self.total_steps = self.step
         max_tokens = getattr(self._policy, "max_token_len_per_mini_batch", None)
         return batch_within_token_limit(samples, max_tokens), metrics | sample_metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"carried": self._carried_samples.state_dict()}
+        return super().state_dict() | {"carried": self._queue.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if "carried" in state:
-            self._carried_samples.load_state_dict(state["carried"])
+            self._queue.load_state_dict(state["carried"])
 
 
 def _sample_state(sample: Sample) -> dict[str, Any]:
@@ -113,13 +112,13 @@ def _sample_state(sample: Sample) -> dict[str, Any]:
         {**asdict(image), "content": image.content and torch.frombuffer(bytearray(image.content), dtype=torch.uint8)}
         for image in sample.images
     ]
-    return {name: torch.from_numpy(each) if isinstance(each, np.ndarray) else each for name, each in values.items()}
+    return {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in values.items()}
 
 
 def _restore_sample(state: dict[str, Any]) -> Sample:
     field_values: dict[str, Any] = {name: v.numpy() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
     images = [
-        ImageRef(**{**each, "content": None if each["content"] is None else each["content"].numpy().tobytes()})
-        for each in state["images"]
+        ImageRef(**{**image, "content": None if image["content"] is None else image["content"].numpy().tobytes()})
+        for image in state["images"]
     ]
     return Sample(**{**field_values, "images": tuple(images)})

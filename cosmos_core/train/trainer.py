@@ -1,7 +1,7 @@
 """Trainer: runs optimizer steps on a model adapter with its optimizer and named weights.
 
-The trainer does not depend on the type of samples. It sorts samples into micro-batches by the cost that the adapter
-returns; each data-parallel rank runs some of the micro-batches.
+The trainer does not depend on the type of samples: it sorts them into micro-batches by the cost that the adapter
+returns.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,21 +14,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, add_metrics, means
+from cosmos_core.algorithms.aggregate import Metrics, add_metrics, compute_means
 from cosmos_core.algorithms.base import Loss, Update
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ProgramError
-from cosmos_core.models.base import MicroBatch, ModelAdapter, Wants, has_dropout
+from cosmos_core.models.base import MicroBatch, ModelAdapter, OutputSpec, has_dropout
 from cosmos_core.parallel.mesh import all_gather_object
 from cosmos_core.parallel.pipeline import clip_over_stages, sum_tied_gradients
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.named_weights import NamedWeights
 from cosmos_core.train.optim import build_optimizer, clip_gradients, set_learning_rate
 
-QUANTILES = {"p50": 0.5, "p95": 0.95, "max": 1.0}
+QUANTILE_FRACTIONS = {"p50": 0.5, "p95": 0.95, "max": 1.0}
 
 
-class Plan(NamedTuple):
+class MicroBatchPlan(NamedTuple):
     """Samples of one micro-batch of a data-parallel rank, by their positions in the list of samples."""
 
     indices: Sequence[int]
@@ -38,10 +38,9 @@ class Plan(NamedTuple):
 
 
 class Trainer:
-    """Trainer of one rank. All ranks of a mesh call the same methods in the same order; without a mesh there is one
-    rank."""
+    """Trainer of one rank. All ranks of a mesh call the same methods in the same order."""
 
-    def __init__(self, adapter: ModelAdapter, train: TrainConfig, progress: Progress) -> None:
+    def __init__(self, adapter: ModelAdapter, train: TrainConfig, progress: ProgressWriter) -> None:
         self.adapter = adapter
         self.named_weights = NamedWeights(adapter.model)
         self.optimizer = build_optimizer(adapter.model, train, full_model=adapter.meta_copy)
@@ -60,10 +59,10 @@ class Trainer:
         self._models[name] = adapter
 
     @contextmanager
-    def weights(self, name: str) -> Iterator[None]:
+    def use_weights(self, name: str) -> Iterator[None]:
         """Return a context manager in which the model computes with named weights; `policy` are the trained weights.
         Parameters that FSDP has gathered from the previous weights are freed on entry and on exit."""
-        with self.named_weights.use(name):
+        with self.named_weights.use_set(name):
             self.adapter.runner.reshard()
             try:
                 yield
@@ -75,8 +74,7 @@ class Trainer:
         return set_learning_rate(self.optimizer, step, total_steps, self._train)
 
     def update(self, update: Update) -> dict[str, float]:
-        """Take one optimizer step, and return its metrics. Raise ProgramError, with unchanged weights, if the loss or
-        the gradient norm is not finite."""
+        """Take one optimizer step, and return its metrics. Raise ProgramError if the loss or gradient is not finite."""
         self.adapter.runner.train(True)
         self.optimizer.zero_grad(set_to_none=True)
         samples = [*update.samples, *(update.data.samples if update.data else ())]
@@ -91,26 +89,26 @@ class Trainer:
                 f"loss = {loss}, gradient norm = {grad_norm}: not finite; lower train.optm_lr or look at the data"
             )
         self.optimizer.step()
-        metrics = {**means(metric_totals), **_quantiles(values_by_metric), **update.metrics}
+        metrics = {**compute_means(metric_totals), **_quantiles(values_by_metric), **update.metrics}
         return {"loss": loss, "grad_norm": grad_norm, **metrics}
 
     def drop_gradients(self) -> None:
-        """Free the memory of the gradients after the last update of a train step."""
+        """Free the memory of the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def evaluate(
-        self, samples: Sequence[Any], request: Wants = None, *, weights: str = "policy", size: int | None = None
+        self, samples: Sequence[Any], request: OutputSpec = None, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
-        """Return the outputs that `request` selects for each sample, by named weights or another model without dropout.
-        All ranks get the outputs of all samples. `size` is the number of samples in a forward pass; None:
-        `mini_batch`."""
+        """Return the outputs that `request` selects for each sample, under named weights or by another model, without
+        dropout, on all ranks. `size` is the number of samples in a forward pass; None: `mini_batch`."""
         adapter = self._models.get(weights, self.adapter)
         named_weights = "policy" if weights in self._models else weights
         outputs = self._outputs_of_rank(adapter, samples, request, named_weights, size=size)
         if adapter.mesh:
             cpu_outputs = {i: {name: row.cpu() for name, row in rows.items()} for i, rows in outputs.items()}
-            outputs = {i: rows for each in adapter.mesh.all_gather_object(cpu_outputs) for i, rows in each.items()}
+            outputs_by_rank = adapter.mesh.all_gather_object(cpu_outputs)
+            outputs = {i: rows for rank_outputs in outputs_by_rank for i, rows in rank_outputs.items()}
             outputs = {i: {name: row.to(adapter.device) for name, row in rows.items()} for i, rows in outputs.items()}
         return [outputs[i] for i in range(len(samples))]
 
@@ -125,25 +123,24 @@ class Trainer:
         self.named_weights.lerp(weights, fraction)
 
     def _names_of_equal_weights(self, names: Sequence[str]) -> list[str]:
-        """Return the names of the weights that equal the policy's on all ranks, so that their outputs equal the
-        policy's. With dropout no outputs are equal, so the list is empty."""
+        """Return the names of the weights that equal the policy's on all ranks; empty if the model has dropout."""
         if not names or has_dropout(self.adapter.model):
             return []
         equal_names = all_gather_object([name for name in names if self.named_weights.equals_policy(name)])
         return [name for name in names if all(name in rank_names for rank_names in equal_names)]
 
     def _outputs_of_rank(
-        self, adapter: ModelAdapter, samples: Sequence[Any], request: Wants, weights: str, *, size: int | None = None
+        self, adapter: ModelAdapter, samples: Sequence[Any], request: OutputSpec, weights: str, size: int | None = None
     ) -> dict[int, dict[str, Tensor]]:
         """Return the outputs of this rank's samples by their positions, computed by a model without dropout."""
         outputs: dict[int, dict[str, Tensor]] = {}
 
-        def keep_rows(micro_batch: MicroBatch) -> None:
-            outputs.update(zip(micro_batch.indices, adapter.rows(micro_batch), strict=True))
+        def store_outputs(micro_batch: MicroBatch) -> None:
+            outputs.update(zip(micro_batch.indices, adapter.split_outputs(micro_batch), strict=True))
 
         adapter.runner.train(False)
-        with self.weights(weights):
-            self._run_micro_batches(adapter, samples, keep_rows, request, size=size)
+        with self.use_weights(weights):
+            self._run_micro_batches(adapter, samples, store_outputs, request, size=size)
         return outputs
 
     @torch.no_grad()
@@ -158,78 +155,77 @@ class Trainer:
 
     def _backward(self, update: Update, num_tokens: int) -> list[Loss]:
         """Accumulate the gradient of an update, and return the loss of each micro-batch of this rank. A loss that the
-        model computes, such as a router loss, is divided by the `num_tokens` of the whole optimizer step, data rows
-        included."""
+        model computes, such as a router loss, is divided by `num_tokens`, the tokens of the whole optimizer step."""
         losses: list[Loss] = []
         equal_names = self._names_of_equal_weights(update.extra_weights)
-        compared = self._reference_outputs(update, [name for name in update.extra_weights if name not in equal_names])
+        other_names = [name for name in update.extra_weights if name not in equal_names]
+        reference_outputs = self._reference_outputs(update, other_names)
 
         def compute_loss(micro_batch: MicroBatch) -> Tensor:
             if update.extra_weights:
                 reference_rows = [
-                    compared.get(i, {})
+                    reference_outputs.get(i, {})
                     | {f"{name}/{key}": v.detach() for name in equal_names for key, v in row.items()}
-                    for i, row in zip(micro_batch.indices, self.adapter.rows(micro_batch), strict=True)
+                    for i, row in zip(micro_batch.indices, self.adapter.split_outputs(micro_batch), strict=True)
                 ]
-                stacked = {name: torch.stack([other[name] for other in reference_rows]) for name in reference_rows[0]}
+                stacked = {name: torch.stack([row[name] for row in reference_rows]) for name in reference_rows[0]}
                 micro_batch = replace(micro_batch, outputs=micro_batch.outputs | stacked)
             loss = update.loss(micro_batch)
             metrics, scaled_model_loss = loss.metrics, torch.zeros_like(loss.value)
             if micro_batch.model_loss is not None:
                 scaled_model_loss = micro_batch.model_loss / num_tokens
-                num_own_tokens = sum(map(self.adapter.num_tokens, micro_batch.samples))
-                model_loss = torch.tensor([micro_batch.model_loss.item(), num_own_tokens])
+                num_batch_tokens = sum(map(self.adapter.num_tokens, micro_batch.samples))
+                model_loss = torch.tensor([micro_batch.model_loss.item(), num_batch_tokens])
                 metrics = metrics | {"model_loss": model_loss.double()}
             # Detach the loss, because the autograd graph must not outlive its backward pass.
             losses.append(replace(loss, value=loss.value.detach(), metrics=metrics))
             return loss.value + scaled_model_loss
 
-        known_loss_fn = (lambda micro_batch: update.loss(micro_batch).value) if update.has_constant_gradient else None
-        self._run_micro_batches(self.adapter, update.samples, compute_loss, update.request, loss_fn=known_loss_fn)
+        loss_fn = (lambda micro_batch: update.loss(micro_batch).value) if update.has_constant_gradient else None
+        self._run_micro_batches(self.adapter, update.samples, compute_loss, update.request, loss_fn=loss_fn)
         return losses
 
     def _run_micro_batches(
         self,
         adapter: ModelAdapter,
         samples: Sequence[Any],
-        consume: Callable[[MicroBatch], Tensor | None],
-        request: Wants,
+        process_outputs: Callable[[MicroBatch], Tensor | None],
+        request: OutputSpec,
         *,
         size: int | None = None,
         loss_fn: Callable[[MicroBatch], Tensor] | None = None,
     ) -> None:
-        """Run the model on each micro-batch of this rank, and pass the micro-batch with its outputs to `consume`.
-        `loss_fn` is the loss function if its derivative does not depend on the outputs, so that the forward pass can
-        already use the derivative; else None."""
+        """Run the model on each micro-batch of this rank, and pass the outputs to `process_outputs`. If the derivative
+        of the loss does not depend on the outputs, the forward pass uses the derivative of `loss_fn`."""
 
         def connect_outputs(batch: Any, outputs: dict[str, Tensor]) -> Tensor | None:
             outputs = adapter.gather_outputs(batch, outputs)
             if batch.samples:
-                return consume(adapter.micro_batch(batch, outputs))
+                return process_outputs(adapter.make_micro_batch(batch, outputs))
             zero_loss = next(iter(outputs.values())).new_zeros(())
             return sum((output.sum().mul(0.0) for output in outputs.values() if output.requires_grad), zero_loss)
 
-        def collate(plan: Plan) -> Any:
+        def collate(plan: MicroBatchPlan) -> Any:
             self._progress.beat()
             batch = adapter.collate([samples[i] for i in plan.indices], plan.indices, samples[plan.padding_position])
             return adapter.attach_loss_derivative(batch, loss_fn) if loss_fn and batch.samples else batch
 
         request = adapter.default_outputs if request is None else request
         rows_per_pass = size or self._train.train_policy.mini_batch
-        plans = self._plan_micro_batches(adapter, samples, adapter.runner.rows(rows_per_pass), is_planned=size is None)
-        empty_plan = Plan((), _shortest_sample(adapter, samples, range(len(samples))))
-        plans += [empty_plan] * (adapter.runner.count(len(plans), rows_per_pass) - len(plans))
+        max_rows = adapter.runner.rows_per_micro_batch(rows_per_pass)
+        plans = self._plan_micro_batches(adapter, samples, max_rows, is_planned=size is None)
+        empty_plan = MicroBatchPlan((), _shortest_sample(adapter, samples, range(len(samples))))
+        plans += [empty_plan] * (adapter.runner.num_micro_batches(len(plans), rows_per_pass) - len(plans))
         adapter.runner.run([partial(collate, plan) for plan in plans], connect_outputs, request, rows_per_pass)
         if not torch.is_grad_enabled():
             adapter.runner.reshard()
 
     def _plan_micro_batches(
         self, adapter: ModelAdapter, samples: Sequence[Any], size: int, *, is_planned: bool
-    ) -> list[Plan]:
-        """Return the micro-batches of this rank: samples of similar cost together, the most expensive first. This order
-        needs the least padding and reaches peak memory early. All ranks get the same number of micro-batches, of which
-        some may be empty."""
-        assigned_batches = [adapter.assigned_batch(sample) for sample in samples]
+    ) -> list[MicroBatchPlan]:
+        """Return the micro-batches of this rank, the most expensive first: samples of similar cost need little padding.
+        All ranks get the same number of micro-batches, of which some may be empty."""
+        assigned_batches = [adapter.assigned_batch_id(sample) for sample in samples]
         is_assigned = is_planned and None not in assigned_batches
         batches: dict[Any, list[int]] = {}
         for i in sorted(range(len(samples)), key=lambda i: -adapter.num_tokens(samples[i])):
@@ -237,14 +233,14 @@ class Trainer:
         groups: dict[Any, list[list[int]]] = {}
         for batch in batches.values():
             groups.setdefault(adapter.batching_key(samples[batch[0]]), []).append(batch)
-        num_ranks, can_rearrange = adapter.mesh.data.size() if adapter.mesh else 1, is_planned and not is_assigned
-        plans: list[Plan] = []
+        num_ranks, can_rearrange = adapter.mesh.dp.size() if adapter.mesh else 1, is_planned and not is_assigned
+        plans: list[MicroBatchPlan] = []
         for batching_key in sorted(groups):
-            group, positions = groups[batching_key], list(chain(*groups[batching_key]))
+            group_batches, positions = groups[batching_key], list(chain(*groups[batching_key]))
             padding_position = _shortest_sample(adapter, samples, positions)
-            arranged = adapter.arrange(samples, positions, size, num_ranks) if can_rearrange else None
-            chunks = _chunks_of_rank(adapter, arranged or group, 1 if is_assigned or arranged else size)
-            plans += [Plan(list(chain(*chunk)), padding_position) for chunk in chunks]
+            arranged = adapter.arrange_micro_batches(samples, positions, size, num_ranks) if can_rearrange else None
+            chunks = _chunks_of_rank(adapter, arranged or group_batches, 1 if is_assigned or arranged else size)
+            plans += [MicroBatchPlan(list(chain(*chunk)), padding_position) for chunk in chunks]
         return plans
 
     def _reduce_losses(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:
@@ -264,19 +260,19 @@ class Trainer:
     def _clip_gradients(self) -> float:
         """Clip the gradients, and return their norm over all ranks before clipping."""
         mesh, model, max_norm = self.adapter.mesh, self.adapter.model, self._train.optm_grad_norm_clip
-        if not (mesh and mesh.pipeline):
+        if not (mesh and mesh.pp):
             return clip_gradients(model.parameters(), max_norm)
-        sum_tied_gradients(model, mesh.pipeline)
-        return clip_over_stages(model, mesh.pipeline, max_norm)
+        sum_tied_gradients(model, mesh.pp)
+        return clip_over_stages(model, mesh.pp, max_norm)
 
 
-def _chunks_of_rank(adapter: ModelAdapter, items: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    """Return this data-parallel rank's part of `items` in chunks of `size`; all ranks get the same number of chunks."""
-    num_items = len(items)
+def _chunks_of_rank(adapter: ModelAdapter, batches: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    """Return this data-parallel rank's share of `batches` in chunks of `size`; each rank gets equally many chunks."""
+    num_batches = len(batches)
     if adapter.mesh:
-        num_items = -(-len(items) // adapter.mesh.data.size())
-        items = adapter.mesh.select_local_items(items)
-    return [items[start : start + size] for start in range(0, num_items, size)]
+        num_batches = -(-len(batches) // adapter.mesh.dp.size())
+        batches = adapter.mesh.select_local_items(batches)
+    return [batches[start : start + size] for start in range(0, num_batches, size)]
 
 
 def _shortest_sample(adapter: ModelAdapter, samples: Sequence[Any], indices: Sequence[int]) -> int:
@@ -292,6 +288,6 @@ def _quantiles(values_by_metric: dict[str, list[Tensor]]) -> dict[str, float]:
     quantiles: dict[str, float] = {}
     for name, tensors in values_by_metric.items():
         values = torch.cat(tensors).float().sort().values
-        for key, fraction in QUANTILES.items() if len(values) else ():
+        for key, fraction in QUANTILE_FRACTIONS.items() if len(values) else ():
             quantiles[f"{name}_{key}"] = values[min(len(values) - 1, int(fraction * len(values)))].item()
     return quantiles

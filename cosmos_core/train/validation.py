@@ -8,7 +8,7 @@ from typing import Any
 
 from cosmos_core.checkpoint.best import BestStep, select_best
 from cosmos_core.config.schema.validation import ValidationConfig
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.async_validation import AsyncValidation
 from cosmos_core.types import JsonValue
 
@@ -18,26 +18,25 @@ MetricsFn = Callable[[int], dict[str, float]]
 
 @dataclass
 class Validation:
-    """Schedule of the validations of one training, and publisher of the weights that validations and rollouts use."""
+    """Schedule of the validations of one training; it also publishes weights to the rollout engines."""
 
     config: ValidationConfig
-    progress: Progress
+    progress: ProgressWriter
     compute_metrics: MetricsFn | None = None
     """Function that computes held-out metrics; None: no validation during training."""
     async_validation: AsyncValidation | None = None
     """Validation that runs while the training continues, except for the first and the last one; None: disabled."""
     publish: Callable[[int], dict[str, float]] = lambda step: {}
     """Function that sends the weights of train step N to the rollout engines and returns metrics of the transfer."""
-    publish_every: int = 1
+    publish_interval: int = 1
     """Number of train steps between two calls of `publish`, which is also called when a training starts or resumes."""
-    average: Callable[[], AbstractContextManager[None]] | None = None
+    use_average: Callable[[], AbstractContextManager[None]] | None = None
     """Function that returns a context manager in which the model has its averaged weights; None: no averaging."""
     best: BestStep | None = None
     """Train step with the best validation metrics; None if no step was validated yet."""
-    _measured_at: int = -1
+    _validated_step: int = -1
     """Number of the newest validated step, or of an adopted checkpoint's step; -1 if no step was validated."""
-    _step: int = 0
-    """Number of completed train steps."""
+    _current_step: int = 0
     _is_publish_postponed: bool = False
     """Whether publishing was postponed because engines still validate the weights of another step."""
 
@@ -48,11 +47,11 @@ class Validation:
     def set_callbacks(
         self,
         hooks: Callable[..., None],
-        record: Callable[[int, dict[str, float]], None],
+        record_metrics: Callable[[int, dict[str, float]], None],
         check_stop: Callable[[], None],
     ) -> None:
-        """Set the functions that call the training's hooks, record the metrics of a step, and check for a stop."""
-        self._hooks, self._record, self._check_stop = hooks, record, check_stop
+        """Set the functions that call user-defined hooks, record the metrics of a step, and raise StopRequested."""
+        self._hooks, self._record_metrics, self._check_stop = hooks, record_metrics, check_stop
 
     @property
     def running_step(self) -> int | None:
@@ -64,18 +63,17 @@ class Validation:
         return self.compute_metrics is not None and (step % self.config.freq == 0 or is_last_step)
 
     def is_missing(self, step: int) -> bool:
-        """Return whether the last step `step` was not validated because the data ended unexpectedly."""
-        return self.compute_metrics is not None and step != 0 and self._measured_at != step
+        """Return whether the last step was not validated, because the data ended unexpectedly after `step`."""
+        return self.compute_metrics is not None and step != 0 and self._validated_step != step
 
     def was_interrupted(self, step: int) -> bool:
-        """Return True if a stop was requested while the step to resume from was being validated."""
-        return self.async_validation is None and self._measured_at < step and step % self.config.freq == 0
+        """Return whether an earlier run was stopped during the validation of `step`, from which this run resumes."""
+        return self.async_validation is None and self._validated_step < step and step % self.config.freq == 0
 
     def publish_step(self, step: int) -> dict[str, float]:
-        """Publish the weights of a step if the step is due and no engine still validates another step's weights; return
-        metrics."""
-        self._step = step
-        if step % self.publish_every:
+        """Publish the weights of a step if this is due and no validation needs other weights; return metrics."""
+        self._current_step = step
+        if step % self.publish_interval:
             return {}
         self._is_publish_postponed = False
         if self.async_validation is not None:
@@ -84,16 +82,15 @@ class Validation:
         return {} if self._is_publish_postponed else self.publish(step)
 
     def run(self, step: int) -> dict[str, float]:
-        """Validate the weights of train step `step`, which may become the best step, and return the metrics. Raise
-        StopRequested if a signal requests a stop."""
+        """Validate the weights after train step `step`, and return the metrics. Raise StopRequested after a signal."""
         assert self.compute_metrics is not None
         self.progress.phase("validate")
         start_time = time.perf_counter()
         self._begin_validation(step)
-        if self.average is None:
+        if self.use_average is None:
             metrics = self.compute_metrics(step)
         else:
-            with self.average():
+            with self.use_average():
                 self.publish(step)
                 metrics = self.compute_metrics(step)
             self.publish(step)
@@ -107,8 +104,7 @@ class Validation:
         self.async_validation.begin(step)
 
     def wait(self, step: int) -> bool:
-        """Wait for the running validation, if any, and return whether a validation was running. Raise StopRequested if
-        a signal requests a stop."""
+        """Wait until no validation is running, and return whether one was. Raise StopRequested after a signal."""
         if self.async_validation is None or self.running_step is None:
             return False
         self.progress.phase("validate")
@@ -116,34 +112,34 @@ class Validation:
         return True
 
     def state_dict(self, step: int) -> dict[str, JsonValue]:
-        """Return the state of the validations for a checkpoint of `step`."""
+        """Return the state to save in a checkpoint of train step `step`."""
         return {
             "best": asdict(self.best) if self.best else None,
-            "measured_at": self._measured_at,
+            "measured_at": self._validated_step,
             "is_unmeasured": self.async_validation is not None and self.async_validation.step == step,
         }
 
     def load_state_dict(self, step: int, state: dict[str, Any]) -> None:
         """Restore the state in a checkpoint of train step `step`; `state` is empty for a checkpoint of another run."""
         self.best = BestStep(**state["best"]) if state.get("best") else None
-        self._step, self._measured_at = step, int(state.get("measured_at", step))
+        self._current_step, self._validated_step = step, int(state.get("measured_at", step))
 
     def _begin_validation(self, step: int) -> None:
         """Call the validation hook, and publish the weights to validate unless the engines have them already."""
         self._hooks("pre_validation_hook", current_step=step)
-        if step % self.publish_every:
+        if step % self.publish_interval:
             self.publish(step)
 
     def _finish_validation(self, step: int, metrics: dict[str, float]) -> None:
         self._hooks("post_validation_hook", current_step=step, **metrics)
-        self._measured_at = step
-        if step:  # untrained weights (step 0) never count as the best step
+        self._validated_step = step
+        if step:  # step 0, before the training, is never the best step
             self.best = select_best(self.best, step, metrics)
 
     def _finish_async_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a finished validation, and publish the current weights if publishing was postponed."""
         self._finish_validation(step, metrics)
-        self._record(step, metrics)
+        self._record_metrics(step, metrics)
         if self._is_publish_postponed:
             self._is_publish_postponed = False
-            self.publish(self._step)
+            self.publish(self._current_step)

@@ -24,20 +24,20 @@ import tomli_w
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.errors import ConfigError, UploadError
-from cosmos_core.run.bucket import SCHEME, Bucket, split_url, translate_errors
+from cosmos_core.run.bucket import S3_SCHEME, Bucket, split_s3_url, translate_errors
 from cosmos_core.run.directory import read_start_info
 from cosmos_core.run.files import write_text
 from cosmos_core.run.liveness import read_holder
-from cosmos_core.run.manifest import RESULT, STORE_KEY, Result
-from cosmos_core.upload.bundle import ContentStore, Entry, encode_document, read_document, write_document
-from cosmos_core.upload.checkpoint_upload import FOLDER
+from cosmos_core.run.manifest import RESULT_FILE, STORE_URL_KEY, Result
+from cosmos_core.upload.bundle import ContentEntry, ContentStore, encode_document, read_document, write_document
+from cosmos_core.upload.checkpoint_upload import CHECKPOINTS_FOLDER
 from cosmos_core.upload.lease import Lease, LeaseHolder
-from cosmos_core.upload.stored_checkpoints import JOURNAL, StoredCheckpoints
+from cosmos_core.upload.stored_checkpoints import JOURNAL_FILE, StoredCheckpoints
 from cosmos_core.upload.stored_record import StoredRecord
 
 logger = logging.getLogger(__name__)
 
-_PIPELINE_FILE, _FACTS_FILE = ("pipeline.toml", "run.json")
+_PIPELINE_FILE, _RUN_FILE = ("pipeline.toml", "run.json")
 _RUNS_PATH = "/runs/"
 
 
@@ -46,25 +46,25 @@ class ArtifactStore:
 
     def __init__(self, url: str, pause: Callable[[], None] = lambda: None) -> None:
         """Open the store at `url`; `pause` is called between files and their parts, and may raise an error to stop."""
-        name, self._prefix = split_url(url)
-        self.url = f"{SCHEME}{name}/{self._prefix}".rstrip("/")
+        name, self._prefix = split_s3_url(url)
+        self.url = f"{S3_SCHEME}{name}/{self._prefix}".rstrip("/")
         self._bucket = Bucket(name)
-        self._content_store = ContentStore(self._bucket, self._key("objects"), pause)
+        self._content_store = ContentStore(self._bucket, self._object_key("objects"), pause)
 
     def check(self) -> None:
         """Check that the bucket can be reached and written, without storing anything."""
-        self._bucket.check(self._key("made"))
+        self._bucket.check(self._object_key("made"))
 
-    def put_run(self, run_path: Path, *, has_grown: bool = False) -> str:
+    def put_run(self, run_path: Path, *, has_new_stages: bool = False) -> str:
         """Store `pipeline.toml` and `run.json` of a run unless they are stored, and return its URL for
-        `open_stored_run`. `has_grown`: replace the stored files if the run has other stages by now. A run gets another
-        id in the store if a run that another machine started in the same second has its id."""
-        files = {name: _read_text(run_path / name) for name in (_PIPELINE_FILE, _FACTS_FILE)}
+        `open_stored_run`. With `has_new_stages`, replace stored files of other content. A run gets another id in the
+        store if another machine started a run of the same id in the same second."""
+        files = {name: _read_text(run_path / name) for name in (_PIPELINE_FILE, _RUN_FILE)}
         start_info = read_start_info(run_path)
-        # The folder of the run may have another name on this machine than in the store.
+        # The local folder of the run may have another name than the run in the store.
         run_id = start_info.run_id if start_info and start_info.run_id else run_path.name
         with translate_errors(self.url):
-            name = next(name for name in _iter_names(run_id) if self._claim_run_name(name, files, has_grown))
+            name = next(name for name in _iter_run_names(run_id) if self._claim_run_name(name, files, has_new_stages))
         return f"{self.url}{_RUNS_PATH}{name}"
 
     def run(self, run_id: str) -> dict[str, str]:
@@ -78,85 +78,89 @@ class ArtifactStore:
         """Store the output files of a finished stage; files with the same content are stored once."""
         files = {record["sha256"]: stage_path / record["path"] for record in result["outputs"]}
         with translate_errors(self.url):
-            self._content_store.send(files, stage_path / JOURNAL)
+            self._content_store.send(files, stage_path / JOURNAL_FILE)
 
     def put_result(self, run_id: str, stage: str, result: Result) -> None:
         """Store the manifest of a stage, which marks the stage as complete; its outputs must be stored before."""
-        self._write_json(f"runs/{run_id}/stages/{stage}/{RESULT}", result)
+        self._write_json(f"runs/{run_id}/stages/{stage}/{RESULT_FILE}", result)
 
     def store_result(self, result: Result) -> None:
-        """Store a result under its fingerprint, for reuse by other runs; its outputs must be stored before."""
-        self._write_json(f"made/{result['fingerprint']}/{RESULT}", result)
+        """Store the manifest of a stage under its fingerprint, for reuse by other runs, after storing its outputs."""
+        self._write_json(f"made/{result['fingerprint']}/{RESULT_FILE}", result)
 
     def result(self, run_id: str, stage: str) -> Result | None:
         """Return the stored manifest of a stage; None if the stage of this run is not complete."""
-        return self._read_result(f"runs/{run_id}/stages/{stage}/{RESULT}")
+        return self._read_result(f"runs/{run_id}/stages/{stage}/{RESULT_FILE}")
 
     def find_stored_result(self, fingerprint: str) -> Result | None:
         """Return the stored result of a fingerprint; None if there is none, or an output is missing or truncated."""
-        result = self._read_result(f"made/{fingerprint}/{RESULT}")
+        result = self._read_result(f"made/{fingerprint}/{RESULT_FILE}")
         if result is None:
             return None
+        sizes = {record["sha256"]: record["size"] for record in result["outputs"]}
         with translate_errors(self.url):
-            if missing_digest := self._content_store.missing(map(_make_file_entry, result["outputs"])):
+            if missing_digest := self._content_store.find_missing(sizes):
                 logger.warning("%s/objects/%s is gone: its stage is made again", self.url, missing_digest)
                 return None
         return result
 
     def fetch_outputs(self, result: Result, stage_path: Path, local_files: Mapping[str, Path]) -> None:
         """Download the outputs of a result to `stage_path`, or copy them from `local_files`, local files by SHA-256."""
-        files = {stage_path / record["path"]: _make_file_entry(record) for record in result["outputs"]}
+        outputs = [
+            (stage_path / each["path"], ContentEntry(each["size"], each["sha256"])) for each in result["outputs"]
+        ]
         with translate_errors(self.url):
-            self._content_store.fetch(files, local_files)
+            self._content_store.fetch(dict(outputs), local_files)
         for record in result["outputs"]:
             file_status = (stage_path / record["path"]).stat()
             record.update(mtime_ns=file_status.st_mtime_ns, inode=file_status.st_ino)
 
     def lease_result(self, fingerprint: str, holder: LeaseHolder, has_died: Callable[[LeaseHolder], bool]) -> Lease:
         """Return the lease that a process must hold while it makes the result of a fingerprint; see `Lease`."""
-        return Lease(self._bucket, self._key(f"made/{fingerprint}/lease.json"), holder, has_died)
+        return Lease(self._bucket, self._object_key(f"made/{fingerprint}/lease.json"), holder, has_died)
 
     def checkpoints(self, fingerprint: str, stage_path: Path) -> StoredCheckpoints:
         """Return the checkpoints in the store that belong to the training with this fingerprint."""
-        return StoredCheckpoints(self._bucket, self._key(f"made/{fingerprint}/{FOLDER}"), stage_path)
+        return StoredCheckpoints(self._bucket, self._object_key(f"made/{fingerprint}/{CHECKPOINTS_FOLDER}"), stage_path)
 
     def record(self, run_id: str, stage_path: Path, machine: str) -> StoredRecord:
         """Return the stored copies of a stage's small files, which other machines display."""
-        return StoredRecord(self._bucket, self._key(f"runs/{run_id}/stages/{stage_path.name}"), stage_path, machine)
+        prefix = self._object_key(f"runs/{run_id}/stages/{stage_path.name}")
+        return StoredRecord(self._bucket, prefix, stage_path, machine)
 
-    def _claim_run_name(self, name: str, files: dict[str, str], has_grown: bool) -> bool:
+    def _claim_run_name(self, name: str, files: dict[str, str], has_new_stages: bool) -> bool:
         """Return True if the name in the store belongs to the run with these files; claim it if it is free."""
-        key = self._key(f"runs/{name}/run.json")
+        key = self._object_key(f"runs/{name}/run.json")
         stored_files, _ = read_document(self._bucket, key)
         if stored_files is None:
-            if self._bucket.exchange(key, encode_document(files), ""):
+            if self._bucket.replace_if_unchanged(key, encode_document(files), ""):
                 return True
             # Another machine has stored the document first, or the response to a successful request was lost.
             stored_files, _ = read_document(self._bucket, key)
-        if stored_files is None or _run_identity(stored_files[_FACTS_FILE]) != _run_identity(files[_FACTS_FILE]):
+        if stored_files is None or not _is_same_run(stored_files[_RUN_FILE], files[_RUN_FILE]):
             return False
-        if has_grown and stored_files[_PIPELINE_FILE] != files[_PIPELINE_FILE]:
+        if has_new_stages and stored_files[_PIPELINE_FILE] != files[_PIPELINE_FILE]:
             write_document(self._bucket, key, files)
         return True
 
     def _read_result(self, key: str) -> Result | None:
         result = self._read_json(key)
-        return result | {STORE_KEY: self.url} if result is not None else None
+        return result | {STORE_URL_KEY: self.url} if result is not None else None
 
-    def _key(self, name: str) -> str:
+    def _object_key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
 
     def _write_json(self, name: str, value: dict[str, Any]) -> None:
         with translate_errors(self.url):
-            write_document(self._bucket, self._key(name), value)
+            write_document(self._bucket, self._object_key(name), value)
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
         with translate_errors(self.url):
-            return read_document(self._bucket, self._key(name))[0]
+            return read_document(self._bucket, self._object_key(name))[0]
 
 
 def open_stored_run(url: str, folder: str, pause: Callable[[], None]) -> Path:
-    """Return the local directory of the run stored at `url`, a return value of `put_run`; create it if necessary.
+    """Return the local directory of the run that is stored at `url`; create the directory if it does not exist.
 
     A new directory is created in `folder`; if `folder` is empty, in the `output_dir` of the run's pipeline. An existing
     directory gets the stages that were added to the run since, unless a process executes the run there.
@@ -167,28 +171,29 @@ def open_stored_run(url: str, folder: str, pause: Callable[[], None]) -> Path:
     runs_folder = Path(folder or pipeline["pipeline"].get("output_dir") or "outputs").expanduser().absolute()
     pipeline["pipeline"]["output_dir"] = str(runs_folder)
     pipeline_text = tomli_w.dumps(pipeline)
-    for path in (runs_folder / name for name in _iter_names(run_id)):
-        existing_text = _read_text(path / _PIPELINE_FILE)
-        if existing_text and _run_identity(_read_text(path / _FACTS_FILE)) != _run_identity(files[_FACTS_FILE]):
+    for path in (runs_folder / name for name in _iter_run_names(run_id)):
+        local_pipeline_text = _read_text(path / _PIPELINE_FILE)
+        if local_pipeline_text and not _is_same_run(_read_text(path / _RUN_FILE), files[_RUN_FILE]):
             continue  # another run has a directory of this name
-        if not existing_text or (existing_text != pipeline_text and read_holder(path) is None):
+        if not local_pipeline_text or (local_pipeline_text != pipeline_text and read_holder(path) is None):
             (path / "stages").mkdir(parents=True, exist_ok=True)
-            write_text(path / _FACTS_FILE, files[_FACTS_FILE])
+            write_text(path / _RUN_FILE, files[_RUN_FILE])
             write_text(path / _PIPELINE_FILE, pipeline_text)
         return path
     raise AssertionError("there are more names than runs")
 
 
-def _run_identity(facts_text: str) -> Any:
-    """Return the values in the text of a `run.json` that identify a run; the text itself if it cannot be parsed."""
+def _is_same_run(run_json: str, other_run_json: str) -> bool:
+    """Return True if the contents of two files `run.json` identify one run; invalid contents are compared as text."""
     with suppress(ValueError):
-        values = json.loads(facts_text)
-        if isinstance(values, dict):
-            return [values.get(name) for name in ("run_id", "started", "host")]
-    return facts_text
+        values = [json.loads(text) for text in (run_json, other_run_json)]
+        if all(isinstance(each, dict) for each in values):
+            identities = [[each.get(name) for name in ("run_id", "started", "host")] for each in values]
+            return identities[0] == identities[1]
+    return run_json == other_run_json
 
 
-def _iter_names(run_id: str) -> Iterator[str]:
+def _iter_run_names(run_id: str) -> Iterator[str]:
     return itertools.chain([run_id], (f"{run_id}-{number}" for number in itertools.count(2)))
 
 
@@ -211,7 +216,3 @@ def check_store(pipeline: Pipeline) -> None:
             ArtifactStore(url).check()
     except (ConfigError, UploadError) as error:
         raise ConfigError(f"{pipeline.source}: pipeline.artifact_store = {url!r}: {error}") from error
-
-
-def _make_file_entry(record: dict[str, Any]) -> Entry:
-    return Entry(record["size"], record["sha256"])

@@ -11,12 +11,13 @@ from cosmos_core.registry import is_import_path, load_named
 
 RECORD_FILE = "published.json"
 """File name of the record of a published version, which is stored next to the files of the model."""
-JOURNAL = "upload.jsonl"
+JOURNAL_FILE = "upload.jsonl"
 """File name of the journal of an upload in the folder of the stage, with which an interrupted upload continues."""
 _MAX_HISTORY = 100
+"""Maximum number of versions in the history of a pointer."""
 
 
-class Target(Protocol):
+class PublicationTarget(Protocol):
     """Interface of publication targets: a `target = "NAME://LOCATION"` in a stage selects the class, which stores
     versions of one model at LOCATION.
 
@@ -57,10 +58,10 @@ def is_publication_record(value: Any) -> TypeGuard[dict[str, Any]]:
     return isinstance(value, dict) and isinstance(value.get("metrics"), dict) and isinstance(value.get("files"), dict)
 
 
-def with_version(saved: list[str], version: str, history: list[str] | None = None) -> list[str]:
-    """Return the history of a pointer (at most 100 versions) after it has moved to `version`; `saved` is its history
-    before, and `history` the part of `saved` to keep, without the last version (None: all). Raise UploadError if
-    `saved` has changed since `history` was read."""
+def append_version(saved: list[str], version: str, history: list[str] | None = None) -> list[str]:
+    """Return the list of versions to which a pointer has pointed, at most 100, after it moves to `version`. `saved` is
+    the stored list; for a rollback, `history` is the part of `saved` to keep. Raise UploadError if `history` is not
+    `saved` without its last version, because another publication has moved the pointer meanwhile."""
     if history is not None and saved and saved[:-1] != history:
         raise UploadError(f"{saved[-1]!r} was published meanwhile; the pointer was not moved, run the command again")
     history = saved if history is None else history
@@ -72,7 +73,7 @@ def check_targets(pipeline: Pipeline) -> None:
     for stage in pipeline.stages:
         # User code of a publication target is imported only when its stage runs.
         is_user_target = is_import_path(split_target(stage.target)[0])
-        if is_user_target or pipeline.kind_of(stage).makes != "publication":
+        if is_user_target or pipeline.stage_kind(stage).makes != "publication":
             continue
         check_target: Callable[[], None] = getattr(open_target(stage.target), "check", lambda: None)
         try:
@@ -81,12 +82,12 @@ def check_targets(pipeline: Pipeline) -> None:
             raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: target = {stage.target!r}: {error}") from error
 
 
-def open_target(target: str) -> Target:
+def open_target(target: str) -> PublicationTarget:
     """Return the publication target that a stage's `target` selects; raise ConfigError if it cannot be found or
     imported."""
     name, location = split_target(target)
     try:
-        target_class: Callable[[str], Target] = load_named(name, TARGETS_FOLDER, "Target")
+        target_class: Callable[[str], PublicationTarget] = load_named(name, TARGETS_FOLDER, "Target")
     except ConfigError as error:
         raise ConfigError(f"target = {target!r}: {error}") from error
     return target_class(location)

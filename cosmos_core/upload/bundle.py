@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,33 +25,24 @@ _MAX_PARALLEL_FILES = 4
 
 
 @dataclass(frozen=True)
-class Entry:
+class ContentEntry:
     """Size and digest of the content of one file."""
 
     size: int
     sha256: str
 
     @classmethod
-    def of(cls, data: bytes) -> Entry:
+    def from_bytes(cls, data: bytes) -> ContentEntry:
         """Return the size and digest of `data`."""
         return cls(len(data), hashlib.sha256(data).hexdigest())
 
 
 @dataclass(frozen=True)
-class Bundle:
-    """Set of stored files, as a size and digest for each path, with a dict of further information."""
+class FileIndex:
+    """Index of stored files: the size and digest of each file by path, and a dict of further information."""
 
-    files: Mapping[str, Entry]
+    files: Mapping[str, ContentEntry]
     info: dict[str, Any] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the bundle as a dict for a JSON document, from which `bundle_of` creates the bundle again."""
-        return {"files": {path: [entry.size, entry.sha256] for path, entry in self.files.items()}, "info": self.info}
-
-
-def bundle_of(value: dict[str, Any]) -> Bundle:
-    """Return the bundle that a dict of `Bundle.as_json` describes."""
-    return Bundle({path: Entry(*size_and_digest) for path, size_and_digest in value["files"].items()}, value["info"])
 
 
 class ContentStore:
@@ -62,18 +53,18 @@ class ContentStore:
         self._bucket, self._prefix, self._pause = bucket, prefix, pause
 
     def send(self, files: Mapping[str, Path], journal: Path | None = None) -> None:
-        """Store files under their digests and verify them, with the journal file also after an interruption; for errors
-        see `Transfer.send`."""
+        """Store files under their digests and verify them. The journal file lets an interrupted upload continue; for
+        errors see `Transfer.send`."""
         sources = {self._make_object_key(digest): (file, digest) for digest, file in files.items()}
         Transfer(self._bucket, Journal(journal), self._pause).send(sources)
 
-    def write(self, data: bytes) -> Entry:
+    def write(self, data: bytes) -> ContentEntry:
         """Store bytes in one request; return their size and digest."""
-        entry = Entry.of(data)
+        entry = ContentEntry.from_bytes(data)
         self._bucket.write(self._make_object_key(entry.sha256), data)
         return entry
 
-    def read(self, entry: Entry) -> bytes | None:
+    def read(self, entry: ContentEntry) -> bytes | None:
         """Return the bytes with the digest of `entry`, or None; raise UploadError if they are altered."""
         key = self._make_object_key(entry.sha256)
         for _ in range(_MAX_ATTEMPTS):
@@ -82,23 +73,23 @@ class ContentStore:
                 return data
         raise UploadError(f"{self._bucket.url(key)} arrived altered {_MAX_ATTEMPTS} times")
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: ContentEntry) -> None:
         """Remove the object with the digest of `entry`, if it exists."""
         self._bucket.remove(self._make_object_key(entry.sha256))
 
-    def missing(self, entries: Iterable[Entry]) -> str:
-        """Return the first digest whose object is missing or has another size; an empty string if all exist."""
-        for digest, size in {entry.sha256: entry.size for entry in entries}.items():
+    def find_missing(self, sizes: Mapping[str, int]) -> str:
+        """Return the first digest whose object is missing or has not the size in `sizes`; an empty string if none."""
+        for digest, size in sizes.items():
             self._pause()
             object_info = self._bucket.head(self._make_object_key(digest))
             if object_info is None or object_info["size"] != size:
                 return digest
         return ""
 
-    def fetch(self, files: Mapping[Path, Entry], local_files: Mapping[str, Path] | None = None) -> None:
+    def fetch(self, files: Mapping[Path, ContentEntry], local_files: Mapping[str, Path] | None = None) -> None:
         """Download contents to local files that lack them; copy them from `local_files`, files by digest, if possible.
         Raise UploadError if a content is missing or altered."""
-        files_by_entry: dict[Entry, list[Path]] = defaultdict(list)
+        files_by_entry: dict[ContentEntry, list[Path]] = defaultdict(list)
         for file, entry in files.items():
             if not _has_entry_content(file, entry):
                 files_by_entry[entry].append(file)
@@ -111,7 +102,7 @@ class ContentStore:
             if stored_object.key.rpartition("/")[2] not in digests:
                 self._bucket.remove(stored_object.key)
 
-    def _fetch_content(self, entry: Entry, paths: list[Path], local_files: Mapping[str, Path]) -> None:
+    def _fetch_content(self, entry: ContentEntry, paths: list[Path], local_files: Mapping[str, Path]) -> None:
         self._pause()
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +115,7 @@ class ContentStore:
         for other_path in other_paths:
             copy_file(first_path, other_path)
 
-    def _download(self, entry: Entry, file: Path) -> None:
+    def _download(self, entry: ContentEntry, file: Path) -> None:
         key = self._make_object_key(entry.sha256)
         object_url = self._bucket.url(key)
         if self._bucket.head(key) is None:
@@ -142,6 +133,20 @@ class ContentStore:
         return f"{self._prefix}/{digest[:2]}/{digest}"
 
 
+def write_index(bucket: Bucket, key: str, index: FileIndex) -> None:
+    """Replace the JSON document of a file index."""
+    files = {path: [entry.size, entry.sha256] for path, entry in index.files.items()}
+    write_document(bucket, key, {"files": files, "info": index.info})
+
+
+def read_index(bucket: Bucket, key: str) -> tuple[FileIndex | None, str]:
+    """Return a stored file index and its ETag, None and "" if it does not exist; see `read_document`."""
+    document, etag = read_document(bucket, key)
+    if document is None:
+        return None, etag
+    return FileIndex({path: ContentEntry(*entry) for path, entry in document["files"].items()}, document["info"]), etag
+
+
 def write_document(bucket: Bucket, key: str, value: dict[str, Any]) -> None:
     """Replace a JSON document in one request."""
     bucket.write(key, encode_document(value))
@@ -156,7 +161,7 @@ def encode_document(value: dict[str, Any]) -> bytes:
 def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]:
     """Return a JSON document and its ETag, None and "" if it does not exist; raise UploadError if it is damaged."""
     for _ in range(_MAX_ATTEMPTS):
-        data, etag = bucket.read_tagged(key)
+        data, etag = bucket.read_with_etag(key)
         if data is None:
             return None, ""
         try:
@@ -168,5 +173,5 @@ def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]
     raise UploadError(f"{bucket.url(key)} is damaged, or arrived altered {_MAX_ATTEMPTS} times")
 
 
-def _has_entry_content(file: Path, entry: Entry) -> bool:
+def _has_entry_content(file: Path, entry: ContentEntry) -> bool:
     return file.is_file() and file.stat().st_size == entry.size and sha256(file) == entry.sha256

@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import CosmosError, Preempted
-from cosmos_core.run.bucket import Bucket, split_url, translate_errors
-from cosmos_core.run.files import link_or_copy, read_object, step_of
+from cosmos_core.run.bucket import Bucket, split_s3_url, translate_errors
+from cosmos_core.run.files import link_or_copy, parse_step, read_json_object
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.state import record_event
 from cosmos_core.upload.transfer import Journal, Transfer
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "checkpoints"
-MANIFEST = "manifest.json"
+CHECKPOINTS_FOLDER = "checkpoints"
+MANIFEST_FILE = "manifest.json"
 _JOURNAL_FILE = "saves.jsonl"
-_LOWEST_PRIORITY = 19
-_POLL_SECONDS = 1.0
-_PAUSE_SECONDS = 30.0
+_LOWEST_CPU_PRIORITY = 19
+_POLL_INTERVAL_SECONDS = 1.0
+_RETRY_DELAY_SECONDS = 30.0
 
 
 def checkpoint_url(parent: str, training: str, run_id: str) -> str:
@@ -40,7 +40,7 @@ class CheckpointUploader:
     """Uploader of the checkpoints of one training to a URL."""
 
     def __init__(self, stage_path: Path, url: str) -> None:
-        name, self._prefix = split_url(url)
+        name, self._prefix = split_s3_url(url)
         self._bucket, self._stage_path = Bucket(name), stage_path
         self._uploaded_names: set[str] = set()
 
@@ -48,7 +48,7 @@ class CheckpointUploader:
         """Upload every complete checkpoint that is not stored yet; yield the name of each, `step_N`, when it is stored.
         `pause` is called between requests and during waits; it may raise an error to end the upload. Raise ConfigError
         or UploadError if the store fails; files already sent remain."""
-        with Lock(self._stage_path / "sending.lock") as lock:  # several upload stages may send these checkpoints
+        with Lock(self._stage_path / "sending.lock") as lock:  # another `upload` stage may send these checkpoints now
             lock.acquire(poll=pause)
             for name, manifest in saved_manifests(self._stage_path).items():
                 if name not in self._uploaded_names and self._push_checkpoint(name, manifest, pause):
@@ -57,21 +57,22 @@ class CheckpointUploader:
     def _push_checkpoint(self, name: str, manifest: Path, pause: Callable[[], None]) -> bool:
         """Upload a checkpoint unless it is stored or was removed; return True if it was uploaded."""
         staging_path, url = self._stage_path / "sending" / name, self._bucket.url(self._prefix)
-        with translate_errors(url), linked(manifest.parent, staging_path) as folder:
+        with translate_errors(url), link_checkpoint(manifest.parent, staging_path) as folder:
             if folder is None:
                 return False
-            # A training that began anew has other checkpoints of the same names.
-            is_stored = self._bucket.read(self._key(name, MANIFEST)) == (folder / MANIFEST).read_bytes()
+            # A training that restarted from the beginning has other checkpoints of the same names.
+            manifest_key, manifest_data = self._object_key(name, MANIFEST_FILE), (folder / MANIFEST_FILE).read_bytes()
+            is_stored = self._bucket.read(manifest_key) == manifest_data
             if not is_stored:
-                self._bucket.remove(self._key(name, MANIFEST))
-                entries: dict[str, Any] = read_object(folder / MANIFEST).get("files", {})
-                files = {self._key(name, file): (folder / file, entry["sha256"]) for file, entry in entries.items()}
+                self._bucket.remove(manifest_key)
+                entries: dict[str, Any] = read_json_object(folder / MANIFEST_FILE).get("files", {})
+                files = {self._object_key(name, file): (folder / file, e["sha256"]) for file, e in entries.items()}
                 Transfer(self._bucket, Journal(self._stage_path / _JOURNAL_FILE), pause).send(files)
-                self._bucket.write(self._key(name, MANIFEST), (folder / MANIFEST).read_bytes())
+                self._bucket.write(manifest_key, manifest_data)
         self._uploaded_names.add(name)
         return not is_stored
 
-    def _key(self, name: str, file: str) -> str:
+    def _object_key(self, name: str, file: str) -> str:
         return f"{self._prefix}/{name}/policy/{file}"
 
 
@@ -100,7 +101,7 @@ def _upload_until_stopped(stage_path: Path, url: str, stop_event: threading.Even
 
     lower_cpu_priority()
     uploader = None
-    while not stop_event.wait(_POLL_SECONDS):
+    while not stop_event.wait(_POLL_INTERVAL_SECONDS):
         try:
             uploader = uploader or CheckpointUploader(stage_path, url)
             for name in uploader.push(pause):
@@ -112,24 +113,24 @@ def _upload_until_stopped(stage_path: Path, url: str, stop_event: threading.Even
             logger.warning("%s: a checkpoint was not sent, it is tried again: %s", stage_path.name, reason)
             with suppress(OSError):
                 record_event(stage_path, "not sent", reason)
-            stop_event.wait(_PAUSE_SECONDS)
+            stop_event.wait(_RETRY_DELAY_SECONDS)
 
 
 def lower_cpu_priority() -> None:
     """Give the current thread, and threads that it starts, the lowest CPU priority."""
     with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_CPU_PRIORITY)
 
 
 @contextmanager
-def linked(source: Path, target: Path) -> Iterator[Path | None]:
+def link_checkpoint(source: Path, target: Path) -> Iterator[Path | None]:
     """Hard-link the checkpoint `source` into `target` and yield `target`; yield None if the checkpoint was removed."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     linked_folder = None
     try:
         with suppress(FileNotFoundError):
-            for name in [*read_object(source / MANIFEST).get("files", {}), MANIFEST]:
+            for name in [*read_json_object(source / MANIFEST_FILE).get("files", {}), MANIFEST_FILE]:
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
                 link_or_copy(source / name, target / name)
             linked_folder = target
@@ -140,5 +141,5 @@ def linked(source: Path, target: Path) -> Iterator[Path | None]:
 
 def saved_manifests(stage_path: Path) -> dict[str, Path]:
     """Return the manifest file of each complete checkpoint of a training by name, `step_N`, the oldest first."""
-    manifests = {path.parent.parent.name: path for path in stage_path.glob(f"{FOLDER}/step_*/policy/{MANIFEST}")}
-    return {name: manifests[name] for name in sorted(manifests, key=step_of)}
+    paths = stage_path.glob(f"{CHECKPOINTS_FOLDER}/step_*/policy/{MANIFEST_FILE}")
+    return {path.parts[-3]: path for path in sorted(paths, key=lambda path: parse_step(path.parts[-3]))}

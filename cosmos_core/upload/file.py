@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
-from cosmos_core.run.files import files_below, read_json, replaced_folder, sha256, sync_folder, write_json
-from cosmos_core.upload.base import RECORD_FILE, is_publication_record, with_version
+from cosmos_core.run.files import list_files_below, read_json, replace_folder, sha256, sync_folder, write_json
+from cosmos_core.upload.base import RECORD_FILE, append_version, is_publication_record
 
 HISTORY_FILE = "history.json"
 
@@ -35,30 +35,31 @@ class FileTarget:
             raise ConfigError(f"{self.folder} cannot be written: no permission to write {existing_path}")
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record of the version to which the link `latest` points; None if nothing was published yet."""
         latest = self.folder / "latest"
         with self._translate_errors("read"):
             if not latest.is_symlink() and not latest.exists():
                 return None
-            return self._record(latest, f"publish again, or remove {latest}")
+            return self._read_record(latest, f"publish again, or remove {latest}")
 
     def record_of(self, version: str) -> dict[str, Any]:
         """Return the publication record of a version; raise DamagedRecord if it is missing or cannot be read."""
         with self._translate_errors("read"):
-            return self._record(self.folder / version, "publish again")
+            return self._read_record(self.folder / version, "publish again")
 
     def history(self) -> list[str]:
         """Return the versions to which the link `latest` has pointed, the current version last."""
-        current = os.path.basename(os.readlink(self.folder / "latest")) if (self.folder / "latest").is_symlink() else ""
+        current_version = (
+            os.path.basename(os.readlink(self.folder / "latest")) if (self.folder / "latest").is_symlink() else ""
+        )
         entries = read_json(self.folder / HISTORY_FILE)
         names = [name for name in entries if isinstance(name, str)] if isinstance(entries, list) else []
-        return with_version(names, current) if current else []
+        return append_version(names, current_version) if current_version else []
 
     def versions(self) -> list[str]:
         """Return all stored versions in the order in which they were published."""
         # Names with a dot are unfinished copies.
-        records = [file for file in self.folder.glob(f"[!.]*/{RECORD_FILE}") if not file.parent.is_symlink()]
-        return [file.parent.name for file in sorted(records, key=lambda file: (file.stat().st_mtime, file))]
+        record_files = [file for file in self.folder.glob(f"[!.]*/{RECORD_FILE}") if not file.parent.is_symlink()]
+        return [file.parent.name for file in sorted(record_files, key=lambda file: (file.stat().st_mtime, file))]
 
     def where(self, version: str) -> str:
         """Return the path of the folder with a published version."""
@@ -69,7 +70,7 @@ class FileTarget:
         path = self.folder / version
         if read_json(path / RECORD_FILE) is None:
             return "no record"
-        files = {str(file.relative_to(path)): file for file in files_below(path)}
+        files = {str(file.relative_to(path)): file for file in list_files_below(path)}
         for name, digest in record["files"].items():
             if name not in files or sha256(files[name]) != digest:
                 return f"{name} is missing or altered"
@@ -86,11 +87,10 @@ class FileTarget:
             self._move_pointer(version, history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Copy the files of a model, verify the copies and point `latest` to them; return the folder of the version."""
         path = self.folder / version
         with self._translate_errors("written"):
             if read_json(path / RECORD_FILE) != record or self.damage(folder, version, record):
-                with replaced_folder(path) as temporary_folder:
+                with replace_folder(path) as temporary_folder:
                     shutil.copytree(folder, temporary_folder, dirs_exist_ok=True)
                     write_json(temporary_folder / RECORD_FILE, record)
             if damage_message := self.damage(folder, version, record):
@@ -106,10 +106,10 @@ class FileTarget:
         except OSError as error:
             # shutil.copytree raises one error with (source, copy, reason) of each file; the error itself has no reason.
             reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
-            consequence = "; the pointer was not moved" if operation == "written" else ""
-            raise UploadError(f"target {self.folder} cannot be {operation}: {reason}{consequence}") from error
+            pointer_note = "; the pointer was not moved" if operation == "written" else ""
+            raise UploadError(f"target {self.folder} cannot be {operation}: {reason}{pointer_note}") from error
 
-    def _record(self, folder: Path, remedy: str) -> dict[str, Any]:
+    def _read_record(self, folder: Path, remedy: str) -> dict[str, Any]:
         record = read_json(folder / RECORD_FILE)
         if not is_publication_record(record):
             raise DamagedRecord(f"{folder / RECORD_FILE} is missing or damaged; {remedy}")
@@ -120,7 +120,7 @@ class FileTarget:
         try:
             with suppress(OSError):  # NFS cannot lock folders
                 fcntl.flock(descriptor, fcntl.LOCK_EX)  # a publication at the same time must not overwrite the history
-            new_history = with_version(self.history(), version, history)
+            new_history = append_version(self.history(), version, history)
             temporary_link = self.folder / f".latest.{os.getpid()}.tmp"
             temporary_link.unlink(missing_ok=True)
             temporary_link.symlink_to(version)

@@ -27,36 +27,36 @@ _SLEEP_INTERVAL_SECONDS = 0.5
 _CHECK_TIMEOUT_SECONDS = 8.0
 _ACCESS_DENIED_STATUSES = {401, 403}
 _TRANSIENT_STATUSES = {408, 409, 412, 429, 500, 502, 503, 504}
-_KEPT_FILES = {".gitattributes"}
-_MODEL_CARD_FILE = "README.md"
+_UNMANAGED_FILES = {".gitattributes"}
+_MODEL_CARD_FILE, _EMPTY_MODEL_CARD = "README.md", "---\nlibrary_name: transformers\n---"
 
 
 class HubTarget:
     """Publication target that stores versions as commits on one branch of a repository on the Hugging Face Hub."""
 
-    def __init__(self, location: str, *, wait_seconds: float = 2.0) -> None:
+    def __init__(self, location: str, *, retry_wait_seconds: float = 2.0) -> None:
         name, _, self.branch = location.partition("@")
         if not name or name.count("/") > 1:
             raise ConfigError(f"hub://{location} names no repository; write hub://OWNER/NAME")
         self._repository_name = name.strip("/")
-        self._wait_seconds = wait_seconds
+        self._wait_seconds = retry_wait_seconds
         self._pause: Callable[[], None] = lambda: None
 
     def check(self) -> None:
         """Raise ConfigError or UploadError if the Hub refuses the token, or to write with it, or cannot be reached."""
         with self._translate_errors():
-            request = partial(self._retry, self.api.whoami, _CHECK_TIMEOUT_SECONDS / 2)
+            request = partial(self._retry_call, self.hub_api.whoami, _CHECK_TIMEOUT_SECONDS / 2)
             account: dict[str, Any] = call_with_timeout(_CHECK_TIMEOUT_SECONDS, request)
         access_token = (account.get("auth") or {}).get("accessToken") or {}
         if access_token.get("role") == "read":
             raise ConfigError(f"hub://{self._repository_name}: HF_TOKEN may only read; set it to one that may write")
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Set the function `pause`, called between attempts and before the commit; the Hub knows what has arrived."""
+        """Set the function `pause`, called between attempts and before the commit. The Hub skips files that it has."""
         self._pause = pause
 
     @cached_property
-    def api(self) -> Any:
+    def hub_api(self) -> Any:
         """Return the client of the Hugging Face Hub; raise ConfigError if `HF_TOKEN` is not set."""
         for name in ("HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
@@ -72,71 +72,68 @@ class HubTarget:
         """Return the name of the repository, `OWNER/NAME`."""
         if "/" in self._repository_name:
             return self._repository_name
-        return f"{self._retry(self.api.whoami)['name']}/{self._repository_name}"
+        return f"{self._retry_call(self.hub_api.whoami)['name']}/{self._repository_name}"
 
     def where(self, version: str) -> str:
         """Return the address of a version, `hub://OWNER/NAME@TAG`."""
         return f"hub://{self.repository}@{version}"
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record of the version at the head of the branch; None if nothing was published yet."""
         with self._translate_errors():
-            return self._retry(lambda: self._record(self.branch or "main"))
+            return self._retry_call(lambda: self._read_record(self.branch or "main"))
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing on the Hub or differs from `folder`; empty
         if there is none. The tag of the version is compared, and the branch too if the version is the current one."""
         branch = self.branch or "main"
         with self._translate_errors():
-            current_record = self._retry(lambda: self._record(branch)) or {}
+            current_record = self._retry_call(lambda: self._read_record(branch)) or {}
             revisions = (version, branch) if current_record.get("version", version) == version else (version,)
-            messages = [self._retry(partial(self._find_damage, folder, record, revision)) for revision in revisions]
+            messages = [self._retry_call(partial(self._find_damage, folder, record, each)) for each in revisions]
         return next(filter(None, messages), "")
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Commit the missing files, verify the stored files and set the tag; return the address of the version."""
         branch = self.branch or "main"
         with self._translate_errors():
-            self._retry(lambda: self.api.create_repo(self.repository, private=True, exist_ok=True))
+            self._retry_call(lambda: self.hub_api.create_repo(self.repository, private=True, exist_ok=True))
             if branch != "main":
-                self._retry(lambda: self.api.create_branch(self.repository, branch=branch, exist_ok=True))
-            # A commit may have succeeded although its response was lost, so `_commit` first compares the stored files.
-            commit_id = self._retry(lambda: self._commit(folder, version, record, branch))
+                self._retry_call(lambda: self.hub_api.create_branch(self.repository, branch=branch, exist_ok=True))
+            # If the response to a commit was lost, the commit may exist: `_commit_files` compares stored files first.
+            commit_id = self._retry_call(lambda: self._commit_files(folder, version, record, branch))
             # The branch may have the commit of another publication by now.
-            if damage_message := self._retry(lambda: self._find_damage(folder, record, commit_id)):
+            if damage_message := self._retry_call(lambda: self._find_damage(folder, record, commit_id)):
                 raise UploadError(f"hub://{self.repository}: {damage_message} after the commit")
-            self._retry(lambda: self.api.create_tag(self.repository, tag=version, revision=commit_id, exist_ok=True))
+            create_tag = partial(self.hub_api.create_tag, self.repository, tag=version, exist_ok=True)
+            self._retry_call(partial(create_tag, revision=commit_id))
         return self.where(version)
 
-    def _commit(self, folder: Path, version: str, record: dict[str, Any], branch: str) -> str:
+    def _commit_files(self, folder: Path, version: str, record: dict[str, Any], branch: str) -> str:
         """Return the id of a commit with the files of a version: the newest commit of the branch, or a new commit."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         try:
-            stored_record = self._record(branch) or {}
+            stored_record = self._read_record(branch) or {}
         except DamagedRecord:
             stored_record = {}  # the commit replaces the damaged record
         is_already_sent = stored_record.get("version") == version and stored_record["files"] == record["files"]
-        head = self.api.repo_info(self.repository, revision=branch)
-        if is_already_sent and not self._find_damage(folder, record, head.sha):
-            return str(head.sha)
+        head_info = self.hub_api.repo_info(self.repository, revision=branch)
+        if is_already_sent and not self._find_damage(folder, record, head_info.sha):
+            return str(head_info.sha)
         names = [name for name in record["files"] if name != _MODEL_CARD_FILE]
         operations: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in names]
         try:
-            self.api.preupload_lfs_files(self.repository, operations, revision=branch)
+            self.hub_api.preupload_lfs_files(self.repository, operations, revision=branch)
         except (RuntimeError, PermissionError, TimeoutError) as error:  # the transfer of a file failed, by LFS or Xet
             raise ConnectionError(str(error)) from error
-        self._pause()  # check for a stop request before the commit, which publishes the uploaded files
+        self._pause()  # raises an error if the run is to stop; the commit publishes the files
         model_card = _render_model_card(folder / _MODEL_CARD_FILE, record)
         operations.append(CommitOperationAdd(_MODEL_CARD_FILE, model_card.encode()))
         operations.append(CommitOperationAdd(RECORD_FILE, json.dumps(record, indent=1).encode()))
-        kept_paths = {operation.path_in_repo for operation in operations} | _KEPT_FILES
-        stale_files = [file.rfilename for file in head.siblings or () if file.rfilename not in kept_paths]
+        kept_paths = {operation.path_in_repo for operation in operations} | _UNMANAGED_FILES
+        stale_files = [file.rfilename for file in head_info.siblings or () if file.rfilename not in kept_paths]
         operations += [CommitOperationDelete(name) for name in stale_files]
-        commit = self.api.create_commit(
-            self.repository, operations, commit_message=f"Publish {version}", revision=branch, parent_commit=head.sha
-        )
-        return str(commit.oid)
+        commit = partial(self.hub_api.create_commit, self.repository, operations, parent_commit=head_info.sha)
+        return str(commit(commit_message=f"Publish {version}", revision=branch).oid)
 
     def _find_damage(self, folder: Path, record: dict[str, Any], revision: str) -> str:
         """Return a message about the first file whose digest on the Hub differs: the SHA-256 of a large file, the git
@@ -144,7 +141,7 @@ class HubTarget:
         from huggingface_hub.errors import RevisionNotFoundError
 
         try:
-            repo_info = self.api.repo_info(self.repository, revision=revision, files_metadata=True)
+            repo_info = self.hub_api.repo_info(self.repository, revision=revision, files_metadata=True)
         except RevisionNotFoundError:
             return f"the revision {revision} is missing"
         files = {file.rfilename: file for file in repo_info.siblings or ()}
@@ -159,14 +156,14 @@ class HubTarget:
                 return f"{name} is missing or altered"
         return ""
 
-    def _record(self, revision: str) -> dict[str, Any] | None:
+    def _read_record(self, revision: str) -> dict[str, Any] | None:
         from huggingface_hub import hf_hub_url
         from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-        url = hf_hub_url(self.repository, RECORD_FILE, revision=revision, endpoint=self.api.endpoint)
+        url = hf_hub_url(self.repository, RECORD_FILE, revision=revision, endpoint=self.hub_api.endpoint)
         try:
-            response = get_session().get(url, headers=build_hf_headers(token=self.api.token), follow_redirects=True)
+            response = get_session().get(url, headers=build_hf_headers(token=self.hub_api.token), follow_redirects=True)
             hf_raise_for_status(response)
         except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
             return None
@@ -177,7 +174,7 @@ class HubTarget:
             raise DamagedRecord(f"hub://{self.repository}: {RECORD_FILE} is damaged; publish again, or remove it there")
         return dict(record)
 
-    def _retry(self, function: Callable[[], Any], max_seconds: float = math.inf) -> Any:
+    def _retry_call(self, function: Callable[[], Any], max_seconds: float = math.inf) -> Any:
         """Call a function until it succeeds, at most five times; no attempt starts more than `max_seconds` after the
         first one. Between attempts, wait as long as a busy Hub requests."""
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
@@ -208,7 +205,7 @@ class HubTarget:
         """Translate errors of the Hub's client into ConfigError or UploadError with a message of one line."""
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
-        target_url, hub = f"hub://{self._repository_name}", f"the Hub {self.api.endpoint}"
+        target_url, hub = f"hub://{self._repository_name}", f"the Hub {self.hub_api.endpoint}"
         try:
             yield
         except HFValidationError as error:
@@ -227,9 +224,9 @@ def _get_status_code(error: Any) -> int:
     return error.response.status_code if error.response is not None else 0
 
 
-def _render_model_card(card: Path, record: dict[str, Any]) -> str:
+def _render_model_card(card_file: Path, record: dict[str, Any]) -> str:
     """Return the text of a model card with the version of the model, its metrics and the digests of its inputs."""
-    text = card.read_text(encoding="utf-8").rstrip() if card.is_file() else "---\nlibrary_name: transformers\n---"
+    text = card_file.read_text(encoding="utf-8").rstrip() if card_file.is_file() else _EMPTY_MODEL_CARD
     lines = [text, "", f"## Published as `{record.get('version', '')}`", ""]
     lines += [f"- from stage `{name}`: `{digest}`" for name, digest in sorted(record.get("inputs", {}).items())]
     if metrics := record["metrics"]:

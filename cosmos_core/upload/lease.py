@@ -1,4 +1,4 @@
-"""Lease in a bucket: a lock that expires, so that only one process on all machines makes a result at a time.
+"""Lease in a bucket: a lock that expires, so that only one process on all machines computes a result at a time.
 
 The holder renews the lease. A waiting process takes the lease over if it has not changed for a minute by the waiting
 process's own clock, so that clocks need not agree. On the machine of a killed holder, another process takes
@@ -20,7 +20,7 @@ from cosmos_core.upload.bundle import encode_document, read_document
 
 logger = logging.getLogger(__name__)
 
-RENEW_SECONDS = 10.0
+RENEW_INTERVAL_SECONDS = 10.0
 EXPIRY_SECONDS = 60.0
 _POLL_SECONDS = 2.0
 
@@ -43,12 +43,12 @@ class Lease:
 
     def __init__(self, bucket: Bucket, key: str, holder: LeaseHolder, has_died: Callable[[LeaseHolder], bool]) -> None:
         """Create the lease at `key` without acquiring it; `has_died` returns True if a holder is known to be dead."""
-        self._bucket, self._key, self._url = bucket, key, bucket.url(key)
+        self._bucket, self._object_key, self._url = bucket, key, bucket.url(key)
         self._holder, self._has_died = holder, has_died
         self._etag = ""
         self.is_lost = False
         """True if another machine is known to have taken over the lease."""
-        self._stop = threading.Event()
+        self._stop_event = threading.Event()
         self._thread: threading.Thread | None = None
 
     def acquire(self, report_waiting: Callable[[LeaseHolder], None]) -> bool:
@@ -61,8 +61,8 @@ class Lease:
                 if etag != last_etag:
                     last_etag, unchanged_since = etag, time.monotonic()
                 has_expired = time.monotonic() - unchanged_since > EXPIRY_SECONDS
-                is_free = holder is None or self._has_died(holder) or has_expired
-                if is_free and self._replace_lease(etag):
+                is_available = holder is None or self._has_died(holder) or has_expired
+                if is_available and self._replace_lease(etag):
                     break
                 has_waited = True
                 if holder is not None:
@@ -77,10 +77,10 @@ class Lease:
         with translate_errors(self._url):
             self.is_lost = self.is_lost or not self._is_own_lease(self._read_lease()[0])
         if self.is_lost:
-            raise StageFailed(self.loss)
+            raise StageFailed(self.loss_message)
 
     @property
-    def loss(self) -> str:
+    def loss_message(self) -> str:
         """Return an error message if another machine is known to have taken over the lease, else an empty string."""
         if not self.is_lost:
             return ""
@@ -88,16 +88,16 @@ class Lease:
 
     def release(self) -> None:
         """Release the lease, if this process still holds it."""
-        self._stop.set()
+        self._stop_event.set()
         if self._thread is not None:
             self._thread.join()
         message = "a lease was not given back, it lapses within %.0f s: %s"
         with log_errors(partial(logger.warning, message, EXPIRY_SECONDS)), translate_errors(self._url):
             if self._is_own_lease(self._read_lease()[0]):
-                self._bucket.remove(self._key)
+                self._bucket.remove(self._object_key)
 
     def _read_lease(self) -> tuple[LeaseHolder | None, str]:
-        value, etag = read_document(self._bucket, self._key)
+        value, etag = read_document(self._bucket, self._object_key)
         try:
             return (LeaseHolder(**value) if value is not None else None), etag
         except TypeError:  # the lease was written by another version of this package
@@ -105,7 +105,7 @@ class Lease:
 
     def _replace_lease(self, etag: str) -> bool:
         """Replace the stored lease that has this ETag by the lease of this process; return True if that succeeded."""
-        self._etag = self._bucket.exchange(self._key, encode_document(asdict(self._holder)), etag)
+        self._etag = self._bucket.replace_if_unchanged(self._object_key, encode_document(asdict(self._holder)), etag)
         if self._etag:
             return True
         # If the response to a successful request was lost, its retry is refused although this process holds the lease.
@@ -116,7 +116,7 @@ class Lease:
         return holder is not None and holder.token == self._holder.token
 
     def _renew_periodically(self) -> None:
-        while not self._stop.wait(RENEW_SECONDS):
+        while not self._stop_event.wait(RENEW_INTERVAL_SECONDS):
             self._holder = replace(self._holder, beats=self._holder.beats + 1)
             with log_errors(partial(logger.warning, "a lease was not renewed, it is tried again: %s")):
                 if not self._replace_lease(self._etag):

@@ -15,11 +15,11 @@ from typing import Any
 
 from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.run.hub import call_with_timeout
-from cosmos_core.run.mlflow import RUN_KEY_TAG, keyed_run, metric_name, open_client
-from cosmos_core.upload.base import RECORD_FILE, is_publication_record, with_version
+from cosmos_core.run.mlflow import RUN_KEY_TAG, get_or_create_run, open_client, sanitize_metric_name
+from cosmos_core.upload.base import RECORD_FILE, append_version, is_publication_record
 
 PUBLISHED_ALIAS = "published"
-VERSION = "cosmos.version"
+VERSION_TAG = "cosmos.version"
 _PUBLISHED_VERSIONS_TAG = "cosmos.history"
 _CHECK_TIMEOUT_SECONDS = 8.0
 
@@ -41,22 +41,21 @@ class MlflowTarget:
     def check(self) -> None:
         """Raise ConfigError if MLflow is not installed, UploadError if the server does not respond or refuses."""
         with self._translate_errors():
-            call_with_timeout(_CHECK_TIMEOUT_SECONDS, self._model)
+            call_with_timeout(_CHECK_TIMEOUT_SECONDS, self._find_registered_model)
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Set the function `pause`, called before each file and the version; the server knows what has arrived."""
+        """Set the function `pause`, called before each file and the version; files on the server are not sent again."""
         self._pause = pause
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record of the version with the alias `published`; None if nothing was published yet."""
         with self._translate_errors():
             current_version = self._find_current_version()
-        return None if current_version is None else self.record_of(current_version.tags.get(VERSION, ""))
+        return None if current_version is None else self.record_of(current_version.tags.get(VERSION_TAG, ""))
 
     def record_of(self, version: str) -> dict[str, Any]:
         """Return the publication record of a version; raise DamagedRecord if it is missing or cannot be read."""
         with self._translate_errors():
-            model_version = self._version(version)
+            model_version = self._find_version(version)
             if record := _read_record(model_version.source) if model_version else None:
                 return record
         raise DamagedRecord(f"mlflow://{self.name}: {RECORD_FILE} of {version} is missing or damaged; publish again")
@@ -64,25 +63,26 @@ class MlflowTarget:
     def history(self) -> list[str]:
         """Return the versions to which the alias `published` has pointed, the current version last."""
         with self._translate_errors():
-            current_version, registered_model = self._find_current_version(), self._model()
+            current_version, registered_model = self._find_current_version(), self._find_registered_model()
             names = json.loads(registered_model.tags.get(_PUBLISHED_VERSIONS_TAG, "[]")) if registered_model else []
-        return with_version(names, current_version.tags.get(VERSION, "")) if current_version else []
+        return append_version(names, current_version.tags.get(VERSION_TAG, "")) if current_version else []
 
     def versions(self) -> list[str]:
         """Return all published versions of the registered model, the oldest first."""
         with self._translate_errors():
-            return list(dict.fromkeys(each.tags[VERSION] for each in self._find_versions() if VERSION in each.tags))
+            tags = [each.tags for each in self._find_versions()]
+        return list(dict.fromkeys(each[VERSION_TAG] for each in tags if VERSION_TAG in each))
 
     def where(self, version: str) -> str:
         """Return the address of a version, `mlflow://MODEL@NUMBER`, with the number that MLflow gave to the version."""
         with self._translate_errors():
-            model_version = self._version(version)
+            model_version = self._find_version(version)
         return f"mlflow://{self.name}@{model_version.version if model_version else version}"
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing or of other size or digest; else empty."""
         with self._translate_errors():
-            model_version = self._version(version)
+            model_version = self._find_version(version)
             if model_version:
                 return self._find_damage(model_version, folder, record)
         return f"the version {version} is missing"
@@ -91,31 +91,30 @@ class MlflowTarget:
         """Move the alias `published` to `version` and save `history` (None: append the version to the saved history);
         raise UploadError if the registered model has no such version."""
         with self._translate_errors():
-            if not (model_version := self._version(version)):
+            if not (model_version := self._find_version(version)):
                 raise UploadError(f"mlflow://{self.name} has no version {version!r}; the alias was not moved")
-            self._move_alias(model_version, with_version(self.history(), version, history))
+            self._move_alias(model_version, append_version(self.history(), version, history))
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Send missing files, create the version unless it exists, and move the alias; return the version's address."""
         with self._translate_errors():
-            lineage = {f"cosmos.input.{name}": digest for name, digest in record.get("inputs", {}).items()}
-            lineage |= {"cosmos.run": str(record.get("run_id", "")), "cosmos.stage": str(record.get("stage", ""))}
-            # A forced rerun of the stage may have made other weights: the digest in the key then gives a new version.
-            tags = lineage | {VERSION: version, RUN_KEY_TAG: f"{version}-{_get_artifact_folder(record)}"}
-            run = keyed_run(self.client, self.name, tags[RUN_KEY_TAG], version, lineage)
+            lineage_tags = {f"cosmos.input.{name}": digest for name, digest in record.get("inputs", {}).items()}
+            lineage_tags |= {"cosmos.run": str(record.get("run_id", "")), "cosmos.stage": str(record.get("stage", ""))}
+            # The key has a digest: if a forced rerun of the stage made other weights, they become a new version.
+            tags = lineage_tags | {VERSION_TAG: version, RUN_KEY_TAG: f"{version}-{_get_artifact_folder(record)}"}
+            run = get_or_create_run(self.client, self.name, tags[RUN_KEY_TAG], version, lineage_tags)
             self._send_files(run, folder, record)
             self._pause()
-            if self._model() is None:
+            if self._find_registered_model() is None:
                 self.client.create_registered_model(self.name)
             if not self._find_versions(RUN_KEY_TAG, tags[RUN_KEY_TAG]):
                 artifact_uri = f"{run.info.artifact_uri}/{_get_artifact_folder(record)}"
                 self.client.create_model_version(self.name, artifact_uri, run_id=run.info.run_id, tags=tags)
             model_version, *duplicates = self._find_versions(RUN_KEY_TAG, tags[RUN_KEY_TAG])
-            for duplicate in duplicates:  # the client repeats a request whose response was lost
+            for duplicate in duplicates:  # if the client repeated a request whose response was lost
                 self.client.delete_model_version(self.name, duplicate.version)
             if damage_message := self._find_damage(model_version, folder, record):
                 raise UploadError(f"mlflow://{self.name}: {damage_message} after the upload; the alias was not moved")
-            self._move_alias(model_version, with_version(self.history(), version))
+            self._move_alias(model_version, append_version(self.history(), version))
         return f"mlflow://{self.name}@{model_version.version}"
 
     def _send_files(self, run: Any, folder: Path, record: dict[str, Any]) -> None:
@@ -130,10 +129,9 @@ class MlflowTarget:
                 self.client.log_artifact(run_id, str(folder / name), str(Path(artifact_folder, name).parent))
         if _read_record(f"{run.info.artifact_uri}/{artifact_folder}") != record:
             self.client.log_dict(run_id, record, f"{artifact_folder}/{RECORD_FILE}")
-        logged, start_time = run.data.metrics, run.info.start_time
-        metrics = {metric_name(name): value for name, value in record["metrics"].items()}
-        new_metrics = [Metric(name, value, start_time, 0) for name, value in metrics.items() if name not in logged]
-        if new_metrics:
+        logged_metrics, start_time = run.data.metrics, run.info.start_time
+        metrics = {sanitize_metric_name(name): value for name, value in record["metrics"].items()}
+        if new_metrics := [Metric(k, v, start_time, 0) for k, v in metrics.items() if k not in logged_metrics]:
             self.client.log_batch(run_id, metrics=new_metrics)
         self.client.set_terminated(run_id)
 
@@ -156,8 +154,7 @@ class MlflowTarget:
             sizes |= self._list_artifact_sizes(run_id, each.path) if each.is_dir else {each.path: each.file_size}
         return sizes
 
-    def _model(self) -> Any:
-        """Return the registered model; None if it does not exist."""
+    def _find_registered_model(self) -> Any:
         return next(iter(self.client.search_registered_models(f"name = '{self.name}'")), None)
 
     def _find_versions(self, tag: str = "", tag_value: str = "") -> list[Any]:
@@ -172,16 +169,16 @@ class MlflowTarget:
 
     def _find_current_version(self) -> Any:
         """Return the version of the model that has the alias `published`; None if there is none."""
-        registered_model = self._model()
+        registered_model = self._find_registered_model()
         version_number = registered_model.aliases.get(PUBLISHED_ALIAS) if registered_model else None
         return self.client.get_model_version(self.name, version_number) if version_number else None
 
-    def _version(self, version: str) -> Any:
+    def _find_version(self, version: str) -> Any:
         """Return the model version published as `version`, with the alias or else the newest; None if there is none."""
         current_version = self._find_current_version()
-        if current_version is not None and current_version.tags.get(VERSION) == version:
+        if current_version is not None and current_version.tags.get(VERSION_TAG) == version:
             return current_version
-        return next(reversed(self._find_versions(VERSION, version)), None)
+        return next(reversed(self._find_versions(VERSION_TAG, version)), None)
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:

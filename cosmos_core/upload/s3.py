@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import DamagedRecord, UploadError
-from cosmos_core.run.bucket import SCHEME, Bucket, split_url, translate_errors
-from cosmos_core.upload.base import JOURNAL, RECORD_FILE, is_publication_record, with_version
+from cosmos_core.run.bucket import S3_SCHEME, Bucket, split_s3_url, translate_errors
+from cosmos_core.upload.base import JOURNAL_FILE, RECORD_FILE, append_version, is_publication_record
 from cosmos_core.upload.transfer import Journal, Transfer
 
 POINTER_FILE = "latest.json"
@@ -24,27 +24,26 @@ class S3Target:
     """Publication target that stores versions below one prefix of a bucket."""
 
     def __init__(self, location: str, *, read_seconds: float = 20.0) -> None:
-        name, self.prefix = split_url(f"{SCHEME}{location}")
+        name, self.prefix = split_s3_url(f"{S3_SCHEME}{location}")
         self.bucket = Bucket(name, read_seconds=read_seconds)
         self.transfer = Transfer(self.bucket)
 
     def check(self) -> None:
         """Raise ConfigError or UploadError if the bucket cannot be reached or written; store nothing."""
-        self.bucket.check(self._key(POINTER_FILE))
+        self.bucket.check(self._object_key(POINTER_FILE))
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Keep a journal in `folder`, and call `pause` between parts of files and before `latest.json` is replaced."""
-        self.transfer.journal, self.transfer.pause = Journal(folder / JOURNAL), pause
+        """Keep a journal of uploads in `folder`; call `pause` between parts of files and before the pointer moves."""
+        self.transfer.journal, self.transfer.pause = Journal(folder / JOURNAL_FILE), pause
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record of the version to which `latest.json` refers; None if nothing was published yet."""
         history = self.history()
         return self.record_of(history[-1]) if history else None
 
     def record_of(self, version: str) -> dict[str, Any]:
         """Return the publication record of a version; raise DamagedRecord if it is missing or damaged."""
         with translate_errors(self.where(version)):
-            record = _decode_json(self.bucket.read(self._key(f"{version}/{RECORD_FILE}")))
+            record = _decode_json(self.bucket.read(self._object_key(f"{version}/{RECORD_FILE}")))
         if not is_publication_record(record):
             raise DamagedRecord(f"{self.where(version)}/{RECORD_FILE} is missing or damaged; publish again")
         return record
@@ -52,7 +51,7 @@ class S3Target:
     def history(self) -> list[str]:
         """Return the versions to which `latest.json` referred, current last; raise DamagedRecord if it is damaged."""
         with translate_errors(self.where(POINTER_FILE)):
-            return self._parse_history(self.bucket.read(self._key(POINTER_FILE)))
+            return self._parse_history(self.bucket.read(self._object_key(POINTER_FILE)))
 
     def _parse_history(self, data: bytes | None) -> list[str]:
         pointer = _decode_json(data)
@@ -65,37 +64,37 @@ class S3Target:
 
     def versions(self) -> list[str]:
         """Return all stored versions in the order in which they were published."""
-        key_prefix, record_suffix = self._key(""), f"/{RECORD_FILE}"
+        key_prefix, record_suffix = self._object_key(""), f"/{RECORD_FILE}"
         with translate_errors(self.where("")):
             records = [each for each in self.bucket.list_objects(key_prefix) if each.key.endswith(record_suffix)]
         records.sort(key=lambda each: (each.modified, each.key))
         names = [each.key.removeprefix(key_prefix).removesuffix(record_suffix) for each in records]
-        return [name for name in names if "/" not in name]  # a name with "/" is below the prefix of another target
+        return [name for name in names if "/" not in name]  # with "/": a version of another target below this prefix
 
     def where(self, version: str) -> str:
         """Return the URL of a published version."""
-        return self.bucket.url(self._key(version))
+        return self.bucket.url(self._object_key(version))
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing in a stored version, or whose digest or
         size in the store's metadata differs from the file in `folder`; empty if there is none."""
         with translate_errors(self.where(version)):
             for name, sha256 in record["files"].items():
-                stored = self.bucket.head(self._key(f"{version}/{name}"))
-                expected_content = (sha256, (folder / name).stat().st_size)
-                if stored is None or (stored["metadata"].get("sha256"), stored["size"]) != expected_content:
+                object_info = self.bucket.head(self._object_key(f"{version}/{name}"))
+                content = (object_info["metadata"].get("sha256"), object_info["size"]) if object_info else None
+                if content != (sha256, (folder / name).stat().st_size):
                     return f"{name} is missing or altered"
         return ""
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Send the missing files, verify all stored files and move the pointer; return the URL of the version."""
         with translate_errors(self.where(version), note=_POINTER_UNCHANGED_NOTE):
-            root, record_key = self._key(version), self._key(f"{version}/{RECORD_FILE}")
-            files = {f"{root}/{name}": (folder / name, digest) for name, digest in record["files"].items()}
+            version_prefix, record_key = self._object_key(version), self._object_key(f"{version}/{RECORD_FILE}")
+            files = {f"{version_prefix}/{name}": (folder / name, digest) for name, digest in record["files"].items()}
             self.transfer.send(files)
-            for extra_key in {each.key for each in self.bucket.list_objects(f"{root}/")} - {*files, record_key}:
+            stored_keys = {each.key for each in self.bucket.list_objects(f"{version_prefix}/")}
+            for extra_key in stored_keys - {*files, record_key}:
                 self.bucket.remove(extra_key)
-            self.bucket.write(record_key, _encode_json(record))
+            self.bucket.write(record_key, json.dumps(record, indent=1).encode())
         self.transfer.pause()
         self.point_to(version)
         return self.where(version)
@@ -106,7 +105,7 @@ class S3Target:
         with translate_errors(self.where(version), note=_POINTER_UNCHANGED_NOTE):
             record = self.record_of(version)
             for name in record["files"]:
-                if self.bucket.head(self._key(f"{version}/{name}")) is None:
+                if self.bucket.head(self._object_key(f"{version}/{name}")) is None:
                     raise UploadError(f"{self.where(version)}/{name} is gone; {_POINTER_UNCHANGED_NOTE}")
             for _ in range(_MAX_POINTER_ATTEMPTS):
                 if self._replace_pointer(version, history):
@@ -121,25 +120,22 @@ class S3Target:
         """Replace `latest.json`, also if it is damaged; return False if it was changed after it was read."""
         from botocore.exceptions import ClientError
 
-        key = self._key(POINTER_FILE)
-        data, etag = self.bucket.read_tagged(key)
-        saved: list[str] = []
+        key = self._object_key(POINTER_FILE)
+        data, etag = self.bucket.read_with_etag(key)
+        saved_history: list[str] = []
         with suppress(DamagedRecord):
-            saved = self._parse_history(data)
-        pointer = _encode_json({"version": version, "history": with_version(saved, version, history)})
+            saved_history = self._parse_history(data)
+        pointer_value = {"version": version, "history": append_version(saved_history, version, history)}
+        pointer = json.dumps(pointer_value, indent=1).encode()
         try:
-            return bool(self.bucket.exchange(key, pointer, etag))
+            return bool(self.bucket.replace_if_unchanged(key, pointer, etag))
         except ClientError as error:
             if error.response["Error"].get("Code") != "NotImplemented":
                 raise
             return bool(self.bucket.write(key, pointer))  # the store has no conditional writes
 
-    def _key(self, name: str) -> str:
+    def _object_key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
-
-
-def _encode_json(value: Any) -> bytes:
-    return json.dumps(value, indent=1).encode()
 
 
 def _decode_json(data: bytes | None) -> Any:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.bucket import SCHEME, Bucket, Object, split_url, translate_errors
-from cosmos_core.run.manifest import RESULT
-from cosmos_core.run.plan import FINGERPRINT
-from cosmos_core.upload.bundle import ContentStore, bundle_of, read_document
+from cosmos_core.run.bucket import S3_SCHEME, Bucket, StoredObject, split_s3_url, translate_errors
+from cosmos_core.run.manifest import RESULT_FILE
+from cosmos_core.run.plan import FINGERPRINT_FILE
+from cosmos_core.upload.bundle import ContentStore, read_document, read_index
 from cosmos_core.upload.lease import EXPIRY_SECONDS
 
 _LEASE_FILE = "lease.json"
@@ -29,7 +29,7 @@ class StoredFolder:
     """Objects in an artifact store that belong to one run, or to the result of one fingerprint."""
 
     name: str
-    objects: list[Object] = field(default_factory=list)
+    objects: list[StoredObject] = field(default_factory=list)
     pipeline: str = ""
     age_seconds: float = 0.0
     """Age of the newest object of the folder."""
@@ -42,42 +42,43 @@ class StoredFolder:
         return sum(stored_object.size for stored_object in self.objects)
 
 
-class Retention:
+class StoreRetention:
     """Selection of the runs and results of an artifact store that can be removed, computed at construction."""
 
     def __init__(
-        self, url: str, *, num_kept: int, older_than_seconds: float, min_seconds: float = SECONDS_PER_DAY
+        self, url: str, *, num_kept: int, older_than_seconds: float, min_age_seconds: float = SECONDS_PER_DAY
     ) -> None:
         """Keep the newest `num_kept` runs of each pipeline, and everything written in the last `older_than_seconds` or
-        `min_seconds`: a pipeline may wait between two stages, and contents are stored before their result.
+        `min_age_seconds`: a pipeline may wait between two stages, and contents are stored before their result.
 
         Raises:
             ConfigError: the store refuses a request, or a stage is being made.
             UploadError: the store cannot be reached.
         """
-        name, self._prefix = split_url(url)
-        self._bucket, self._max_age_seconds = Bucket(name), max(older_than_seconds, min_seconds)
-        self.url = f"{SCHEME}{name}/{self._prefix}".rstrip("/")
+        name, self._prefix = split_s3_url(url)
+        self._bucket, self._max_age_seconds = Bucket(name), max(older_than_seconds, min_age_seconds)
+        self.url = f"{S3_SCHEME}{name}/{self._prefix}".rstrip("/")
         with translate_errors(self.url):
-            self._now = self._bucket.clock()
+            self._store_time = self._bucket.clock()
             self._refuse_during_lease()
             self.runs = self._list_folders("runs")
             for run in self.runs:
-                files, _ = read_document(self._bucket, self._key(f"runs/{run.name}/run.json"))
+                files, _ = read_document(self._bucket, self._object_key(f"runs/{run.name}/run.json"))
                 with suppress(KeyError, TypeError, ValueError):
                     run.pipeline = str(tomllib.loads((files or {})["pipeline.toml"])["pipeline"]["name"])
             self._mark_runs_to_keep(num_kept)
             result_folders = self._list_folders("made")
             kept_runs = [run for run in self.runs if run.reason_to_keep]
-            needed_results = {each for run in kept_runs for each in self._iter_result_values(run, "fingerprint")}
-            needed_results |= {each for run in kept_runs for each in self._iter_unfinished_fingerprints(run)}
+            needed_fingerprints = {each for run in kept_runs for each in self._iter_result_values(run, "fingerprint")}
+            needed_fingerprints |= {each for run in kept_runs for each in self._iter_unfinished_fingerprints(run)}
             for result_folder in result_folders:
-                if result_folder.name in needed_results or result_folder.age_seconds < self._max_age_seconds:
+                if result_folder.name in needed_fingerprints or result_folder.age_seconds < self._max_age_seconds:
                     result_folder.reason_to_keep = "a run that stays has it, or it is not old enough"
             folders = [*self.runs, *result_folders]
-            unreferenced = self._find_unreferenced([folder for folder in folders if folder.reason_to_keep])
+            unreferenced_objects = self._find_unreferenced([folder for folder in folders if folder.reason_to_keep])
             self._removable_folders = [each for each in folders if not each.reason_to_keep]
-            self.size = sum(each.size for each in self._removable_folders) + sum(each.size for each in unreferenced)
+            self.size = sum(each.size for each in self._removable_folders)
+            self.size += sum(each.size for each in unreferenced_objects)
             """Number of bytes that `remove` would free."""
 
     def remove(self) -> tuple[int, int]:
@@ -85,9 +86,10 @@ class Retention:
         freed_bytes = 0
         with translate_errors(self.url):
             for folder in self._removable_folders:
-                document_keys = {self._key(f"runs/{folder.name}/run.json"), self._key(f"made/{folder.name}/{RESULT}")}
-                # A document is removed before the objects that it names: no remaining document names a missing object.
-                for each in sorted(folder.objects, key=lambda each: each.key not in document_keys):
+                documents = (f"runs/{folder.name}/run.json", f"made/{folder.name}/{RESULT_FILE}")
+                keys = set(map(self._object_key, documents))
+                # Documents are removed before the objects that they name, so that no document names a missing object.
+                for each in sorted(folder.objects, key=lambda each: each.key not in keys):
                     self._bucket.remove(each.key)
                 freed_bytes += folder.size
             self._refuse_during_lease()
@@ -98,18 +100,20 @@ class Retention:
 
     def _refuse_during_lease(self) -> None:
         store_time = self._bucket.clock()
-        for stored_object in self._bucket.list_objects(f"{self._key('made')}/"):
+        for stored_object in self._bucket.list_objects(f"{self._object_key('made')}/"):
             if stored_object.key.endswith(f"/{_LEASE_FILE}") and store_time - stored_object.modified < EXPIRY_SECONDS:
                 lease, _ = read_document(self._bucket, stored_object.key)
                 machine = f" on {lease.get('machine')}" if lease else ""
                 raise ConfigError(f"{self.url}: a stage is made now{machine}; clean when no pipeline uses the store")
 
     def _list_folders(self, folder_kind: str) -> list[StoredFolder]:
-        key_prefix, groups = f"{self._key(folder_kind)}/", defaultdict[str, list[Object]](list)
+        key_prefix, groups = f"{self._object_key(folder_kind)}/", defaultdict[str, list[StoredObject]](list)
         for each in self._bucket.list_objects(key_prefix):
             groups[each.key.removeprefix(key_prefix).partition("/")[0]].append(each)
-        ages = {name: max(0.0, self._now - max(each.modified for each in objects)) for name, objects in groups.items()}
-        return [StoredFolder(name, objects, age_seconds=ages[name]) for name, objects in groups.items()]
+        folders = [StoredFolder(name, objects) for name, objects in groups.items()]
+        for folder in folders:
+            folder.age_seconds = max(0.0, self._store_time - max(each.modified for each in folder.objects))
+        return folders
 
     def _mark_runs_to_keep(self, num_kept: int) -> None:
         runs_by_pipeline = defaultdict[str, list[StoredFolder]](list)
@@ -122,27 +126,27 @@ class Retention:
             if not run.reason_to_keep and run.age_seconds < self._max_age_seconds:
                 run.reason_to_keep = "not old enough"
 
-    def _find_unreferenced(self, kept_folders: list[StoredFolder]) -> list[Object]:
+    def _find_unreferenced(self, kept_folders: list[StoredFolder]) -> list[StoredObject]:
         """Return the old objects below `objects/` that no result in `kept_folders` lists as output."""
         outputs = [files for folder in kept_folders for files in self._iter_result_values(folder, "outputs")]
-        referenced = {each["sha256"] for files in outputs for each in files}
-        contents = self._bucket.list_objects(f"{self._key('objects')}/")
-        old_contents = [each for each in contents if self._now - each.modified >= self._max_age_seconds]
-        return [each for each in old_contents if each.key.rpartition("/")[2] not in referenced]
+        referenced_digests = {each["sha256"] for files in outputs for each in files}
+        contents = self._bucket.list_objects(f"{self._object_key('objects')}/")
+        old_contents = [each for each in contents if self._store_time - each.modified >= self._max_age_seconds]
+        return [each for each in old_contents if each.key.rpartition("/")[2] not in referenced_digests]
 
-    def _iter_result_values(self, folder: StoredFolder, field: str) -> Iterator[Any]:
+    def _iter_result_values(self, folder: StoredFolder, result_key: str) -> Iterator[Any]:
         for each in folder.objects:
-            if each.key.endswith(f"/{RESULT}") and (document := read_document(self._bucket, each.key)[0]):
-                yield document[field]
+            if each.key.endswith(f"/{RESULT_FILE}") and (document := read_document(self._bucket, each.key)[0]):
+                yield document[result_key]
 
     def _iter_unfinished_fingerprints(self, run: StoredFolder) -> Iterator[str]:
         """Yield the fingerprints of all stages of a run: a stopped training continues from its stored checkpoints."""
         for each in run.objects:
-            if each.key.endswith("/record.json") and (document := read_document(self._bucket, each.key)[0]):
+            if each.key.endswith("/record.json") and (index := read_index(self._bucket, each.key)[0]):
                 contents = ContentStore(self._bucket, f"{each.key.removesuffix('/record.json')}/content")
-                entry = bundle_of(document).files.get(FINGERPRINT)
+                entry = index.files.get(FINGERPRINT_FILE)
                 data = contents.read(entry) if entry else None
                 yield str(json.loads(data or "{}").get("value"))
 
-    def _key(self, name: str) -> str:
+    def _object_key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name

@@ -6,16 +6,16 @@ from pathlib import Path
 
 from cosmos_core.errors import UploadError
 from cosmos_core.run.bucket import Bucket, translate_errors
-from cosmos_core.run.files import read_object, step_of
-from cosmos_core.upload.bundle import Bundle, ContentStore, Entry, bundle_of, read_document, write_document
-from cosmos_core.upload.checkpoint_upload import FOLDER, MANIFEST, linked, saved_manifests
+from cosmos_core.run.files import parse_step, read_json_object
+from cosmos_core.upload.bundle import ContentEntry, ContentStore, FileIndex, read_index, write_index
+from cosmos_core.upload.checkpoint_upload import CHECKPOINTS_FOLDER, MANIFEST_FILE, link_checkpoint, saved_manifests
 
 logger = logging.getLogger(__name__)
 
-JOURNAL = "stored.jsonl"
+JOURNAL_FILE = "stored.jsonl"
 """File name of the journal, in the folder of a stage, of the objects that have arrived in the store."""
 _METRICS_FILE = "metrics.jsonl"
-_STATE_FILE = "extra.json"
+_TRAINING_STATE_FILE = "extra.json"
 """File of a checkpoint in which the training records its best step."""
 
 
@@ -34,10 +34,10 @@ class StoredCheckpoints:
         for name, manifest in manifests.items():
             with translate_errors(self._bucket.url(self._prefix)):
                 if self._stored_names is None:
-                    self._stored_names = set(self.names()) - self._damaged_names
+                    self._stored_names = set(self.list_names()) - self._damaged_names
                 if name in self._stored_names:
                     continue
-                with linked(manifest.parent, self._stage_path / "storing" / name) as folder:
+                with link_checkpoint(manifest.parent, self._stage_path / "storing" / name) as folder:
                     if folder is None:
                         continue
                     self._send_checkpoint(name, folder, pause)
@@ -48,11 +48,11 @@ class StoredCheckpoints:
         return sent_names
 
     def pull(self) -> str:
-        """Download the newest intact checkpoint and its metrics if none here is as new; return its name or ""."""
-        newest_local_step = max(map(step_of, saved_manifests(self._stage_path)), default=-1)
+        """Download the newest intact checkpoint and its metrics unless a local one is as new; return its name or ""."""
+        newest_local_step = max(map(parse_step, saved_manifests(self._stage_path)), default=-1)
         with translate_errors(self._bucket.url(self._prefix)):
-            for name in sorted(self.names(), key=step_of, reverse=True):
-                if step_of(name) <= newest_local_step:
+            for name in sorted(self.list_names(), key=parse_step, reverse=True):
+                if parse_step(name) <= newest_local_step:
                     return ""
                 try:
                     if self._fetch_checkpoint(name):
@@ -72,52 +72,54 @@ class StoredCheckpoints:
     def _open_content_store(self, pause: Callable[[], None] = lambda: None) -> ContentStore:
         return ContentStore(self._bucket, f"{self._prefix}/content", pause)
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Return the names of the stored checkpoints, `step_N`."""
         keys = [each.key for each in self._bucket.list_objects(f"{self._prefix}/step_") if each.key.endswith(".json")]
         return [key.removeprefix(f"{self._prefix}/").removesuffix(".json") for key in keys]
 
     def _send_checkpoint(self, name: str, folder: Path, pause: Callable[[], None]) -> None:
-        content_store, entries = self._open_content_store(pause), read_object(folder / MANIFEST).get("files", {})
+        content_store = self._open_content_store(pause)
+        entries = read_json_object(folder / MANIFEST_FILE).get("files", {})
         sources = {entry["sha256"]: folder / file for file, entry in entries.items()}
-        content_store.send(sources, self._stage_path / JOURNAL)
-        folder_prefix = f"{FOLDER}/{name}/policy"
-        files = {f"{folder_prefix}/{file}": Entry(entry["size"], entry["sha256"]) for file, entry in entries.items()}
-        files[f"{folder_prefix}/{MANIFEST}"] = content_store.write((folder / MANIFEST).read_bytes())
+        content_store.send(sources, self._stage_path / JOURNAL_FILE)
+        folder_prefix = f"{CHECKPOINTS_FOLDER}/{name}/policy"
+        files = {f"{folder_prefix}/{file}": ContentEntry(e["size"], e["sha256"]) for file, e in entries.items()}
+        files[f"{folder_prefix}/{MANIFEST_FILE}"] = content_store.write((folder / MANIFEST_FILE).read_bytes())
         if (metrics_path := self._stage_path / _METRICS_FILE).is_file():
             files[_METRICS_FILE] = content_store.write(metrics_path.read_bytes())
-        write_document(self._bucket, f"{self._prefix}/{name}.json", Bundle(files).as_json())
+        write_index(self._bucket, f"{self._prefix}/{name}.json", FileIndex(files))
 
     def _fetch_best_checkpoint(self, name: str) -> None:
-        """Download the checkpoint that checkpoint `name` records as the best so far. A training keeps the best
-        checkpoint even if `max_keep` newer checkpoints exist."""
-        extra = read_object(self._stage_path / FOLDER / name / "policy" / _STATE_FILE)
-        best_name = f"step_{(extra.get('best') or {}).get('step')}"
-        if best_name != name and best_name in self.names():
-            try:  # without the metrics of the best checkpoint, which are older than those of checkpoint `name`
+        """Download the best checkpoint so far, whose step the checkpoint `name` records: a training keeps the best
+        checkpoint in addition to the `max_keep` newest."""
+        folder = self._stage_path / CHECKPOINTS_FOLDER / name / "policy"
+        training_state = read_json_object(folder / _TRAINING_STATE_FILE)
+        best_name = f"step_{(training_state.get('best') or {}).get('step')}"
+        if best_name != name and best_name in self.list_names():
+            try:  # without its metrics file, which is older than that of `name`
                 self._fetch_checkpoint(best_name, excluded_file=_METRICS_FILE)
             except UploadError as error:
                 logger.warning("the best checkpoint %s is passed over: %s", best_name, error)
                 self._damaged_names.add(best_name)
 
     def _fetch_checkpoint(self, name: str, excluded_file: str = "") -> bool:
-        document, _ = read_document(self._bucket, f"{self._prefix}/{name}.json")
-        if document is None:
+        index, _ = read_index(self._bucket, f"{self._prefix}/{name}.json")
+        if index is None:
             return False
-        files = {path: entry for path, entry in bundle_of(document).files.items() if path != excluded_file}
-        manifests = [path for path in files if path.endswith(f"/{MANIFEST}")]
+        files = {path: entry for path, entry in index.files.items() if path != excluded_file}
+        manifests = [path for path in files if path.endswith(f"/{MANIFEST_FILE}")]
         for paths in ([path for path in files if path not in manifests], manifests):
             self._open_content_store().fetch({self._stage_path / path: files[path] for path in paths})
         return True
 
     def _remove_old_checkpoints(self, kept_names: set[str]) -> None:
-        newest_step = max(map(step_of, kept_names))
+        newest_step = max(map(parse_step, kept_names))
         with translate_errors(self._bucket.url(self._prefix)):
-            names, digests = self.names(), set()
+            names, digests = self.list_names(), set()
             for name in names:
-                if name not in kept_names and step_of(name) < newest_step:
+                if name not in kept_names and parse_step(name) < newest_step:
                     self._bucket.remove(f"{self._prefix}/{name}.json")
                     continue
-                document, _ = read_document(self._bucket, f"{self._prefix}/{name}.json")
-                digests |= {each.sha256 for each in bundle_of(document).files.values()} if document else set()
+                index, _ = read_index(self._bucket, f"{self._prefix}/{name}.json")
+                digests |= {each.sha256 for each in index.files.values()} if index else set()
             self._open_content_store().remove_all_except(digests)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 from cosmos_core.run.bucket import Bucket, translate_errors
 from cosmos_core.run.files import write_bytes
-from cosmos_core.run.manifest import RESULT
-from cosmos_core.run.stage import PROFILES
-from cosmos_core.run.state import State
-from cosmos_core.upload.bundle import Bundle, ContentStore, Entry, bundle_of, read_document, write_document
+from cosmos_core.run.manifest import RESULT_FILE
+from cosmos_core.run.stage import PROFILES_FOLDER
+from cosmos_core.run.state import StageState
+from cosmos_core.upload.bundle import ContentEntry, ContentStore, FileIndex, read_index, write_index
 
 _EVENTS_FILE, _STATE_FILE = "events.jsonl", "state.json"
 # `*/id`, such as `wandb/id`, is the run of a tracking service, which a resume on another machine continues.
-_PUSHED_PATTERNS = ("*.json", "*.jsonl", "*/id", "visual_output/**/*", f"{PROFILES}/*.operators.json")
-_FINAL_PATTERNS = (*_PUSHED_PATTERNS, "logs/*.log")  # logs are stored after the attempt, with secrets masked
-_EXCLUDED_FILES = {RESULT, "pool.json", "stored.jsonl", "saves.jsonl", "upload.jsonl"}
+_FILE_PATTERNS = ("*.json", "*.jsonl", "*/id", "visual_output/**/*", f"{PROFILES_FOLDER}/*.operators.json")
+_FINAL_FILE_PATTERNS = (*_FILE_PATTERNS, "logs/*.log")  # logs are stored after the attempt, with secrets masked
+_EXCLUDED_FILES = {RESULT_FILE, "pool.json", "stored.jsonl", "saves.jsonl", "upload.jsonl"}
 _MAX_BYTES_BY_SUFFIX = {".jsonl": 64 << 20}
 _MAX_FILE_BYTES = 1 << 20
 
@@ -27,51 +27,51 @@ class StoredRecord:
         self._bucket, self._prefix = bucket, prefix
         self._stage_path, self._machine = stage_path, machine
         self._contents = ContentStore(bucket, f"{prefix}/content")
-        self._known_entries: dict[str, Entry] | None = None
+        self._known_entries: dict[str, ContentEntry] | None = None
         self._etag = ""
 
     def push(self, *, is_final: bool = False) -> None:
         """Store the files of the stage that have changed; with `is_final`, store the logs as well."""
         with translate_errors(self._bucket.url(self._prefix)):
             if self._known_entries is None:
-                document, _ = read_document(self._bucket, self._index_key)
-                self._known_entries = dict(bundle_of(document).files) if document else {}
+                index, _ = read_index(self._bucket, self._index_key)
+                self._known_entries = dict(index.files) if index else {}
             kept_entries = {} if is_final else self._known_entries
             files = {path: kept_entry for path, kept_entry in kept_entries.items() if path.startswith("logs/")}
-            for file in _list_files_to_push(self._stage_path, _FINAL_PATTERNS if is_final else _PUSHED_PATTERNS):
+            for file in _list_files_to_push(self._stage_path, _FINAL_FILE_PATTERNS if is_final else _FILE_PATTERNS):
                 path, data = str(file.relative_to(self._stage_path)), file.read_bytes()
-                previous = self._known_entries.get(path)
-                files[path] = previous if previous and previous == Entry.of(data) else self._contents.write(data)
+                entry = ContentEntry.from_bytes(data)
+                files[path] = entry if self._known_entries.get(path) == entry else self._contents.write(data)
             if files == self._known_entries:
                 return
             info = {"machine": self._machine, "path": str(self._stage_path)}
-            write_document(self._bucket, self._index_key, Bundle(files, info).as_json())
+            write_index(self._bucket, self._index_key, FileIndex(files, info))
             for entry in set(self._known_entries.values()) - set(files.values()):
                 self._contents.remove(entry)
             self._known_entries = files
 
     def pull(self) -> bool:
-        """Download the files that another machine or folder stored last; return True if stored files have changed."""
+        """Download the stored files if another machine, or another folder, stored them last and they have changed since
+        the last call; return True if so."""
         with translate_errors(self._bucket.url(self._prefix)):
-            document, etag = read_document(self._bucket, self._index_key)
-            if document is None or etag == self._etag:
+            index, etag = read_index(self._bucket, self._index_key)
+            if index is None or etag == self._etag:
                 return False
-            bundle = bundle_of(document)
-            if bundle.info == {"machine": self._machine, "path": str(self._stage_path)}:
+            if index.info == {"machine": self._machine, "path": str(self._stage_path)}:
                 return False
             local_entries = self._known_entries or {}
-            for path, entry in bundle.files.items():
+            for path, entry in index.files.items():
                 data = self._contents.read(entry) if local_entries.get(path) != entry else None
-                if data is not None:  # a missing file was replaced during this call; the next call fetches it
+                if data is not None:  # None: the file was replaced meanwhile; the next call fetches it
                     self._write_local_file(self._stage_path / path, data)
-            self._known_entries, self._etag = dict(bundle.files), etag
+            self._known_entries, self._etag = dict(index.files), etag
         return True
 
-    def state(self) -> State | None:
+    def state(self) -> StageState | None:
         """Return the stored state of the stage; None if it is missing or damaged."""
         with translate_errors(self._bucket.url(self._prefix)):
-            document, _ = read_document(self._bucket, self._index_key)
-            entry = bundle_of(document).files.get(_STATE_FILE) if document else None
+            index, _ = read_index(self._bucket, self._index_key)
+            entry = index.files.get(_STATE_FILE) if index else None
             data = self._contents.read(entry) if entry else None
         return _read_portable_state(data) if data else None
 
@@ -94,14 +94,14 @@ def _list_files_to_push(stage_path: Path, patterns: Iterable[str]) -> list[Path]
     return sorted(f for f in files if f.stat().st_size <= _MAX_BYTES_BY_SUFFIX.get(f.suffix, _MAX_FILE_BYTES))
 
 
-def _read_portable_state(data: bytes) -> State | None:
+def _read_portable_state(data: bytes) -> StageState | None:
     """Return the state of a stage without process ids, which are local to a machine; None if `data` is damaged."""
     try:
-        state = State.model_validate_json(data)
+        state = StageState.model_validate_json(data)
     except ValueError:
         return None
-    cleared_process_fields = dict.fromkeys(("pid", "pid_started", "launcher_pid", "launcher_started"))
-    return state.model_copy(update={**cleared_process_fields, "mark": "", "launcher_machine": ""})
+    process_fields = dict.fromkeys(("pid", "pid_started", "launcher_pid", "launcher_started"))
+    return state.model_copy(update={**process_fields, "mark": "", "launcher_machine": ""})
 
 
 def _merge_json_lines(*file_contents: bytes) -> bytes:

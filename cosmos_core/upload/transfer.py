@@ -16,7 +16,7 @@ from typing import Any
 
 from cosmos_core.errors import UploadError
 from cosmos_core.run.bucket import Bucket, run_threads
-from cosmos_core.run.files import json_objects
+from cosmos_core.run.files import parse_json_objects
 
 PART_BYTES = 16 << 20
 _MAX_PARTS = 9000  # maximum number of parts of an upload; S3 allows 10,000
@@ -30,20 +30,20 @@ class Journal:
     """Journal file of uploads: one JSON line per multipart upload, stored part and verified object."""
 
     path: Path | None = None
-    uploads: dict[str, str] = field(default_factory=dict)
+    upload_ids: dict[str, str] = field(default_factory=dict)
     """Id of the multipart upload of each object, by key."""
-    parts: dict[tuple[str, int], str] = field(default_factory=dict)
+    part_etags: dict[tuple[str, int], str] = field(default_factory=dict)
     """ETag of each stored part, by upload id and part number."""
-    verified: dict[str, tuple[str, str]] = field(default_factory=dict)
+    verified_objects: dict[str, tuple[str, str]] = field(default_factory=dict)
     """SHA-256 and ETag of each object whose content was verified, by key."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         if self.path is not None and self.path.is_file():
-            for line in json_objects(self.path.read_text(encoding="utf-8").splitlines()):
+            for line in parse_json_objects(self.path.read_text(encoding="utf-8").splitlines()):
                 self._apply_journal_line(line)
 
-    def note(self, **line: Any) -> None:
+    def append_line(self, **line: Any) -> None:
         """Append a line to the journal file and sync the file to disk."""
         with self._lock:
             self._apply_journal_line(line)
@@ -56,14 +56,14 @@ class Journal:
     def _apply_journal_line(self, line: dict[str, Any]) -> None:
         match line:
             case {"verified": str(key), "sha256": str(digest), "etag": str(etag)}:
-                self.verified[key] = (digest, etag)
+                self.verified_objects[key] = (digest, etag)
             case {"upload": str(upload), "part": int(number), "etag": str(etag)}:
-                self.parts[upload, number] = etag
+                self.part_etags[upload, number] = etag
             case {"upload": str(upload), "key": str(key)}:
-                self.uploads[key] = upload
+                self.upload_ids[key] = upload
             case {"gone": str(key)}:
-                self.uploads.pop(key, None)
-                self.verified.pop(key, None)
+                self.upload_ids.pop(key, None)
+                self.verified_objects.pop(key, None)
 
 
 @dataclass
@@ -79,12 +79,13 @@ class Transfer:
     def send(self, files: dict[str, tuple[Path, str]]) -> None:
         """Store files in the bucket unless it has them; `files` maps each key to a file and its SHA-256. Raise
         UploadError if a stored object has the wrong digest after each attempt, or its file changed meanwhile."""
-        run_threads(self._send_file, ((key, *source) for key, source in files.items()), _MAX_PARALLEL_FILES, "upload")
+        arguments = ((key, *source) for key, source in files.items())
+        run_threads(self._send_file, arguments, _MAX_PARALLEL_FILES, "upload")
 
     def _send_file(self, key: str, file: Path, sha256: str) -> None:
         self.pause()
         object_info = self.bucket.head(key)
-        if object_info and self.journal.verified.get(key) == (sha256, object_info["etag"]):
+        if object_info and self.journal.verified_objects.get(key) == (sha256, object_info["etag"]):
             return
         is_sent = object_info is not None and object_info["metadata"].get("sha256") == sha256
         for _ in range(_MAX_ATTEMPTS):
@@ -92,11 +93,11 @@ class Transfer:
                 self._upload_object(key, file, sha256)
             object_info = self.bucket.head(key)
             if object_info is not None and self.bucket.sha256(key) == sha256:
-                self.journal.note(verified=key, sha256=sha256, etag=object_info["etag"])
+                self.journal.append_line(verified=key, sha256=sha256, etag=object_info["etag"])
                 return
             is_sent = False
             self.bucket.remove(key)
-            self.journal.note(gone=key)
+            self.journal.append_line(gone=key)
         problem = f"arrived altered {_MAX_ATTEMPTS} times: its sha256 is not that of {file}"
         raise UploadError(f"{self.bucket.url(key)} {problem}")
 
@@ -106,7 +107,7 @@ class Transfer:
         size = file.stat().st_size
         part_bytes = max(self.part_bytes, -(-size // _MAX_PARTS))
         if size <= part_bytes:
-            self._put(self.bucket.client.put_object, file.read_bytes(), Key=key, Metadata={"sha256": sha256})
+            self._send_with_md5(self.bucket.client.put_object, file.read_bytes(), Key=key, Metadata={"sha256": sha256})
             return
         try:
             self._upload_in_parts(key, file, size, part_bytes, sha256)
@@ -114,34 +115,36 @@ class Transfer:
             if error.response["Error"].get("Code") != "NoSuchUpload":
                 raise
             # The upload was aborted, or completed and the response was lost. The caller verifies the stored object.
-        self.journal.note(gone=key)
+        self.journal.append_line(gone=key)
 
     def _upload_in_parts(self, key: str, file: Path, size: int, part_bytes: int, sha256: str) -> None:
         upload_id = self._get_upload_id(key, sha256)
-        parts = range(1, -(-size // part_bytes) + 1)
-        client, names = self.bucket.client, {"Bucket": self.bucket.name, "Key": key, "UploadId": upload_id}
-        pages = client.get_paginator("list_parts").paginate(**names)
+        part_numbers = range(1, -(-size // part_bytes) + 1)
+        client, upload_arguments = self.bucket.client, {"Bucket": self.bucket.name, "Key": key, "UploadId": upload_id}
+        pages = client.get_paginator("list_parts").paginate(**upload_arguments)
         stored_etags = {part["PartNumber"]: part["ETag"].strip('"') for page in pages for part in page.get("Parts", ())}
-        slices = [(number, (file, (number - 1) * part_bytes, part_bytes)) for number in parts]
-        part_arguments = ((key, upload_id, number, file_slice, stored_etags) for number, file_slice in slices)
+        numbered_slices = [(number, (file, (number - 1) * part_bytes, part_bytes)) for number in part_numbers]
+        part_arguments = ((key, upload_id, number, file_slice, stored_etags) for number, file_slice in numbered_slices)
         etags = run_threads(self._upload_part, part_arguments, _MAX_PARALLEL_PARTS, "part")
-        sent_parts = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(parts, etags, strict=True)]
-        client.complete_multipart_upload(**names, MultipartUpload={"Parts": sent_parts})
+        sent_parts = [
+            {"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(part_numbers, etags, strict=True)
+        ]
+        client.complete_multipart_upload(**upload_arguments, MultipartUpload={"Parts": sent_parts})
 
     def _get_upload_id(self, key: str, sha256: str) -> str:
         """Return the id of the multipart upload in the journal, or of a new upload. Other uploads of the same key are
         kept, because another machine may be sending the same content."""
         client, name = self.bucket.client, self.bucket.name
-        previous_id = self.journal.uploads.get(key)
+        previous_id = self.journal.upload_ids.get(key)
         uploads = client.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ()) if previous_id else ()
         if any((upload["Key"], upload["UploadId"]) == (key, previous_id) for upload in uploads):
             return str(previous_id)
         upload_id: str = client.create_multipart_upload(Bucket=name, Key=key, Metadata={"sha256": sha256})["UploadId"]
-        self.journal.note(upload=upload_id, key=key)
+        self.journal.append_line(upload=upload_id, key=key)
         return upload_id
 
     def _upload_part(
-        self, key: str, upload: str, number: int, file_slice: tuple[Path, int, int], stored_etags: dict[int, str]
+        self, key: str, upload_id: str, number: int, file_slice: tuple[Path, int, int], stored_etags: dict[int, str]
     ) -> str:
         self.pause()
         file, offset, length = file_slice
@@ -150,20 +153,21 @@ class Transfer:
             data = source.read(length)
         etag = stored_etags.get(number, "")
         md5 = hashlib.md5(data, usedforsecurity=False).hexdigest() if etag else ""
-        if etag and etag in {md5, self.journal.parts.get((upload, number))}:
+        if etag and etag in {md5, self.journal.part_etags.get((upload_id, number))}:
             return etag
-        etag = self._put(self.bucket.client.upload_part, data, Key=key, UploadId=upload, PartNumber=number)
-        self.journal.note(upload=upload, part=number, etag=etag)
+        request = self.bucket.client.upload_part
+        etag = self._send_with_md5(request, data, Key=key, UploadId=upload_id, PartNumber=number)
+        self.journal.append_line(upload=upload_id, part=number, etag=etag)
         return etag
 
-    def _put(self, request: Callable[..., Any], data: bytes, **arguments: Any) -> str:
+    def _send_with_md5(self, request: Callable[..., Any], data: bytes, **arguments: Any) -> str:
         """Send data in one request, up to three times if it arrives altered; return the ETag of the stored data."""
         md5 = hashlib.md5(data, usedforsecurity=False)
         content_md5 = base64.b64encode(md5.digest()).decode()
         for _ in range(_MAX_ATTEMPTS):
             response = request(Bucket=self.bucket.name, Body=data, ContentMD5=content_md5, **arguments)
             etag = str(response["ETag"].strip('"'))
-            # The ETag of an encrypted object is no MD5.
+            # The ETag of an encrypted object is not its MD5.
             if "ServerSideEncryption" in response or etag == md5.hexdigest():
                 break
         return etag

@@ -1,4 +1,4 @@
-"""The worker process, `python -m cosmos_core.worker <stage_dir>`.
+"""Program of the worker process, `python -m cosmos_core.worker <stage_dir>`.
 
 It reads `stage.toml`, calls the program of the stage's kind, and commits `result.json`. A user error ends with one line
 in `error.json` and exit code 64, a stop request with 75, any other error with 1 and the traceback in the log.
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.environment import find_secrets, mask_secrets, masked
+from cosmos_core.environment import find_secrets, mask_secrets, mask_text
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import (
     EXIT_CRASH,
@@ -33,16 +33,16 @@ from cosmos_core.errors import (
     serialise_error,
 )
 from cosmos_core.imports import without_garbage_collection
-from cosmos_core.machine_properties import MachineProperties, measure
+from cosmos_core.machine_properties import MachineProperties, measure_machine
 from cosmos_core.observe import formatting
-from cosmos_core.observe.logs import StepLog, configure
+from cosmos_core.observe.logs import StepLog, configure_logging
 from cosmos_core.observe.sinks.base import send_to_sinks
-from cosmos_core.registry import import_user_code, location_of
-from cosmos_core.run.files import raise_disk_full, umask, write_json
-from cosmos_core.run.libraries import LIBRARIES
-from cosmos_core.run.manifest import commit
-from cosmos_core.run.progress import Metrics, Progress
-from cosmos_core.run.stage import Stage, load_stage, num_requested_engines
+from cosmos_core.registry import find_error_location, import_user_code
+from cosmos_core.run.files import raise_disk_full, read_umask, write_json
+from cosmos_core.run.libraries import ALL_LIBRARIES
+from cosmos_core.run.manifest import commit_manifest
+from cosmos_core.run.progress import MetricsWriter, ProgressWriter
+from cosmos_core.run.stage import Stage, load_stage, read_requested_engines
 from cosmos_core.transient import is_transient
 from cosmos_core.types import Outcome
 
@@ -53,15 +53,15 @@ FACTS_FILE = "facts.json"
 
 
 def main() -> int:
-    """Run the stage named on the command line, and return the exit code."""
+    """Run the stage whose folder is given on the command line, and return the exit code."""
     # Child processes must not inherit the launcher's lock files, since a child may outlive this process.
     for descriptor in filter(None, os.environ.pop("COSMOS_LOCK_DESCRIPTORS", "").split(",")):
         os.set_inheritable(int(descriptor), False)
     path = Path(sys.argv[1])
     # The folder of the run is private, so new files must be private too.
     if not path.parents[1].stat().st_mode & 0o077:
-        os.umask(umask() | 0o077)
-    configure()
+        os.umask(read_umask() | 0o077)
+    configure_logging()
     mask_secrets()
     try:
         with raise_disk_full(path):
@@ -79,11 +79,11 @@ def main() -> int:
 
 
 def run_program(stage: Stage) -> None:
-    """Call the program of the stage's kind and commit the returned outcome."""
+    """Call the program of the stage's kind, and commit the returned outcome."""
     stage.progress.phase("start")
     world_size = stage.recipe.policy.parallelism.world_size if stage.kind.has_mesh else 1
     if world_size == 1 and not _has_engines(stage):
-        _report_hardware(stage, [measure(LIBRARIES)])
+        _report_hardware(stage, [measure_machine(ALL_LIBRARIES)])
     with without_garbage_collection():
         program = import_user_code(stage.entry)
     if not callable(program):
@@ -100,7 +100,7 @@ def run_program(stage: Stage) -> None:
     else:
         outcome = _run_with_metrics(stage, program)
     kind, fingerprint = stage.kind.name, stage.fingerprint
-    commit(stage.path, outcome, kind=kind, fingerprint=fingerprint, inputs=stage.inputs, sources=stage.sources)
+    commit_manifest(stage.path, outcome, kind=kind, fingerprint=fingerprint, inputs=stage.inputs, sources=stage.sources)
 
 
 def _has_engines(stage: Stage) -> bool:
@@ -108,33 +108,33 @@ def _has_engines(stage: Stage) -> bool:
 
 
 def _create_engine_group(stage: Stage) -> Any:
-    """Return the rollout engines of the stage that run in processes other than its ranks; None if there are none."""
+    """Return the group of rollout engines that run in separate processes; None if the stage has none."""
     if not _has_engines(stage):
         return None
     open_replica = importlib.import_module("cosmos_core.train.generation").open_replica
     return importlib.import_module("cosmos_core.cluster.actors").ActorGroup(
         _with_service_variables(stage, partial(open_replica, stage.path)),
-        partial(num_requested_engines, stage.path, stage.recipe.num_engines),
+        partial(read_requested_engines, stage.path, stage.recipe.num_engines),
         name="RolloutEngine",
         shares_gpus=stage.recipe.mode == "colocated_separated",
-        processes=stage.recipe.rollout.parallelism.tp_size,
-        overlaps=any(stage.recipe.train.train_policy.lookahead[:2]),
+        processes_per_actor=stage.recipe.rollout.parallelism.tp_size,
+        overlaps_ranks=any(stage.recipe.train.train_policy.rollout_lookahead[:2]),
     )
 
 
 def _with_service_variables(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function as one that first sets the variables of this process that rewards, tools and metric sinks
-    need, because ranks and engines on a Ray cluster do not inherit them."""
+    """Return a function that sets environment variables for rewards, tools and metric sinks, and then calls `function`:
+    ranks and engines on a Ray cluster do not inherit the variables of this process."""
     properties = importlib.import_module("cosmos_core.cluster.properties")
-    names = (*stage.recipe.secret_env, *stage.recipe.rollout.multi_turn_config.tool_env)
+    names = (*stage.recipe.secret_env_names, *stage.recipe.rollout.multi_turn_config.tool_env)
     return partial(properties.call_with_environment, properties.service_variables(names), function)
 
 
 def run_rank(path: Path, program: Callable[..., Outcome], messages: Any) -> Outcome:
-    """Run the program of a stage on one rank; only the first rank logs below WARNING and writes shared files."""
+    """Run the program of a stage on this rank. Only the first rank logs below WARNING and writes shared files."""
     from cosmos_core.parallel.mesh import all_gather_object, is_first
 
-    configure("INFO" if is_first() else "WARNING")
+    configure_logging("INFO" if is_first() else "WARNING")
     mask_secrets()
     stage = load_stage(path)
 
@@ -144,25 +144,25 @@ def run_rank(path: Path, program: Callable[..., Outcome], messages: Any) -> Outc
 
     threading.Thread(target=listen, daemon=True).start()
     stage.engines = messages.actors
-    machine_properties = all_gather_object(asdict(measure(LIBRARIES)))
+    machine_properties = all_gather_object(asdict(measure_machine(ALL_LIBRARIES)))
     with raise_disk_full(path):
         if is_first():
             _report_hardware(stage, [MachineProperties(**rank_properties) for rank_properties in machine_properties])
             return _run_with_metrics(stage, program)
         with tempfile.TemporaryDirectory() as scratch_folder:
-            stage.progress = Progress(Path(scratch_folder) / "progress.json")
-            stage.metrics = Metrics(Path(scratch_folder) / "metrics.jsonl")
+            stage.progress = ProgressWriter(Path(scratch_folder) / "progress.json")
+            stage.metrics = MetricsWriter(Path(scratch_folder) / "metrics.jsonl")
             return program(stage, **stage.config.arguments)
 
 
 def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
-    """Call the program of a stage; an error in a user's own function is reported with its file and line."""
+    """Call the program of a stage. Report an error in user-defined code with its file and line."""
     stage_description = f"stage {stage.name!r}: {stage.config.entry}"
 
     def convert(error: Exception) -> Exception:
         if not stage.config.entry or is_transient(error):
             return error
-        reason = f"{type(error).__name__}: {error} ({location_of(error, program)})"
+        reason = f"{type(error).__name__}: {error} ({find_error_location(error, program)})"
         return ConfigError(f"{stage_description} raised {reason}; traceback in the log")
 
     with convert_errors(convert):
@@ -177,9 +177,9 @@ def _report_hardware(stage: Stage, machine_properties: Sequence[MachinePropertie
     """Write and log the hardware on which the stage runs, and the numeric precision of a training."""
     write_json(stage.path / FACTS_FILE, [asdict(rank_properties) for rank_properties in machine_properties])
     train = stage.recipe.train
-    precision = f", {train.master_dtype} weights, computes in {train.param_dtype}"
-    precision_text = precision if stage.kind.trains_model else ""
-    logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, formatting.machines(machine_properties), precision_text)
+    precision = f", {train.master_dtype} weights, computes in {train.param_dtype}" if stage.kind.trains_model else ""
+    machines = formatting.describe_machines(machine_properties)
+    logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, machines, precision)
 
 
 def _run_with_metrics(stage: Stage, program: Callable[..., Outcome]) -> Outcome:
@@ -199,13 +199,13 @@ def _run_with_metrics(stage: Stage, program: Callable[..., Outcome]) -> Outcome:
 class _WarningHandler(logging.Handler):
     """Log handler that also reports warnings in `progress.json`."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: ProgressWriter) -> None:
         super().__init__(logging.WARNING)
         self._progress = progress
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):  # a full disk must not raise in the code that logs
-            self._progress.warn(masked(record.getMessage()))
+            self._progress.warn(mask_text(record.getMessage()))
 
 
 def _listen_for_stop(stage: Stage) -> None:
@@ -224,7 +224,7 @@ def _report_crash(path: Path, error: Exception) -> int:
 
 def _write_error_file(path: Path, error: Exception, error_type: str, message: str) -> int:
     try:
-        write_json(path / "error.json", {"type": error_type, "message": masked(" ".join(message.split()))})
+        write_json(path / "error.json", {"type": error_type, "message": mask_text(" ".join(message.split()))})
     except OSError:
         logger.exception("error.json could not be written")
     return error.exit_code if isinstance(error, CosmosError) else EXIT_CRASH

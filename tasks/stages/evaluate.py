@@ -1,6 +1,6 @@
 """Stage kind `evaluate`: run benchmarks of lm-eval on a language model, or prompt sets on a diffusion model."""
 
-from cosmos_core.run.libraries import EVALUATION
+from cosmos_core.run.libraries import EVALUATION_LIBRARIES
 from cosmos_core.types import StageKind
 
 KIND = StageKind(
@@ -28,5 +28,5 @@ KIND = StageKind(
         ),
     },
     reports=("evaluation/*",),
-    libraries=EVALUATION,
+    libraries=EVALUATION_LIBRARIES,
 )

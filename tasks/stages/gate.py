@@ -5,17 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.conditions import MetricCondition, noise_margin, parse_condition
+from cosmos_core.config.conditions import MetricCondition, parse_condition, significance_margin
 from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.run.files import write_json
 from cosmos_core.run.paired_items import (
     PairedDifferences,
     compare_items,
+    compute_num_items,
     correct_p_values,
-    num_required_items,
-    published_item_folders,
+    find_published_item_folders,
 )
-from cosmos_core.run.stage import CONDITIONS, Stage
+from cosmos_core.run.stage import CONDITIONS_FILE, Stage
 from cosmos_core.types import JsonValue, Outcome, StageKind
 from cosmos_core.upload.base import open_target
 
@@ -50,7 +50,7 @@ def run(stage: Stage) -> Outcome:
             if record is not None and stage.config.confidence and condition.needs_published_model:
                 paired = _compare_paired_items(stage, condition, name, measured, record)
                 noise = 0.0 if paired else _compute_noise_margin(stage, condition, name, measured, published)
-            value, limit = measured[name], condition.limit(published.get(name))
+            value, limit = measured[name], condition.threshold(published.get(name))
             entry: dict[str, Any] = {"condition": condition.text, "value": value, "bound": limit}
             entry["passed"] = condition.is_satisfied(value, limit, noise)
             entry |= ({"metric": name} if "*" in condition.metric else {}) | ({"noise": noise} if noise else {})
@@ -61,7 +61,7 @@ def run(stage: Stage) -> Outcome:
         failure_messages += [_format_refusal(condition, entry) for entry in entries if not entry["passed"]]
         report += entries
     stage.path.mkdir(parents=True, exist_ok=True)
-    write_json(stage.path / CONDITIONS, report)  # before a refusing gate raises its error
+    write_json(stage.path / CONDITIONS_FILE, report)  # written even if the gate refuses, for the report
     if failure_messages:
         raise GateFailed(f"gate {stage.name!r}: {'; '.join(failure_messages)}")
     return Outcome(metrics=metrics, info={"conditions": [*report]})
@@ -72,7 +72,7 @@ def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str,
     model, return the record of the version before it, so that a resumed run compares no model with itself."""
     target: Any = open_target(stage.config.target)
     record: dict[str, Any] | None = target.published()
-    if not hasattr(target, "record_of"):  # a target of a user need not keep earlier versions
+    if not hasattr(target, "record_of"):  # a user's target class may not keep earlier versions
         return record
     versions = target.history()
     while record and record.get("run_id") == stage.run_path.name and metrics.items() <= record["metrics"].items():
@@ -83,11 +83,11 @@ def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str,
 
 def _compare_items(condition: MetricCondition, paired: PairedDifferences, confidence: float) -> dict[str, JsonValue]:
     """Compare two models item by item; return whether the condition of a gate holds, and statistics for its report."""
-    sign = 1 if condition.comparison.startswith(">") else -1
-    gains = replace(paired, differences=tuple(sign * difference for difference in paired.differences))
-    p_value, statistics = gains.p_value(sign * condition.offset), paired.describe(confidence)
-    distance = (paired.mean - condition.offset) * sign
-    num_required = num_required_items(statistics["items"], statistics["detectable"], distance)
+    sign = 1 if condition.operator.startswith(">") else -1
+    improvements = replace(paired, differences=tuple(sign * difference for difference in paired.differences))
+    p_value, statistics = improvements.p_value(sign * condition.published_offset), paired.describe(confidence)
+    difference = (paired.mean - condition.published_offset) * sign
+    num_required = compute_num_items(statistics["items"], statistics["detectable"], difference)
     return {"passed": p_value <= 1 - confidence, "paired": statistics | {"p_value": p_value, "needed": num_required}}
 
 
@@ -102,7 +102,6 @@ def _add_corrected_p_values(entries: list[dict[str, Any]]) -> None:
 
 
 def _format_refusal(condition: MetricCondition, entry: dict[str, Any]) -> str:
-    """Return the error message for a condition that does not hold."""
     bound_text = "" if entry["bound"] is None else f", bound {entry['bound']:.6g}"
     noise_text = f", noise {entry['noise']:.3g}" if "noise" in entry else ""
     if paired := entry.get("paired"):
@@ -123,11 +122,11 @@ def _compare_paired_items(
     """Return the comparison with the published model per item of a benchmark. Return None if the run of the published
     model is not on this machine, if it measured other items, or if the metric is not the mean over the items: for a
     perplexity, for example, the items are log-likelihoods."""
-    if condition.comparison == "==":
+    if condition.operator == "==":
         return None
     new_path = next(result.get("path") for result in stage.inputs.values() if result["metrics"] is measured_metrics)
     published_value = record["metrics"][name]
-    for old_folder in published_item_folders(record, name):
+    for old_folder in find_published_item_folders(record, name):
         if new_path and (paired := compare_items(name, Path(new_path), old_folder)):
             # The negated comparison is also true for NaN.
             is_item_mean = not abs(paired.mean - (measured_metrics[name] - published_value)) > 1e-6
@@ -143,7 +142,7 @@ def _compute_noise_margin(
     published_metrics: dict[str, float],
 ) -> float:
     """Return the margin by which a metric must differ from that of the published model at the configured confidence."""
-    noise = noise_margin(name, stage.config.confidence, measured_metrics, published_metrics)
+    noise = significance_margin(name, stage.config.confidence, measured_metrics, published_metrics)
     if noise is None:
         raise ConfigError(
             f"gate {stage.name!r}: {condition.text!r} with confidence = {stage.config.confidence:g}: nobody knows how "
@@ -171,10 +170,12 @@ def _find_measured_metrics(
         )
     if published_metrics is None or not condition.needs_published_model:
         return list(matches.values())
-    comparable = [each for name, each in matches.items() if isinstance(published_metrics.get(name), int | float)]
-    if not comparable:
+    comparable_metrics = [
+        each for name, each in matches.items() if isinstance(published_metrics.get(name), int | float)
+    ]
+    if not comparable_metrics:
         names = " or ".join(map(repr, matches))
         raise ConfigError(
             f"gate {stage.name!r}: {condition.text!r}: what is published has no {names}; compare with a number"
         )
-    return comparable
+    return comparable_metrics

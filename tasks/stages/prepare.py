@@ -1,34 +1,34 @@
 """Stage kind `prepare`: read the rows, check and tokenise each row once; training ranks only read the result."""
 
-from cosmos_core.run.libraries import ROWS
+from cosmos_core.run.libraries import ROW_LIBRARIES
 from cosmos_core.types import StageKind
 
-_ALGORITHM_KEYS = (
+_TRAIN_POLICY_ROW_KEYS = (
     "dataset", "clean", "data_packer", "conversation_column_name", "prompt_column_name", "response_column_name",
     "chosen_column_name", "rejected_column_name", "label_column_name", "system_prompt",
 )  # fmt: skip
 """Keys of `train.train_policy` that determine the rows."""
-SOURCE_KEYS = (
+DATASET_ROW_KEYS = (
     "name", "label", "weight", "arguments", "subset", "revision", "split", "test_size", "max_skipped_fraction",
     "columns", "system_prompt", "keep", "pass_rates",
 )  # fmt: skip
 """Keys of `train.train_policy.datasets` that determine the rows of the data sets."""
-DATA_TERM_KEYS = ("name", "subset", "revision", "split", "max_skipped_fraction", "conversation_column_name")
+DATA_TERM_ROW_KEYS = ("name", "subset", "revision", "split", "max_skipped_fraction", "conversation_column_name")
 """Keys of `train.train_policy.data_term` that determine the rows of the supervised loss."""
 ROW_KEYS = (
-    *(f"train.train_policy.{name}" for name in _ALGORITHM_KEYS),
-    *(f"train.train_policy.datasets.{name}" for name in SOURCE_KEYS),
-    *(f"train.train_policy.data_term.{name}" for name in DATA_TERM_KEYS),
+    *(f"train.train_policy.{name}" for name in _TRAIN_POLICY_ROW_KEYS),
+    *(f"train.train_policy.datasets.{name}" for name in DATASET_ROW_KEYS),
+    *(f"train.train_policy.data_term.{name}" for name in DATA_TERM_ROW_KEYS),
     "validation.dataset",
     "validation.max_rows",
 )
 """Recipe keys that only stages of kind `prepare` read; later stages read the prepared rows."""
-RENDER_PROMPTS = (
+PROMPT_RENDERING_KEYS = (
     "enable", "enable_tools", "tools", "enable_thinking", "custom_chat_template_path", "add_generation_prompt",
     "continue_final_message",
 )  # fmt: skip
 """Keys of `rollout.multi_turn_config` that determine how prompts are rendered."""
-ENCODE = (
+ENCODING_KEYS = (
     "is_diffusers", "model_class", "diffusers.dtype", "diffusers.max_prompt_length", "diffusers.inference_size",
     "diffusers.train_frames",
 )  # fmt: skip
@@ -52,14 +52,14 @@ KIND = StageKind(
         "policy.model_max_length",
         "policy.model_revision",
         "policy.chat_template",
-        *(f"policy.{name}" for name in ENCODE),
+        *(f"policy.{name}" for name in ENCODING_KEYS),
         "rollout.max_response_length",
-        *(f"rollout.multi_turn_config.{name}" for name in RENDER_PROMPTS),
+        *(f"rollout.multi_turn_config.{name}" for name in PROMPT_RENDERING_KEYS),
         "validation.max_response_length",
         "validation.reward_function",
         "custom.dataset",
         "custom.vision",
     ),
     reports=("data/*",),
-    libraries=(*ROWS, "av", "datasets", "diffusers", "pyarrow"),
+    libraries=(*ROW_LIBRARIES, "av", "datasets", "diffusers", "pyarrow"),
 )

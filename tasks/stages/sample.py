@@ -1,8 +1,8 @@
 """Stage kind `sample`: complete prompts, score the completions and keep the best ones as rows for SFT or DPO."""
 
-from cosmos_core.run.libraries import TRAINING
+from cosmos_core.run.libraries import TRAINING_LIBRARIES
 from cosmos_core.types import StageKind
-from tasks.stages.prepare import RENDER_PROMPTS, ROW_KEYS
+from tasks.stages.prepare import PROMPT_RENDERING_KEYS, ROW_KEYS
 
 _REWARD_KEYS = (
     "type", "trainer_type", "reward_function", "reward_env", "reward_timeout_seconds", "use_remote_reward",
@@ -10,7 +10,7 @@ _REWARD_KEYS = (
 )  # fmt: skip
 """Keys of `train.train_policy` that determine how completions are scored."""
 
-_WRITTEN_TO_ROWS = {"enable", "enable_tools", "tools", "continue_final_message"}
+_OUTPUT_ROW_KEYS = {"enable", "enable_tools", "tools", "continue_final_message"}
 """Keys of `rollout.multi_turn_config` that determine the rows beyond the prompts, which are prepared."""
 
 KIND = StageKind(
@@ -36,9 +36,9 @@ KIND = StageKind(
     ),
     unread=(
         *(key for key in ROW_KEYS if key != "train.train_policy.system_prompt"),
-        *(f"rollout.multi_turn_config.{name}" for name in RENDER_PROMPTS if name not in _WRITTEN_TO_ROWS),
+        *(f"rollout.multi_turn_config.{name}" for name in PROMPT_RENDERING_KEYS if name not in _OUTPUT_ROW_KEYS),
         "policy.lora",
     ),
     reports=("sample/*",),
-    libraries=TRAINING,
+    libraries=TRAINING_LIBRARIES,
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from cosmos_core.config.schema.sweep import SweepBranch
 from cosmos_core.errors import ConfigError, GateFailed
-from cosmos_core.run.files import files_below, link_or_copy
+from cosmos_core.run.files import link_or_copy, list_files_below
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome, StageKind
 
@@ -47,7 +47,7 @@ def run(stage: Stage) -> Outcome:
     if model_stages:
         outputs = (str(info["model"]),)
         model_path, target = Path(source["path"]) / outputs[0], stage.path / outputs[0]
-        for file in files_below(model_path):
+        for file in list_files_below(model_path):
             link_path = target / file.relative_to(model_path) if file != model_path else target
             link_path.parent.mkdir(parents=True, exist_ok=True)
             link_path.unlink(missing_ok=True)

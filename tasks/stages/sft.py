@@ -1,6 +1,6 @@
 """Stage kind `sft`: supervised fine-tuning, resumable from a checkpoint; writes a verified full-precision model."""
 
-from cosmos_core.run.libraries import TRAINING
+from cosmos_core.run.libraries import TRAINING_LIBRARIES
 from cosmos_core.types import StageKind
 from tasks.stages.prepare import ROW_KEYS
 
@@ -18,5 +18,5 @@ KIND = StageKind(
     # The tables `rollout` and `custom` are read because completions of held-out rows may be generated and scored.
     recipe_tables=("train", "policy", "validation", "rollout", "custom", "judge"),
     unread=ROW_KEYS,
-    libraries=TRAINING,
+    libraries=TRAINING_LIBRARIES,
 )

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
-from cosmos_core.run.files import files_below, read_object, sha256, write_json
+from cosmos_core.run.files import list_files_below, read_json_object, sha256, write_json
 from cosmos_core.run.manifest import find_damage, read_result
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import read_state
 from cosmos_core.types import Outcome, StageKind
-from cosmos_core.upload.base import RECORD_FILE, Target, open_target
+from cosmos_core.upload.base import RECORD_FILE, PublicationTarget, open_target
 from cosmos_core.upload.checkpoint_upload import CheckpointUploader, checkpoint_url
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def run(stage: Stage) -> Outcome:
     """Publish the model folder `stage.model` to the publication target `stage.config.target`. Raises `ConfigError` if
     the model folder does not exist, and `UploadError` if the model has changed since it was made, or the publication
     target failed."""
-    from tasks.cancellation import publication_check  # lazy, because `tasks.cancellation` imports Prefect
+    from tasks.cancellation import make_publication_check  # lazy, because `tasks.cancellation` imports Prefect
 
     folder = Path(stage.model)
     if not folder.is_dir():
@@ -55,7 +55,7 @@ def run(stage: Stage) -> Outcome:
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
     version = f"{stage.run_path.name}-{stage.fingerprint[:8]}"
     # The file with the record of an earlier publication is not part of the model.
-    files = [file for file in files_below(folder) if file != folder / RECORD_FILE]
+    files = [file for file in list_files_below(folder) if file != folder / RECORD_FILE]
     record = {
         "version": version,
         "run_id": stage.run_path.name,
@@ -64,7 +64,7 @@ def run(stage: Stage) -> Outcome:
         "inputs": {name: result["digest"] for name, result in stage.inputs.items()},
         "files": {str(file.relative_to(folder)): sha256(file) for file in files},
     }
-    target, check_cancellation = open_target(stage.config.target), publication_check()
+    target, check_cancellation = open_target(stage.config.target), make_publication_check()
     check_cancellation()
     if prepare_upload := getattr(target, "prepare_upload", None):
         prepare_upload(stage.path, check_cancellation)
@@ -76,7 +76,7 @@ def run(stage: Stage) -> Outcome:
     return Outcome(metrics=metrics, info={"model": published_address, "published": published_address})
 
 
-def _find_published_model(stage: Stage, target: Target, folder: Path, record: dict[str, Any]) -> str:
+def _find_published_model(stage: Stage, target: PublicationTarget, folder: Path, record: dict[str, Any]) -> str:
     """Return the address of the model if it is already published and needs no upload; otherwise an empty string."""
     if not (hasattr(target, "where") and hasattr(target, "damage")):
         return ""
@@ -92,15 +92,18 @@ def _find_published_model(stage: Stage, target: Target, folder: Path, record: di
 
 
 def _find_superseded_version(
-    stage: Stage, target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]
+    stage: Stage, target: Any, folder: Path, record: dict[str, Any], current_record: dict[str, Any]
 ) -> str:
     """Return the address at which this stage has published the same weights before, if these are intact and the pointer
     was since moved to another version; otherwise an empty string. Thereby a resumed run undoes neither a rollback nor a
     newer publication, unless the stage is forced to run again."""
     stage_folders = [stage.path, *(stage.run_path / "superseded").glob(f"{stage.name}.*")]
-    notes, weight_digests = [read_object(each / _PUBLICATION_FILE) for each in stage_folders], _weight_digests(record)
+    notes, weight_digests = (
+        [read_json_object(each / _PUBLICATION_FILE) for each in stage_folders],
+        _weight_digests(record),
+    )
     versions = {str(note["version"]) for note in notes if "files" in note and _weight_digests(note) == weight_digests}
-    if current["version"] in versions or read_state(stage.path).forced:
+    if current_record["version"] in versions or read_state(stage.path).forced:
         return ""
     for version in sorted(versions):
         if not target.damage(folder, version, {"files": weight_digests}):

@@ -1,29 +1,33 @@
 """Stage kind `validate`: measure one exported model on held-out rows, in a stage separate from training."""
 
-from cosmos_core.run.libraries import TRAINING
-from cosmos_core.types import StageKind
-from tasks.stages.prepare import ROW_KEYS
+from dataclasses import replace
 
-_TRAIN_KEYS = (
+from tasks.stages import sft
+
+_MEASUREMENT_KEYS = (
     "seed", "master_dtype", "param_dtype", "logprob_dtype", "deterministic", "compile", "sequence_packing",
     "fsdp_offload", "train_policy",
 )  # fmt: skip
 """Keys of `train` that change measured values."""
 
-KIND = StageKind(
+KIND = replace(
+    sft.KIND,
     name="validate",
     entry="cosmos_core.train.validate:run",
     result_version=3,
     makes="metrics",
-    has_mesh=True,
-    scores=True,
-    allowed_keys=("reward_service", "reward_service_pool"),
-    reads_model="weights",
-    reads_data="prepared",
-    recipe_tables=(*(f"train.{name}" for name in _TRAIN_KEYS), "policy", "rollout", "validation", "custom", "judge"),
+    feed="",
+    recipe_tables=(
+        *(f"train.{name}" for name in _MEASUREMENT_KEYS),
+        "policy",
+        "rollout",
+        "validation",
+        "custom",
+        "judge",
+    ),
     # This kind validates once, on its rows in order: settings for shuffling and for the steps of validation do nothing.
     unread=(
-        *ROW_KEYS,
+        *sft.KIND.unread,
         "train.train_policy.dataloader_shuffle",
         "train.train_policy.dataloader_seed",
         "train.train_policy.dataloader_drop_last",
@@ -32,5 +36,4 @@ KIND = StageKind(
         "validation.val_before_train",
     ),
     reports=(),
-    libraries=TRAINING,
 )

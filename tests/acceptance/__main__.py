@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from cosmos_core.observe.logs import configure
+from cosmos_core.observe.logs import configure_logging
 from tests.acceptance import (
     apart,
     chaos,
@@ -74,7 +74,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.parts) - set(PARTS)):
         parser.error(f"no part {', '.join(unknown)}; there are: {', '.join(PARTS)}")
-    configure()
+    configure_logging()
     logging.getLogger("tests").setLevel(logging.INFO)
     met = True
     with tempfile.TemporaryDirectory(prefix="acceptance-") as temporary:

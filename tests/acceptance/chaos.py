@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.run.files import json_objects
+from cosmos_core.run.files import parse_json_objects
 from cosmos_core.run.manifest import read_result
-from cosmos_core.run.state import FINISHED, read_state
+from cosmos_core.run.state import FINISHED_STATES, read_state
 from tests import store
 from tests.acceptance.page import Proof, table
 from tests.acceptance.postgres import postgres
@@ -164,7 +164,7 @@ class Chaos:
     def is_complete(self, name: str) -> bool:
         """Whether every stage is done, as the flow's machine knows it."""
         stages = self.workspace.path / "outputs" / name / "stages"
-        return all(read_state(stages / stage).state in FINISHED for stage in _STAGES)
+        return all(read_state(stages / stage).state in FINISHED_STATES for stage in _STAGES)
 
     def leftovers(self, found: Round) -> list[str]:
         """What is left of a run that has ended: slots of its pools, processes."""
@@ -210,7 +210,7 @@ class Chaos:
         for stage in _MADE_ONCE:
             files = [folder / name / "stages" / stage / "events.jsonl" for folder in self.folders()]
             lines = {line for file in files if file.is_file() for line in file.read_text().splitlines()}
-            events = Counter(event.get("event") for event in json_objects(lines))
+            events = Counter(event.get("event") for event in parse_json_objects(lines))
             # Whoever is killed between the result and its event is followed by one that finds the result, in the folder
             # or in the store; there is none of another pipeline.
             if events["done"] > 1 or not (events["done"] or events["reused"]):

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from cosmos_core.run.manifest import find_damage, read_result
-from cosmos_core.run.state import FINISHED, read_state
+from cosmos_core.run.state import FINISHED_STATES, read_state
 from cosmos_core.upload.file import FileTarget
 from tests.acceptance.page import Proof, table
 from tests.acceptance.storms.shim import Shim
@@ -178,7 +178,7 @@ class Operations(Team):
         """What of a pipeline is not as it says, before anybody resumes it."""
         state, path = self.state(each), self.outputs / each.name / "stages"
         stages = {name: read_state(path / name).state for name in STAGES}
-        is_done = set(stages.values()) <= FINISHED
+        is_done = set(stages.values()) <= FINISHED_STATES
         problems = []
         if state == "COMPLETED" and not is_done:
             problems.append(f"COMPLETED with {stages}")
@@ -218,7 +218,7 @@ class Operations(Team):
     def is_done(self, each: Operation) -> bool:
         """Whether all stages are finished."""
         stages = self.outputs / each.name / "stages"
-        return all(read_state(stages / name).state in FINISHED for name in STAGES)
+        return all(read_state(stages / name).state in FINISHED_STATES for name in STAGES)
 
     def look_at_schedule(self) -> list[str]:
         """Whether models were published in the order of their rows, each approved, and the last one not lost."""

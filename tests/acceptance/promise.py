@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cosmos_core.config.capabilities import check_capabilities, unique_notices
 from cosmos_core.config.compose import Pipeline, load_pipeline
-from cosmos_core.config.inputs import source_of
-from cosmos_core.config.mesh import check_meshes, resolve_gpus
+from cosmos_core.config.inputs import referenced_stage
+from cosmos_core.config.mesh import check_meshes, resolve_gpu_settings
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.data import quick_check
 from cosmos_core.data.kinds.prompts import find_prompts
@@ -42,7 +42,7 @@ from cosmos_core.registry import import_object
 from cosmos_core.run.files import write_json
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.progress import read_metrics
-from cosmos_core.run.stage import CHECKED_PROMPTS, Stage
+from cosmos_core.run.stage import CHECKED_PROMPTS_FILE, Stage
 from cosmos_core.train import check
 from tasks.kinds import all_kinds
 from tests.acceptance.page import Proof, table
@@ -167,7 +167,7 @@ def _kept(place: Path, settings: dict[str, Any]) -> str:
     Raises:
         CosmosError: the check refused it.
     """
-    pipeline = resolve_gpus(load_pipeline(place / "recipe.toml", [], all_kinds()))
+    pipeline = resolve_gpu_settings(load_pipeline(place / "recipe.toml", [], all_kinds()))
     unique_notices(pipeline)
     check_capabilities(pipeline)
     check_meshes(pipeline)
@@ -183,12 +183,12 @@ def _check(pipeline: Pipeline, place: Path) -> None:
     """Look at rows and stages, as `launch.check.check_in_worker` does in workers."""
     prompts: Any = None
     for stage in pipeline.stages:
-        kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
+        kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
         if not kind.reads_model:
             continue
         at = _stage(pipeline, stage, place / "check" / stage.name, recipe.policy.model_name_or_path, None)
         if prompts:
-            write_json(at.path / CHECKED_PROMPTS, prompts)
+            write_json(at.path / CHECKED_PROMPTS_FILE, prompts)
         if kind.makes == "data":
             quick_check.run(at)
         info = check.run(at).info
@@ -199,8 +199,8 @@ def _check(pipeline: Pipeline, place: Path) -> None:
 def _run(pipeline: Pipeline, place: Path, settings: dict[str, Any]) -> str:
     done: dict[str, dict[str, Any]] = {}
     for stage in pipeline.stages:
-        kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
-        source, data = source_of(stage.model), source_of(stage.data)
+        kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
+        source, data = referenced_stage(stage.model), referenced_stage(stage.data)
         model = done[source]["model"] if source else recipe.policy.model_name_or_path
         at = _stage(
             pipeline, stage, place / "run" / stage.name, model, Path(done[data]["path"]) / "data" if data else None
@@ -224,7 +224,7 @@ def _run(pipeline: Pipeline, place: Path, settings: dict[str, Any]) -> str:
 
 def _stage(pipeline: Pipeline, stage: StageConfig, path: Path, model: str, data: Path | None) -> Stage:
     path.mkdir(parents=True)
-    return Stage(path, stage, pipeline.recipes[stage.name], model, data, {}, "f" * 64, pipeline.kind_of(stage))
+    return Stage(path, stage, pipeline.recipes[stage.name], model, data, {}, "f" * 64, pipeline.stage_kind(stage))
 
 
 def _rows_problem(at: Stage, settings: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.run.files import read_json
-from cosmos_core.run.stage import CONDITIONS
+from cosmos_core.run.stage import CONDITIONS_FILE
 from tests.acceptance import demo
 from tests.acceptance.page import Proof, table
 from tests.acceptance.seeds import SEEDS, settings
@@ -63,6 +63,6 @@ def _prove(folder: Path, name: str, minutes: float, title: str, how: str) -> Pro
 
 def comparison(workspace: Workspace) -> dict[str, Any]:
     """Return the comparison of the gate, question by question."""
-    [condition] = read_json(workspace.stage("gate") / CONDITIONS)
+    [condition] = read_json(workspace.stage("gate") / CONDITIONS_FILE)
     pair: dict[str, Any] = condition["paired"]
     return pair

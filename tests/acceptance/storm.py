@@ -24,7 +24,7 @@ from random import Random
 from threading import Lock
 
 from cosmos_core.errors import EXIT_OK, EXIT_USAGE
-from cosmos_core.observe.logs import configure
+from cosmos_core.observe.logs import configure_logging
 from tests.acceptance import page
 from tests.acceptance.storms import faults, pipelines, remains
 from tests.acceptance.storms.commands import Commands, Stuck
@@ -242,7 +242,7 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=2, help="storms at the same time, each on pipelines of its own")
     parser.add_argument("--write", action="store_true", help="write docs/acceptance.md")
     arguments = parser.parse_args()
-    configure()
+    configure_logging()
     logging.getLogger("tests").setLevel(logging.INFO)
     logging.getLogger(__name__).setLevel(logging.INFO)
     seed = Random().randrange(10**6) if arguments.seed is None else arguments.seed

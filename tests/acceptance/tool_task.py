@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 
 from configs.demo import arithmetic
-from cosmos_core.data.order import shuffled
-from cosmos_core.run.files import replaced_folder
+from cosmos_core.data.order import shuffled_indices
+from cosmos_core.run.files import replace_folder
 from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool
 from cosmos_core.types import Outcome
@@ -37,11 +37,11 @@ def make(stage: Stage, *, asking: float, train_rows: int = 6000, heldout_rows: i
     number in the others."""
     tokenizer = arithmetic.make_tokenizer()
     tokenizer.add_tokens(list(_PIECES))
-    with replaced_folder(stage.path / "model") as folder:
+    with replace_folder(stage.path / "model") as folder:
         tokenizer.save_pretrained(folder)
         arithmetic.make_model(tokenizer, hidden_size=128, layers=2, seed=0).save_pretrained(folder)
-    numbers = shuffled(90 * 90, 0).tolist()
-    with replaced_folder(stage.path / "data") as folder:
+    numbers = shuffled_indices(90 * 90, 0).tolist()
+    with replace_folder(stage.path / "data") as folder:
         _write(folder / "validation.jsonl", numbers[:heldout_rows], asking)
         _write(folder / "train.jsonl", numbers[heldout_rows : heldout_rows + train_rows], asking)
     return Outcome(outputs=("model", "data"), info={"model": "model", "data": "data"})

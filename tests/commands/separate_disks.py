@@ -66,6 +66,7 @@ work_pool = "cpu"
 """.replace("DEMOS", str(DEMOS))
 
 
+STEPS = 12
 WAIT = """
 import time
 from pathlib import Path
@@ -77,7 +78,14 @@ def wait(stage, report_data):
 
 
 def write_pipeline(place: Workspace, name: str) -> str:
+    """Write the pipeline without the stage that exports again, and of fewer steps; its path."""
     place.write("hooks.py", WAIT.replace("PLACE", str(place.path)))
     hooks = f'hooks = {{ pre_training_step_hook = "{place.path}/hooks.py:wait" }}'
-    text = SEPARATE_DISKS.replace("OUTPUTS", str(place.path / "outputs")).replace("STORE", f"s3://models/{name}")
+    before, _, after = SEPARATE_DISKS.partition('[[pipeline.stages]]\nname = "export"')
+    text = f"{before}[[pipeline.stages]]{after.partition('[[pipeline.stages]]')[2]}".replace("export", "sft")
+    text = (
+        text.replace("max_num_steps = 30", f"max_num_steps = {STEPS}")
+        .replace("OUTPUTS", str(place.path / "outputs"))
+        .replace("STORE", f"s3://models/{name}")
+    )
     return str(place.write("separate_disks.toml", text.replace("\nckpt =", f"\n{hooks}\nckpt =")))

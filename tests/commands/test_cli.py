@@ -16,7 +16,7 @@ from cosmos_core.launch import worker
 from cosmos_core.observe.console import Display
 from cosmos_core.run.directory import Run
 from cosmos_core.run.state import update_state
-from cosmos_core.session import _keep_display_updated, _print_failures, exit_code
+from cosmos_core.session import _keep_display_updated, _print_failures, derive_exit_code
 from tests.command_line import InProcess
 from tests.conftest import Workspace, wait_until
 from tests.unit.data_tokenizers import CHATML
@@ -329,7 +329,7 @@ def test_two_identical_runs_started_together_train_once(workspace: Workspace) ->
 
 
 def ending(run: Run, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
-    code = exit_code(run)
+    code = derive_exit_code(run)
     _print_failures(run, code)
     return code, capsys.readouterr().err.splitlines()
 

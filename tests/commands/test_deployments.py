@@ -126,6 +126,14 @@ kind = "custom"
 entry = "PROGRAMS/released.py:count"
 arguments = { release = "OUTPUTS/go-right" }
 """
+LAST = """
+[[pipeline.stages]]
+name = "left"
+kind = "custom"
+after = "second_half"
+entry = "PROGRAMS/released.py:count"
+arguments = { release = "OUTPUTS/go-left" }
+"""
 NIGHTLY = """
 [pipeline]
 name = "asked"
@@ -150,14 +158,14 @@ def write(place: Workspace, text: str) -> str:
     return str(place.write("pipeline.toml", text.replace("OUTPUTS", str(place.path / "outputs"))))
 
 
-def wait_for_steps(place: Workspace, run: str) -> None:
-    """Wait until both stages of `RELEASED` have made five steps."""
+def wait_for_steps(place: Workspace, run: str, *names: str) -> None:
+    """Wait until stages, those of `RELEASED` if none is named, have made five steps."""
 
     def step(stage: str) -> int:
         progress = read_json(place.path / "outputs" / run / "stages" / stage / "progress.json")
         return int(progress["step"]) if isinstance(progress, dict) else 0
 
-    wait_until(lambda: min(step("left"), step("right")) >= 5, 90, "both at step 5")
+    wait_until(lambda: min(map(step, names or ("left", "right"))) >= 5, 90, "all at step 5")
 
 
 def release(place: Workspace) -> None:
@@ -193,37 +201,45 @@ def test_a_deployed_demo_runs_on_a_worker_and_its_model_is_on_disk(orchestra: Or
     expect_gone(flow_run, 15)
 
 
-def test_a_schedule_fires_and_without_new_data_the_second_firing_trains_nothing(
+def test_a_schedule_fires_a_person_declines_and_without_new_data_the_next_firing_trains_nothing(
     orchestra: Orchestra, place: Workspace
 ) -> None:
     """With SQLAlchemy 2.1 the scheduler of Prefect ended in an error at each turn, and nothing was ever scheduled."""
-    config = write(place, IN_PLACE.partition('[[pipeline.stages]]\nname = "second_half"')[0])
+    config = write(place, NIGHTLY)
+    place.write("outputs/rows.jsonl", '{"accuracy": 0.5}\n')
     orchestra.ensure_worker()
     deployment = httpx.get(f"{orchestra.url}/deployments/name/retrain/local", timeout=30).json()["id"]
     schedules = f"deployments/{deployment}/schedules"
 
     def wait_for_firing(state_name: str) -> dict[str, Any]:
-        """Make a schedule that fires in three seconds, or later on a busy machine; wait for a firing that ends so."""
+        """Make a schedule that fires in three seconds, or later on a busy machine; wait for a firing in this state."""
         timing = {"interval": 20, "anchor_date": (datetime.now(UTC) + timedelta(seconds=3)).isoformat()}
-        wanted = {"schedule": timing, "active": True, "parameters": {"config": config}}
+        wanted = {"schedule": timing, "active": True, "parameters": {"config": config, "approve": True}}
+        known = len(begun(orchestra, config))
         [made] = orchestra.post(schedules, [wanted])
-        ended = lambda: [run for run in scheduled(orchestra, config) if run["state_name"] == state_name]  # noqa: E731
         try:
-            return wait_until(ended, 80, lambda: f"{state_name}: {scheduled(orchestra, config)[:2]}", pause=0.3)[0]
+            wait_until(lambda: len(begun(orchestra, config)) > known, 80, "it fires", pause=0.3)
         finally:
             httpx.delete(f"{orchestra.url}/{schedules}/{made['id']}", timeout=30).raise_for_status()
+        found = lambda: [run for run in begun(orchestra, config) if run["state_name"] == state_name]  # noqa: E731
+        return wait_until(found, 80, lambda: f"{state_name}: {begun(orchestra, config)[:2]}", pause=0.3)[0]
 
-    wait_for_firing("Completed")
+    asked = wait_for_firing("Suspended")["id"]
+    expect_gone(asked, 30)
+    orchestra.post(f"flow_runs/{asked}/resume", {"run_input": {"publish": False}})
+    assert orchestra.wait_for(asked, "COMPLETED", 120)["state_name"] == "Declined"
+    assert not (place.path / "outputs" / "published" / "latest").exists()
     found = wait_for_firing("NothingNew")
     [run] = (place.path / "outputs").glob("2*")
-    assert read_result(run / "stages" / "first") is not None
-    assert found["state"]["message"] == f"nothing new since run {run.name}, which was published"
+    assert found["state"]["message"] == f"nothing new since run {run.name}, which was declined"
+    assert read_state(run / "stages" / "learn").attempt == 1, "what was trained before is not trained again"
 
 
-def scheduled(orchestra: Orchestra, config: str) -> list[dict[str, Any]]:
-    """Runs that a schedule made, the next one first."""
+def begun(orchestra: Orchestra, config: str) -> list[dict[str, Any]]:
+    """Runs that a schedule made and that have begun, the first one first."""
     found = orchestra.ask("flow_runs/filter", sort="EXPECTED_START_TIME_ASC")
-    return [run for run in found if run["auto_scheduled"] and run["parameters"].get("config") == config]
+    found = [run for run in found if run["auto_scheduled"] and run["parameters"].get("config") == config]
+    return [run for run in found if run["state_type"] != "SCHEDULED"]
 
 
 def test_a_parameter_that_does_not_fit_is_refused_before_a_run_exists(orchestra: Orchestra) -> None:
@@ -232,30 +248,6 @@ def test_a_parameter_that_does_not_fit_is_refused_before_a_run_exists(orchestra:
     assert "Validation failed for field 'overrides'" in said
     orchestra.prefect("deployment", "run", "post-train/local", "-p", "confg=x", code=1)
     assert orchestra.ask("flow_runs/count") == before
-
-
-def test_cosmos_run_shows_progress_metrics_curves_and_cards_on_the_given_server(
-    orchestra: Orchestra, place: Workspace
-) -> None:
-    place.write("counting.toml", COUNTING)
-    place.cosmos("run", "counting.toml", "--run-id", "Shown_1")
-    [found] = orchestra.ask("flow_runs/filter", flow_runs={"name": {"any_": ["counting Shown_1"]}})
-    assert found["state_type"] == "COMPLETED"
-    assert orchestra.task_states(found["id"]) == {"first": "Completed", "second_half": "Completed"}
-    artifacts = orchestra.artifacts(found["id"])
-    parts = ("progress", "metrics", "curves", "card")
-    wanted = {f"counting-{stage}-{part}" for stage in ("first", "second-half") for part in parts}
-    assert artifacts.keys() == wanted | {"counting-run"}
-    assert {artifacts[key]["type"] for key in wanted if key.endswith("card")} == {"markdown"}
-    assert artifacts["counting-first-progress"]["data"] == 100
-    table = json.loads(artifacts["counting-second-half-metrics"]["data"])
-    assert [(line["step"], line["loss"]) for line in table] == [(n, 1 / n) for n in range(1, 7)]
-    head, _, image = artifacts["counting-first-curves"]["data"].partition(",")
-    assert head == "data:image/png;base64"
-    assert base64.b64decode(image).startswith(b"\x89PNG")
-    assert "| count | 4 |" in artifacts["counting-first-card"]["data"]
-    assert "| second_half | custom | done |" in artifacts["counting-run"]["data"]
-    place.expect_quiet()
 
 
 @pytest.mark.full
@@ -286,6 +278,10 @@ def test_a_cancelled_run_saves_a_checkpoint_and_resume_completes_it(orchestra: O
 
     release(place)
     place.cosmos("resume", "outputs/cancelled")
+    both = {"name": {"any_": ["released cancelled"]}}
+    [resumed, _] = orchestra.ask("flow_runs/filter", flow_runs=both, sort="START_TIME_DESC")
+    assert resumed["state_type"] == "COMPLETED", "the command uses the server that it is given"
+    assert orchestra.task_states(resumed["id"]) == {"left": "Completed", "right": "Completed"}
     assert read_result(stage) is not None
     assert read_state(stage).attempt == 2
     assert (stage / "visits.txt").read_text() == f"start 0\nstart {saved}\n"
@@ -314,31 +310,55 @@ def test_a_worker_that_is_terminated_leaves_nothing_running_and_resume_completes
     place.expect_quiet()
 
 
-def test_retrying_a_failed_flow_run_continues_the_failed_stage(orchestra: Orchestra, place: Workspace) -> None:
+def test_retrying_a_failed_flow_run_continues_the_failed_stage_and_goes_on_to_its_end_though_its_worker_is_killed(
+    orchestra: Orchestra, place: Workspace
+) -> None:
     text = IN_PLACE.replace("steps = 6", "steps = 6, crash_at = 3")
-    config = write(place, text.replace('after = "first"', 'after = "first"\nretries = 0'))
+    config = write(place, text.replace('after = "first"', 'after = "first"\nretries = 0') + LAST)
     flow_run = orchestra.begin("post-train/local", config=config, run_id="retried")
     orchestra.wait_for(flow_run, "FAILED", 120)
     # Its worker would take the end of the first attempt's process for that of the second, and call it crashed.
     wait_until(lambda: not processes_below(Path(flow_run)), 60, "the first attempt's process has ended")
     orchestra.prefect("flow-run", "retry", flow_run)
+    wait_for_steps(place, "retried", "left")
+    worker = orchestra.ensure_worker()
+    worker.kill()
+    worker.wait(timeout=180)
+    release(place)
     assert orchestra.wait_for(flow_run, "COMPLETED", 120)["run_count"] == 2
     stages = place.path / "outputs" / "retried" / "stages"
-    assert (stages / "second_half" / "visits.txt").read_text() == "start 0\nstart 3\n"
-    assert (stages / "first" / "visits.txt").read_text() == "start 0\n"
+    visits = {name: (stages / name / "visits.txt").read_text() for name in ("first", "second_half", "left")}
+    assert visits == {"first": "start 0\n", "second_half": "start 0\nstart 3\n", "left": "start 0\n"}
     assert len(list((place.path / "outputs").glob("*/pipeline.toml"))) == 1, "the retry made no run of its own"
+    expect_gone(flow_run, 15)
 
 
-def test_a_flow_run_that_died_before_it_began_is_begun_again_by_resume(orchestra: Orchestra, place: Workspace) -> None:
+def test_a_flow_run_that_died_before_it_began_is_begun_again_by_resume_and_shows_curves_and_cards(
+    orchestra: Orchestra, place: Workspace
+) -> None:
     config = write(place, IN_PLACE)
     orchestra.ensure_worker()
     [deployment] = orchestra.ask("deployments/filter", flows={"name": {"any_": ["post-train"]}})
-    dead = {"parameters": {"config": config, "run_id": "late"}, "state": {"type": "CRASHED", "message": "no server"}}
+    dead = {"parameters": {"config": config, "run_id": "Late_1"}, "state": {"type": "CRASHED", "message": "no server"}}
     flow_run = orchestra.post(f"deployments/{deployment['id']}/create_flow_run", dead)
-    said = place.cosmos("resume", "late").stdout
-    assert said == f"run late has not begun: its flow run {flow_run['name']} is scheduled again on work pool local\n"
-    assert orchestra.flow_run(flow_run["id"])["state_type"] == "COMPLETED"
-    assert read_result(place.path / "outputs/late/stages/second_half")["metrics"] == {"count": 6}  # type: ignore[index]
+    said = place.cosmos("resume", "Late_1").stdout
+    assert said == f"run Late_1 has not begun: its flow run {flow_run['name']} is scheduled again on work pool local\n"
+    found = orchestra.flow_run(flow_run["id"])
+    assert (found["state_type"], found["name"]) == ("COMPLETED", "counting Late_1")
+    assert read_result(place.path / "outputs/Late_1/stages/second_half")["metrics"] == {"count": 6}  # type: ignore[index]
+    assert orchestra.task_states(found["id"]) == {"first": "Completed", "second_half": "Completed"}
+    artifacts = orchestra.artifacts(found["id"])
+    parts = ("progress", "metrics", "curves", "card")
+    wanted = {f"counting-{stage}-{part}" for stage in ("first", "second-half") for part in parts}
+    assert artifacts.keys() == wanted | {"counting-run"}
+    assert {artifacts[key]["type"] for key in wanted if key.endswith("card")} == {"markdown"}
+    assert artifacts["counting-first-progress"]["data"] == 100
+    table = json.loads(artifacts["counting-second-half-metrics"]["data"])
+    assert [(line["step"], line["loss"]) for line in table] == [(n, 1 / n) for n in range(1, 7)]
+    head, _, image = artifacts["counting-first-curves"]["data"].partition(",")
+    assert head == "data:image/png;base64" and base64.b64decode(image).startswith(b"\x89PNG")
+    assert "| count | 4 |" in artifacts["counting-first-card"]["data"]
+    assert "| second_half | custom | done |" in artifacts["counting-run"]["data"]
 
 
 @pytest.mark.full
@@ -365,36 +385,16 @@ def test_the_ghost_of_a_killed_attempt_confuses_nobody_after_a_retry_in_the_ui(
     expect_gone(flow_run, 15)
 
 
-@pytest.mark.parametrize(
-    ("publish", "ended"), [pytest.param(True, "Completed", marks=pytest.mark.full), (False, "Declined")]
-)
-def test_retraining_waits_for_a_person_and_does_what_is_said(
-    orchestra: Orchestra, place: Workspace, publish: bool, ended: str
-) -> None:
+@pytest.mark.full
+def test_retraining_waits_for_a_person_and_publishes_what_is_approved(orchestra: Orchestra, place: Workspace) -> None:
     config = write(place, NIGHTLY)
     place.write("outputs/rows.jsonl", '{"accuracy": 0.5}\n')
     flow_run = orchestra.begin("retrain/local", config=config, approve=True)
     wait_until(lambda: orchestra.flow_run(flow_run)["state_name"] == "Suspended", 120, "it waits for a person")
     expect_gone(flow_run, 30)
     assert not (place.path / "outputs" / "published").exists()
-    orchestra.post(f"flow_runs/{flow_run}/resume", {"run_input": {"publish": publish}})
-    assert orchestra.wait_for(flow_run, "COMPLETED", 120)["state_name"] == ended
-    assert (place.path / "outputs" / "published" / "latest").exists() is publish
+    orchestra.post(f"flow_runs/{flow_run}/resume", {"run_input": {"publish": True}})
+    assert orchestra.wait_for(flow_run, "COMPLETED", 120)["state_name"] == "Completed"
+    assert (place.path / "outputs" / "published" / "latest").exists()
     [run] = (place.path / "outputs").glob("2*")
-    assert read_state(run / "stages" / "learn").attempt == 1, (
-        "what was trained before the question is not trained again"
-    )
-
-
-def test_a_run_whose_worker_is_killed_goes_on_to_its_end(orchestra: Orchestra, place: Workspace) -> None:
-    config = write(place, RELEASED)
-    flow_run = orchestra.begin("post-train/local", config=config, run_id="alone")
-    wait_for_steps(place, "alone")
-    worker = orchestra.ensure_worker()
-    worker.kill()
-    worker.wait(timeout=180)
-    release(place)
-    assert orchestra.wait_for(flow_run, "COMPLETED", 120)["state_type"] == "COMPLETED"
-    stages = place.path / "outputs" / "alone" / "stages"
-    assert {(stages / name / "visits.txt").read_text() for name in ("left", "right")} == {"start 0\n"}
-    expect_gone(flow_run, 15)
+    assert read_state(run / "stages" / "learn").attempt == 1, "what was trained before is not trained again"

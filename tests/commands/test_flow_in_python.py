@@ -115,16 +115,13 @@ def test_a_budget_that_is_spent_is_said_in_one_line(workspace: Workspace) -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["my.py:chain", "-p", "rounds=two"], "rounds"),
         (["my.py:broken"], "KeyError: 'missing' ("),
         (["my.py:unmet"], "a stage was called with the future of a stage that failed"),
         (["my.py:hasty"], "stage 'first' is not done, and the flow did not wait for it: call .result() of its future"),
-        (["typo.py:chain"], "typo.py:chain: ModuleNotFoundError: No module named 'numpie' (/"),
     ],
 )
 def test_a_mistake_is_one_line(workspace: Workspace, words: list[str], message: str) -> None:
     workspace.write("my.py", FLOW)
-    workspace.write("typo.py", f"import numpie\n{FLOW}")
     done = workspace.cosmos("run", *words, code=None)
     assert done.returncode in {1, 64} and message in done.stderr.splitlines()[-1], done.stderr
 
@@ -133,6 +130,8 @@ def test_a_mistake_is_one_line(workspace: Workspace, words: list[str], message: 
     ("words", "message"),
     [
         (["plan", "my.py:chain"], "chain"),
+        (["plan", "my.py:chain", "-p", "rounds=two"], "rounds"),
+        (["plan", "typo.py:chain"], "typo.py:chain: ModuleNotFoundError: No module named 'numpie' (/"),
         (["run", "my.py:chain", "-p", "rounds"], "-p rounds: write NAME=VALUE"),
         (["run", "my.py:chain", "--set", "train.epoch=2"], "my.py:chain is a flow in Python: --set"),
         (["plan", "my.py:none"], "my.py:none"),
@@ -147,6 +146,7 @@ def test_a_mistake_is_found_before_the_flow_begins(
 ) -> None:
     """`plan` and `run` read the file, the name and the parameters of a flow alike."""
     workspace.write("my.py", FLOW)
+    workspace.write("typo.py", f"import numpie\n{FLOW}")
     workspace.write("parts/__init__.py", "")
     workspace.write("parts/two.py", "")
     monkeypatch.chdir(workspace.path)

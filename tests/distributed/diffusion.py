@@ -20,7 +20,7 @@ from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.recompute import recompute_activations
 from cosmos_core.parallel.fsdp import full_tensors
 from cosmos_core.parallel.mesh import is_first, open_mesh
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.trainer import Trainer
 from tests import tiny_pipelines
 from tests.effects.change import recipe
@@ -43,8 +43,8 @@ PRECISE = {"cosmos_predict": (torch.float32, 1e-5), "sana_video": (torch.float32
 
 
 def usual_cells() -> list[tuple[str, str]]:
-    """The cells that the suite has."""
-    return [cell for cell in cells() if cell[0] in {"sd3-lora", "cosmos_predict"}]
+    """The cells that the suite has: replicas, shards of replicas, and clips that sharded ranks share."""
+    return [("sd3-lora", "replicas"), ("sd3-lora", "hsdp"), ("cosmos_predict", "context")]
 
 
 def cells() -> list[tuple[str, str]]:
@@ -98,7 +98,7 @@ def computed(folder: Path, case: str, scratch: Path, **mesh: int) -> dict[str, A
         recompute_activations(model, config.policy.model_gradient_checkpointing)
     sizes = open_mesh(ParallelismConfig.model_validate(mesh), "cpu") if mesh else None
     adapter = Denoiser(model, family, train, sizes)
-    trainer = Trainer(adapter, train, Progress(scratch / "p.json"))
+    trainer = Trainer(adapter, train, ProgressWriter(scratch / "p.json"))
     rows = samples(name)
     predicted = trainer.evaluate(rows)
     [update] = DiffusionSft(DiffusionSftConfig(type="sft")).updates(rows, NoView())

@@ -21,7 +21,7 @@ import torch
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.run.files import read_json, sha256
-from cosmos_core.run.progress import Metrics, Progress, read_metrics
+from cosmos_core.run.progress import MetricsWriter, ProgressWriter, read_metrics
 from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import run
 from cosmos_core.types import Outcome
@@ -171,7 +171,7 @@ def _train(folder: Path, task: Path, mesh: dict[str, int], stop: threading.Event
     if torch.distributed.is_initialized() and torch.distributed.get_rank():
         own = folder / f"rank_{torch.distributed.get_rank()}"
         own.mkdir(exist_ok=True)
-        stage.progress, stage.metrics = Progress(own / "progress.json"), Metrics(own / "metrics.jsonl")
+        stage.progress, stage.metrics = ProgressWriter(own / "progress.json"), MetricsWriter(own / "metrics.jsonl")
     return run(stage)
 
 

@@ -26,7 +26,7 @@ from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import load_model, named_weights
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.mesh import open_mesh
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.trainer import Trainer
 from tests.distributed.matrix import Case, recipe, samples
 from tests.unit.trainers import logprobs, trainer_of
@@ -60,7 +60,7 @@ def save_large(folder: Path, layers: int, dtype: torch.dtype) -> tuple[int, int]
 def split(model: PreTrainedModel, mesh: dict[str, int], scratch: Path) -> Trainer:
     """The model over the ranks of a mesh."""
     opened = open_mesh(ParallelismConfig.model_validate(mesh), "cpu")
-    return trainer_of(model, recipe(Case()).train, 0, Progress(scratch / "progress.json"), opened)
+    return trainer_of(model, recipe(Case()).train, 0, ProgressWriter(scratch / "progress.json"), opened)
 
 
 def trained(model: PreTrainedModel, policy: dict[str, Any]) -> PreTrainedModel:

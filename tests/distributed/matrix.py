@@ -29,7 +29,7 @@ from cosmos_core.models.lora import needs_base_weights
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import full_tensors
 from cosmos_core.parallel.mesh import Mesh, is_first, open_mesh
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.trainer import Trainer
 from tests.unit.trainers import likelihood, score_in, trainer_of
 
@@ -150,7 +150,7 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     if case.dtype == "float64" and loaded._can_set_experts_implementation():
         loaded.set_experts_implementation("eager")  # the grouped product knows no float64
     mark_trained_weights(loaded, trained)
-    rank = trainer_of(loaded, config, 0, Progress(scratch / "progress.json"), mesh, None, case.balance)
+    rank = trainer_of(loaded, config, 0, ProgressWriter(scratch / "progress.json"), mesh, None, case.balance)
     score_in(rank, getattr(torch, case.dtype))
     rank.adapter.check_parallel_plan()
     policy = config.train_policy
@@ -187,7 +187,7 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
 def add_teacher(rank: Trainer, model: PreTrainedModel, case: Case, config: TrainConfig) -> None:
     """Let another model be asked, sharded over the same mesh."""
     teacher: Any = CausalLM(model.to(getattr(torch, case.dtype)), config, InputProcessing(0), rank.adapter.mesh)
-    for part in (teacher, *teacher.runner.roots):
+    for part in (teacher, *teacher.runner.root_modules):
         part._dtype = getattr(torch, case.dtype)
     rank.add_model("teacher", teacher)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from cosmos_core.cluster.actors import ActorGroup
 from cosmos_core.cluster.group import WorkerGroup
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.parallel.mesh import any_rank
 from cosmos_core.types import Outcome
 
@@ -85,14 +85,14 @@ def stop_together(started: Path, stop: threading.Event) -> list[int]:
 
 def train(stage: Stage, stop_after: int | None, scratch: Path, stop: threading.Event) -> Outcome:
     """The stage, a training or a validation; with `stop_after` the last rank alone is told to stop at that step."""
-    from cosmos_core.run.progress import Metrics, Progress
+    from cosmos_core.run.progress import MetricsWriter, ProgressWriter
     from cosmos_core.train import setup, validate  # seconds, which ranks in Ray that do not train are spared
 
     torch.set_num_threads(1)
     if dist.get_rank():
         own = scratch / f"rank_{dist.get_rank()}"
         own.mkdir(exist_ok=True)
-        stage.progress, stage.metrics = Progress(own / "progress.json"), Metrics(own / "metrics.jsonl")
+        stage.progress, stage.metrics = ProgressWriter(own / "progress.json"), MetricsWriter(own / "metrics.jsonl")
     if stop_after is not None and dist.get_rank() == dist.get_world_size() - 1:
 
         def watch(line: dict[str, Any]) -> None:
@@ -121,5 +121,10 @@ def shared_gpus(told: Any) -> str:
 if __name__ == "__main__":
     is_shared = "shared" in sys.argv[2:]
     processes = int((sys.argv[3:] or ["1"])[0])
-    beside = ActorGroup(Beside, lambda: 2, shares_gpus=True, processes=processes) if is_shared else None
+    beside = ActorGroup(Beside, lambda: 2, shares_gpus=True, processes_per_actor=processes) if is_shared else None
     print(WorkerGroup(int(sys.argv[1]), actors=beside).run(shared_gpus if is_shared else own_gpus))  # noqa: T201
+    if "die" in sys.argv[2:]:
+        try:
+            WorkerGroup(int(sys.argv[1])).run(die)
+        except StageFailed as error:
+            print(error)  # noqa: T201

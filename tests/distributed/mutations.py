@@ -39,7 +39,7 @@ def _own_losses(mesh: Mesh, value: Any) -> Any:
 
 
 def _same_rows(mesh: Mesh, rows: Any) -> Any:
-    return rows[:: mesh.data.size()] if torch.is_grad_enabled() else _select(mesh, rows)
+    return rows[:: mesh.dp.size()] if torch.is_grad_enabled() else _select(mesh, rows)
 
 
 def _without_gradient(tensor: torch.Tensor, *sizes: Any) -> torch.Tensor:
@@ -68,7 +68,7 @@ MUTATIONS = {
     "gradients are averaged over ranks": _mutation(DP2, FSDPModule, "set_gradient_divide_factor", _averaged),
     "the loss is that of one rank": _mutation(DP2, Mesh, "all_gather_object", _own_losses),
     "ranks have the same rows": _mutation(DP2, Mesh, "select_local_items", _same_rows),
-    "attention sees a piece of a row": _mutation(CP2, context, "exchange", _own_piece),
+    "attention sees a piece of a row": _mutation(CP2, context, "all_to_all", _own_piece),
     "norms have the gradient of some heads": _mutation(
         TP2, tensor._SummedBackward, "backward", staticmethod(lambda ctx, gradient: (gradient, None))
     ),
@@ -84,7 +84,7 @@ def run_broken(models: Path, scratch: Path, stop: threading.Event) -> None:
     for name, mutation in MUTATIONS.items():
         for kind, state in (("whole", nullcontext), ("broken", mutation.broken)):
             # A split is proven before the first step, which would end it there.
-            with state(), patch.object(causal_lm, "check_split"):
+            with state(), patch.object(causal_lm, "check_tp_plan"):
                 found = computed(mutation.case, models, scratch)
             if dist.get_rank() == 0:
                 torch.save(found, scratch / f"{name}, {kind}.pt")

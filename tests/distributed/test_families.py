@@ -81,8 +81,10 @@ TWO = [
     Case(DP2, 2, model="llama3", trained="adapter taken from the base", dtype="float32"),
     Case(DP2, 2, model=TIED, trained="adapter", dtype="float32"),
 ]
-ALIKE = {("model", name) for name in ("llama3", "qwen2.5", "olmo2", "mixtral", "afmoe", "one head")}
-"""Families whose layers have the form of those of another one."""
+ALIKE = {("model", name) for name in ("llama3", "qwen2.5", "olmo2", "mixtral", "afmoe", "one head")} | {
+    ("algorithm", "grpo"), ("algorithm", "dpo"), ("masked", 3),
+}  # fmt: skip
+"""Families whose layers have the form of those of another one, and settings that `test_invariance.py` has."""
 REFUSED = {
     Case(EP2, model=TIED): "ep_size = 2: Qwen2ForCausalLM has no plan that sends tokens to experts; set it to 1",
     Case(EP2, model="llama4"): "ep_size = 2: Llama4ForConditionalGeneration has no plan that sends tokens to experts",

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.run.files import read_json, write_json
 from cosmos_core.run.progress import read_metrics
-from cosmos_core.run.stage import ENGINES, Stage, load_stage
+from cosmos_core.run.stage import ENGINES_FILE, Stage, load_stage
 from cosmos_core.train.setup import run
 from tests.distributed.stages import make_task, stage_of
 
@@ -165,7 +165,7 @@ def test_a_training_whose_engine_and_rank_are_killed_ends_with_the_bits_of_one_w
         kill("Rank")(tree)
         told(stage, tree, "is open", 5)
         assert {each.pid for each in actors(tree, "RolloutEngine")} == engines, "the engines did not outlive the rank"
-        write_json(stage.path / ENGINES, 1)
+        write_json(stage.path / ENGINES_FILE, 1)
         released.touch()
 
     log = worker(stage, {0: kill_engine, 2: kill_rank_and_end_an_engine})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -23,12 +24,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cosmos_core.cluster.actors import ActorGroup, _ObjectActor
-from cosmos_core.cluster.group import WorkerGroup, network_interface_to, num_threads, open_store
+from cosmos_core.cluster.group import WorkerGroup, network_interface_to, open_store, split_threads
 from cosmos_core.cluster.join import join_cluster
 from cosmos_core.cluster.placement import reserve_bundles, resource_bundles
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, Preempted, StageFailed
-from cosmos_core.machine_properties import measure, measure_worker_machine
+from cosmos_core.machine_properties import measure_machine, measure_worker_machine
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run
@@ -85,8 +86,8 @@ def assert_like(done: Stage, alone: dict[str, Any]) -> None:
 def test_what_computes_beside_the_ranks_has_half_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cases = ((2, 1, 1), (8, 1, 1), (16, 2, 4), (2, 2, 2), (4, 1, 0))
-    assert [num_threads(*case, overlaps=True) for case in cases] == [(2, 1), (8, 4), (4, 2), (1, 1), (4, 4)]
-    assert [num_threads(*case, overlaps=False) for case in cases] == [(2, 2), (8, 8), (4, 4), (1, 1), (4, 4)]
+    assert [split_threads(*case, overlaps=True) for case in cases] == [(2, 1), (8, 4), (4, 2), (1, 1), (4, 4)]
+    assert [split_threads(*case, overlaps=False) for case in cases] == [(2, 2), (8, 8), (4, 4), (1, 1), (4, 4)]
     before = torch.get_num_threads()
     try:
         assert _ObjectActor(torch.get_num_threads, 3).call("__int__", (), {}) == 3
@@ -109,11 +110,6 @@ def test_an_error_of_one_rank_ends_all_and_keeps_its_class(launcher: Any) -> Non
     with pytest.raises(ConfigError) as caught:
         launcher(3).run(members.refuse)  # a barrier waits half an hour, longer than a test may take
     assert str(caught.value) == "train.optm_lr = -1 must be positive"
-
-
-def test_a_rank_that_dies_ends_all() -> None:
-    with pytest.raises(StageFailed, match=r"rank [01]"):
-        WorkerGroup(2).run(members.die)
 
 
 @pytest.mark.parametrize("launcher", [LocalGroup, pytest.param(WorkerGroup, marks=pytest.mark.full)])
@@ -153,12 +149,16 @@ def started(*what: str) -> str:
     return done.stdout
 
 
-def test_ranks_get_the_gpus_of_the_cluster_not_of_the_machine_that_starts_them(cluster: None) -> None:
-    assert measure().gpus == (), "this machine has none"
+def test_ranks_get_the_gpus_of_the_cluster_not_of_the_machine_that_starts_them_and_one_that_dies_ends_all(
+    cluster: None,
+) -> None:
+    assert measure_machine().gpus == (), "this machine has none"
     found = measure_worker_machine(["torch"], is_group=True)
-    assert len(found.gpus) == 2 and found.versions == measure(["torch"]).versions
-    *ranks, first, second = started("shared").split()
+    assert len(found.gpus) == 2 and found.versions == measure_machine(["torch"]).versions
+    gpus, _, died = started("shared", "1", "die").partition("\n")
+    *ranks, first, second = gpus.split()
     assert [first, second] == ranks and sorted(ranks) == ["0", "1"], "each engine has the GPU of one rank"
+    assert re.search("rank [01]", died)
 
 
 @pytest.mark.full
@@ -211,7 +211,8 @@ def test_ranks_and_an_engine_have_room_or_are_refused(size: int, beside: Any, th
     machines = 2 if there["CPU"] == 16 else 1
     node = {"Alive": True, "Resources": {name: count / machines for name, count in there.items()}}
     ray = SimpleNamespace(cluster_resources=lambda: there, nodes=lambda: [node] * machines)
-    actors = ActorGroup(dict, lambda: 1, **beside)
+    shares_gpus, processes = beside.get("shares_gpus", False), beside.get("processes", 1)
+    actors = ActorGroup(dict, lambda: 1, shares_gpus=shares_gpus, processes_per_actor=processes)
     if isinstance(found, str):
         with pytest.raises(ConfigError, match=found):
             resource_bundles(ray, size, actors if beside else None, is_embedded=False)

@@ -111,9 +111,12 @@ FOUR = [
     Case(PP4, 2, packed=True, model="deep"),
 ]
 USUAL_PAIRS = {
-    ("dp_replicate_size", "dp_shard_size"), ("dp_shard_size", "tp_size"), ("cp_size", "dp_shard_size"),
-    ("dp_shard_size", "pp_size"), ("pp_size", "tp_size"),
-}  # fmt: skip
+    ("dp_shard_size", "tp_size"),
+    ("cp_size", "dp_shard_size"),
+    ("dp_shard_size", "pp_size"),
+    ("pp_size", "tp_size"),
+}
+"""That the suite has beside the sharded replicas of `test_diffusion.py`."""
 BAR = {"float64": 1e-9, "float32": 1e-5}
 MIXED_BAR = 0.05
 """Norms are rounded too where FSDP gathers them."""

@@ -153,7 +153,7 @@ def left_by_a_killed_run() -> Iterator[None]:
     path.unlink(missing_ok=True)
 
 
-@pytest.mark.full  # two ranks with an engine each are in `test_run.py`
+@pytest.mark.full
 @pytest.mark.usefixtures("left_by_a_killed_run")
 @pytest.mark.parametrize(("mesh", "tp_size"), [("dp", 2), ("tp", 1)])
 def test_vllm_answers_on_every_rank_and_over_ranks(mesh: str, tp_size: int, task: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ def run_of(workspace: Workspace) -> Path:
     return max(path for path in (workspace.path / "outputs").iterdir() if (path / "stages").is_dir())
 
 
-def step_of(workspace: Workspace, name: str) -> int:
+def parse_step(workspace: Workspace, name: str) -> int:
     progress = read_json(run_of(workspace) / "stages" / name / "progress.json")
     return int(progress["step"]) if isinstance(progress, dict) else 0
 
@@ -106,9 +105,11 @@ def test_two_ranks_export_the_model_that_one_exports(workspace: Workspace) -> No
     assert not processes_below(workspace.path)
 
 
-def test_each_of_two_ranks_generates_with_an_engine_of_its_own_and_learns(workspace: Workspace) -> None:
+@pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.full)])
+def test_each_of_two_ranks_generates_with_an_engine_of_its_own_and_learns(workspace: Workspace, backend: str) -> None:
     """What further meshes generate, and a validation on ranks, is in `test_rollouts.py`."""
-    backend = "vllm" if find_spec("vllm") else "hf"
+    if backend == "vllm":
+        pytest.importorskip("vllm")
     workspace.write("p.toml", text(2).replace("hidden_size = 64", "hidden_size = 128") + RL.replace("BACKEND", backend))
     workspace.cosmos("run", "p.toml")
     lines = read_metrics(run_of(workspace) / "stages/rl/metrics.jsonl")
@@ -124,7 +125,7 @@ def started(workspace: Workspace) -> Any:
     workspace.write("p.toml", text(100_000, two=2))
     flow = workspace.start("run", "p.toml")
     wait_until(lambda: any(workspace.path.glob("outputs/*/stages")), 60, "a run")
-    wait_until(lambda: step_of(workspace, "two") >= 3, 240, "a few steps")
+    wait_until(lambda: parse_step(workspace, "two") >= 3, 240, "a few steps")
     return flow
 
 
@@ -145,7 +146,7 @@ def test_two_ranks_that_are_asked_to_stop_leave_what_one_goes_on_from(workspace:
     wait_until(lambda: not processes_below(workspace.path), 30, "no process is left")
     smaller = ("--set", "two.policy.parallelism.dp_shard_size=1", "--set", "two.train.resume=true")
     flow = workspace.start("run", "p.toml", *smaller)
-    wait_until(lambda: run_of(workspace) != first and step_of(workspace, "two") > saved, 240, "one rank")
+    wait_until(lambda: run_of(workspace) != first and parse_step(workspace, "two") > saved, 240, "one rank")
     kill(workspace, flow)
     steps = [line["step"] for line in read_metrics(run_of(workspace) / "stages/two/metrics.jsonl")]
     assert steps[: saved + 1] == list(range(1, saved + 2))

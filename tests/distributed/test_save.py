@@ -23,15 +23,16 @@ ALONE: dict[str, Any] = {}
 DP2, DP4 = {"dp_shard_size": 2}, {"dp_shard_size": 4}
 HSDP = {"dp_replicate_size": 2, "dp_shard_size": 2}
 TP2, TP2_DP2 = {"tp_size": 2}, {"tp_size": 2, "dp_shard_size": 2}
-PP2_DP2 = {"pp_size": 2, "pp_schedule": "1F1B", "dp_shard_size": 2}
+PP2 = {"pp_size": 2, "pp_schedule": "1F1B"}
+DDP2, PP2_DP2 = {"dp_replicate_size": 2}, {**PP2, "dp_shard_size": 2}
 EP2 = {"ep_size": 2, "dp_shard_size": 2}
 USUAL = [
-    ("dense", DP2, DP2), ("dense", DP2, TP2), ("dense", HSDP, PP2_DP2), ("dense", PP2_DP2, DP2), ("moe", EP2, ALONE),
+    ("dense", DP2, DP2), ("dense", DP2, TP2), ("dense", DDP2, PP2), ("dense", PP2, DP2), ("moe", EP2, ALONE),
 ]  # fmt: skip
 FURTHER = [
-    ("dense", DP4, DP4), ("dense", DP4, TP2_DP2), ("dense", TP2_DP2, DP2), ("dense", DP2, ALONE),
-    ("dense", ALONE, DP4), ("dense", PP2_DP2, PP2_DP2), ("moe", EP2, TP2_DP2), ("moe", DP2, EP2),
-    ("moe", TP2_DP2, EP2),
+    ("dense", HSDP, PP2_DP2), ("dense", PP2_DP2, DP2), ("dense", DP4, DP4), ("dense", DP4, TP2_DP2),
+    ("dense", TP2_DP2, DP2), ("dense", DP2, ALONE), ("dense", ALONE, DP4), ("dense", PP2_DP2, PP2_DP2),
+    ("moe", EP2, TP2_DP2), ("moe", DP2, EP2), ("moe", TP2_DP2, EP2),
 ]  # fmt: skip
 RESHARDED = [*USUAL, *FURTHER]
 SHAPE: dict[str, Any] = {
@@ -139,11 +140,13 @@ def test_each_rank_writes_its_own_part_once(saved: Any) -> None:
 
 
 def test_replicas_are_written_once(saved: Any) -> None:
-    folder, expected = saved[label("dense", HSDP)]
-    whole = sum(tensor.nbytes for tensor in expected.held.values())
-    files = sorted((folder / "step_1/policy").glob("*.safetensors"))
-    assert [file.name for file in files] == ["rank_0.safetensors", "rank_1.safetensors"]
-    assert sum(map(number_of_bytes, files)) == whole
+    for mesh, shards in ((DDP2, 1), (HSDP, 2)):
+        if (name := label("dense", mesh)) in saved:
+            folder, expected = saved[name]
+            whole = sum(tensor.nbytes for tensor in expected.held.values())
+            files = sorted((folder / "step_1/policy").glob("*.safetensors"))
+            assert [file.name for file in files] == [f"rank_{rank}.safetensors" for rank in range(shards)]
+            assert sum(map(number_of_bytes, files)) == whole
 
 
 def number_of_bytes(file: Path) -> int:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from cosmos_core.models.hf import load_model
 from cosmos_core.parallel.mesh import all_gather_object
 from cosmos_core.rollout.base import generate
-from cosmos_core.rollout.registry import DataParallel
-from cosmos_core.rollout.turns import Turns
-from cosmos_core.train.measure import shared
+from cosmos_core.rollout.registry import DataParallelEngine
+from cosmos_core.rollout.turns import MultiTurnEngine
+from cosmos_core.train.measure import score_on_first_rank
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup
 from tests.local_ranks import LocalGroup
 from tests.unit.data_tokenizers import CHATML
@@ -53,11 +53,11 @@ def converse(folder: Path, ranks_per_engine: int, seconds: int, stop: threading.
     asks = [call("add", a=seconds * dist.get_rank(), b=0) + "<|im_end|>", "Done.<|im_end|>"]
     scripted: Any = Scripted(settings.tokenizer, asks)
     scripted.ranks_per_engine = ranks_per_engine
-    turns = Turns(scripted, settings)
+    turns = MultiTurnEngine(scripted, settings)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=8))
     asked_ids = tuple(settings.tokenizer(ASKED)["input_ids"])
     prompts = [Prompt(i, asked_ids, ASKED, "") for i in range(2 // ranks_per_engine)]
-    engine = DataParallel(turns) if ranks_per_engine == 1 else turns
+    engine = DataParallelEngine(turns) if ranks_per_engine == 1 else turns
     groups = generate(engine, prompts, Sampling(max_tokens=400, seed=5), step=0)
     own = [each.turns[1].text for group in groups for each in group.completions]
     turns.close()
@@ -82,7 +82,7 @@ def score_slowly(stop: threading.Event) -> list[list[float | None]]:
         return [ScoredGroup(group, (Score(0.5),)) for group in groups]
 
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4))
-    [scored] = shared(score)([Group(Prompt(0, (), "", ""), (Completion((), "stop", ""),), 0)])
+    [scored] = score_on_first_rank(score)([Group(Prompt(0, (), "", ""), (Completion((), "stop", ""),), 0)])
     return all_gather_object([each.value for each in scored.scores])
 
 

@@ -35,12 +35,12 @@ def other(stage):
 def scored(stage):
     """Ask the reward service, where the stage has one."""
     from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
-    from cosmos_core.rewards.exchange import service_of
+    from cosmos_core.rewards.exchange import read_service_endpoints
     from cosmos_core.rewards.remote import RemoteRewards
 
     if "REMOTE_REWARD_ENQUEUE_URL" not in os.environ:
         return Outcome(info={"value": None, "pid": 0})
     config = RemoteRewardConfig.model_validate({"reward_fns": [{"name": "exact_match"}], "timeout_seconds": 60.0})
-    remote = RemoteRewards(config, service_of())
+    remote = RemoteRewards(config, read_service_endpoints())
     [score] = remote.score([{"prompt": "", "to_be_evaluated": "42", "reference": "42"}])
     return Outcome(info={"value": score.value, "url": os.environ["REMOTE_REWARD_ENQUEUE_URL"]})

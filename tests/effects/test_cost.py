@@ -14,14 +14,20 @@ import tomli_w
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.errors import ConfigError, OverBudget
-from cosmos_core.launch.cost import Cost, _used_gpu_type, cost_table, costs, wall_seconds
-from cosmos_core.launch.machine import _GPU_SPECS, machine_of
+from cosmos_core.launch.cost import (
+    StageCost,
+    _has_used_gpu_type,
+    estimate_costs,
+    estimate_wall_seconds,
+    render_cost_table,
+)
+from cosmos_core.launch.machine import _GPU_SPECS, find_machine_spec
 from cosmos_core.run.directory import Run, open_or_create_run
-from cosmos_core.run.gpu_time import gpu_seconds_of_run
-from cosmos_core.run.plan import Decision
-from cosmos_core.run.progress import Position
+from cosmos_core.run.gpu_time import compute_run_gpu_seconds
+from cosmos_core.run.plan import StageDecision
+from cosmos_core.run.progress import ProgressRecord
 from cosmos_core.run.state import GpuInterval, read_state, update_state
-from cosmos_core.session import exit_code
+from cosmos_core.session import derive_exit_code
 from tasks.kinds import all_kinds
 from tasks.stage import run_stage, should_retry
 from tests.conftest import PROGRAMS
@@ -39,7 +45,7 @@ BASE = {
     **SFT, "pipeline.gpu_tflops": 400.0, "pipeline.gpu_memory": 80.0, "policy.model_gradient_checkpointing": False,
     "train.ckpt.export_safetensors": False,
 }  # fmt: skip
-RUN = Decision("run", "never made before")
+RUN = StageDecision("run", "never made before")
 
 
 def pipeline(settings: dict[str, Any], folder: Path) -> Pipeline:
@@ -49,10 +55,10 @@ def pipeline(settings: dict[str, Any], folder: Path) -> Pipeline:
 
 def shown(found: Pipeline, folder: Path, on: str = "") -> dict[str, str]:
     """The row of the training, by column."""
-    machine = machine_of(found.config, on, [SIZES])
-    decisions = {"prepare": Decision("reuse", "done in this run"), "sft": RUN}
-    each = costs(found, decisions, {"sft": SIZES}, {"sft": 2}, folder / "outputs", machine)
-    table = cost_table(found, each, machine)
+    machine = find_machine_spec(found.config, on, [SIZES])
+    decisions = {"prepare": StageDecision("reuse", "done in this run"), "sft": RUN}
+    each = estimate_costs(found, decisions, {"sft": SIZES}, {"sft": 2}, folder / "outputs", machine)
+    table = render_cost_table(found, each, machine)
     return {str(column.header): list(column.cells)[1] for column in table.columns}  # type: ignore[misc]
 
 
@@ -78,7 +84,7 @@ def test_it_changes_what_a_plan_says_of_time_and_cost(change: Change, expected: 
 
 
 @pytest.mark.parametrize(
-    ("on", "time", "fits", "rate"),
+    ("on", "time", "memory_fit", "rate"),
     [
         # 6e18 operations at half of 1e11 a second: both ranks share the CPU
         ("", "1388d21h", {"fits 64 GiB": "yes"}, "0.05 TFLOP/s on this machine (cpu, 2 threads)"),
@@ -87,26 +93,34 @@ def test_it_changes_what_a_plan_says_of_time_and_cost(change: Change, expected: 
     ],
 )
 def test_what_was_never_run_is_counted_for_this_machine_or_the_one_that_is_named(
-    on: str, time: str, fits: dict[str, str], rate: str, tmp_path: Path
+    on: str, time: str, memory_fit: dict[str, str], rate: str, tmp_path: Path
 ) -> None:
     unsaid = {key: value for key, value in BASE.items() if key not in {"pipeline.gpu_tflops", "pipeline.gpu_memory"}}
-    expected = {**fits, "time": time, "known from": f"never run; counted at {rate}"}
+    expected = {**memory_fit, "time": time, "known from": f"never run; counted at {rate}"}
     found = shown(pipeline(unsaid, tmp_path), tmp_path, on)
     assert {name: found.get(name) for name in expected} == expected
 
 
-@pytest.mark.parametrize(("mode", "fits"), [("colocated_separated", "no: 81.0 GiB"), ("disaggregated", "yes")])
-def test_an_engine_with_gpus_of_its_own_shares_them_with_no_training(mode: str, fits: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "memory_fit"), [("colocated_separated", "no: 81.0 GiB"), ("disaggregated", "yes")])
+def test_an_engine_with_gpus_of_its_own_shares_them_with_no_training(
+    mode: str, memory_fit: str, tmp_path: Path
+) -> None:
     found = pipeline(BASE, tmp_path)
     found = replace(found, recipes={name: recipe.derive(mode=mode) for name, recipe in found.recipes.items()})
-    machine, sizes = machine_of(found.config, "", [SIZES]), {**SIZES, "engine_weights": 2 * GIB, "kv_cache": 77 * GIB}
-    decisions = {"prepare": Decision("reuse", "done in this run"), "sft": RUN}
-    assert costs(found, decisions, {"sft": sizes}, {"sft": 2}, tmp_path / "outputs", machine)[1].fits == fits
+    machine, sizes = (
+        find_machine_spec(found.config, "", [SIZES]),
+        {**SIZES, "engine_weights": 2 * GIB, "kv_cache": 77 * GIB},
+    )
+    decisions = {"prepare": StageDecision("reuse", "done in this run"), "sft": RUN}
+    assert (
+        estimate_costs(found, decisions, {"sft": sizes}, {"sft": 2}, tmp_path / "outputs", machine)[1].memory_fit
+        == memory_fit
+    )
 
 
 def test_a_machine_that_is_not_known_is_refused_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--on h1000: known are a100, .*h100, .*set pipeline.gpu_tflops"):
-        machine_of(pipeline(BASE, tmp_path).config, "h1000", [])
+        find_machine_spec(pipeline(BASE, tmp_path).config, "h1000", [])
 
 
 def write_run(found: Pipeline, run: Path, state: dict[str, Any], lines: list[dict[str, float]], gpu: str = "") -> None:
@@ -134,14 +148,14 @@ def test_steps_of_the_newest_run_are_scaled_and_what_is_no_step_is_not(tmp_path:
         found, tmp_path / "outputs" / "20260101000000", {"state": state, "total": 50, "step": 25}, lines, "A H100"
     )
     sizes, decisions = {"sft": SIZES}, {"prepare": RUN, "sft": RUN}
-    machine = machine_of(found.config, "h100", [])
-    [rows, training] = costs(found, decisions, sizes, {"sft": 3}, tmp_path / "outputs", machine)
+    machine = find_machine_spec(found.config, "h100", [])
+    [rows, training] = estimate_costs(found, decisions, sizes, {"sft": 3}, tmp_path / "outputs", machine)
     assert (rows.seconds, rows.gpu_hours) == (pytest.approx(30), 0)
     assert training.seconds == pytest.approx(100 * 12 + 8 * 50 + 200)
-    assert training.known_from == "run 20260101000000: 12 s per step, 3m20s beside them"
-    elsewhere = machine_of(pipeline(SFT, tmp_path).config, "h200", [])
-    [_, training] = costs(found, decisions, sizes, {"sft": 3}, tmp_path / "outputs", elsewhere)
-    assert training.known_from == "never run; counted at 396 TFLOP/s per GPU on h200"
+    assert training.time_source == "run 20260101000000: 12 s per step, 3m20s beside them"
+    elsewhere = find_machine_spec(pipeline(SFT, tmp_path).config, "h200", [])
+    [_, training] = estimate_costs(found, decisions, sizes, {"sft": 3}, tmp_path / "outputs", elsewhere)
+    assert training.time_source == "never run; counted at 396 TFLOP/s per GPU on h200"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +165,7 @@ def test_steps_of_the_newest_run_are_scaled_and_what_is_no_step_is_not(tmp_path:
 )  # fmt: skip
 def test_a_gpu_is_of_one_kind(gpu: str, kinds: str) -> None:
     record: Any = SimpleNamespace(ranks=[SimpleNamespace(gpus=[gpu])])
-    assert [kind for kind in _GPU_SPECS if _used_gpu_type(record, kind)] == [kinds]
+    assert [kind for kind in _GPU_SPECS if _has_used_gpu_type(record, kind)] == [kinds]
 
 
 def test_engines_with_gpus_of_their_own_do_not_train(tmp_path: Path) -> None:
@@ -160,9 +174,9 @@ def test_engines_with_gpus_of_their_own_do_not_train(tmp_path: Path) -> None:
         "train.train_policy.reward_function": "exact_match",
     }  # fmt: skip
     found = pipeline(settings, tmp_path)
-    machine = machine_of(found.config, "", [SIZES])
+    machine = find_machine_spec(found.config, "", [SIZES])
     decisions = dict.fromkeys(("prepare", "rl"), RUN)
-    [_, training] = costs(found, decisions, {"rl": SIZES}, {"rl": 4}, tmp_path / "outputs", machine)
+    [_, training] = estimate_costs(found, decisions, {"rl": SIZES}, {"rl": 4}, tmp_path / "outputs", machine)
     assert training.seconds == pytest.approx(6e18 / 400e12)
 
 
@@ -176,9 +190,9 @@ def test_the_time_of_all_is_that_of_the_longest_chain_with_the_slots_of_a_sweep(
     }  # fmt: skip
     found = pipeline(swept, tmp_path)
     seconds = {"sft-data": 1.0, "beside": 7.0, "beside-data": 1.0}
-    times = [Cost(stage.name, seconds.get(stage.name, 10.0), 1, "", "") for stage in found.stages]
-    times = [Cost("sft", 0.5, 0, "", "") if cost.name == "sft" else cost for cost in times]
-    assert wall_seconds(found, times) == 1 + 10 + 10 + 0.5
+    times = [StageCost(stage.name, seconds.get(stage.name, 10.0), 1, "", "") for stage in found.stages]
+    times = [StageCost("sft", 0.5, 0, "", "") if cost.name == "sft" else cost for cost in times]
+    assert estimate_wall_seconds(found, times) == 1 + 10 + 10 + 0.5
 
 
 def counting(folder: Path, budget: str) -> Run:
@@ -198,7 +212,7 @@ def test_a_budget_stops_a_run_with_a_checkpoint_until_it_is_raised(change: Chang
     run = counting(tmp_path, str(change.value))
     path, other = run.stage_path("count"), run.path / "superseded" / "count.1"
 
-    def spend(position: Position) -> None:
+    def spend(position: ProgressRecord) -> None:
         if position.step > 3:  # an attempt that was thrown away cost 5000
             update_state(other, holds=[GpuInterval(attempt=1, gpus=50, begin=0.0, end=100.0)])
 
@@ -207,7 +221,7 @@ def test_a_budget_stops_a_run_with_a_checkpoint_until_it_is_raised(change: Chang
     assert str(caught.value).endswith("to continue: cosmos resume outputs/paid --budget AMOUNT")
     state, step = read_state(path), json.loads((path / "checkpoint.json").read_text())["step"]
     assert state.is_over_budget and 3 < step < 120 and state.checkpoint_step == step
-    assert caught.value.exit_code == exit_code(run) == 75 and not should_retry(run, "count", caught.value)
+    assert caught.value.exit_code == derive_exit_code(run) == 75 and not should_retry(run, "count", caught.value)
     with pytest.raises(OverBudget):
         run_stage(run, "count")
     assert (read_state(path).attempt, len(read_state(path).holds)) == (1, 1), "no attempt begins, and no GPU is held"
@@ -216,4 +230,4 @@ def test_a_budget_stops_a_run_with_a_checkpoint_until_it_is_raised(change: Chang
     attempts = [(each["attempt"], each["gpus"]) for each in result["attempts"]]
     assert (attempts, was_reused, result["metrics"]) == ([(1, 1), (2, 1)], False, {"count": 120.0})
     spans = sum(end - begin for begin, end in read_state(path).closed_attempts(time.time()))
-    assert spans <= result["gpu_seconds"] == pytest.approx(gpu_seconds_of_run(run.path) - 5000)
+    assert spans <= result["gpu_seconds"] == pytest.approx(compute_run_gpu_seconds(run.path) - 5000)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.config import describe
-from cosmos_core.config.describe import Key, all_keys
+from cosmos_core.config.describe import KeyDescription, all_keys
 from cosmos_core.config.schema.table import Table
 from tests.effects.change import Change
 
@@ -24,7 +24,7 @@ def listed() -> dict[str, list[str]]:
     return tomllib.loads(EFFECTS.read_text(encoding="utf-8"))
 
 
-def used() -> list[Key]:
+def used() -> list[KeyDescription]:
     return [key for key in all_keys() if key.status == "used" and not key.is_table]
 
 

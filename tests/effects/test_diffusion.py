@@ -10,7 +10,7 @@ import torch
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.flow_sample import FlowSample
-from cosmos_core.data.kinds.media import noise_sampler_of
+from cosmos_core.data.kinds.media import make_noise_sampler
 from cosmos_core.data.media_rows import MediaRow
 from cosmos_core.models.families import open_family
 from cosmos_core.models.sana import Sana
@@ -33,13 +33,13 @@ def row(frames: int = 0) -> MediaRow:
 
 
 class Rows:
-    """What `noise_sampler_of` asks of prepared rows."""
+    """What `make_noise_sampler` asks of prepared rows."""
 
     null_text = {"prompt_embeds": torch.zeros(2)}
 
 
 class Adapter:
-    """What `noise_sampler_of` asks of an adapter."""
+    """What `make_noise_sampler` asks of an adapter."""
 
     def __init__(self, family: Any) -> None:
         self.family = family
@@ -47,7 +47,7 @@ class Adapter:
 
 def drawn(recipe: Recipe, pipeline: Path, frames: int = 0) -> list[FlowSample]:
     rows: Any = Rows()
-    draws = noise_sampler_of(rows, recipe.policy.diffusers, Adapter(open_family(str(pipeline), recipe.policy)))
+    draws = make_noise_sampler(rows, recipe.policy.diffusers, Adapter(open_family(str(pipeline), recipe.policy)))
     return [draws.sample(row(frames), seed) for seed in range(64)]
 
 

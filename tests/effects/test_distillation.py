@@ -15,7 +15,7 @@ from cosmos_core.algorithms.grpo import Grpo
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample
-from cosmos_core.models.scorer import LOGPROBS, RequestedOutputs
+from cosmos_core.models.scorer import LOGPROBS_ONLY, RequestedOutputs
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.setup import open_trainer
 from cosmos_core.train.trainer import Trainer
@@ -52,7 +52,7 @@ class Told:
         raise AssertionError("asked for other weights")
 
     def evaluate(
-        self, samples: Any, wants: RequestedOutputs = LOGPROBS, *, weights: str = "policy", size: int | None = None
+        self, samples: Any, wants: RequestedOutputs = LOGPROBS_ONLY, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, torch.Tensor]]:
         self.validation_requests.append((weights, wants.top_k, samples[0].top_ids is not None))
         rows = {"logprobs": torch.tensor(TEACHER)}
@@ -166,7 +166,7 @@ def test_it_changes_the_rows_that_a_teacher_is_given(
         trainer = with_teacher(recipe, model, tmp_path)
         trainer.evaluate(samples(1), weights="teacher")  # the first call looks at the head too
         passes = Passes(trainer._models["teacher"].model)
-        score_with_teacher(recipe.distillation, samples(), trainer, LOGPROBS)
+        score_with_teacher(recipe.distillation, samples(), trainer, LOGPROBS_ONLY)
         found.append(passes.rows)
     assert found[1] == expected != found[0]
 

@@ -19,7 +19,7 @@ from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout.base import EngineSettings
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.train import setup
-from cosmos_core.train.generation import Generation
+from cosmos_core.train.generation import RolloutSetup
 from tests.effects.change import GRPO, Change, changes, difference, recipe
 from tests.unit.test_rollout_groups import Recording, scored
 from tests.unit.tiny_model import save_tiny_model
@@ -46,7 +46,7 @@ def test_it_changes_how_often_the_engine_is_compared_with_the_trainer(change: Ch
     def interval(recipe: Recipe) -> int:
         stage: Any = SimpleNamespace(recipe=recipe)
         trainer: Any = SimpleNamespace(adapter=adapter)
-        generation = Generation(stage, trainer, ExitStack())
+        generation = RolloutSetup(stage, trainer, ExitStack())
         generation.__dict__["engine"] = Recording()
         return generation._publisher.probe_interval
 
@@ -73,7 +73,7 @@ def test_it_changes_the_dtype_in_which_weights_travel(change: Change, model: Pat
         engine.model = load_model(str(model), dtype=torch.float32)
         stage: Any = SimpleNamespace(recipe=recipe)
         trainer: Any = SimpleNamespace(adapter=SimpleNamespace(model=engine.model, meta_copy=None))
-        generation = Generation(stage, trainer, ExitStack())
+        generation = RolloutSetup(stage, trainer, ExitStack())
         generation.__dict__["engine"] = engine
         generation._probe_logprobs = lambda ids: scored(engine.model, ids)  # type: ignore[method-assign]
         sent = generation.publish(0)["sync/bytes"]

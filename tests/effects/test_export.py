@@ -11,8 +11,8 @@ import pytest
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
-from cosmos_core.export.formats import plans
-from tasks.layout import output_folder
+from cosmos_core.export.formats import plan_formats
+from tasks.layout import resolve_output
 from tests.effects.change import SFT, Change, changes, stage_of
 from tests.unit.tiny_model import save_tiny_model
 
@@ -21,7 +21,7 @@ INT8 = {**SFT, "export.formats": ["bf16", "int8"]}
 
 def planned(recipe: Recipe, folder: Path) -> list[str]:
     stage = stage_of(folder / "export", recipe, kind="export", model=save_tiny_model(folder / "model"))
-    return [plan.name for plan in plans(stage)]
+    return [plan.name for plan in plan_formats(stage)]
 
 
 @changes((Change("export.formats", ["bf16", "fp8", "int8"], INT8), (["int8"], ["fp8", "int8"])))
@@ -50,7 +50,7 @@ def test_it_changes_which_format_is_read(change: Change) -> None:
     inputs: Any = {"e": {"path": "run/e", "kind": "export", "info": info}}
     values = {key.removeprefix("pipeline.stages."): value for key, value in change.base.items()}
     stages = [StageConfig.model_validate({"name": "u", **values, "format": name}) for name in ("", change.value)]
-    found = [output_folder(each.name, "model", each.model, inputs, each.format) for each in stages]
+    found = [resolve_output(each.name, "model", each.model, inputs, each.format) for each in stages]
     assert found == ["run/e/safetensors/step_3", "run/e/int8/step_3"]
     del info["formats"]  # as of an export with export.formats = ["bf16"]
-    assert output_folder("u", "model", "stage:e", inputs, "bf16") == "run/e/safetensors/step_3"
+    assert resolve_output("u", "model", "stage:e", inputs, "bf16") == "run/e/safetensors/step_3"

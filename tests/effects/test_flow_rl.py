@@ -19,7 +19,7 @@ from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.flow import euler_schedule
 from cosmos_core.rollout.base import EngineSettings, FlowSource, generate
 from cosmos_core.rollout.flow_sampler import FlowSamplerEngine
-from cosmos_core.train.diffusion_setup import data_term
+from cosmos_core.train.diffusion_setup import make_data_term
 from cosmos_core.train.measure import validation_sampling
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
@@ -193,7 +193,7 @@ def test_it_changes_what_is_learned_of_real_data(change: Change, expected: float
     trainer: Any = SimpleNamespace(adapter=SimpleNamespace(family=family))
     losses, levels = [], []
     for recipe in (change.before, change.after):
-        update = data_term(rows, recipe, trainer)(0, 0)  # type: ignore[arg-type]
+        update = make_data_term(rows, recipe, trainer)(0, 0)  # type: ignore[arg-type]
         noise = torch.stack([sample.noise for sample in update.samples])
         latents = torch.stack([sample.latents for sample in update.samples])
         outputs = {"velocity": torch.zeros_like(noise), "latents": latents, "noise": noise}
@@ -207,5 +207,5 @@ def test_it_changes_what_is_learned_of_real_data(change: Change, expected: float
         assert levels[1] == 2 * table[:1]
     else:
         assert len(levels[1]) == 2 and not set(levels[1]) & set(table)
-        later = data_term(rows, change.after, trainer)(0, 1)  # type: ignore[arg-type]
+        later = make_data_term(rows, change.after, trainer)(0, 1)  # type: ignore[arg-type]
         assert not {sample.sigma for sample in later.samples} & set(levels[1]), "another update, other rows and levels"

@@ -9,7 +9,7 @@ import pytest
 
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe.sinks.base import send_to_sinks
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from tests.effects.change import SMALL, Change, changes, recipe, stage_of
 from tests.effects.test_training import MEASURED, SAVING, trained
 
@@ -86,7 +86,7 @@ def test_one_that_raises_ends_the_training_in_one_line(code: Path, inputs: Path,
 
 def test_a_function_is_told_the_metrics(code: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     stage = stage_of(tmp_path / "sft", recipe({**SMALL, "logging.logger": [f"{code}:log"]}))
-    stage.__dict__["progress"] = Progress(stage.path / "progress.json")
+    stage.__dict__["progress"] = ProgressWriter(stage.path / "progress.json")
     with send_to_sinks(stage):
         stage.metrics.log(3, {"loss": 0.5})
     assert "logged 3 0.5" in capfd.readouterr().out

@@ -12,6 +12,7 @@ import pytest
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.rewards.judge import judge
 from cosmos_core.train.measure import open_rewards
+from tests.conftest import one_certificate
 from tests.effects.change import GRPO, Change, changes, stage_of
 from tests.effects.test_rewards import GROUP
 from tests.unit.chat_server import chat_server
@@ -19,14 +20,30 @@ from tests.unit.chat_server import chat_server
 SERVED = {**GRPO, "judge.endpoint": "http://elsewhere/v1", "judge.model": "m", "judge.template": "{completion}"}
 
 
-def asked(recipe: Recipe, url: str = "") -> tuple[float, dict[str, Any], int]:
-    """Return the reward of a completion that is judged twice, the first request, and the number of requests."""
+@pytest.fixture(autouse=True)
+def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One, and not all, for the client that each request has."""
+    monkeypatch.setenv("SSL_CERT_FILE", *one_certificate(tmp_path).values())
+
+
+def asked(recipe: Recipe, url: str = "", *, times: int = 1) -> tuple[float, dict[str, Any], int]:
+    """Return the reward of a completion that is judged so often, the first request, and the number of requests."""
     with chat_server(complete=lambda request: '{"reason": "ok", "score": 4}') as (own, requests):
         config = recipe.judge.model_dump() | {"endpoint": url or own}
-        for _ in range(2):
+        for _ in range(times):
             [result] = asyncio.run(judge(["p"], ["c"], ["r"], config))
         assert isinstance(result, tuple)
         return result[0], requests[0], len(requests)
+
+
+_USUAL: dict[str, dict[str, Any]] = {}
+
+
+def usual(recipe: Recipe) -> dict[str, Any]:
+    """The request of a recipe, made once."""
+    if (key := recipe.judge.model_dump_json()) not in _USUAL:
+        _USUAL[key] = asked(recipe)[1]
+    return _USUAL[key]
 
 
 @changes(
@@ -40,7 +57,7 @@ def asked(recipe: Recipe, url: str = "") -> tuple[float, dict[str, Any], int]:
 def test_it_changes_the_request(change: Change, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "mine")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (_, before, _), (_, after, _) = asked(change.before), asked(change.after)
+    before, after = usual(change.before), asked(change.after)[1]
     assert {key for key in before if before[key] != after[key]} == {expected}
 
 
@@ -49,7 +66,8 @@ def test_it_changes_the_reward_or_the_number_of_requests(
     change: Change, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (value, _, count), (changed_value, _, changed_count) = asked(change.before), asked(change.after)
+    sides = (asked(side, times=2) for side in (change.before, change.after))
+    (value, _, count), (changed_value, _, changed_count) = sides
     assert (value, count) == (0.4, 1)
     assert (changed_value, changed_count) == ((0.8, 1) if change.key.endswith("score") else (0.4, 2))
 

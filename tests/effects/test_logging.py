@@ -74,7 +74,7 @@ def test_it_changes_whether_completions_are_written(change: Change, tmp_path: Pa
     completion = Completion((Segment((2,), True, (-1.0,), 0),), "stop", "42")
     scored = ScoredGroup(Group(Prompt(0, (1,), "6 * 7?", "42"), (completion,), 0), (Score(1.0),))
     for name, side in (("before", change.before), ("after", change.after)):
-        CompletionLog(tmp_path / name / "completions", writes=side.logging.log_completions)(1, [scored])
+        CompletionLog(tmp_path / name / "completions", should_write=side.logging.log_completions)(1, [scored])
     assert [(tmp_path / name / "completions").exists() for name in ("before", "after")] == [True, False]
 
 
@@ -86,7 +86,7 @@ def test_it_changes_which_drawings_wandb_is_sent(change: Change, told: list[dict
         with send_to_sinks(stage):
             for step in (2, 3, 4):
                 if step != 3:
-                    gallery.save(stage.path, step, [[drawing]])
+                    gallery.save_step_samples(stage.path, step, [[drawing]])
                 stage.metrics.log(step, {"loss": 0.5})
     sent = [[step for step, figures in run["figures"] if "validation/drawings" in figures] for run in told]
     assert sent == [[2, 4], [4]]

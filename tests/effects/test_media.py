@@ -9,7 +9,7 @@ import pytest
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.media_rows import open_media, open_media_prompts
-from cosmos_core.data.prepare_media import Source, prepare
+from cosmos_core.data.prepare_media import Encoders, prepare
 from tests.effects.change import SFT, Change, changes, stage_of
 from tests.unit.media_stage import FakeEncoders, with_rows
 from tests.unit.test_media_source import png, write_clip, write_pairs
@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def prepared(recipe: Recipe, folder: Path, *, is_video: bool = False) -> dict[str, list[tuple[object, ...]]]:
     """Shape and values of each latent of each split."""
     stage = stage_of(folder / "run" / "stages" / "stage", with_rows(recipe, "media"), kind="prepare")
-    prepare(stage, Source(FakeEncoders(), "encoders", multiple=4, is_video=is_video))
+    prepare(stage, Encoders(FakeEncoders(), "encoders", size_multiple=4, is_video=is_video))
     splits = {split: open_media(stage.path / "data", split) for split in ("train", "validation")}
     assert len(open_media_prompts(stage.path / "data", "train")) == len(splits["train"])
     return {split: [(row.mean.shape, row.mean.sum().item()) for row in rows] for split, rows in splits.items()}

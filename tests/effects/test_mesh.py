@@ -17,9 +17,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.models import offload
 from cosmos_core.models.hf import load_model
-from cosmos_core.models.teacher import teacher_settings
+from cosmos_core.models.teacher import make_teacher_train_config
 from cosmos_core.parallel.mesh import open_mesh
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.feeds import rows_per_step
 from tests.effects.change import EAGER, GRPO, SFT, Change, changes
 from tests.effects.test_model import rank_of, samples
@@ -36,8 +36,8 @@ def sharding(recipes: list[Recipe], folder: Path, stop: threading.Event) -> list
     for recipe in recipes:
         model: Any = load_model(str(folder), dtype=torch.float32)
         mesh = open_mesh(recipe.policy.parallelism, "cpu")
-        train = teacher_settings(recipe.distillation, recipe.train) if recipe.teacher else recipe.train
-        trainer_of(model, train, 0, Progress(folder / f"progress_{dist.get_rank()}.json"), mesh)
+        train = make_teacher_train_config(recipe.distillation, recipe.train) if recipe.teacher else recipe.train
+        trainer_of(model, train, 0, ProgressWriter(folder / f"progress_{dist.get_rank()}.json"), mesh)
         group = model.model.layers[0]._get_fsdp_state()._fsdp_param_group
         found.append(
             {
@@ -56,8 +56,8 @@ def shapes(recipes: list[Recipe], stop: threading.Event) -> list[dict[str, Any]]
         mesh = open_mesh(recipe.policy.parallelism, "cpu")
         assert mesh is not None
         parts: dict[str, DeviceMesh | None] = {
-            "rows": mesh.data, "weights": mesh.fsdp, "sequence": mesh.context, "matrices": mesh.tensor,
-            "experts": mesh.expert, "layers": mesh.pipeline,
+            "rows": mesh.dp, "weights": mesh.fsdp, "sequence": mesh.cp, "matrices": mesh.tp,
+            "experts": mesh.ep, "layers": mesh.pp,
         }  # fmt: skip
         found.append({name: tuple(part.shape) for name, part in parts.items() if part is not None})
     assert dist.get_world_size() == 2

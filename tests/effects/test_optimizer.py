@@ -12,7 +12,7 @@ import torch
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.hf import load_model
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.optim import build_optimizer, learning_rate_factor
 from tests.effects.change import SFT, Change, changes, difference
 from tests.unit.trainers import NoView, sft, trainer_of
@@ -63,7 +63,7 @@ def test_it_changes_the_curve_of_the_learning_rate(change: Change, expected: lis
 def test_it_bounds_the_gradient_that_the_optimizer_sees(change: Change, model: Path, tmp_path: Path) -> None:
     def norm(recipe: Recipe) -> float:
         trained = load_model(str(model), dtype=torch.float32)
-        rank = trainer_of(trained, recipe.train, 0, Progress(tmp_path / "progress.json"))
+        rank = trainer_of(trained, recipe.train, 0, ProgressWriter(tmp_path / "progress.json"))
         ids = np.arange(8, dtype=np.int64)
         (update,) = sft().updates([Sample(ids, np.ones(8, dtype=np.uint8))], NoView())
         assert rank.update(update)["grad_norm"] > 1

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.kinds.base import HeldOutRows
+from cosmos_core.data.kinds.base import PreparedRows
 from cosmos_core.data.sample import Sample
-from cosmos_core.train.feeds import RowFeed, sft_rows
+from cosmos_core.train.feeds import RowFeed, make_sft_loss
 from tests.effects.change import GRPO, SFT, Change, Settings, changes
 from tests.unit.trainers import micro_batch
 
@@ -28,7 +28,7 @@ TOKENS = {**IN_FILE, "train.max_num_steps": 9, "policy.model_max_length": 8, "tr
 BALANCED = {**TOKENS, "train.train_policy.enable_dp_load_balancing": True}
 
 
-class Rows(HeldOutRows):
+class Rows(PreparedRows):
     """Rows that repeat their number, ten of one token unless said otherwise."""
 
     def __init__(self, lengths: Sequence[int] = (1,) * 10) -> None:
@@ -107,7 +107,7 @@ def test_it_changes_what_is_learned_beside_rollouts(change: Change, expected: tu
     rows: Any = Rows((2,) * 10)
     found = []
     for recipe in (change.before, change.after):
-        update = sft_rows(rows, recipe)(0)
+        update = make_sft_loss(rows, recipe)(0)
         logprobs_BS = torch.full((len(update.samples), 1), -2.0)
         micro = micro_batch(update.samples, logprobs_BS, torch.ones_like(logprobs_BS))
         found.append((len(update.samples), update.loss(micro).value.item()))

@@ -15,14 +15,14 @@ import tomli_w
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from cosmos_core.checkpoint.load_checkpoint_model import pinned_step
+from cosmos_core.checkpoint.load_checkpoint_model import find_checkpoint_step
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import merge
 from cosmos_core.config.mesh import check_meshes
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, GateFailed, RewardError, StageFailed
-from cosmos_core.launch.estimate import estimate_table
-from cosmos_core.rewards.protocol import PING
+from cosmos_core.launch.estimate import render_estimate_table
+from cosmos_core.rewards.protocol import PING_PATH
 from cosmos_core.run.bucket import Bucket
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.stage import Stage
@@ -161,7 +161,7 @@ def test_it_changes_the_nodes_of_an_estimate(change: Change, expected: str, tmp_
              "memory": dict.fromkeys(parts, 0)}  # fmt: skip
 
     def nodes(found: Pipeline) -> list[object]:
-        table = estimate_table([("sft", sizes)], check_meshes(found), found.config.gpus_per_node)
+        table = render_estimate_table([("sft", sizes)], check_meshes(found), found.config.gpus_per_node)
         return [cell for column in table.columns if column.header == "nodes" for cell in column.cells]
 
     before, after = map(nodes, sides(change, tmp_path))
@@ -364,7 +364,7 @@ def test_it_changes_which_checkpoint_is_exported(change: Change, tmp_path: Path)
         (policy / "extra.json").write_text("{}")
         extra = {"size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
         (policy / "manifest.json").write_text(json.dumps({"step": step, "files": {"extra.json": extra}}))
-    assert [pinned_step(second(side, tmp_path)) for side in (before, after)] == [4, 2]
+    assert [find_checkpoint_step(second(side, tmp_path)) for side in (before, after)] == [4, 2]
 
 
 SCORED = {**ALONE, "pipeline.stages.entry": f"{PROGRAM}:scored"}
@@ -377,7 +377,7 @@ def test_it_changes_whether_a_reward_service_runs_beside_the_stage(change: Chang
     assert (before["value"], after["value"]) == (None, 1.0)
     host = after["url"].removeprefix("http://").partition("/")[0]
     try:  # another test may have taken the port
-        answer = httpx.get(f"http://{host}{PING}", timeout=5).status_code
+        answer = httpx.get(f"http://{host}{PING_PATH}", timeout=5).status_code
     except httpx.HTTPError:
         answer = 0
     assert answer != 200

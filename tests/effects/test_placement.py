@@ -18,7 +18,7 @@ from cosmos_core.data.kinds.prompts import Prompts
 from cosmos_core.rollout.async_groups import AsyncGroupSource
 from cosmos_core.train import generation, setup
 from cosmos_core.train.loop import Loop
-from cosmos_core.train.measure import max_held_out_tokens, trained_rewards
+from cosmos_core.train.measure import max_held_out_tokens, training_rewards
 from cosmos_core.train.rollout_feed import PromptOrder
 from cosmos_core.train.validation import Validation
 from cosmos_core.worker import program as worker
@@ -32,7 +32,7 @@ def ahead(recipe: Recipe, folder: Path) -> AsyncGroupSource:
     """What the training of a recipe takes its groups from."""
     rows: Prompts = type("Rows", (), {"__len__": lambda self: 64})()
     made: Any = SimpleNamespace(
-        engine_fleet=None, make_local_scorer=lambda weights: weights, resync=None, call_before_close=print
+        engine_fleet=None, make_local_scorer=lambda weights: weights, resync=None, exit_stack=ExitStack()
     )
     found: Any = setup._make_async_source(
         stage_of(folder / "stage", recipe, kind="rl"), rows, PromptOrder(rows, recipe), made
@@ -98,7 +98,7 @@ def test_engines_apart_are_scored_by_what_scores_those_inside(tmp_path: Path) ->
     remote = Change("train.train_policy.use_remote_reward", True, APART).after
     for config in (local, remote):
         found: Any = ahead(config, tmp_path / "ahead").score
-        assert found and found == trained_rewards(config)
+        assert found and found == training_rewards(config)
 
 
 def test_the_rewards_of_validation_know_its_own_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_the_rewards_of_validation_know_its_own_limit(tmp_path: Path, monkeypatc
     monkeypatch.setattr(generation, "open_rewards", lambda stage, weights, most: nullcontext(asked.append(most)))
     config = Change("validation.max_response_length", 8, {**GRPO, "rollout.max_response_length": 4}).after
     trainer: Any = None
-    made = generation.Generation(stage_of(tmp_path, config, kind="rl"), trainer, ExitStack())
+    made = generation.RolloutSetup(stage_of(tmp_path, config, kind="rl"), trainer, ExitStack())
     for most in (None, max_held_out_tokens(config), 4, 8):
         made.make_local_scorer({"overlong": 1.0}, most)
     assert asked == [4, 8]
@@ -115,7 +115,7 @@ def test_the_rewards_of_validation_know_its_own_limit(tmp_path: Path, monkeypatc
 def test_an_engine_with_ranks_of_its_own_takes_what_they_take(tmp_path: Path) -> None:
     spread = Change("rollout.parallelism.tp_size", 4, APART).after
     group = worker._create_engine_group(stage_of(tmp_path, spread, kind="rl"))
-    assert (group.target_size(), group.processes) == (1, 4)
+    assert (group.target_size(), group.processes_per_actor) == (1, 4)
 
 
 @changes(
@@ -125,7 +125,7 @@ def test_an_engine_with_ranks_of_its_own_takes_what_they_take(tmp_path: Path) ->
         Change("rollout.async_config.max_concurrent_requests", 3, {**APART, "rollout.mode": "async"}),
         {"max_groups": (10, 3)},
     ),
-    (Change("rollout.async_r2r_sync", "generation", APART), {"swap": ("disabled", "generation")}),
+    (Change("rollout.async_r2r_sync", "generation", APART), {"swap_mode": ("disabled", "generation")}),
     (Change("rollout.engine_timeout_seconds", 5.0, APART), {"timeout_seconds": (600.0, 5.0)}),
 )
 def test_it_changes_what_engines_get_and_when(
@@ -162,11 +162,11 @@ def test_it_changes_how_often_weights_are_sent(change: Change, tmp_path: Path, m
         steps: list[int] = []
         parts: Any = SimpleNamespace(adapter=SimpleNamespace(check_parallel_plan=lambda: None))
         feed: Any = SimpleNamespace(total_steps=7, steps_per_epoch=7)
-        saver: Any = SimpleNamespace(latest=lambda: 7, wait=lambda: None)
+        saver: Any = SimpleNamespace(latest_step=lambda: 7, wait=lambda: None)
         stage = stage_of(tmp_path / "stage", recipe, kind="rl")
         validation = Validation(
             recipe.validation, stage.progress, publish=lambda step: steps.append(step) or {},
-            publish_every=recipe.train.sync_weight_interval,
+            publish_interval=recipe.train.sync_weight_interval,
         )  # fmt: skip
         loop = Loop(stage, parts, feed, parts, saver, validation)
         monkeypatch.setattr(loop, "_restore", lambda: (0, False))

@@ -18,7 +18,7 @@ from cosmos_core.config.schema.kto import KtoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.data.kinds.pairs import open_pairs
-from cosmos_core.data.kinds.registry import row_kind
+from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.prepared import read_row_kind
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.hf import load_tokenizer
@@ -150,6 +150,6 @@ def test_it_changes_which_column_is_the_label(change: Change, tmp_path: Path) ->
     for side in (change.before, change.after):
         row = {"prompt": "2+2", "completion": "4", "label": True, "flag": 0}
         stage = prepared(side, tmp_path, row)
-        rows = row_kind("labelled").open(stage.path / "data", "train", stage.recipe.policy)
+        rows = load_row_kind("labelled").open(stage.path / "data", "train", stage.recipe.policy)
         found.append([sample.reward for sample in rows.samples([0], (0, 0))])
     assert found == [[1.0], [0.0]]

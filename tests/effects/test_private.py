@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.run.directory import create_run, differing_keys, open_run
+from cosmos_core.run.directory import create_run, find_differing_keys, open_run
 from tasks.stage import run_stage
 from tests.effects.change import Change, changes
 from tests.effects.test_pipeline import ALONE, pipeline, sides
@@ -53,4 +53,4 @@ def test_the_umask_of_the_user_is_kept_and_goes_with_the_run(
     run.path.chmod(0o755)
     assert bool(open_run(run.path, run.pipeline.kinds).pipeline.config.private) is (mode == 0o700)
     assert (run.path.stat().st_mode & 0o777 == 0o700) is (mode == 0o700)
-    assert not differing_keys(run.path, given), "the same settings go on with it"
+    assert not find_differing_keys(run.path, given), "the same settings go on with it"

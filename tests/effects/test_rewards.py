@@ -15,7 +15,7 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.rewards.remote import RemoteRewards
-from cosmos_core.train.measure import Rewards, open_rewards, reward_weights, trained_rewards
+from cosmos_core.train.measure import Rewards, held_out_rewards, open_rewards, training_rewards
 from cosmos_core.types import Completion, Group, Prompt, Score, Segment
 from tests.effects.change import GRPO, Change, changes, stage_of
 from tests.tiny_pipelines import _wan_vae
@@ -92,7 +92,7 @@ def test_it_changes_the_score_of_a_completion(
 
 @changes(Change("validation.reward_function", {"exact_match": 2}, mine("points")))
 def test_it_changes_the_score_of_a_held_out_answer(change: Change, tmp_path: Path) -> None:
-    before, after = (score(side, tmp_path, reward_weights(side)).value for side in (change.before, change.after))
+    before, after = (score(side, tmp_path, held_out_rewards(side)).value for side in (change.before, change.after))
     assert (before, after) == (0.0, 2.0)
 
 
@@ -116,6 +116,16 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardServer]:
         for name, value in found.environment.items():
             monkeypatch.setenv(name, value)
         yield found
+
+
+SAID: dict[str, float | None] = {}
+
+
+def said_of(recipe: Recipe, folder: Path, weights: Rewards) -> float | None:
+    """The score by these weights, asked for once: training and validation ask in the same way."""
+    if (key := str(weights)) not in SAID:
+        SAID[key] = score(recipe, folder, weights).value
+    return SAID[key]
 
 
 def of_scores(table: str, base: dict[str, Any]) -> list[tuple[Change, float]]:
@@ -143,8 +153,8 @@ def test_it_changes_the_score_of_the_service(
 ) -> None:
     is_of_validation = change.key.startswith("validation.")
     before, after = change.before, change.after
-    training, validation = ([score(side, tmp_path, of(side)).value for side in (before, after)]
-                            for of in (trained_rewards, reward_weights))  # fmt: skip
+    training, validation = ([said_of(side, tmp_path, of(side)) for side in (before, after)]
+                            for of in (training_rewards, held_out_rewards))  # fmt: skip
     assert validation == [1.0 if change.key.endswith("use_remote_reward") else 30.0, expected]
     assert training == ([30.0, 30.0] if is_of_validation else validation), "validation takes over what it does not have"
 
@@ -179,7 +189,7 @@ def test_it_changes_how_the_service_is_asked(
 ) -> None:
     server.on_pull = lambda sent: reply(400, {"X-Reward-State": "pending"}) if sent.form["type"] == "never" else None
     what, *numbers = expected
-    of = reward_weights if change.key.startswith("validation.") else trained_rewards
+    of = held_out_rewards if change.key.startswith("validation.") else training_rewards
     assert [told(side, tmp_path, of(side), server)[what] for side in (change.before, change.after)] == numbers
 
 
@@ -192,7 +202,7 @@ def of_videos(table: str) -> Change:
 @changes(of_videos("train.train_policy"), of_videos("validation"))
 def test_it_changes_what_the_service_is_sent_of_a_video(change: Change, tmp_path: Path, server: RewardServer) -> None:
     _wan_vae().save_pretrained(tmp_path / "vae")
-    of = reward_weights if change.key.startswith("validation.") else trained_rewards
+    of = held_out_rewards if change.key.startswith("validation.") else training_rewards
     for side in (change.before, change.after):
         weights = of(side)
         assert isinstance(weights, RemoteRewardConfig)

@@ -12,15 +12,15 @@ import datasets
 import pytest
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.source_weights import weights_of
+from cosmos_core.config.source_weights import reward_weights_of_source
 from cosmos_core.data import prepare
 from cosmos_core.data.kinds.prompts import open_prompts
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.order import Mixture
-from cosmos_core.data.prepared import has_split, mixture_of, read_row_kind
+from cosmos_core.data.prepared import has_split, read_mixture, read_row_kind
 from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_tokenizer
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from tests.effects.change import GRPO, SFT, Change, changes, recipe, stage_of
 from tests.unit.data_tokenizers import CHATML, byte_tokenizer
 
@@ -210,7 +210,7 @@ def test_it_changes_what_is_asked_of_the_hub(
 
     monkeypatch.setattr(datasets, "load_dataset", hub)
     split, text = expected
-    assert prepared(change.before, folder)[split] == ["org/rows None None train<|im_end|>"]
+    assert usual(change.before, folder)[split] == ["org/rows None None train<|im_end|>"]
     assert prepared(change.after, folder)[split] == [f"{text}<|im_end|>"]
 
 
@@ -285,16 +285,16 @@ def test_a_pass_rate_that_is_no_number_is_one_line(rate: Any, folder: Path) -> N
 )
 def test_it_changes_the_mixture(change: Change, expected: Mixture, folder: Path) -> None:
     prepared(change.before, folder)
-    assert mixture_of(folder / "stage/data/train.arrow") == Mixture(("rows",), (8,), (8,))
+    assert read_mixture(folder / "stage/data/train.arrow") == Mixture(("rows",), (8,), (8,))
     prepared(change.after, folder)
-    assert mixture_of(folder / "stage/data/train.arrow") == expected
+    assert read_mixture(folder / "stage/data/train.arrow") == expected
 
 
 @changes(Change(f"{MIX}.reward_function", "format", MIXED_PROMPTS))
 def test_it_changes_the_rewards_of_a_data_set(change: Change) -> None:
     rewards = [side.train.train_policy.rewards for side in (change.before, change.after)]
-    assert [weights_of(each, "rows") for each in rewards] == [{"single_choice": 1.0}, {"format": 1.0}]
-    assert [weights_of(each, "") for each in rewards] == [{"single_choice": 1.0}] * 2
+    assert [reward_weights_of_source(each, "rows") for each in rewards] == [{"single_choice": 1.0}, {"format": 1.0}]
+    assert [reward_weights_of_source(each, "") for each in rewards] == [{"single_choice": 1.0}] * 2
 
 
 @changes(Change("policy.model_max_length", 25, SFT_ROWS))
@@ -315,7 +315,7 @@ def test_it_changes_the_processes_that_tokenise(change: Change, folder: Path) ->
 
     others = set(multiprocessing.active_children())  # of tests before
 
-    class Watch(Progress):
+    class Watch(ProgressWriter):
         most = 0
 
         def step(self, *position: Any, **metrics: float) -> None:

@@ -10,7 +10,7 @@ import pytest
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.sample.endpoint import Endpoint
 from cosmos_core.sample.records import SampledPrompt, ScoredCompletion
-from cosmos_core.sample.selection import pass_rate, rows_of, select_completions
+from cosmos_core.sample.selection import compute_pass_rate, make_rows, select_completions
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.types import Prompt
 from tests.effects.change import GRPO, Change, changes, stage_of
@@ -32,8 +32,8 @@ def texts(recipe: Recipe) -> str:
     """Return the texts of the rows of an easy and a hard prompt; of a pair both."""
     rows: list[dict[str, Any]] = []
     for sampled in (EASY, HARD):
-        passing = select_completions(sampled, recipe.sample.keep, pass_rate(sampled, 1.0), 0)
-        rows += rows_of(sampled, [], recipe.sample, passing, {})
+        passing = select_completions(sampled, recipe.sample.keep, compute_pass_rate(sampled, 1.0), 0)
+        rows += make_rows(sampled, [], recipe.sample, passing, {})
     turns = [row[key] for row in rows for key in ("conversations", "chosen", "rejected") if key in row]
     return "".join(turn["content"] for each in turns for turn in each)
 

@@ -10,9 +10,9 @@ from typing import Any
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.rollout.groups import SyncGroupSource
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.measure import validation_sampling
-from cosmos_core.train.rollout_feed import PromptOrder, RolloutFeed, sync_source, training_sampling
+from cosmos_core.train.rollout_feed import PromptOrder, RolloutFeed, make_sync_source, training_sampling
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, Change, changes, difference
 
@@ -52,7 +52,7 @@ def rollouts(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """What is seen of all steps of a feed."""
     engine: Any = Engine()
     prompts: Any = PROMPTS
-    progress = Progress(folder / "progress.json")
+    progress = ProgressWriter(folder / "progress.json")
     sampling = training_sampling(recipe)
     source = SyncGroupSource(PromptOrder(prompts, recipe), engine, score, sampling, progress, recipe.rollout.batch_size)
     feed = RolloutFeed(prompts, source, make_algorithm(recipe, sampling), recipe)
@@ -165,9 +165,9 @@ def trained(recipe: Recipe, folder: Path) -> list[list[int]]:
         engine: Any = Engine()
         order, sampling = PromptOrder(prompts, recipe), training_sampling(recipe)
         sync = SyncGroupSource(
-            order, engine, by_parity, sampling, Progress(folder / "progress.json"), recipe.rollout.batch_size
+            order, engine, by_parity, sampling, ProgressWriter(folder / "progress.json"), recipe.rollout.batch_size
         )
-        source = sync_source(sync, order, recipe)
+        source = make_sync_source(sync, order, recipe)
         return RolloutFeed(prompts, source, make_algorithm(recipe, sampling), recipe)
 
     steps: list[list[int]] = []

@@ -31,21 +31,22 @@ def facts(recipes: list[Recipe], stop: threading.Event) -> list[dict[str, Any]]:
     found = []
     for recipe in recipes:
         mesh = open_mesh(recipe.policy.parallelism, "cpu")
-        assert mesh is not None and mesh.pipeline is not None
+        assert mesh is not None and mesh.pp is not None
         model = Qwen3ForCausalLM(
             Qwen3Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=5, num_attention_heads=2,
                         num_key_value_heads=2, head_dim=4)
         )  # fmt: skip
-        apply_pp(model, mesh.sizes, mesh.pipeline.get_local_rank())
+        apply_pp(model, mesh.parallelism, mesh.pp.get_local_rank())
         stages, size = PipelineRunner(model, recipe.train, mesh, torch.float32), recipe.train.train_policy.mini_batch
         own = [
             [i for i, layer in enumerate(stage.model.model.layers) if not isinstance(layer, StagePlaceholder)]
-            for stage in stages.roots
+            for stage in stages.root_modules
         ]
         schedule = type(stages._build_schedule(2, 4, lambda _, number: torch.zeros(()))).__name__
-        rows = stages.rows(size)
+        rows = stages.rows_per_micro_batch(size)
         found.append({
-            "schedule": schedule, "layers": own, "rows": rows, "micro-batches": stages.count(size // rows, size)
+            "schedule": schedule, "layers": own, "rows": rows,
+            "micro-batches": stages.num_micro_batches(size // rows, size),
         })  # fmt: skip
     return found
 

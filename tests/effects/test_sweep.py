@@ -9,7 +9,7 @@ import pytest
 import tomli_w
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
-from cosmos_core.launch.slots import branch_slots
+from cosmos_core.launch.slots import make_branch_semaphores
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.sections import sweep_tables
 from cosmos_core.run.directory import create_run
@@ -71,7 +71,7 @@ def test_it_changes_what_is_chosen(change: Change, expected: str, tmp_path: Path
     def chosen(found: Pipeline) -> object:
         config = found.stage("choice")
         inputs = {name: {"metrics": metrics, "info": {}, "path": f"/run/{name}"} for name, metrics in MEASURED.items()}
-        recipe, kind = found.recipes["choice"], found.kind_of(config)
+        recipe, kind = found.recipes["choice"], found.stage_kind(config)
         return select.run(Stage(tmp_path / "choice", config, recipe, "", None, inputs, "f", kind=kind)).info["chosen"]
 
     before, after = map(chosen, sides(change, tmp_path))
@@ -82,7 +82,7 @@ def test_it_changes_what_is_chosen(change: Change, expected: str, tmp_path: Path
 @changes((Change(f"{PREFIX}max_parallel", 2, SWEPT), 2))
 def test_it_changes_how_many_run_at_once(change: Change, expected: int, tmp_path: Path) -> None:
     def free(found: Pipeline) -> int:
-        slot, count = branch_slots(found)["swept-word-a"], 0
+        slot, count = make_branch_semaphores(found)["swept-word-a"], 0
         while slot.acquire(blocking=False):
             count += 1
         return count

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.errors import Preempted
-from cosmos_core.run.progress import Progress, read_metrics
+from cosmos_core.run.progress import ProgressWriter, read_metrics
 from cosmos_core.train.setup import train
 from tests.effects.change import SMALL, Change, changes, difference, recipe, stage_of
 from tests.unit.data_tokenizers import CHATML
@@ -25,7 +25,7 @@ SAVING = {**SMALL, "train.ckpt.enable_checkpoint": True}
 MEASURED = {**SMALL, "validation.enable": True}
 
 
-class Watch(Progress):
+class Watch(ProgressWriter):
     """Notes who says that a checkpoint is complete, and calls `then` after a step."""
 
     def __init__(self, path: Path) -> None:

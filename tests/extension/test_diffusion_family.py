@@ -80,7 +80,7 @@ def test_it_passes_the_checks_of_a_new_model(name: str, model_class: str, reques
 
 def test_without_a_class_the_remedy_is_named(flux: Path) -> None:
     [check] = check_model(str(flux))
-    assert "FluxPipeline is of no family here" in check.detail and "policy.model_class" in check.detail
+    assert "FluxPipeline is of no family here" in check.message and "policy.model_class" in check.message
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_it_is_prepared_trained_and_exported(
     source = write_media(tmp_path / "media", is_video=False)
     settings = {
         **BASE, **LORA, "policy.model_class": model_class, "train.train_policy.dataset.local_dir": str(source),
-        "train.epoch": 8, "train.optm_lr": 3e-3,
+        "train.epoch": 2, "train.optm_lr": 3e-3,
     }  # fmt: skip
     config = recipe(settings)
     data = stage_of(tmp_path / "data", config, kind="prepare", model=folder)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cosmos_core.run.files import user_cache
+from cosmos_core.run.files import user_cache_folder
 
 SOURCE = Path(__file__).with_name("device.cpp")
 MEMORY = 80 << 30
@@ -39,7 +39,7 @@ def obstacle() -> str:
 def build() -> Path:
     """Return the compiled library, which is kept in the cache of the user: 20 s the first time."""
     digest = hashlib.sha256(SOURCE.read_bytes() + importlib.metadata.version("torch").encode()).hexdigest()[:16]
-    target = user_cache() / f"fake-gpu-{digest}.so"
+    target = user_cache_folder() / f"fake-gpu-{digest}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_suffix(f".{os.getpid()}")

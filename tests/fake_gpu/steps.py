@@ -1,6 +1,7 @@
 """One optimizer step of each named cell on the fake GPU: `python -m tests.fake_gpu.steps LIBRARY NAME ...`.
 
-A step is the trainer's own update of a tiny model of a real class, traced with `step_memory`. Each is a line of JSON.
+A step is the trainer's own update of a tiny model of a real class, traced with `trace_step_memory`. Each is a line of
+JSON.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.freeze import mark_trained_weights
-from cosmos_core.models.kernels import use_fp8
+from cosmos_core.models.kernels import enable_fp8_if_supported
 from cosmos_core.models.recompute import recompute_activations
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.estimate import _use_fake_tensors
-from cosmos_core.train.memory import _LiveByteCounter, step_memory
+from cosmos_core.train.memory import _LiveByteCounter, trace_step_memory
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import DiffusionSample, Prompt
 from tests.effects.change import recipe
@@ -134,15 +135,15 @@ def traced_text(chosen: Recipe, name: str, folder: Path, kernels: Kernels) -> tu
         mark_trained_weights(model, policy)
         recompute_activations(model, policy.model_gradient_checkpointing)
     if train.fp8.enable_fp8:
-        use_fp8(model, train.fp8)
+        enable_fp8_if_supported(model, train.fp8)
     with FakeTensorMode():
         with torch.device("cuda"):
             _use_fake_tensors(model)
-        trainer = Trainer(CausalLM(model, train, InputProcessing(0)), train, Progress(folder / "progress.json"))
+        trainer = Trainer(CausalLM(model, train, InputProcessing(0)), train, ProgressWriter(folder / "progress.json"))
         for named in () if train.train_policy.scores_rows_once else train.train_policy.named_weights:
             trainer.named_weights.add(named)
         with kernels:
-            return model, step_memory(trainer, make_algorithm(chosen), train, LENGTH).total
+            return model, trace_step_memory(trainer, make_algorithm(chosen), train, LENGTH).total
 
 
 def traced_denoiser(chosen: Recipe, name: str, folder: Path, kernels: Kernels) -> tuple[nn.Module, int]:
@@ -161,7 +162,7 @@ def traced_denoiser(chosen: Recipe, name: str, folder: Path, kernels: Kernels) -
     with FakeTensorMode():
         with torch.device("cuda"):
             _use_fake_tensors(model)
-        trainer = Trainer(Denoiser(model, family, chosen.train), chosen.train, Progress(folder / "progress.json"))
+        trainer = Trainer(Denoiser(model, family, chosen.train), chosen.train, ProgressWriter(folder / "progress.json"))
         for named in chosen.train.train_policy.named_weights:
             trainer.named_weights.add(named)
         shapes = {"prompt_embeds": (85, 32), "pooled_prompt_embeds": (32,)}

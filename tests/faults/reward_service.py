@@ -19,11 +19,13 @@ import psutil
 import tomli_w
 from fakeredis import TcpFakeServer
 
-from cosmos_core.rewards.exchange import Service
+from cosmos_core.rewards.exchange import ServiceEndpoints
 from tests.conftest import wait_until
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(ROOT / "tests/programs/served.py")
+TRUST = httpx.create_ssl_context()
+"""Made once: loading the certificates takes longer than a request."""
 
 
 @dataclass
@@ -36,12 +38,12 @@ class Running:
     log: Path
 
     @property
-    def service(self) -> Service:
-        return Service(((f"{self.url}/api/reward/enqueue", f"{self.url}/api/reward/pull"),), self.token)
+    def service(self) -> ServiceEndpoints:
+        return ServiceEndpoints(((f"{self.url}/api/reward/enqueue", f"{self.url}/api/reward/pull"),), self.token)
 
     def post(self, path: str, **content: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.token}", **content.pop("headers", {})}
-        return httpx.post(f"{self.url}/api/reward/{path}", headers=headers, timeout=None, **content)
+        return httpx.post(f"{self.url}/api/reward/{path}", headers=headers, timeout=None, verify=TRUST, **content)
 
     def connect(self) -> socket.socket:
         host, port = self.url.removeprefix("http://").split(":")
@@ -61,7 +63,10 @@ class Running:
         return self.process.wait()
 
     def is_alive(self) -> bool:
-        return self.process.poll() is None and httpx.get(f"{self.url}/health", timeout=None).status_code == 200
+        return (
+            self.process.poll() is None
+            and httpx.get(f"{self.url}/health", timeout=None, verify=TRUST).status_code == 200
+        )
 
 
 @contextmanager

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.cluster.rank import Messages
+from cosmos_core.cluster.rank import RankMessages
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import DiskFull
-from cosmos_core.run.files import disk_full, warn_if_disk_full
+from cosmos_core.run.files import make_disk_full_error, warn_if_disk_full
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
@@ -180,7 +180,7 @@ def test_a_stage_that_cannot_begin_says_that_the_disk_is_full_and_is_not_tried_a
 
 
 def test_a_rank_of_several_that_finds_the_disk_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "configure", lambda level: None)  # this process has tests of logs too
+    monkeypatch.setattr(program, "configure_logging", lambda level: None)  # this process has tests of logs too
     kind = all_kinds()["custom"]
     stage = Stage(
         tmp_path, StageConfig(name="s", kind="custom", entry="m:f"), Recipe(), "", None, {}, "f" * 64, kind=kind
@@ -191,12 +191,12 @@ def test_a_rank_of_several_that_finds_the_disk_full_says_so(tmp_path: Path, monk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(DiskFull, match=f"^disk full: No space left on device: {stage.path}; free space and resume$"):
-        program.run_rank(stage.path, fill, Messages())
+        program.run_rank(stage.path, fill, RankMessages())
 
 
 def test_a_disk_that_is_read_only_is_one_line_too(tmp_path: Path) -> None:
     error = OSError(errno.EROFS, os.strerror(errno.EROFS), "/there/state.json")
     said = "read-only: Read-only file system: /there/state.json; make it writable and resume"
-    assert str(disk_full(error, tmp_path)) == said
+    assert str(make_disk_full_error(error, tmp_path)) == said
     with warn_if_disk_full("the end"):
         raise error

@@ -41,8 +41,8 @@ class Severed(MemoryStore):
 
     is_whole = False
 
-    async def accept(self, uuid: str, body: bytes) -> None:
-        await super().accept(uuid, body)
+    async def accept_request(self, uuid: str, body: bytes) -> None:
+        await super().accept_request(uuid, body)
         if not self.is_whole:
             self.is_whole = True
             raise ConnectionError("the reply is lost")
@@ -86,7 +86,7 @@ def test_what_comes_after_the_last_was_finished_is_refused_and_not_lost() -> Non
         with found.reserve_capacity(10):
             await found.drain()
             with pytest.raises(ShuttingDown):
-                await found.accept(KEY, body("p", jpeg_size=1.0))
+                await found.accept_request(KEY, body("p", jpeg_size=1.0))
         return found
 
     found = asyncio.run(late())
@@ -98,13 +98,13 @@ def test_a_request_that_the_store_kept_and_did_not_confirm_is_queued_when_it_com
         found = engine()
         found.store = Severed(60.0, 100, 2**20)
         with pytest.raises(ConnectionError):
-            await found.accept(KEY, body("p", jpeg_size=1.0))
+            await found.accept_request(KEY, body("p", jpeg_size=1.0))
         assert await found.store.is_known(KEY) and not queued(found)
         for _ in range(2):
-            await found.accept(KEY, body("p", jpeg_size=1.0))
+            await found.accept_request(KEY, body("p", jpeg_size=1.0))
         assert queued(found) == [KEY], "once"
         await found._store_result(Job(found.pending[KEY], "jpeg_size"), {"scores": {"jpeg_size": [1.0]}}, 0.0)
-        await found.accept(KEY, body("p", jpeg_size=1.0))
+        await found.accept_request(KEY, body("p", jpeg_size=1.0))
         return found
 
     found = asyncio.run(sent_again())
@@ -129,7 +129,7 @@ def test_decoded_videos_wait_for_room() -> None:
         for request in requests:
             found._add_pending(request)
         video = {"array": np.zeros(100, np.uint8)}
-        tasks = [asyncio.create_task(found._handle_decoded(Job(request), video, 0.0)) for request in requests]
+        tasks = [asyncio.create_task(found._handle_decoded_video(Job(request), video, 0.0)) for request in requests]
         await until(lambda: len(queued(found)) == 2)
         await asyncio.sleep(0.1)
         assert (queued(found), found.decoded_bytes) == (["0", "1"], 200)
@@ -144,7 +144,7 @@ def test_what_no_reward_is_told_is_not_kept() -> None:
     fields = {"prompts": ["p"], "reward_fn": {"r": 1.0}, "media_type": "image", "x": [{}] * 9, "references": ["y"]}
     request = parse_request(KEY, encode_request(fields, np.zeros((1, 2, 2, 3), np.uint8)), {"r"})
     assert request.fields == {"prompts": ["p"], "references": ["y"]}
-    assert request.job == {"prompts": ["p"], "references": ["y"], "media": "image"}
+    assert request.job_fields == {"prompts": ["p"], "references": ["y"], "media": "image"}
 
 
 def test_services_of_two_machines_have_queues_of_their_own_in_one_redis(monkeypatch: pytest.MonkeyPatch) -> None:

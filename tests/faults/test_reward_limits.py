@@ -21,7 +21,7 @@ from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.service import pool as pools
 from cosmos_core.rewards.service.config import read_config
 from cosmos_core.rewards.service.engine import Engine
-from cosmos_core.rewards.service.pool import Job, Pool
+from cosmos_core.rewards.service.pool import Job, RewardPool
 from cosmos_core.rewards.service.request import parse_request
 from cosmos_core.rewards.service.store import MemoryStore
 from tests.conftest import wait_until
@@ -55,7 +55,7 @@ def test_what_it_remembers_is_bounded(tmp_path: Path) -> None:
         return engine
 
     engine = asyncio.run(scored())
-    assert not engine.pending and len(engine._finished_counts) <= 11 and engine.rate() <= 10.0
+    assert not engine.pending and len(engine._finished_counts) <= 11 and engine.items_per_second() <= 10.0
     assert engine.store.has_unfetched_scores() and len(engine.store._unfetched_keys) == 3  # type: ignore[attr-defined]
     store = MemoryStore(1e9, 1000, 100)
     for i in range(10):
@@ -77,7 +77,7 @@ def test_a_reply_that_is_too_long_costs_its_request_and_not_the_device(
     file = tmp_path / "rewards.toml"
     reward = {"reward_type": "wordy", "entry": f"{tmp_path}/wordy.py:Wordy", "device": "cpu"}
     file.write_text(tomli_w.dumps({"reward_args": [reward], "attempts": 2}))
-    monkeypatch.setattr(pools, "_MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(pools, "_MAX_HEADER_BYTES", 1000)
 
     async def scored(*prompts: str) -> list[Mapping[str, Any]]:
         results: list[Mapping[str, Any]] = []
@@ -86,7 +86,7 @@ def test_a_reply_that_is_too_long_costs_its_request_and_not_the_device(
             results.append(result)
 
         config = read_config(file)
-        pool = Pool(Engine(config).program(config.rewards[0]), deliver)
+        pool = RewardPool(Engine(config).process_settings(config.rewards[0]), deliver)
         for prompt in prompts:
             pool.submit(Job(parse_request(prompt, body(prompt, wordy=1.0), {"wordy"}), "wordy"))
         async with asyncio.timeout(60):

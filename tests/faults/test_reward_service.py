@@ -26,7 +26,7 @@ from PIL import Image
 from benchmarks.reward_service import measure
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import ConfigError
-from cosmos_core.launch.service_health import note_health
+from cosmos_core.launch.service_health import record_health
 from cosmos_core.rewards.exchange import ping
 from cosmos_core.rewards.jpeg_size import jpeg_size
 from cosmos_core.rewards.protocol import encode_request
@@ -34,7 +34,7 @@ from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.service.__main__ import serve
 from cosmos_core.rewards.service.config import RewardArgs, ServiceConfig
 from tests.conftest import DEMOS, wait_until
-from tests.faults.reward_service import PROGRAM, Running, counted, redis_server, running
+from tests.faults.reward_service import PROGRAM, TRUST, Running, counted, redis_server, running
 
 REWARDS = [
     {"reward_type": "jpeg_size"},
@@ -169,7 +169,7 @@ def test_health_metrics_and_page_show_how_it_goes(server: Running, tmp_path: Pat
     assert 'reward_items_total{reward="mean"} ' in metrics
     assert 'reward_restarts_total{reward="mean"}' in metrics
     enqueue = server.service.replicas[0][0]
-    note_health(tmp_path, {"REMOTE_REWARD_ENQUEUE_URL": enqueue, "REMOTE_REWARD_TOKEN": server.token})
+    record_health(tmp_path, {"REMOTE_REWARD_ENQUEUE_URL": enqueue, "REMOTE_REWARD_TOKEN": server.token})
     [noted] = json.loads((tmp_path / "reward_service.json").read_text())["services"]
     assert noted["url"] == server.url and noted["status"] in {"ok", "degraded"}, "its processes were killed just now"
     assert noted["rewards"]["mean"]["items"] > 0 and noted["rewards"]["mean"]["restarts"] > 0
@@ -184,7 +184,9 @@ def test_without_the_token_nothing_is_read(server: Running, header: str) -> None
     headers = {"Authorization": header.encode()}
     before = len(scored(server))
     for path in ("enqueue", "pull", "ping", "latent_attr"):
-        response = httpx.post(f"{server.url}/api/reward/{path}", content=body("1", counted=1.0), headers=headers)
+        response = httpx.post(
+            f"{server.url}/api/reward/{path}", content=body("1", counted=1.0), headers=headers, verify=TRUST
+        )
         assert (response.status_code, response.json()) == (401, {"message": "a bearer token is needed"})
     assert len(scored(server)) == before
 
@@ -236,9 +238,9 @@ def test_random_requests_reach_no_reward_and_cost_nothing(server: Running) -> No
 
     before, process = len(scored(server)), psutil.Process(server.process.pid)
     memory = process.memory_info().rss
-    statuses = fuzz(server.url, server.token, 400, random.Random(0))
+    statuses = fuzz(server.url, server.token, 200, random.Random(0))
     assert set(statuses) <= {200, 400, 401, 404, 405, 408, 411, 413, 422}, statuses
-    assert statuses[200] < 40, "pings alone"
+    assert statuses[200] < 20, "pings alone"
     assert server.is_alive() and len(scored(server)) == before
     assert process.memory_info().rss - memory < 64 * 2**20
 

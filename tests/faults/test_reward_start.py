@@ -13,9 +13,9 @@ import tomli_w
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import RewardError
 from cosmos_core.launch.managed_service import managed_service
-from cosmos_core.rewards.exchange import service_of
+from cosmos_core.rewards.exchange import read_service_endpoints
 from cosmos_core.rewards.remote import RemoteRewards
-from cosmos_core.rewards.reward_model import RewardInput, Settings, load_served
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, load_scorer
 from cosmos_core.rewards.service.worker import make_items
 
 OVERLONG = {"max_tokens": 100, "overlong": {"buffer_length": 40, "penalty_factor": 2.0}}
@@ -28,21 +28,21 @@ def test_a_stage_finds_its_service_whatever_variable_has_its_token(tmp_path: Pat
     asked = RemoteRewardConfig.model_validate({"reward_fns": [{"name": "exact_match"}], "timeout_seconds": 20.0})
     with managed_service(str(file), tmp_path) as found:
         request = {"prompt": "", "to_be_evaluated": "42", "reference": "42"}
-        [score] = RemoteRewards(asked, service_of(found)).score([request])
+        [score] = RemoteRewards(asked, read_service_endpoints(found)).score([request])
     assert score.value == 1.0
 
 
 def test_overlong_takes_from_options_what_no_request_has() -> None:
-    reward = load_served("overlong", "", Settings(options=OVERLONG))
+    reward = load_scorer("overlong", "", RewardModelSettings(options=OVERLONG))
     items = [RewardInput(info={"num_tokens": count}) for count in (60, 70, 100, 500)]
     assert reward.score(items) == {"overlong": [0.0, -0.5, -2.0, -2.0]}
     with pytest.raises(RewardError, match=r"^the reward 'overlong' needs options.overlong, which no request has; for"):
-        load_served("overlong", "", Settings(options={"max_tokens": 100}))
+        load_scorer("overlong", "", RewardModelSettings(options={"max_tokens": 100}))
 
 
 def test_the_judge_has_its_settings_in_recipes_alone() -> None:
     with pytest.raises(RewardError, match=r"^reward_type = 'judge' has its settings in recipes alone; name it in"):
-        load_served("judge", "", Settings())
+        load_scorer("judge", "", RewardModelSettings())
 
 
 def test_a_column_of_the_row_does_not_replace_the_turns_of_the_completion() -> None:

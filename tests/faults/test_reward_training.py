@@ -14,11 +14,11 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import RewardError
 from cosmos_core.launch.managed_service import managed_service
-from cosmos_core.rewards.exchange import ENQUEUE_URL, FETCH_URL, TOKEN
+from cosmos_core.rewards.exchange import ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABLE, TOKEN_VARIABLE
 from cosmos_core.rewards.service.config import read_config
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.check import check_rewards
-from cosmos_core.train.measure import trained_rewards
+from cosmos_core.train.measure import training_rewards
 from cosmos_core.train.setup import train
 from tasks.kinds import all_kinds
 from tests.acceptance import digits_served
@@ -98,9 +98,9 @@ def test_it_learns_the_same_to_the_bit_while_the_reward_is_killed(
 ) -> None:
     rewards = {"reward_args": [{"reward_type": "red", "entry": f"{inputs.folder / 'reward.py'}:red"}]}
     with running(tmp_path / "service", rewards) as server:
-        for name, path in ((ENQUEUE_URL, "enqueue"), (FETCH_URL, "pull")):
+        for name, path in ((ENQUEUE_URL_VARIABLE, "enqueue"), (FETCH_URL_VARIABLE, "pull")):
             monkeypatch.setenv(name, f"{server.url}/api/reward/{path}")
-        monkeypatch.setenv(TOKEN, server.token)
+        monkeypatch.setenv(TOKEN_VARIABLE, server.token)
         is_done = threading.Event()
 
         def kill() -> None:
@@ -127,25 +127,27 @@ def test_the_digits_demo_may_have_its_classifier_behind_a_service(
     (tmp_path / "rewards.toml").write_text(digits_served.REWARDS)
     (tmp_path / "digits.toml").write_text(digits_served.served(digits_served.CONFIG.read_text()))
     pipeline = load_pipeline(tmp_path / "digits.toml", (), all_kinds())
-    asked = trained_rewards(pipeline.recipes["nft"])
+    asked = training_rewards(pipeline.recipes["nft"])
     assert isinstance(asked, RemoteRewardConfig) and [each.name for each in asked.reward_fns] == ["likeness"]
     assert pipeline.stage("nft").reward_service == str(tmp_path / "rewards.toml")
     assert [reward.reward_type for reward in read_config(tmp_path / "rewards.toml").rewards] == ["likeness"]
 
 
 def test_without_a_service_the_stage_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENQUEUE_URL, raising=False)
-    with pytest.raises(RewardError, match=f"use_remote_reward = true: set {ENQUEUE_URL} and {FETCH_URL} in the"):
+    monkeypatch.delenv(ENQUEUE_URL_VARIABLE, raising=False)
+    with pytest.raises(
+        RewardError, match=f"use_remote_reward = true: set {ENQUEUE_URL_VARIABLE} and {FETCH_URL_VARIABLE} in the"
+    ):
         train(Inputs(tmp_path).stage(tmp_path / "there", **SETTINGS, **REMOTE))
 
 
 def test_check_looks_whether_the_service_of_a_stage_has_its_rewards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(ENQUEUE_URL, raising=False)
+    monkeypatch.delenv(ENQUEUE_URL_VARIABLE, raising=False)
     (tmp_path / "rewards.toml").write_text('[[reward_args]]\nreward_type = "blue"\n')
     plain = stage_of(tmp_path / "stage", recipe({**GRPO, **REMOTE}), kind="rl")
-    with pytest.raises(RewardError, match=f"set {ENQUEUE_URL}"):
+    with pytest.raises(RewardError, match=f"set {ENQUEUE_URL_VARIABLE}"):
         check_rewards(plain)
     own = replace(plain, config=plain.config.model_copy(update={"reward_service": str(tmp_path / "rewards.toml")}))
     with pytest.raises(RewardError, match="does not serve 'red'; known: blue"):

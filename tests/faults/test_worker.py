@@ -22,8 +22,8 @@ import pytest
 from cosmos_core.errors import ConfigError, DataError, Preempted, StageFailed
 from cosmos_core.launch import worker
 from cosmos_core.launch.check import check_first_rows
-from cosmos_core.launch.processes import ATTEMPT, make_scratch, scratch_of, sweep
-from cosmos_core.run.directory import Run, claim, create_run
+from cosmos_core.launch.processes import ATTEMPT_VARIABLE, create_scratch_folder, remove_orphans, scratch_folder
+from cosmos_core.run.directory import Run, claim_run, create_run
 from cosmos_core.run.files import read_json
 from cosmos_core.run.state import read_state, update_state
 from tasks.kinds import all_kinds
@@ -118,7 +118,9 @@ def test_a_stage_past_its_timeout_is_stopped(tmp_path: Path) -> None:
 def test_a_stage_that_another_machine_has_taken_over_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path, "count", "arguments = { steps = 1000 }")
     progress = run.stage_path("s") / "progress.json"
-    monkeypatch.setattr(StageSync, "loss", lambda self: "taken over" if (read_json(progress) or {}).get("step") else "")
+    monkeypatch.setattr(
+        StageSync, "lease_loss_reason", lambda self: "taken over" if (read_json(progress) or {}).get("step") else ""
+    )
     with pytest.raises(StageFailed, match="stage 's' was ended: taken over"):
         run_stage(run, "s")
     assert not processes_below(tmp_path)
@@ -192,13 +194,13 @@ def test_temporary_files_of_a_worker_are_gone_when_it_ends_and_those_of_a_killed
     scratch = Path((run.stage_path("s") / "scratch").read_text())
     assert scratch.parent.name.startswith("cosmos-") and not scratch.parent.exists()
     mark = uuid.uuid4().hex
-    scratch_of(mark).mkdir()
+    scratch_folder(mark).mkdir()
     update_state(run.stage_path("s"), state="stopped", mark=mark)
-    assert worker.reap(run.stage_path("s")) and not scratch_of(mark).exists()
+    assert worker.reap_attempt(run.stage_path("s")) and not scratch_folder(mark).exists()
     gone, mine = (run.stage_path("s") / f".state.json.{pid}-1.tmp" for pid in (2**22 + 1, os.getpid()))
     for file in (gone, mine):
         file.touch()
-    claim(run).release()
+    claim_run(run).release()
     assert (gone.exists(), mine.exists()) == (False, True)
 
 
@@ -207,31 +209,31 @@ def test_an_attempt_that_just_begins_is_nobody_s_remains(monkeypatch: pytest.Mon
 
     def slow_lock(descriptor: int, operation: int) -> None:
         if operation == fcntl.LOCK_SH:
-            sweep()  # of another run, which begins at the same moment
+            remove_orphans()  # of another run, which begins at the same moment
         lock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", slow_lock)
-    held = make_scratch(mark)
-    sweep()
-    assert scratch_of(mark).is_dir()
+    held = create_scratch_folder(mark)
+    remove_orphans()
+    assert scratch_folder(mark).is_dir()
     os.close(held)
-    sweep()
-    assert not scratch_of(mark).exists()
+    remove_orphans()
+    assert not scratch_folder(mark).exists()
 
 
 def test_what_launcher_and_supervisor_leave_that_were_killed_together_is_ended_by_the_next_run() -> None:
     mark = uuid.uuid4().hex
-    held = make_scratch(mark)
-    stray = subprocess.Popen(["sleep", "600"], env={ATTEMPT: mark})
+    held = create_scratch_folder(mark)
+    stray = subprocess.Popen(["sleep", "600"], env={ATTEMPT_VARIABLE: mark})
     look = Path(tempfile.gettempdir()) / f"cosmos-look-{2**22 + 1}-x"
     look.mkdir()
     try:
-        sweep()
-        assert scratch_of(mark).exists() and stray.poll() is None, "somebody holds it"
+        remove_orphans()
+        assert scratch_folder(mark).exists() and stray.poll() is None, "somebody holds it"
         assert not look.exists(), "there is no such process"
         os.close(held)
-        sweep()
-        assert not scratch_of(mark).exists()
+        remove_orphans()
+        assert not scratch_folder(mark).exists()
         assert stray.wait() == -signal.SIGKILL
     finally:
         stray.kill()
@@ -240,7 +242,7 @@ def test_what_launcher_and_supervisor_leave_that_were_killed_together_is_ended_b
 
 def test_a_second_attempt_waits_for_nobody_when_the_first_launcher_is_dead(tmp_path: Path) -> None:
     run = make_run(tmp_path, "count")
-    assert worker.reap(run.stage_path("s")), "a stage that nobody started has no owner"
+    assert worker.reap_attempt(run.stage_path("s")), "a stage that nobody started has no owner"
     run_stage(run, "s")
     (facts,) = read_json(run.stage_path("s") / "facts.json")
     assert facts["host"] == platform.node() and facts["versions"]["torch"] == version("torch")

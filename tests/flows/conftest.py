@@ -9,23 +9,28 @@ from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_SSL_CERT_FILE, PREFECT_API_URL, temporary_settings
 
 from tests.commands.orchestra import Orchestra
+from tests.conftest import SharedServer
 
 
 @pytest.fixture(scope="session")
-def prefect_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The settings of its clients."""
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    """The server, which stands still between the files that need it."""
     server = Orchestra(tmp_path_factory.mktemp("prefect"))
+    loop = "PREFECT_SERVER_SERVICES_SCHEDULER_RECENT_DEPLOYMENTS_LOOP_SECONDS"
+    server.environment[loop] = "60"  # nothing is scheduled
     try:
         server.start_server()
-        yield {name: server.settings[name] for name in ("PREFECT_API_URL", "PREFECT_API_SSL_CERT_FILE")}
+        yield SharedServer(server.folder, server.settings)
     finally:
         server.close()
 
 
 @pytest.fixture(scope="module")
-def harness(prefect_settings: dict[str, str]) -> Iterator[None]:
+def harness(shared_server: SharedServer) -> Iterator[None]:
     """Settings of this process that name the server."""
-    settings = {each: prefect_settings[each.name] for each in (PREFECT_API_URL, PREFECT_API_SSL_CERT_FILE)}
+    found = shared_server.wake()
+    settings = {each: found[each.name] for each in (PREFECT_API_URL, PREFECT_API_SSL_CERT_FILE)}
     with temporary_settings(settings):
         yield
         EventsWorker.drain_all(timeout=5)  # before what follows talks to another server
+    shared_server.pause()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from typer.testing import CliRunner
 
 from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.hub import failed_requests
 from flows.post_train import post_train
 from tests.conftest import wait_until
 from tests.flows.test_retrain import Asked, Nightly, events_of
@@ -48,24 +46,17 @@ def test_a_retry_asks_again_where_nobody_answered_and_keeps_an_approval(tmp_path
     assert said.count("cosmos.run.waiting") == 2, "once for each request, not for its answer"
 
 
-def test_a_firing_leaves_a_person_alone_who_is_asked_already(tmp_path: Path) -> None:
+def test_a_firing_leaves_a_person_alone_who_is_asked_already_and_nothing_publishes_what_nobody_approved(
+    tmp_path: Path,
+) -> None:
+    """Neither a command nor another deployment does."""
     nightly = Nightly(tmp_path)
     nightly.rows({"accuracy": 0.5})
     asked = Asked(nightly)
     assert asked.go_on()[0] == "Suspended"
     why = f"run {nightly.runs[0]} waits until a person approves its publication; nothing was done"
     assert Asked(nightly).go_on() == ("StillTraining", why)
-    with get_client(sync_client=True) as client:
-        client.set_flow_run_state(asked.id, Cancelled(), force=True)
-    assert Asked(nightly).go_on()[0] == "Suspended", "nobody could answer the request of a cancelled flow run"
-
-
-def test_neither_a_command_nor_another_deployment_publishes_what_nobody_approved(tmp_path: Path) -> None:
-    nightly = Nightly(tmp_path)
-    nightly.rows({"accuracy": 0.5})
-    assert Asked(nightly).go_on()[0] == "Suspended"
-    [run] = nightly.runs
-    path = str(tmp_path / "outputs" / run)
+    path = str(tmp_path / "outputs" / nightly.runs[0])
     for _ in range(2):
         done = CliRunner().invoke(app, ["resume", path])
         assert isinstance(done.exception, ConfigError) and "only what a person has approved" in str(done.exception)
@@ -73,14 +64,6 @@ def test_neither_a_command_nor_another_deployment_publishes_what_nobody_approved
             post_train(path)
     assert nightly.published == []
     assert "waits for approval in the UI of Prefect until" in CliRunner().invoke(app, ["status", path]).output
-
-
-def test_a_hub_that_could_not_be_asked_is_no_proof_that_nothing_is_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nightly = Nightly(tmp_path)
-    nightly.rows({"accuracy": 0.5})
-    assert nightly.fire()[0] == "Completed"
-    monkeypatch.setitem(failed_requests, "https://hub.example", (time.monotonic(), "timed out"))
-    name, message = nightly.fire()
-    assert name == "NothingNew" and message.endswith("; https://hub.example did not respond: timed out")
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(asked.id, Cancelled(), force=True)
+    assert Asked(nightly).go_on()[0] == "Suspended", "nobody could answer the request of a cancelled flow run"

@@ -21,11 +21,11 @@ from prefect.states import Cancelling
 
 from cosmos_core.launch import worker
 from cosmos_core.observe.record import read_run
-from cosmos_core.observe.runs import is_inactive
+from cosmos_core.observe.runs import is_run_inactive
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.state import read_state
 from tasks import custom
-from tasks.flow_run import FlowInPython, unfinished_stage
+from tasks.flow_run import PythonFlowState, describe_unfinished_stage
 from tests.conftest import PROGRAMS, wait_until
 from tests.flows.test_flows_in_python import GROW, folder, grown, starts
 from tests.flows.test_retrain import events_of
@@ -65,9 +65,10 @@ leaver()
 def test_a_flow_whose_process_ends_before_its_end_has_stopped_and_not_died(folder: Path) -> None:
     """Prefect calls no hook of a flow that exits or is suspended."""
     (folder / "leaver.py").write_text(LEAVER)
-    root, address = str(Path(__file__).parents[2]), str(get_current_settings().api.url)
-    environment = os.environ | {"PREFECT_API_URL": address, "PYTHONPATH": root}
-    assert subprocess.run([sys.executable, "leaver.py"], cwd=folder, env=environment).returncode == 3
+    environment = os.environ | {"PREFECT_API_URL": str(get_current_settings().api.url)}
+    program = f"import runpy, sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})  # as cosmos_core does\n"
+    command = [sys.executable, "-c", f"{program}runpy.run_path('leaver.py', run_name='__main__')"]
+    assert subprocess.run(command, cwd=folder, env=environment).returncode == 3
     assert read_run(folder / "outputs" / "leaver").outcome == "stopped"
 
 
@@ -77,7 +78,7 @@ def test_a_stage_that_nothing_waited_for_is_reported(folder: Path) -> None:
         custom.submit(GROW, arguments={"refuse": True})
 
     hasty()
-    assert unfinished_stage().startswith("stage 'custom' is not done, and the flow did not wait for it")
+    assert describe_unfinished_stage().startswith("stage 'custom' is not done, and the flow did not wait for it")
 
 
 def test_two_executions_of_a_flow_both_end_and_share_its_stages(folder: Path) -> None:
@@ -140,27 +141,27 @@ def test_a_flow_is_running_until_its_own_code_has_ended(folder: Path) -> None:
     def thoughtful(fails: bool, run_id: str = "thoughtful") -> None:
         grown("model")
         run = read_run(folder / "outputs" / run_id)
-        seen.extend([run.outcome, is_inactive(run)])
+        seen.extend([run.outcome, is_run_inactive(run)])
         if fails:
             raise ValueError("own code")
 
     for fails, outcome in ((True, "failed"), (False, "done")):
         thoughtful(fails, return_state=True)
         run = read_run(folder / "outputs" / "thoughtful")
-        assert (run.outcome, is_inactive(run)) == (outcome, True)
+        assert (run.outcome, is_run_inactive(run)) == (outcome, True)
         assert f">{outcome}" in (run.path / "report.html").read_text()
     assert seen == ["running", False] * 2
 
 
 def test_a_stop_before_a_submitted_stage_begins_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, begun, stopped = FlowInPython.stage, threading.Event(), threading.Event()
+    begin, begun, stopped = PythonFlowState.stage, threading.Event(), threading.Event()
 
     def wait_for_the_stop(*arguments: Any) -> Any:
         begun.set()
         assert stopped.wait(30)
         return begin(*arguments)
 
-    monkeypatch.setattr(FlowInPython, "stage", wait_for_the_stop)
+    monkeypatch.setattr(PythonFlowState, "stage", wait_for_the_stop)
 
     @flow
     def stopping(run_id: str = "stopping") -> None:

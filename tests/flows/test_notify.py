@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError, GateFailed, ProgramError, StageFailed
 from cosmos_core.launch.blocks import RewardService, load_service_variables
-from cosmos_core.launch.bootstrap import AUTOMATION, Pool, bootstrap_server
+from cosmos_core.launch.bootstrap import CRASH_AUTOMATION_NAME, WorkPool, bootstrap_server
 from cosmos_core.launch.managed_service import managed_service
-from cosmos_core.launch.notify import EVENTS, _create_block, parsed_channels
+from cosmos_core.launch.notify import EVENTS_BY_SUBJECT, _create_block, parse_channels
 from flows.post_train import post_train
 from tasks import events
 from tests.conftest import wait_until
@@ -60,19 +60,19 @@ def test_a_second_bootstrap_updates_and_the_server_sends_what_failed_with_the_re
     receiver: tuple[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     url, messages = receiver
-    channels = parsed_channels(
+    channels = parse_channels(
         ["email=mailto://ada:secret@127.0.0.1:1?to=ada@localhost", "webhook=http://127.0.0.1:1/old"]
     )
     lines = list(bootstrap_server([], channels))
-    assert sum(line.endswith(": made") and " message when " in line for line in lines) == 2 * len(EVENTS)
+    assert sum(line.endswith(": made") and " message when " in line for line in lines) == 2 * len(EVENTS_BY_SUBJECT)
     lines = list(bootstrap_server([], {**channels, "webhook": url}))
-    assert sum(line.endswith(": there") and " message when " in line for line in lines) == 2 * len(EVENTS)
-    assert len(notifications()) == 2 * len(EVENTS)
+    assert sum(line.endswith(": there") and " message when " in line for line in lines) == 2 * len(EVENTS_BY_SUBJECT)
+    assert len(notifications()) == 2 * len(EVENTS_BY_SUBJECT)
     saved: Any = Webhook.load("cosmos-notify-webhook")
     assert saved.url.get_secret_value() == url
     run = counting_run(tmp_path)
-    events.stage_failed(run, "first", ProgramError('it said "no"\nand <ended>'))
-    events.stage_failed(run, "second", GateFailed("accuracy 0.1"))
+    events.emit_stage_failed(run, "first", ProgramError('it said "no"\nand <ended>'))
+    events.emit_stage_failed(run, "second", GateFailed("accuracy 0.1"))
     EventsWorker.drain_all(timeout=5)
     wait_until(lambda: len(messages) == 2, 120, "the server calls the webhook for both")
     failed, refused = sorted(messages, key=lambda message: str(message["what"]))
@@ -92,14 +92,14 @@ def test_a_second_bootstrap_updates_and_the_server_sends_what_failed_with_the_re
 
 @pytest.mark.usefixtures("harness")
 def test_bootstrap_makes_what_is_missing_once() -> None:
-    made = list(bootstrap_server([Pool("cpu"), Pool("big", limit=2)]))
+    made = list(bootstrap_server([WorkPool("cpu"), WorkPool("big", limit=2)]))
     assert made[:2] == ["work pool cpu: made (process)", "work pool big: made (process, at most 2 at once)"]
-    assert made[2].startswith(f"automation {AUTOMATION!r}: ")
+    assert made[2].startswith(f"automation {CRASH_AUTOMATION_NAME!r}: ")
     assert made[-1] == "block type cosmos-reward-service: registered"
     command = ["bootstrap", "--pool", "big"]
     again = CliRunner().invoke(app, [*command, "--pool", "cpu"]).stdout.splitlines()
     assert again[:2] == ["work pool big: there (process, at most 2 at once)", "work pool cpu: there (process)"]
-    assert again[2] == f"automation {AUTOMATION!r}: there"
+    assert again[2] == f"automation {CRASH_AUTOMATION_NAME!r}: there"
     changed = CliRunner().invoke(app, [*command, "--limit", "4"]).stdout
     assert changed.startswith("work pool big: changed (concurrency_limit)\n")
     refused = CliRunner().invoke(app, [*command, "--type", "docker"]).exception
@@ -132,7 +132,7 @@ def test_a_block_names_a_reward_service_and_its_token_is_written_nowhere(
 
 
 def test_an_address_of_mail_is_one_that_apprise_knows() -> None:
-    address = parsed_channels(["email=mailtos://ada:secret@smtp.example.com?to=team@example.com"])["email"]
+    address = parse_channels(["email=mailtos://ada:secret@smtp.example.com?to=team@example.com"])["email"]
     [plugin] = _create_block("email", address)._apprise_client
     assert (type(plugin).__name__, plugin.smtp_host) == ("NotifyEmail", "smtp.example.com")
 
@@ -150,5 +150,5 @@ def test_an_address_of_mail_is_one_that_apprise_knows() -> None:
 )
 def test_another_form_is_one_line(option: str) -> None:
     with pytest.raises(ConfigError, match=r"^--notify [\w=]+: write slack=https://hooks\.slack\.com/") as info:
-        parsed_channels([option])
+        parse_channels([option])
     assert "SECRET" not in str(info.value)

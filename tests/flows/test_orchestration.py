@@ -39,20 +39,20 @@ from prefect.states import Cancelling, Pending, Running, Suspended
 
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.errors import Cancelled
-from cosmos_core.launch.bootstrap import AUTOMATION, OUTCOMES, bootstrap_server
+from cosmos_core.launch.bootstrap import CRASH_AUTOMATION_NAME, FLOW_STATE_NAMES, bootstrap_server
 from cosmos_core.launch.worker_report import (
-    DIRECTORY,
+    WORKING_DIRECTORY_STEP,
     end_lost_flow_runs,
     max_seconds_without_process,
-    recent_reports,
-    report,
+    read_recent_reports,
+    report_machine,
 )
 from cosmos_core.observe import gallery
 from cosmos_core.run.directory import Run
 from cosmos_core.run.state import read_state
 from flows.post_train import post_train
 from tasks.artifacts import StageArtifacts
-from tasks.final_states import REFUSED, failed_state
+from tasks.final_states import REFUSED_STATE, failed_state
 from tasks.naming import user_name
 from tasks.retrain_lease import RetrainLease
 from tests.conftest import PROGRAMS, wait_until
@@ -66,20 +66,20 @@ ROOT = Path(__file__).parents[2]
 def automations() -> list[dict[str, Any]]:
     with get_client(sync_client=True) as client:
         found = client.request("POST", "/automations/filter", json={}).json()
-    return [each for each in found if each["name"] == AUTOMATION]
+    return [each for each in found if each["name"] == CRASH_AUTOMATION_NAME]
 
 
 def test_bootstrap_updates_the_automation_of_an_older_version_and_keeps_whether_it_is_enabled() -> None:
     first, *_ = bootstrap_server([])
-    assert first in {f"automation {AUTOMATION!r}: {state}" for state in ("made", "there")}
-    assert f"automation {AUTOMATION!r}: there" in list(bootstrap_server([]))
+    assert first in {f"automation {CRASH_AUTOMATION_NAME!r}: {state}" for state in ("made", "there")}
+    assert f"automation {CRASH_AUTOMATION_NAME!r}: there" in list(bootstrap_server([]))
     [made] = automations()
     older = {key: made[key] for key in ("name", "description", "trigger", "actions")} | {"enabled": False}
     older["trigger"]["expect"] = ["prefect.flow-run.heartbeat", "prefect.flow-run.Completed"]
     with get_client(sync_client=True) as client:
         client.request("PUT", "/automations/{id}", path_params={"id": made["id"]}, json=older)
-    assert f"automation {AUTOMATION!r}: changed" in list(bootstrap_server([]))
-    assert f"automation {AUTOMATION!r}: there" in list(bootstrap_server([]))
+    assert f"automation {CRASH_AUTOMATION_NAME!r}: changed" in list(bootstrap_server([]))
+    assert f"automation {CRASH_AUTOMATION_NAME!r}: there" in list(bootstrap_server([]))
     [changed] = automations()
     assert changed["trigger"]["expect"].sort() == made["trigger"]["expect"].sort() and not changed["enabled"]
 
@@ -90,7 +90,16 @@ def test_a_flow_run_that_has_no_process_is_not_taken_for_a_dead_one() -> None:
     from prefect.server.events.schemas.automations import EventTrigger
 
     trigger = EventTrigger.model_validate(found["trigger"])
-    quiet = ("Suspended", "Paused", "Resuming", "Scheduled", "AwaitingRetry", "Completed", "TimedOut", *OUTCOMES)
+    quiet = (
+        "Suspended",
+        "Paused",
+        "Resuming",
+        "Scheduled",
+        "AwaitingRetry",
+        "Completed",
+        "TimedOut",
+        *FLOW_STATE_NAMES,
+    )
     assert [name for name in quiet if not trigger.expects(f"prefect.flow-run.{name}")] == []
     assert not trigger.expects("prefect.flow-run.Running") and trigger.starts_after("prefect.flow-run.heartbeat")
     others = "any other flow run sends its heartbeats every 180 s, and is not dead after 90"
@@ -99,7 +108,7 @@ def test_a_flow_run_that_has_no_process_is_not_taken_for_a_dead_one() -> None:
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     endings = [call for call in calls if getattr(call.func, "id", "") in {"Completed", "Failed"}]
     names = [word.value for call in endings for word in call.keywords if word.arg == "name"]
-    assert {name.value for name in names if isinstance(name, ast.Constant)} | {REFUSED} == set(OUTCOMES)
+    assert {name.value for name in names if isinstance(name, ast.Constant)} | {REFUSED_STATE} == set(FLOW_STATE_NAMES)
 
 
 GATED = PIPELINE.replace(
@@ -184,7 +193,7 @@ def test_why_a_gate_refused_is_said_by_the_flow_run_and_what_it_stopped_is_named
 @pytest.mark.parametrize("private", [False, True])
 def test_samples_are_artifacts_unless_the_run_is_private(tmp_path: Path, private: bool) -> None:
     stage = tmp_path / "run-7" / "stages" / "grpo"
-    gallery.save(stage, 3, [[gallery.GeneratedSample("a cat", np.zeros((8, 8, 3), np.uint8), 0.5)]])
+    gallery.save_step_samples(stage, 3, [[gallery.GeneratedSample("a cat", np.zeros((8, 8, 3), np.uint8), 0.5)]])
     write_lines(stage / "samples.jsonl", [
         {"step": 2, "prompt": "old", "completion": "older", "reward": 0.0},
         {"step": 3, "prompt": "1 + 1", "completion": "2" * 5000, "reward": 1.0},
@@ -221,7 +230,7 @@ def test_the_table_of_a_long_training_is_json_and_its_curves_fill_no_memory(tmp_
     shown = artifacts_of(show(return_state=True).state_details.flow_run_id)
     rows = json.loads(shown["long-sft-metrics"]["data"], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert rows[-1] == {"step": 25_001, "loss": "inf"} and [row["step"] for row in rows] == [*range(24_982, 25_002)]
-    kept = [line["step"] for line in shown_artifacts._metrics.lines]
+    kept = [line["step"] for line in shown_artifacts._metrics_reader.lines]
     assert len(kept) <= 10_000 and kept == sorted(kept) and kept[0] < 20
 
 
@@ -303,12 +312,12 @@ def test_a_worker_reports_its_machine_to_the_server(tmp_path: Path) -> None:
         for pool, type_, folders in pools:
             client.create_work_pool(WorkPoolCreate(name=pool, type=type_))
             for name, file in folders.items():
-                step, code = {DIRECTORY: {"directory": str(tmp_path / name)}}, f"{file}.py:f"
+                step, code = {WORKING_DIRECTORY_STEP: {"directory": str(tmp_path / name)}}, f"{file}.py:f"
                 client.create_deployment(flow_id, name, work_pool_name=pool, pull_steps=[step], entrypoint=code)
         for missing in ([str(tmp_path / "clone")], []):
-            report(client, "reported")
-            report(client, "images")
-            found = {each["pool"]: (each, seconds) for each, seconds in recent_reports(client)}
+            report_machine(client, "reported")
+            report_machine(client, "images")
+            found = {each["pool"]: (each, seconds) for each, seconds in read_recent_reports(client)}
             worker, seconds = found["reported"]
             assert (worker["missing_folders"], found["images"][0]["missing_folders"]) == (missing, [])
             assert abs(seconds) < 60 and worker["free_bytes"] > 0 and worker["prefect"] == prefect.__version__

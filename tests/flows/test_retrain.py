@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +29,12 @@ from cosmos_core.cli import app
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.directory import create_run
+from cosmos_core.run.hub import failed_hub_requests
 from cosmos_core.run.lock import Lock
-from cosmos_core.run.retrain_state import content_digest, note_of
+from cosmos_core.run.retrain_state import compute_retrain_digest, locate_retrain_state
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.file import FileTarget
-from flows.retrain import retrain, starting_from_published
+from flows.retrain import make_start_overrides, retrain
 from tasks.kinds import all_kinds
 from tests.conftest import PROGRAMS, wait_until
 from tests.unit.tiny_model import save_tiny_model
@@ -93,15 +95,23 @@ class Nightly:
         return sorted(path.name for path in (self.folder / "outputs").glob("2*"))
 
 
-def test_it_trains_only_for_new_content_and_publishes_only_what_is_better(tmp_path: Path) -> None:
+def test_it_trains_only_for_new_content_continues_what_failed_and_publishes_only_what_is_better(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nightly = Nightly(tmp_path)
-    nightly.rows({"accuracy": 0.5})
-    assert nightly.fire()[0] == "Completed"
+    nightly.rows({"accuracy": 0.5, "fail": True})
+    assert nightly.fire()[0] == "Failed"
+    assert "failed" in (tmp_path / "outputs" / nightly.runs[0] / "report.html").read_text()
+    assert nightly.fire()[0] == "Completed", "the run that failed is continued"
     [first] = nightly.runs
     assert len(nightly.target.history()) == 1
     os.utime(tmp_path / "rows.jsonl")
     said = ("NothingNew", f"nothing new since run {first}, which was published")
-    assert nightly.fire() == said and nightly.fire() == said
+    assert nightly.fire() == said
+    with monkeypatch.context() as patch:
+        patch.setitem(failed_hub_requests, "https://hub.example", (time.monotonic(), "timed out"))
+        outage = "; https://hub.example did not respond: timed out"
+        assert nightly.fire() == (said[0], f"{said[1]}{outage}"), "it is no proof that nothing is new"
     assert nightly.runs == [first]
 
     nightly.rows({"accuracy": 0.52})  # better, but within the noise of 100 prompts
@@ -109,33 +119,17 @@ def test_it_trains_only_for_new_content_and_publishes_only_what_is_better(tmp_pa
     assert name == "NotPromoted" and "accuracy = 0.52, bound 0.5, noise 0.0" in message
     assert nightly.fire()[0] == "NothingNew", "what was refused is not trained again"
     assert len(nightly.target.history()) == 1
+    expect_events(nightly)
     nightly.rows({"accuracy": 0.9})
     assert nightly.fire()[0] == "Completed"
     assert len(nightly.runs) == 3
     old, new = nightly.target.history()
     assert old.startswith(first)
-
-    command = CliRunner()
-    done = command.invoke(app, ["promote", str(tmp_path / "published")])
-    assert [line.split()[0] for line in done.output.splitlines()] == [old, new]
-    assert "validation/accuracy = 0.9" in done.output
-    done = command.invoke(app, ["rollback", str(tmp_path / "published")])
-    assert done.output == f"published: {tmp_path}/published/{old}; before: {new}\n"
-    assert os.readlink(tmp_path / "published" / "latest") == old
-    assert isinstance(command.invoke(app, ["rollback", str(tmp_path / "published")]).exception, ConfigError)
-    command.invoke(app, ["promote", str(tmp_path / "published"), new])
-    assert nightly.target.history() == [old, new]
+    expect_rollback(nightly, old, new)
 
 
-def test_a_run_that_failed_is_continued_by_the_next_firing(tmp_path: Path) -> None:
-    nightly = Nightly(tmp_path)
-    nightly.rows({"accuracy": 0.5, "fail": True})
-    assert nightly.fire()[0] == "Failed"
-    assert "failed" in (tmp_path / "outputs" / nightly.runs[0] / "report.html").read_text()
-    assert nightly.fire()[0] == "Completed"
-    assert len(nightly.runs) == 1 and len(nightly.target.history()) == 1
-    nightly.rows({"accuracy": 0.4})
-    assert nightly.fire()[0] == "NotPromoted"
+def expect_events(nightly: Nightly) -> None:
+    """What the server has been told of the first run, which failed once, and of the second, which was refused."""
     first, second = nightly.runs
     wait_until(lambda: len(events_of(second)) == 3, 30, "the server has all events")
     assert [(event["event"], event["payload"].get("stage")) for event in events_of(first)] == [
@@ -147,11 +141,25 @@ def test_a_run_that_failed_is_continued_by_the_next_firing(tmp_path: Path) -> No
         "cosmos.stage.completed", "cosmos.gate.failed", "cosmos.run.failed",
     ]  # fmt: skip
     published = events_of(first)[-2]
-    assert published["payload"]["published"] == f"{tmp_path}/published/{nightly.target.history()[0]}"
+    assert published["payload"]["published"] == f"{nightly.folder}/published/{nightly.target.history()[0]}"
     assert events_of(first)[-1]["payload"]["metrics"]["validation/accuracy"] == 0.5
     refused = events_of(second)[1]
     assert (refused["payload"]["exit_code"], refused["resource"]["cosmos.stage"]) == (65, "gate")
-    assert "accuracy = 0.4, bound 0.5" in refused["payload"]["error"]
+    assert "accuracy = 0.52, bound 0.5" in refused["payload"]["error"]
+
+
+def expect_rollback(nightly: Nightly, old: str, new: str) -> None:
+    """Of two published models the older one can be published again, and then the newer one."""
+    command, published = CliRunner(), nightly.folder / "published"
+    done = command.invoke(app, ["promote", str(published)])
+    assert [line.split()[0] for line in done.output.splitlines()] == [old, new]
+    assert "validation/accuracy = 0.9" in done.output
+    done = command.invoke(app, ["rollback", str(published)])
+    assert done.output == f"published: {published}/{old}; before: {new}\n"
+    assert os.readlink(published / "latest") == old
+    assert isinstance(command.invoke(app, ["rollback", str(published)]).exception, ConfigError)
+    command.invoke(app, ["promote", str(published), new])
+    assert nightly.target.history() == [old, new]
 
 
 @pytest.mark.full
@@ -221,7 +229,7 @@ class Asked:
             self.id = client.create_flow_run_from_deployment(
                 deployment, parameters=parameters, name=name, tags=["cosmos-user:ada"]
             ).id
-            note = note_of(load_pipeline(nightly.config, (), all_kinds()), (), "published").stem
+            note = locate_retrain_state(load_pipeline(nightly.config, (), all_kinds()), (), "published").stem
             self.lease = f"cosmos-retraining-{note}-{deployment}"
 
     @property
@@ -243,7 +251,7 @@ class Asked:
         return self.go_on()
 
 
-def test_the_model_that_a_person_was_asked_about_is_published_when_a_firing_at_work_has_ended(
+def test_a_person_sees_metrics_and_gates_and_what_is_approved_is_published_when_a_firing_at_work_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows have changed since, and an event that cannot be sent costs nothing."""
@@ -253,33 +261,31 @@ def test_the_model_that_a_person_was_asked_about_is_published_when_a_firing_at_w
 
     nightly = Nightly(tmp_path)
     nightly.rows({"accuracy": 0.5})
-    asked = Asked(nightly)
+    assert nightly.fire()[0] == "Completed"
+    nightly.rows({"accuracy": 0.7})
+    asked = Asked(nightly, "before the release")
     with monkeypatch.context() as patch:
         patch.setattr("tasks.events.emit_event", refuse)
         assert asked.go_on()[0] == "Suspended"
-    nightly.rows({"accuracy": 0.6})
+    run = nightly.runs[-1]
+    expect_request(nightly, asked, run)
+    nightly.rows({"accuracy": 0.9})
     [note] = tmp_path.glob("outputs/.cosmos/retraining/*.json")
     with Lock(note.with_suffix(".lock")) as lock:
         assert lock.try_acquire()
         release = threading.Timer(1.0, lock.release)
         release.start()
-        assert asked.say(publish=True)[0] == "Completed"
+        assert asked.say(publish=True) == ("Completed", f"run {run}: 3 stages completed")
         release.join()
-    assert nightly.published == [0.5], "nobody was asked about the newer rows"
-    [run] = nightly.runs
-    assert read_state(tmp_path / "outputs" / run / "stages" / "learn").attempt == 1
+    assert asked.flow_run.name == "before the release"
+    assert nightly.published == [0.5, 0.7], "nobody was asked about the newer rows"
+    assert nightly.runs[-1] == run and read_state(tmp_path / "outputs" / run / "stages" / "learn").attempt == 1
     assert nightly.fire()[0] == "Completed" and nightly.fire()[0] == "NothingNew"
-    assert nightly.published == [0.5, 0.6], "the newer rows are for the next firing"
+    assert nightly.published == [0.5, 0.7, 0.9], "the newer rows are for the next firing"
 
 
-def test_a_person_sees_metrics_and_gates_and_status_says_what_the_run_waits_for(tmp_path: Path) -> None:
-    nightly = Nightly(tmp_path)
-    nightly.rows({"accuracy": 0.5})
-    assert nightly.fire()[0] == "Completed"
-    nightly.rows({"accuracy": 0.7})
-    asked = Asked(nightly, "before the release")
-    assert asked.go_on()[0] == "Suspended"
-    run = nightly.runs[-1]
+def expect_request(nightly: Nightly, asked: Asked, run: str) -> None:
+    """A person sees metrics and gates, and `status` says what the run waits for."""
     assert asked.flow_run.name == "before the release" and {"cosmos-user:ada", f"cosmos-run:{run}"} <= set(
         asked.flow_run.tags
     )
@@ -287,11 +293,8 @@ def test_a_person_sees_metrics_and_gates_and_status_says_what_the_run_waits_for(
     form = read_flow_run_input(details.run_input_keyset["description"], flow_run_id=asked.id)  # type: ignore[index]
     assert f"Publish the model of run {run}?" in form and "accuracy 0.700" in form
     assert "validation/accuracy > published: measured 0.7, bound 0.5, holds" in form
-    shown = CliRunner().invoke(app, ["status", run, "--output-dir", str(tmp_path / "outputs")]).output
+    shown = CliRunner().invoke(app, ["status", run, "--output-dir", str(nightly.folder / "outputs")]).output
     assert "waits for approval in the UI of Prefect until" in shown and "died" not in shown
-    name, message = asked.say(publish=True)
-    assert (name, message) == ("Completed", f"run {run}: 3 stages completed")
-    assert asked.flow_run.name == "before the release"
 
 
 def test_a_firing_on_another_machine_is_told_apart_while_its_flow_run_has_not_ended(tmp_path: Path) -> None:
@@ -359,14 +362,14 @@ def test_only_the_first_training_starts_from_what_is_published(tmp_path: Path) -
     (tmp_path / "rows.jsonl").write_text('{"text": "1 + 1 = 2"}\n')
     (tmp_path / "c.toml").write_text(CHAIN.replace("FOLDER", str(tmp_path)))
     pipeline = load_pipeline(tmp_path / "c.toml", (), all_kinds())
-    assert starting_from_published(pipeline) == [], "nothing is"
+    assert make_start_overrides(pipeline) == [], "nothing is"
     model = save_tiny_model(tmp_path / "model")
     FileTarget(str(tmp_path / "published")).publish(model, "v1", {"version": "v1", "metrics": {}, "files": {}})
-    settings = starting_from_published(pipeline)
+    settings = make_start_overrides(pipeline)
     assert settings == [f"sft.policy.model_name_or_path={tmp_path}/published/v1"]
     started = load_pipeline(tmp_path / "c.toml", settings, all_kinds())
     assert started.recipes["sft"].policy.model_name_or_path == f"{tmp_path}/published/v1"
     begun = create_run(replace(started, config=started.config.model_copy(update={"output_dir": str(tmp_path)})))
-    assert content_digest(begun.pipeline) == content_digest(pipeline), (
+    assert compute_retrain_digest(begun.pipeline) == compute_retrain_digest(pipeline), (
         "the content of the run that begins so is the same"
     )

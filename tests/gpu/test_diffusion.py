@@ -20,7 +20,7 @@ from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.models.denoiser import Denoiser
 from cosmos_core.models.families import open_family
 from cosmos_core.models.flow import flow_schedule
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import DiffusionSample, Prompt
@@ -61,7 +61,7 @@ def recipe(policy: dict[str, Any]) -> Recipe:
 def open_trainer(model: Path, chosen: Recipe, device: torch.device, folder: Path) -> Trainer:
     family = open_family(str(model), chosen.policy, device)
     denoiser = family.load_denoiser(torch.float32).to(device)
-    trainer = Trainer(Denoiser(denoiser, family, chosen.train), chosen.train, Progress(folder / "progress.json"))
+    trainer = Trainer(Denoiser(denoiser, family, chosen.train), chosen.train, ProgressWriter(folder / "progress.json"))
     for name in chosen.train.train_policy.named_weights:
         trainer.named_weights.add(name)
     return trainer

@@ -18,15 +18,15 @@ from cosmos_core.algorithms.sft import Sft
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.data.batch import rows_of, to_device
+from cosmos_core.data.batch import collate_rows, to_device
 from cosmos_core.data.sample import Sample
 from cosmos_core.models import packing
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.compiled import compile_blocks
 from cosmos_core.models.packing import enable_packing
-from cosmos_core.models.recompute import Recompute, recompute_activations
+from cosmos_core.models.recompute import RecomputeMode, recompute_activations
 from cosmos_core.models.scorer import RequestedOutputs, Scorer
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.trainer import Trainer
 
 DEVICE = torch.device("cuda")
@@ -67,8 +67,10 @@ def rows() -> list[np.ndarray]:
 
 def scored(model: PreTrainedModel, dtype: torch.dtype, *, packed: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities of all tokens, and the gradients of a sum of them."""
-    batch = rows_of(rows(), 0, packed=packed)
-    chosen = torch.cat([start + torch.arange(length - 1) for start, length in zip(batch.starts, LENGTHS, strict=True)])
+    batch = collate_rows(rows(), 0, packed=packed)
+    chosen = torch.cat(
+        [start + torch.arange(length - 1) for start, length in zip(batch.first_predicted, LENGTHS, strict=True)]
+    )
     model.zero_grad()
     with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
         logprobs: Tensor = Scorer(model)(to_device(batch.inputs, DEVICE), chosen.to(DEVICE))["logprobs"]
@@ -104,7 +106,7 @@ def test_packed_rows_have_the_scores_and_gradients_of_padded_ones(
 
 
 @pytest.mark.parametrize("how", [False, True, "selective"])
-def test_compiled_packed_blocks_have_the_gradients_of_padded_ones(how: Recompute) -> None:
+def test_compiled_packed_blocks_have_the_gradients_of_padded_ones(how: RecomputeMode) -> None:
     model = make().train()
     _, theirs = scored(model, torch.bfloat16, packed=False)
     recompute_activations(model, how)
@@ -118,7 +120,7 @@ def test_compiled_packed_blocks_have_the_gradients_of_padded_ones(how: Recompute
 def test_no_layer_waits_for_the_gpu_on_packed_rows(family: str) -> None:
     model = make(family)
     assert enable_packing(model, compute_dtype=torch.bfloat16) == ""
-    inputs = to_device(rows_of(rows(), 0, packed=True).inputs, DEVICE)
+    inputs = to_device(collate_rows(rows(), 0, packed=True).inputs, DEVICE)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         expected = model.base_model(**inputs, use_cache=False).last_hidden_state
         torch.cuda.synchronize()
@@ -170,7 +172,7 @@ def test_a_right_guess_of_the_derivative_costs_one_wait_and_changes_nothing() ->
     gradients = []
     for expected in (None, weights, weights + 1):
         model.zero_grad()
-        logprobs = Scorer(model)({"input_ids": ids}, chosen, derivative_N=expected)["logprobs"]
+        logprobs = Scorer(model)({"input_ids": ids}, chosen, loss_gradient_N=expected)["logprobs"]
         (weights * logprobs).sum().backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
     assert_near(gradients[1], gradients[0], 1e-6)
@@ -186,7 +188,7 @@ def trained(folder: Path, *, stop: int = 6, **settings: Any) -> tuple[PreTrained
         "compile": False, "optm_lr": 1e-3, "sequence_packing": True, "deterministic": True,
         "train_policy": {"type": "sft", "mini_batch": 2}, **settings,
     })  # fmt: skip
-    trainer = Trainer(CausalLM(make(), train, InputProcessing(0)), train, Progress(folder / "progress.json"))
+    trainer = Trainer(CausalLM(make(), train, InputProcessing(0)), train, ProgressWriter(folder / "progress.json"))
     checkpointer = Checkpointer(folder / "checkpoints", fingerprint="f" * 64, max_keep=-1, asynchronous=False)
     state = TrainState(trainer.adapter.model, trainer.optimizer)
     losses = []

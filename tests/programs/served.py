@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cosmos_core.rewards.reward_model import RewardInput, Settings
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings
 
 
 def mean(to_be_evaluated: str, reference: str, prompt: str, media: Any) -> tuple[float, dict[str, float]]:
@@ -26,7 +26,7 @@ class Counted:
     """Scores an item with the number in its prompt, and writes it to a file; `die`, `hang`, `nap` do so, and after
     `fault` the device is of no more use to the process."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RewardModelSettings) -> None:
         self._file = Path(settings.options["file"])
         self._seconds = settings.options.get("seconds", 0.0)
         self._has_fault = False

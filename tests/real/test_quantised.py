@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from cosmos_core.data import prepare
 from cosmos_core.export import program
-from cosmos_core.export.divergence import compare, save_logprobs, text_rows
+from cosmos_core.export.divergence import load_text_rows, measure_divergence, save_logprobs
 from cosmos_core.rollout.vllm_logits import vllm_problem
 from tests.effects.change import SFT, recipe, stage_of
 from tests.real.rows import write_rows
@@ -24,12 +24,12 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import torch
-from cosmos_core.export.quantize import find_layers, quantize_folder, scheme_of
+from cosmos_core.export.quantize import find_layers, quantize_folder, make_scheme
 from cosmos_core.models.hf import model_without_weights
 source, target, name = sys.argv[1:]
 with torch.device("meta"):
     layers = find_layers(model_without_weights(source, dtype=torch.bfloat16))
-quantize_folder(Path(source), Path(target), scheme_of(name, layers), layers)
+quantize_folder(Path(source), Path(target), make_scheme(name, layers), layers)
 lines = Path("/proc/self/status").read_text().splitlines()
 print([int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")][0])
 """
@@ -49,10 +49,10 @@ def test_each_format_of_smollm2_is_near_the_model(smollm2: Path, tmp_path: Path)
         assert 0 < figures[f"export/{name}/kl"] < most
         assert figures[f"export/{name}/proven"] == (not vllm_problem(name))
         sys.stderr.write(f"{name}: {figures}\n")
-    rows = text_rows(tmp_path / "rows/data", 97)[1]
+    rows = load_text_rows(tmp_path / "rows/data", 97)[1]
     save_logprobs(stage.path / "safetensors/step_0", False, rows, tmp_path / "logprobs")
     for name in MOST_KL:
-        found = compare(stage.path / name / "step_0", False, rows, tmp_path / "logprobs")
+        found = measure_divergence(stage.path / name / "step_0", False, rows, tmp_path / "logprobs")
         sys.stderr.write(f"{name} in transformers: {found}\n")
         assert found.kl < MOST_KL[name]
 

@@ -30,8 +30,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from cosmos_core.algorithms.aggregate import add_metrics, denominator, means, weighted_sum
-from cosmos_core.algorithms.correction import Correction, importance_weights
+from cosmos_core.algorithms.aggregate import add_metrics, aggregate_loss, compute_denominator, compute_means
+from cosmos_core.algorithms.correction import WeightCorrection, importance_weights
 from cosmos_core.algorithms.objectives.base import PolicySettings
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss
 from cosmos_core.algorithms.selection import high_entropy_masks
@@ -111,8 +111,8 @@ def trl_loss(inputs, loss_type, settings, accumulation=1, num_tokens=0, **others
 
 def our_loss(inputs, loss_type, settings, max_tokens=None):
     result = policy_loss(inputs, settings)
-    d = denominator(loss_type, inputs.mask_BT.sum(-1).tolist(), max_tokens)
-    return weighted_sum(result.loss_BT, inputs.mask_BT, loss_type, d, max_tokens), means(result.metrics)
+    d = compute_denominator(loss_type, inputs.mask_BT.sum(-1).tolist(), max_tokens)
+    return aggregate_loss(result.loss_BT, inputs.mask_BT, loss_type, d, max_tokens), compute_means(result.metrics)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,9 @@ def test_weights_for_tokens_of_the_engine_equal_trl(rule):
     logits_BTV, inputs = random_batch(seed=2)
     noise_BT = 0.4 * torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     rollout_BT, mask_BT = inputs.old_logprobs_BT - noise_BT, inputs.mask_BT
-    weights_BT, metrics = importance_weights(inputs.old_logprobs_BT, rollout_BT, mask_BT, Correction(rule, 0.8, 1.5))
+    weights_BT, metrics = importance_weights(
+        inputs.old_logprobs_BT, rollout_BT, mask_BT, WeightCorrection(rule, 0.8, 1.5)
+    )
     noise_BT = noise_BT * mask_BT
     if rule.startswith("sequence"):
         noise_BT = noise_BT.sum(-1, keepdim=True).expand_as(noise_BT)
@@ -216,7 +218,7 @@ def test_weights_for_tokens_of_the_engine_equal_trl(rule):
     is_out_BT = (ratio_BT < 0.8) | (ratio_BT > 1.5)
     expected_BT = ratio_BT.clamp(max=1.5) if "truncate" in rule else ratio_BT.masked_fill(is_out_BT, 0.0)
     torch.testing.assert_close(weights_BT, expected_BT * mask_BT)
-    assert means(metrics)["rollout/weight_capped"] > 0
+    assert compute_means(metrics)["rollout/weight_capped"] > 0
     weighted = replace(inputs, weights_BT=weights_BT)
     assert_like_trl(
         weighted, logits_BTV, settings, "token-mean", "bnpo", use_vllm=True, vllm_importance_sampling_correction=True
@@ -239,11 +241,11 @@ def test_micro_batches_add_up_to_what_trl_gets_with_dapo():
         given = {name: getattr(inputs, name) for name in PolicyInputs.__dataclass_fields__}
         part = PolicyInputs(**{name: value[rows] for name, value in given.items() if value is not None})
         result = policy_loss(part, settings)
-        ours += weighted_sum(result.loss_BT, part.mask_BT, "token-mean", num_tokens).item()
+        ours += aggregate_loss(result.loss_BT, part.mask_BT, "token-mean", num_tokens).item()
         theirs += trl_loss(part, "dapo", settings, accumulation=3, num_tokens=num_tokens)[0].item()
         metrics = add_metrics(metrics, result.metrics)
     assert ours == pytest.approx(theirs, rel=1e-12)
-    assert means(metrics) == pytest.approx(our_loss(inputs, "token-mean", settings)[1], rel=1e-12)
+    assert compute_means(metrics) == pytest.approx(our_loss(inputs, "token-mean", settings)[1], rel=1e-12)
 
 
 def test_on_the_first_update_trl_and_we_take_the_policy_itself_as_the_old_one():
@@ -297,7 +299,7 @@ def test_sft_loss_and_gradient_equal_those_of_the_peers_however_the_step_is_spli
 
     model, ids_BT, labels_BT = sft_batch()
     num_labels = int((labels_BT[:, 1:] != -100).sum())
-    loss = our_sft_loss(model, ids_BT, labels_BT, denominator("token-mean", [num_labels]))
+    loss = our_sft_loss(model, ids_BT, labels_BT, compute_denominator("token-mean", [num_labels]))
     gradient = gradients(loss, model)
     parts = [our_sft_loss(model, ids_BT[k : k + 1], labels_BT[k : k + 1], num_labels) for k in range(4)]
     if peer == "trl":  # what SFTTrainer trains with

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.hf import load_model
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.estimate import estimate
 from tests.unit.trainers import trainer_of
 
@@ -67,32 +69,39 @@ def recipe_of(case: Case) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """8.4 million parameters, tied embeddings; and experts, not tied. Activations weigh as much as they do."""
     folder = tmp_path_factory.mktemp("models")
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY, "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024,
     }  # fmt: skip
-    dense = Qwen3Config(**sizes, intermediate_size=768, tie_word_embeddings=True)
-    experts = Qwen3MoeConfig(**sizes, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2)
-    for name, config in (("dense", dense), ("experts", experts)):
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
-    return folder
+
+    @cache
+    def saved(name: str) -> Path:
+        dense = Qwen3Config(**sizes, intermediate_size=768, tie_word_embeddings=True)
+        experts = Qwen3MoeConfig(**sizes, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2)
+        AutoModelForCausalLM.from_config(dense if name == "dense" else experts).save_pretrained(folder / name)
+        return folder / name
+
+    return saved
 
 
 @pytest.mark.parametrize(
     "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 )
-def test_the_estimated_peak_is_that_of_a_measured_step(models: Path, tmp_path: Path, name: str) -> None:
+def test_the_estimated_peak_is_that_of_a_measured_step(
+    models: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
     case = CASES[name]
-    folder = str(models / case.model)
+    folder = str(models(case.model))
+    program = f"from {__name__} import main\nmain()"
     done = subprocess.run(
-        [sys.executable, "-m", __name__, folder, name, str(tmp_path)], capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", program, folder, name, str(tmp_path)], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout.splitlines()[-1])
-    found = estimate(recipe_of(case), folder, Progress(tmp_path / "estimate.json"))
+    found = estimate(recipe_of(case), folder, ProgressWriter(tmp_path / "estimate.json"))
     assert found.notes == ("steps and tokens: unknown, because the rows are not on this machine yet",)
     assert found.parameters == found.trainable == measured["parameters"]
     for part in ("weights", "optimizer", "reference"):
@@ -108,7 +117,7 @@ def measure(folder: str, case: str, scratch: Path) -> dict[str, int]:
     dtype = getattr(torch, recipe.train.master_dtype)
     rank = trainer_of(
         load_model(folder, dtype=dtype, gradient_checkpointing=recipe.policy.model_gradient_checkpointing),
-        recipe.train, 0, Progress(scratch / "progress.json"),
+        recipe.train, 0, ProgressWriter(scratch / "progress.json"),
     )  # fmt: skip
     policy = recipe.train.train_policy
     algorithm = make_algorithm(recipe)
@@ -140,6 +149,7 @@ def measure(folder: str, case: str, scratch: Path) -> dict[str, int]:
     }
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Measure what the command line names."""
     torch.set_num_threads(1)
     print(json.dumps(measure(sys.argv[1], sys.argv[2], Path(sys.argv[3]))))  # noqa: T201 - read by the test

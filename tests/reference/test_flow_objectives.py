@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.flow_objectives import (
+    FlowGrpoInputs,
     NftInputs,
-    StepInputs,
     flow_grpo_loss,
     nft_loss,
     optimality_probability,
@@ -82,7 +82,7 @@ def test_diffusion_nft_pulls_towards_samples_that_are_good_and_away_from_bad_one
     assert torch.allclose(v.grad[1], torch.zeros_like(v.grad[1]), atol=1e-7)
 
 
-def step_inputs(name: str, guarded: bool) -> tuple[StepInputs, Tensor, dict[str, Any]]:
+def step_inputs(name: str, guarded: bool) -> tuple[FlowGrpoInputs, Tensor, dict[str, Any]]:
     x, v, v_old, v_ref, noise = (each.double() for each in drawn(2, 5))
     sigma_B = torch.tensor([0.9, 0.6, 0.4], dtype=torch.float64)
     levels = NoiseLevels(sigma_B, sigma_B - 0.1, torch.tensor(0.95, dtype=torch.float64))
@@ -90,14 +90,14 @@ def step_inputs(name: str, guarded: bool) -> tuple[StepInputs, Tensor, dict[str,
     v.requires_grad_()
     old = compute_transition(name, x, v_old, levels, 0.7)
     later = old.mean + old.std.reshape(-1, 1, 1, 1) * noise
-    inputs = StepInputs(
+    inputs = FlowGrpoInputs(
         compute_transition(name, x, v, levels, 0.7),
         later,
         log_prob(old, later),
         torch.tensor([2.0, -1.0, 0.5], dtype=torch.float64),
         old.mean if guarded else None,
         compute_transition(name, x, v_ref, levels, 0.7),
-        levels.sigma - levels.next,
+        levels.sigma - levels.next_sigma,
     )
     return inputs, v, {"old": old, "next_latents": later}
 
@@ -106,11 +106,11 @@ def step_inputs(name: str, guarded: bool) -> tuple[StepInputs, Tensor, dict[str,
 @pytest.mark.parametrize("guarded", [False, True])
 def test_the_loss_of_flow_grpo_is_that_of_the_paper(name: str, guarded: bool) -> None:
     inputs, _, known = step_inputs(name, guarded)
-    terms = flow_grpo_loss(inputs, 1e-3, 2e-3, is_guarded=guarded)
+    terms = flow_grpo_loss(inputs, 1e-3, 2e-3, has_guard=guarded)
     found, reference = inputs.transition, inputs.reference
     assert reference is not None
     for b in range(3):
-        std, rate = found.std[b].item(), found.rate[b].item()
+        std, rate = found.std[b].item(), found.noise_rate[b].item()
         means = [
             each[b].flatten().tolist()
             for each in (found.mean, known["old"].mean, reference.mean, known["next_latents"])
@@ -138,17 +138,17 @@ def test_given_frames_are_no_part_of_any_mean() -> None:
     inputs, _, known = step_inputs("flow", True)
     reference = inputs.reference
     assert reference is not None and inputs.old_mean is not None
-    learned = StepInputs(
+    learned = FlowGrpoInputs(
         inputs.transition._replace(mean=inputs.transition.mean[..., 1:]),
         inputs.next_latents[..., 1:],
         log_prob(known["old"], inputs.next_latents, mask),
         inputs.advantages_B,
         inputs.old_mean[..., 1:],
         reference._replace(mean=reference.mean[..., 1:]),
-        inputs.sizes_B,
+        inputs.step_sizes_B,
     )
     with_mask = replace(inputs, old_log_prob_B=learned.old_log_prob_B, mask=mask)
-    masked, alone = (flow_grpo_loss(each, 1e-3, 2e-3, is_guarded=True) for each in (with_mask, learned))
+    masked, alone = (flow_grpo_loss(each, 1e-3, 2e-3, has_guard=True) for each in (with_mask, learned))
     for name in ("policy_B", "kl_B", "ratio_B"):
         assert torch.allclose(getattr(masked, name), getattr(alone, name), atol=1e-12), name
 
@@ -157,7 +157,7 @@ def test_given_frames_are_no_part_of_any_mean() -> None:
     whole = nft_loss(NftInputs(v, old, ref, x, x0, sigma_B, r_B, mask), 0.1, 5.0)
     parts = [each[..., 1:] for each in (v, old, ref, x, x0)]
     part = nft_loss(NftInputs(*parts, sigma_B, r_B), 0.1, 5.0)
-    for name in ("policy_B", "kl_B", "deviation_B"):
+    for name in ("policy_B", "kl_B", "old_policy_distance_B"):
         assert torch.allclose(getattr(whole, name), getattr(part, name), rtol=1e-5), name
 
 

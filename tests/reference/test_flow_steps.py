@@ -52,7 +52,8 @@ def test_a_stochastic_step_and_its_log_probability_are_those_of_the_paper(name: 
         assert found.mean[b].flatten().tolist() == pytest.approx(expected, abs=1e-9)
         assert found.std[b].item() == pytest.approx(std, abs=1e-9)
         assert probabilities_B[b].item() == pytest.approx(sum(terms) / len(terms), abs=1e-9)
-        assert found.rate[b].item() == pytest.approx(std if name == "cps" else std / math.sqrt(TABLE[i] - TABLE[i + 1]))
+        rate = std if name == "cps" else std / math.sqrt(TABLE[i] - TABLE[i + 1])
+        assert found.noise_rate[b].item() == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(("first", "inside"), [(1.0, 0.9), (0.9997, 0.9), (0.995, 0.995)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cosmos_core.algorithms.advantages import advantages
-from cosmos_core.algorithms.aggregate import add_metrics, denominator, means, weighted_sum
+from cosmos_core.algorithms.aggregate import add_metrics, aggregate_loss, compute_denominator, compute_means
 from cosmos_core.algorithms.kl import k3
 from cosmos_core.algorithms.objectives.base import PolicySettings
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll_loss
@@ -35,7 +35,7 @@ def test_the_sft_loss_of_three_shifted_rows_is_the_hand_computed_mean():
     logits_TV = f64([[0, 0, 0], [2, 0, 0], [0, 1, 0]])  # the last row of four predicts nothing
     labels_T, mask_BT = torch.tensor([0, 0, 2]), torch.tensor([[1, 0, 1]])
     logprobs_BT = logits_TV.log_softmax(-1)[range(3), labels_T].unsqueeze(0)
-    loss, metrics = sft_loss(logprobs_BT, mask_BT, denominator("token-mean", [2]))
+    loss, metrics = sft_loss(logprobs_BT, mask_BT, compute_denominator("token-mean", [2]))
     assert loss.item() == pytest.approx((math.log(3) + math.log(2 + math.e)) / 2, abs=1e-15)
     assert loss.item() == pytest.approx(1.325029, abs=1e-6)
     assert metrics["nll"].tolist() == pytest.approx([2.650057, 2], abs=1e-6)
@@ -99,7 +99,7 @@ def test_two_answers_of_three_tokens_match_a_plain_loop(unbiased):
     torch.testing.assert_close(result.loss_BT, f64(expected), rtol=0, atol=1e-14)
     # Ratios: e^0.4, e^-0.4, 1 with A > 0; e^1.5 = 4.48 (beyond 3) and e^-0.8 with A < 0.
     ratios = [math.exp(LOGPROBS[b][t] - OLD[b][t]) for b, t in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))]
-    figures = means(result.metrics)
+    figures = compute_means(result.metrics)
     assert figures["clip_high"] == 1 / 5
     assert figures["clip_low"] == 1 / 5
     assert figures["clip_dual"] == 1 / 5
@@ -125,7 +125,7 @@ def test_the_first_update_has_a_ratio_of_exactly_one(dtype):
     values_B = f64([1.0, -2.0, 0.5, 0.0])
     result = policy_loss(PolicyInputs(logprobs_BT, values_B, torch.ones(4, 50)), PolicySettings())
     assert torch.equal(result.loss_BT.double(), -values_B.unsqueeze(-1).expand(4, 50))
-    assert means(result.metrics) == {"clip_low": 0, "clip_high": 0, "clip_dual": 0, "ratio": 1, "approx_kl": 0}
+    assert compute_means(result.metrics) == {"clip_low": 0, "clip_high": 0, "clip_dual": 0, "ratio": 1, "approx_kl": 0}
     result.loss_BT.sum().backward()
     assert torch.equal(logprobs_BT.grad.double(), -values_B.unsqueeze(-1).expand(4, 50))
 
@@ -136,11 +136,13 @@ def test_what_stands_under_the_mask_has_no_influence_even_when_it_is_not_finite(
     logprobs_BT = rubbish_BT.clone().requires_grad_()
     inputs = PolicyInputs(logprobs_BT, f64([2.0, float("nan")]), mask_BT, rubbish_BT, rubbish_BT, rubbish_BT)
     result = policy_loss(inputs, PolicySettings(kl_beta=0.5, unbiased_kl_estimate=True))
-    loss = weighted_sum(result.loss_BT, mask_BT, "seq-mean-token-mean", denominator("seq-mean-token-mean", [1, 0]))
+    loss = aggregate_loss(
+        result.loss_BT, mask_BT, "seq-mean-token-mean", compute_denominator("seq-mean-token-mean", [1, 0])
+    )
     loss.backward()
     assert loss.item() == -2
     assert torch.equal(logprobs_BT.grad, f64([[-2.0, 0, 0], [0, 0, 0]]))
-    assert all(math.isfinite(value) for value in means(result.metrics).values())
+    assert all(math.isfinite(value) for value in compute_means(result.metrics).values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -159,7 +161,7 @@ def test_extreme_drift_stays_finite_and_is_counted(dtype):
 def test_positive_nll_is_the_mean_over_tokens_of_answers_with_a_positive_reward():
     mask_BT = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]])
     logprobs_BT = f64([[-1, -2, -9], [-4, -4, -4], [-5, -9, -9]]).requires_grad_()
-    loss = positive_nll_loss(logprobs_BT, mask_BT, f64([1.0, 0.0, 0.5]), denominator("token-mean", [2, 1]))
+    loss = positive_nll_loss(logprobs_BT, mask_BT, f64([1.0, 0.0, 0.5]), compute_denominator("token-mean", [2, 1]))
     loss.backward()
     assert loss.item() == pytest.approx((1 + 2 + 5) / 3, rel=1e-15)
     torch.testing.assert_close(logprobs_BT.grad, f64([[-1, -1, 0], [0, 0, 0], [-1, 0, 0]]) / 3, rtol=0, atol=1e-15)
@@ -189,9 +191,9 @@ def test_k3_estimates_the_kl_without_bias_and_is_never_negative():
 def test_a_sequence_without_tokens_does_not_count(loss_type, max_tokens, count, expected):
     values_BT = f64([[1, 2, 3], [9, 9, 9], [10, 9, 9]])
     mask_BT = torch.tensor([[1, 1, 1], [0, 0, 0], [1, 0, 0]])
-    assert denominator(loss_type, [3, 0, 1], max_tokens) == count
-    assert denominator(loss_type, [0, 0], max_tokens) == 1.0
-    assert weighted_sum(values_BT, mask_BT, loss_type, count, max_tokens).item() == pytest.approx(expected, rel=1e-15)
+    assert compute_denominator(loss_type, [3, 0, 1], max_tokens) == count
+    assert compute_denominator(loss_type, [0, 0], max_tokens) == 1.0
+    assert aggregate_loss(values_BT, mask_BT, loss_type, count, max_tokens).item() == pytest.approx(expected, rel=1e-15)
 
 
 def random_step():
@@ -212,17 +214,17 @@ def loss_of_split(sizes, loss_type, max_tokens, order=None):
     logprobs_BT = logits_BTV.log_softmax(-1)[..., 0]
     order = torch.arange(8) if order is None else order
     settings = PolicySettings(0.2, 0.28, 3.0, kl_beta=0.3, unbiased_kl_estimate=True)
-    d, total, metrics = denominator(loss_type, lengths, max_tokens), 0.0, {}
-    d_positive = denominator("token-mean", [n for n, value in zip(lengths, values_B, strict=True) if value > 0])
+    d, total, metrics = compute_denominator(loss_type, lengths, max_tokens), 0.0, {}
+    d_positive = compute_denominator("token-mean", [n for n, value in zip(lengths, values_B, strict=True) if value > 0])
     for start, end in pairwise([sum(sizes[:k]) for k in range(len(sizes) + 1)]):
         rows = order[start:end]
         inputs = PolicyInputs(logprobs_BT[rows], values_B[rows], mask_BT[rows], old_BT[rows], ref_BT[rows])
         result = policy_loss(inputs, settings)
-        loss = weighted_sum(result.loss_BT, mask_BT[rows], loss_type, d, max_tokens)
+        loss = aggregate_loss(result.loss_BT, mask_BT[rows], loss_type, d, max_tokens)
         loss = loss + 0.1 * positive_nll_loss(logprobs_BT[rows], mask_BT[rows], values_B[rows], d_positive)
         loss.backward(retain_graph=True)
         total, metrics = total + loss.item(), add_metrics(metrics, result.metrics)
-    return total, logits_BTV.grad, means(metrics)
+    return total, logits_BTV.grad, compute_means(metrics)
 
 
 @pytest.mark.parametrize(("loss_type", "max_tokens"), LOSS_TYPES)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from cosmos_core.algorithms.advantages import ADVANTAGE_RULES, advantages, whitened_returns
-from cosmos_core.algorithms.aggregate import add_metrics, means, token_metric
-from cosmos_core.algorithms.correction import Correction, importance_weights
+from cosmos_core.algorithms.aggregate import add_metrics, compute_means, token_metric
+from cosmos_core.algorithms.correction import WeightCorrection, importance_weights
 from cosmos_core.algorithms.objectives.base import PolicySettings
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss
-from cosmos_core.algorithms.selection import shared_prefixes
+from cosmos_core.algorithms.selection import excluded_prefix_lengths
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import RewardError
 
@@ -128,10 +128,13 @@ def test_advantages_of_tokens_leave_out_sequences_not_tokens():
 
 def test_the_geometric_mask_leaves_out_whole_sequences():
     rollout_BT = torch.tensor([[-1.0, -1.0], [-1.0, -1.2]], dtype=torch.float64)
-    old_BT, correction = torch.full((2, 2), -1.0, dtype=torch.float64), Correction(geometric_mean_range=(0.99, 1.01))
+    old_BT, correction = (
+        torch.full((2, 2), -1.0, dtype=torch.float64),
+        WeightCorrection(geometric_mean_range=(0.99, 1.01)),
+    )
     weights_BT, metrics = importance_weights(old_BT, rollout_BT, torch.ones(2, 2), correction)
     assert weights_BT.tolist() == [[1.0, 1.0], [0.0, 0.0]]
-    assert means(metrics)["rollout/weight_refused"] == 0.5
+    assert compute_means(metrics)["rollout/weight_refused"] == 0.5
 
 
 GROUPS = [[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [3.0, 1.0, None, 2.0]]
@@ -183,8 +186,8 @@ def test_the_effective_sample_size_is_that_of_the_weights_of_all_micro_batches_t
     for each, mask in zip(weights, masks, strict=True):
         added = {"weight": token_metric(each, mask), "weight_square": token_metric(each.square(), mask)}
         total = add_metrics(total, added)
-    assert means(total)["weight_effective_sample_size"] == pytest.approx(3.5**2 / (3 * 5.25))
-    assert "weight_effective_sample_size" not in means({"weight": torch.tensor([0.0, 0.0])})
+    assert compute_means(total)["weight_effective_sample_size"] == pytest.approx(3.5**2 / (3 * 5.25))
+    assert "weight_effective_sample_size" not in compute_means({"weight": torch.tensor([0.0, 0.0])})
 
 
 @pytest.mark.parametrize("objective", ["cispo", "aipo", "aipo_clamped"])
@@ -194,7 +197,7 @@ def test_weights_above_the_cap_are_counted_by_the_sign_of_their_advantage(object
         torch.zeros(3, 2).double(), torch.tensor([1.0, -2.0, 0.0]).double(), torch.ones(3, 2),
         old_logprobs_BT=-ratio, rollout_logprobs_BT=-ratio,
     )  # fmt: skip
-    found = means(policy_loss(inputs, PolicySettings(objective=objective, ratio_cap=5.0)).metrics)
+    found = compute_means(policy_loss(inputs, PolicySettings(objective=objective, ratio_cap=5.0)).metrics)
     shares = [found[f"clip_high{sign}"] * 6 for sign in ("", "_positive", "_negative")]
     assert shares == pytest.approx([4, 1, 2])
 
@@ -212,7 +215,7 @@ def test_weights_above_the_cap_are_counted_by_the_sign_of_their_advantage(object
     ],
 )
 def test_prefixes_that_completions_of_different_rewards_share(completions, rewards, expected):
-    assert shared_prefixes(completions, rewards, 3) == expected
+    assert excluded_prefix_lengths(completions, rewards, 3) == expected
 
 
 def test_returns_with_the_kl_in_the_reward_are_whitened_over_the_learned_tokens_of_the_step():

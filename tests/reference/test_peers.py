@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import weighted_sum
-from cosmos_core.algorithms.correction import Correction, importance_weights, self_normalise
+from cosmos_core.algorithms.aggregate import aggregate_loss
+from cosmos_core.algorithms.correction import WeightCorrection, importance_weights, self_normalise
 from cosmos_core.algorithms.grpo import Grpo
 from cosmos_core.algorithms.objectives.base import PolicySettings
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss
@@ -62,7 +62,7 @@ def test_dppo_equals_verl(kind: str, low: float, high: float, seed: int) -> None
     logprobs_BT, old_BT, advantages_B, mask_BT = random_batch(seed)
     settings = PolicySettings(low, high, objective=kind, ratio_cap=20.0)
     found = policy_loss(PolicyInputs(logprobs_BT, advantages_B, mask_BT, old_BT), settings)
-    loss = weighted_sum(found.loss_BT, mask_BT, "token-mean", float(mask_BT.sum()))
+    loss = aggregate_loss(found.loss_BT, mask_BT, "token-mean", float(mask_BT.sum()))
     expected_BT, valid_BT = dppo_of_verl(kind, logprobs_BT, old_BT, advantages_B.unsqueeze(-1), low, high)
     expected = expected_BT[mask_BT].mean()
     assert 0 < valid_BT[mask_BT].mean() < 1
@@ -75,7 +75,7 @@ def test_dppo_equals_verl(kind: str, low: float, high: float, seed: int) -> None
 @pytest.mark.parametrize("seed", range(5))
 def test_rejection_of_sequences_by_k3_equals_verl(mean: float | None, most: float | None, seed: int) -> None:
     old_BT, rollout_BT, _, mask_BT = random_batch(seed)
-    correction = Correction("none", high=math.inf, mean_k3=mean, max_k3=most)
+    correction = WeightCorrection("none", high=math.inf, max_mean_k3=mean, max_k3=most)
     weights_BT, _ = importance_weights(old_BT.detach(), rollout_BT, mask_BT, correction)
     log_ratio_BT = (old_BT.detach() - rollout_BT).clamp(-20, 20)
     k3_BT = torch.exp(log_ratio_BT) - 1.0 - log_ratio_BT
@@ -92,7 +92,7 @@ def test_rejection_of_sequences_by_k3_equals_verl(mean: float | None, most: floa
 def test_self_normalised_weights_equal_verl(rule: str, seed: int) -> None:
     old_BT, rollout_BT, _, mask_BT = random_batch(seed)
     old_BT = old_BT.detach()
-    correction = self_normalise(Correction(rule, high=1.5), zip(old_BT, rollout_BT, mask_BT, strict=True))
+    correction = self_normalise(WeightCorrection(rule, high=1.5), zip(old_BT, rollout_BT, mask_BT, strict=True))
     weights_BT, metrics = importance_weights(old_BT, rollout_BT, mask_BT, correction)
     log_ratio_BT = (old_BT - rollout_BT) * mask_BT
     if rule == "truncate":

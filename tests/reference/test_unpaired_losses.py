@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from cosmos_core.algorithms.kto import Kto
 from cosmos_core.config.schema.kto import KtoConfig, KtoLossConfig
 from cosmos_core.data.sample import Sample, swap_responses
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from tests.effects.change import SFT, recipe
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import score_in, trainer_of
@@ -110,7 +110,7 @@ def test_loss_gradient_and_metrics_equal_those_of_trl_however_the_step_is_split(
         split = {**SFT, "train.train_policy.mini_batch": size, "train.sequence_packing": packed}
         exact = {"train.optm_grad_norm_clip": 0.0, "train.compile": False, "train.param_dtype": "float32"}
         train = recipe({**split, **exact}).train
-        rank = trainer_of(copy.deepcopy(reference), train, 0, Progress(tmp_path / "p.json"))
+        rank = trainer_of(copy.deepcopy(reference), train, 0, ProgressWriter(tmp_path / "p.json"))
         score_in(rank, torch.float64)
         rank.named_weights.add("reference")
         rank.adapter.model.load_state_dict(model.state_dict())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from pebble import ProcessPool
 
-from cosmos_core.models.new_interpreter import pool_of_one_process
+from cosmos_core.models.new_interpreter import open_interpreter_pool
 
 if TYPE_CHECKING:
     from tests.store import Proxy
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[ProcessPool]:
     """One interpreter, which reads the exports of many tests: to start one takes longer than what it does."""
-    with pool_of_one_process() as pool:
+    with open_interpreter_pool() as pool:
         pool.schedule(gc.enable)
         yield pool
 
@@ -37,7 +37,7 @@ def _exports_share_an_interpreter(request: pytest.FixtureRequest, monkeypatch: p
     for name in ("cosmos_core.models.verify_export", "cosmos_core.models.verify_pipeline_export"):
         if name in sys.modules:
             shared = lambda: nullcontext(request.getfixturevalue("interpreter"))  # noqa: E731 - started when asked for
-            monkeypatch.setattr(sys.modules[name], "pool_of_one_process", shared)
+            monkeypatch.setattr(sys.modules[name], "open_interpreter_pool", shared)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.prepare_media import Source, prepare
+from cosmos_core.data.prepare_media import Encoders, prepare
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
 
@@ -68,7 +68,7 @@ def prepared(path: Path, source: Path, encoders=None, **recipe):
     encoders = encoders or FakeEncoders()
     stage = make_stage(path, source, **recipe)
     is_video = recipe.get("diffusers", {}).get("is_video", False)
-    return prepare(stage, Source(encoders, "encoders", multiple=4, is_video=is_video)), encoders
+    return prepare(stage, Encoders(encoders, "encoders", size_multiple=4, is_video=is_video)), encoders
 
 
 def stage_path(runs: Path, run_id: int = 1) -> Path:

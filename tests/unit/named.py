@@ -16,6 +16,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,9 +112,15 @@ def uses() -> Iterator[Found]:
             yield from in_text(str(file.relative_to(ROOT)), file.read_text(encoding="utf-8"))
 
 
+@cache
+def parse(text: str) -> ast.Module:
+    """Return the tree of a file's text, once."""
+    return ast.parse(text)
+
+
 def in_text(path: str, text: str) -> Iterator[Found]:
     """Yield every such name in the text of a file."""
-    tree = ast.parse(text)
+    tree = parse(text)
     skipped = {id(node) for node in _prose(tree)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Constant | ast.Attribute | ast.ImportFrom):

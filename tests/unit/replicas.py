@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from cosmos_core.errors import DataError
-from cosmos_core.rollout.async_groups import AsyncGroupSource, steps_of
+from cosmos_core.rollout.async_groups import AsyncGroupSource, prompts_by_position
 from cosmos_core.rollout.base import Bucket, LoadReceipt, WeightFormat
 from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.groups import StepGroups
 from cosmos_core.rollout.replica import Replica
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.conftest import wait_until
 
@@ -181,10 +181,10 @@ def score_slowly(groups: Sequence[Group]) -> list[ScoredGroup]:
 
 
 def source_of(fleet: Fleet, folder: Path, **keywords: Any) -> AsyncGroupSource:
-    order = steps_of(lambda step: PROMPTS[step * 4 : step * 4 + 4], 4, 10)
-    settings: dict[str, Any] = {"take": order, "steps": StepGroups(4), "max_lag": 2, "score": score, **keywords}
+    order = prompts_by_position(lambda step: PROMPTS[step * 4 : step * 4 + 4], 4, 10)
+    settings: dict[str, Any] = {"take_prompts": order, "steps": StepGroups(4), "max_lag": 2, "score": score, **keywords}
     settings.setdefault("resync", lambda step: None)
-    return AsyncGroupSource(fleet, sampling=SAMPLING, progress=Progress(folder / "p.json"), **settings)
+    return AsyncGroupSource(fleet, sampling=SAMPLING, progress=ProgressWriter(folder / "p.json"), **settings)
 
 
 def ids(groups: Sequence[ScoredGroup]) -> list[int]:

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs
 
 import numpy as np
 
-from cosmos_core.rewards.exchange import ENQUEUE_URL, FETCH_URL, TOKEN, Service
+from cosmos_core.rewards.exchange import ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABLE, TOKEN_VARIABLE, ServiceEndpoints
 from cosmos_core.rewards.protocol import decode_request
 
 Reply = tuple[int, dict[str, Any], dict[str, str]]
@@ -66,12 +66,13 @@ class RewardServer:
         return [each for each in self.sent if each.path.endswith("/pull")]
 
     @property
-    def service(self) -> Service:
+    def service(self) -> ServiceEndpoints:
         return service(self)
 
     @property
     def environment(self) -> dict[str, str]:
-        return {ENQUEUE_URL: f"{self.url}/enqueue", FETCH_URL: f"{self.url}/pull", TOKEN: "a secret token"}
+        urls = {ENQUEUE_URL_VARIABLE: f"{self.url}/enqueue", FETCH_URL_VARIABLE: f"{self.url}/pull"}
+        return urls | {TOKEN_VARIABLE: "a secret token"}
 
     def reply_to(self, sent: Sent) -> Reply:
         with self._lock:
@@ -94,8 +95,10 @@ class RewardServer:
         return reply(scores=self.score(fields, array, sent.form["type"]), type=sent.form["type"])
 
 
-def service(*servers: RewardServer) -> Service:
-    return Service(tuple((f"{server.url}/enqueue", f"{server.url}/pull") for server in servers), "a secret token")
+def service(*servers: RewardServer) -> ServiceEndpoints:
+    return ServiceEndpoints(
+        tuple((f"{server.url}/enqueue", f"{server.url}/pull") for server in servers), "a secret token"
+    )
 
 
 @contextmanager

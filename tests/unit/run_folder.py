@@ -6,10 +6,10 @@ import tempfile
 from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
-from cosmos_core.run.digests import Digests
+from cosmos_core.run.digests import DigestCache
 from cosmos_core.run.directory import Run, create_run
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint
-from cosmos_core.run.manifest import commit, read_result
+from cosmos_core.run.manifest import commit_manifest, read_result
 from cosmos_core.run.plan import register_result, save_fingerprint
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
@@ -85,7 +85,7 @@ def fingerprint_of(pipeline: Pipeline, stage: str, **upstream: str) -> Fingerpri
     config = pipeline.stage(stage)
     upstream = upstream or {name: f"digest of {name}" for name in config.after}
     with tempfile.TemporaryDirectory() as folder:
-        digests = Digests(Path(folder, "digests.jsonl"))
+        digests = DigestCache(Path(folder, "digests.jsonl"))
         return fingerprint(pipeline, config, all_kinds()[config.kind], upstream, digests)
 
 
@@ -112,6 +112,6 @@ def finish(run: Run, name: str, content: str = "result", **metrics: float) -> Pa
     expected = fingerprint(run.pipeline, stage, run.pipeline.kinds[stage.kind], digests, run.digests)
     save_fingerprint(path, expected)
     outcome = Outcome(outputs=("out",), metrics=metrics, info={"model": "out"})
-    commit(path, outcome, kind=stage.kind, fingerprint=expected.value, inputs=inputs)
+    commit_manifest(path, outcome, kind=stage.kind, fingerprint=expected.value, inputs=inputs)
     register_result(run.output_dir, path, expected.value)
     return path

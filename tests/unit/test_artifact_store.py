@@ -13,7 +13,7 @@ import pytest
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.errors import ConfigError, DataError, StageFailed, UploadError
 from cosmos_core.run.bucket import Bucket
-from cosmos_core.run.directory import Run, claim, create_run, extend_run, open_run
+from cosmos_core.run.directory import Run, claim_run, create_run, extend_run, open_run
 from cosmos_core.run.files import read_json
 from cosmos_core.run.manifest import find_damage, read_result
 from cosmos_core.run.process import identify_machine
@@ -24,7 +24,7 @@ from cosmos_core.upload.lease import LeaseHolder
 from tasks import reuse, store_sync
 from tasks.kinds import all_kinds
 from tasks.stage import run_stage
-from tasks.store_sync import OUTPUT_DIR, StageSync, open_received_run
+from tasks.store_sync import OUTPUT_DIR_VARIABLE, StageSync, open_received_run
 from tests.conftest import PROGRAMS, wait_until
 from tests.store import Proxy, Request
 from tests.unit.run_folder import COUNTING, finish
@@ -62,7 +62,7 @@ def made(run: Run, stage: str, **metrics: float) -> dict[str, Any]:
 
 def on(run: Run, stage: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """The run on another machine, which is given a stage of it."""
-    monkeypatch.setenv(OUTPUT_DIR, str(folder))
+    monkeypatch.setenv(OUTPUT_DIR_VARIABLE, str(folder))
     return open_received_run(StageSync(run, run.pipeline.stage(stage)).send_run(), stage)
 
 
@@ -111,7 +111,7 @@ def test_a_run_that_grows_stays_one_run_in_the_store_and_on_other_machines(
     assert made(again, "second", count=4.0)["metrics"] == {"count": 4.0}
     StageSync(there, there.pipeline.stage("first")).send_run()  # it knows one stage, and the stored run keeps three
     assert len(tomllib.loads(ArtifactStore(url).run("growing")["pipeline.toml"])["pipeline"]["stages"]) == 3
-    with claim(grown):
+    with claim_run(grown):
         (grown.path / "pipeline.toml").open("a").write("# newer\n")
         assert on(again, "gate", grown.output_dir, monkeypatch).path == grown.path
         assert (grown.path / "pipeline.toml").read_text().endswith("# newer\n"), "the flow has the newest definition"
@@ -279,7 +279,7 @@ def give_up(found: LeaseHolder) -> None:
 
 def test_one_of_all_machines_makes_a_thing_at_a_time(url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "_POLL_SECONDS", 0.05)
-    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(lease, "RENEW_INTERVAL_SECONDS", 0.1)
     first, second = take(url, holder(1)), take(url, holder(2))
     assert first.acquire(give_up) is False
     with pytest.raises(Waits, match="1"):
@@ -304,10 +304,10 @@ def test_one_of_all_machines_makes_a_thing_at_a_time(url: str, proxy: Proxy, mon
     successor = take(url, holder(4), gone=(2,))
     successor.acquire(lambda found: None)  # who is said to be gone renews yet, perhaps between its look and its write
     second._thread.join()
-    assert "another machine has taken the work over" in second.loss and not successor.loss
+    assert "another machine has taken the work over" in second.loss_message and not successor.loss_message
     with pytest.raises(Exception, match="another machine has taken the work over"):
         second.check()
-    successor._stop.set()
+    successor._stop_event.set()
     assert third.acquire(lambda found: None) is True
     third.check()
     third.release()
@@ -316,7 +316,7 @@ def test_one_of_all_machines_makes_a_thing_at_a_time(url: str, proxy: Proxy, mon
 def test_who_was_suspended_notices_that_it_lost_the_work_and_leaves_it_to_the_other(url: str) -> None:
     first, second = take(url, holder(1)), take(url, holder(2), gone=(1,))
     first.acquire(give_up)
-    first._stop.set()  # it is suspended: nothing is renewed, and nothing noticed
+    first._stop_event.set()  # it is suspended: nothing is renewed, and nothing noticed
     second.acquire(give_up)
     with pytest.raises(StageFailed, match="another machine has taken the work over"):
         first.check()
@@ -329,8 +329,8 @@ def test_who_was_suspended_notices_that_it_lost_the_work_and_leaves_it_to_the_ot
 
 def test_a_process_of_another_container_of_this_name_is_not_taken_for_gone() -> None:
     host, boot, pids = identify_machine().split("/")
-    assert store_sync._has_holder_died(LeaseHolder(f"{host}/{boot}/{pids}", 1 << 22, 1.0))
-    assert not store_sync._has_holder_died(LeaseHolder(f"{host}/{boot}/pid:[1]", 1 << 22, 1.0))
+    assert store_sync._is_holder_dead(LeaseHolder(f"{host}/{boot}/{pids}", 1 << 22, 1.0))
+    assert not store_sync._is_holder_dead(LeaseHolder(f"{host}/{boot}/pid:[1]", 1 << 22, 1.0))
 
 
 def test_runs_that_have_one_name_on_two_machines_do_not_mix(

@@ -72,7 +72,7 @@ def train_apart(at: Stage, published: list[int], asked: list[int], stop_after: i
     loop = Loop(
         at, open_trainer(at), feed, sft(), checkpointer,
         validation(at, lambda step: {"validation/reward": apart.values[step]}, async_validation=apart, publish=publish),
-        watch=watch,
+        check_metrics=watch,
     )  # fmt: skip
     try:
         loop.run()

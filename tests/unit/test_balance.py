@@ -18,10 +18,10 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
-from cosmos_core.models.balance import LoadBalancingSettings, balance_loss, load_balancing_settings
+from cosmos_core.models.balance import LoadBalancingSettings, load_balancing_loss, load_balancing_settings
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.hf import load_model
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.trainer import Trainer
 from tests.unit.run_folder import load_recipe, make_inputs
 from tests.unit.tiny_model import save_tiny_model
@@ -63,7 +63,7 @@ def samples() -> list[Sample]:
 def test_of_one_sequence_it_is_that_of_transformers() -> None:
     logits = [torch.randn(12, EXPERTS, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     of_token = torch.tensor([2, 2, *[0] * 5, 2, *[1] * 4])
-    ours = balance_loss(LoadBalancingSettings(COEFFICIENT, EXPERTS, CHOSEN), logits, of_token, 2)
+    ours = load_balancing_loss(LoadBalancingSettings(COEFFICIENT, EXPERTS, CHOSEN), logits, of_token, 2)
     theirs = sum(
         COEFFICIENT * count * load_balancing_loss_func(
             tuple(logits), EXPERTS, CHOSEN, attention_mask=(of_token == number).long().unsqueeze(0)
@@ -85,8 +85,8 @@ def gradients(
         "train": {"train_policy": policy, "sequence_packing": packed, "optm_grad_norm_clip": 0.0, "compile": False,
                   "param_dtype": "float32", "train_batch_per_replica": 4},
     }).train  # fmt: skip
-    adapter = CausalLM(model, train, InputProcessing(0), balance=load_balancing_settings(model, coefficient))
-    trainer = Trainer(adapter, train, Progress(scratch / "progress.json"))
+    adapter = CausalLM(model, train, InputProcessing(0), load_balancing=load_balancing_settings(model, coefficient))
+    trainer = Trainer(adapter, train, ProgressWriter(scratch / "progress.json"))
     score_in(trainer, torch.float64)
     (update,) = algorithm.updates(samples(), NoView())
     metrics = trainer.update(update)

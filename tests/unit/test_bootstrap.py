@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError
-from cosmos_core.launch.bootstrap import HEARTBEAT_SECONDS, Pool, _save_work_pool, bootstrap_server
+from cosmos_core.launch.bootstrap import HEARTBEAT_SECONDS, WorkPool, _save_work_pool, bootstrap_server
 
 
 class Server:
@@ -50,7 +50,7 @@ def test_a_flow_of_a_user_sends_heartbeats_as_often_as_the_automation_waits_for_
 @pytest.mark.parametrize("name", ["prefect-x", "Prefect", "y/z", "a&b", "", " "])
 def test_a_name_that_prefect_does_not_take_is_one_line(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        list(bootstrap_server([Pool("good"), Pool(name)]))
+        list(bootstrap_server([WorkPool("good"), WorkPool(name)]))
     assert str(caught.value) == (
         f"work pool {name!r}: a name has no % & / < >, and those that begin with 'prefect' are Prefect's own; take "
         "another"
@@ -60,15 +60,15 @@ def test_a_name_that_prefect_does_not_take_is_one_line(name: str) -> None:
 def test_a_type_that_is_not_there_makes_no_pool(tmp_path: Path) -> None:
     server = Server()
     with pytest.raises(ConfigError) as caught:
-        _save_work_pool(server, Pool("big", "nosuch"))
+        _save_work_pool(server, WorkPool("big", "nosuch"))
     assert str(caught.value) == (
         "work pool 'big': there is no type 'nosuch'; known: docker, process. Of another one give the --template"
     )
     assert server.made == []
-    assert _save_work_pool(server, Pool("big", "docker", 2)) == "work pool big: made (docker, at most 2 at once)"
+    assert _save_work_pool(server, WorkPool("big", "docker", 2)) == "work pool big: made (docker, at most 2 at once)"
     (tmp_path / "template.json").write_text('{"variables": {}, "job_configuration": {}}')
     assert (
-        _save_work_pool(server, Pool("own", "nosuch", None, tmp_path / "template.json"))
+        _save_work_pool(server, WorkPool("own", "nosuch", None, tmp_path / "template.json"))
         == "work pool own: made (nosuch)"
     )
     assert [(pool.name, pool.type) for pool in server.made] == [("big", "docker"), ("own", "nosuch")]

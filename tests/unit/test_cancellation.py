@@ -24,6 +24,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.context import SyncClientContext
 from prefect.exceptions import TerminationSignal
 from prefect.settings import (
+    PREFECT_API_SSL_CERT_FILE,
     PREFECT_API_URL,
     PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
     PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED,
@@ -35,13 +36,14 @@ from cosmos_core.cli import app
 from cosmos_core.errors import Cancelled, Preempted
 from cosmos_core.launch import worker
 from cosmos_core.launch.prefect import _POLLING_MODULES, keep_polling
-from cosmos_core.launch.reap import cancelled_flow_run, reap
-from cosmos_core.run.liveness import Approval, note_approval
+from cosmos_core.launch.reap import find_cancelled_flow_run, reap
+from cosmos_core.run.liveness import PublicationApproval, save_approval
 from cosmos_core.run.lock import Lock
-from cosmos_core.run.process import identify_process, start_time
+from cosmos_core.run.process import identify_process, read_start_time
 from cosmos_core.run.state import update_state
 from cosmos_core.upload.file import FileTarget
-from tasks.cancellation import is_cancelled, publication_check, stop_on_signals
+from tasks.cancellation import is_cancelled, make_publication_check, stop_on_signals
+from tests.conftest import one_certificate
 
 OWN, PARENT, TASK = (str(uuid.uuid4()) for _ in range(3))
 
@@ -85,12 +87,15 @@ class Server:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     found = Server()
+    [certificate] = one_certificate(tmp_path_factory.mktemp("certificate")).values()
+    monkeypatch.setenv("PREFECT_API_SSL_CERT_FILE", certificate)
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", OWN)
     url = f"http://127.0.0.1:{found.http.server_address[1]}/api"
     monkeypatch.setenv("PREFECT_API_URL", url)
-    with temporary_settings({PREFECT_API_URL: url, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False}):
+    settings = {PREFECT_API_SSL_CERT_FILE: certificate, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False}
+    with temporary_settings({PREFECT_API_URL: url, **settings}):
         yield found
     found.http.shutdown()
 
@@ -126,7 +131,7 @@ def test_polling_leaves_no_client_behind_and_uses_that_of_the_flow(server: Serve
 
 def publish(folder: Path) -> FileTarget:
     (folder / "model").mkdir()
-    target, check = FileTarget(str(folder / "published")), publication_check()
+    target, check = FileTarget(str(folder / "published")), make_publication_check()
     target.prepare_upload(folder, check)
     check()
     target.publish(folder / "model", "v1", {"version": "v1", "metrics": {}, "files": {}})
@@ -152,7 +157,7 @@ def test_a_publication_waits_for_a_server_that_is_away_and_ends_where_the_proces
     with worker.register_active_run():
         threading.Timer(0.2, worker.stop_all).start()
         with pytest.raises(Preempted, match="asked to stop"):
-            publication_check()()
+            make_publication_check()()
 
 
 def begun(outputs: Path, name: str, *flow_runs: str) -> Path:
@@ -209,7 +214,7 @@ def test_status_says_that_nobody_is_asked_for_an_approval_once_the_flow_run_was_
     server: Server, tmp_path: Path
 ) -> None:
     run = begun(tmp_path, "asked", PARENT, OWN)
-    note_approval(run, Approval(until=time.time() + 3600))
+    save_approval(run, PublicationApproval(until=time.time() + 3600))
     server.words = {OWN: ["CANCELLED"]}
     said = CliRunner().invoke(app, ["status", str(run)]).output
     assert "waits for approval" in said and "flow run n was cancelled, and waits no more" in said
@@ -222,12 +227,12 @@ def test_reap_stops_a_process_that_goes_on_after_a_cancel_but_not_one_that_resum
     run = begun(tmp_path, "live", PARENT, OWN)
     server.words = {OWN: [newest], PARENT: ["CANCELLED"]}
     process = subprocess.Popen(["sleep", "600"])
-    holder = identify_process() | {"launcher_pid": process.pid, "launcher_started": start_time(process.pid)}
+    holder = identify_process() | {"launcher_pid": process.pid, "launcher_started": read_start_time(process.pid)}
     (run / "locks" / "holder.json").write_text(json.dumps(holder))
     try:
         with Lock(run / "locks" / ".run") as lock:
             assert lock.try_acquire()
-            assert bool(cancelled_flow_run(tmp_path, "live")) is is_stopped
+            assert bool(find_cancelled_flow_run(tmp_path, "live")) is is_stopped
             assert len(list(reap(tmp_path))) == is_stopped
         assert process.wait(30) == -signal.SIGTERM if is_stopped else process.poll() is None
         assert server.set == {}

@@ -45,4 +45,4 @@ def test_a_class_that_is_wrong_is_told_what(tmp_path: Path) -> None:
     assert not found["prediction"].is_passed and not found["text"].is_passed
     assert found["media"].is_passed
     [only] = check_model(str(tmp_path))
-    assert not only.is_passed and "names a pipeline" in only.detail
+    assert not only.is_passed and "names a pipeline" in only.message

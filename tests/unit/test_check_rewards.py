@@ -15,7 +15,7 @@ import pytest
 from cosmos_core.config.capabilities import unique_notices
 from cosmos_core.errors import ConfigError, RewardError
 from cosmos_core.rollout.registry import check_engine
-from cosmos_core.run.stage import CHECKED_PROMPTS
+from cosmos_core.run.stage import CHECKED_PROMPTS_FILE
 from cosmos_core.train.check import check_rewards, run
 from tests.conftest import Workspace
 from tests.effects.change import GRPO, SFT, recipe, stage_of
@@ -38,7 +38,7 @@ def looked_at(folder: Path, code: str) -> list[str]:
     rewards = {"reward_function": {f"{folder}/mine.py:f": 1.0, "exact_match": 0.0}, "reward_timeout_seconds": 1}
     settings = {**GRPO, **{f"train.train_policy.{key}": value for key, value in rewards.items()}}
     stage = stage_of(folder / "stage", recipe(settings), kind="rl")
-    (stage.path / CHECKED_PROMPTS).write_text(json.dumps({"train": [ROW]}))
+    (stage.path / CHECKED_PROMPTS_FILE).write_text(json.dumps({"train": [ROW]}))
     return check_rewards(stage)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from cosmos_core.checkpoint.best import BEST, BestStep
+from cosmos_core.checkpoint.best import BEST_STEP_FILE, BestStep
 from cosmos_core.checkpoint.resume import MANIFEST, find_damaged_file, resume_obstacle
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng
@@ -162,7 +162,7 @@ def test_a_weight_without_a_gradient_so_far_begins_its_moments_with_its_first(tm
 
 def test_an_empty_folder_has_nothing_to_load(tmp_path: Path) -> None:
     checkpoints = open_checkpoints(tmp_path / "none")
-    assert checkpoints.latest() is None
+    assert checkpoints.latest_step() is None
     assert checkpoints.load_latest(make_state()) is None
 
 
@@ -188,7 +188,7 @@ def test_pruning_neither_counts_nor_deletes_later_steps_or_another_configuration
     (tmp_path / "step_9" / "policy" / "manifest.json").write_text("{")
     checkpoints.save(4, state)
     assert names(tmp_path) == ["step_3", "step_4", "step_9"]
-    assert checkpoints.latest() == 4
+    assert checkpoints.latest_step() == 4
 
 
 def test_a_checkpoint_of_another_configuration_is_passed_over_with_a_warning(
@@ -230,7 +230,7 @@ def test_what_a_killed_writer_left_is_removed_and_what_it_moved_aside_comes_back
     (tmp_path / "step_4").rename(tmp_path / ".step_4.123.old")
     (tmp_path / ".step_4.123.tmp" / "policy").mkdir(parents=True)
     (tmp_path / ".step_6.123.tmp" / "policy").mkdir(parents=True)
-    assert open_checkpoints(tmp_path).latest() == 4
+    assert open_checkpoints(tmp_path).latest_step() == 4
     assert names(tmp_path) == ["step_4"]
 
 
@@ -274,7 +274,7 @@ def test_a_full_disk_is_one_line_and_the_checkpoint_before_still_loads(tmp_path:
         "the checkpoint of step 20 is intact; free space and run again"
     ), done.stderr
     assert names(folder) == ["step_20"]
-    assert json.loads((tmp_path / BEST).read_text())["step"] == 20
+    assert json.loads((tmp_path / BEST_STEP_FILE).read_text())["step"] == 20
     state = make_state()
     assert open_checkpoints(folder).load_latest(state) == 20
     assert is_filled_with(state, 20.0)
@@ -313,7 +313,7 @@ def test_after_a_kill_at_any_moment_the_newest_and_the_best_checkpoint_have_the_
         assert step is not None
         assert step > loaded_steps[-1]
         assert is_filled_with(state, float(step))
-        best = json.loads((tmp_path / BEST).read_text())["step"]
+        best = json.loads((tmp_path / BEST_STEP_FILE).read_text())["step"]
         assert best % 5 == 0 or best == 1
         assert resume_obstacle(folder, best, "f") is None
         loaded_steps.append(step)

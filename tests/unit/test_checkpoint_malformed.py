@@ -16,8 +16,8 @@ import pytest
 
 from cosmos_core.checkpoint import resume
 from cosmos_core.checkpoint.best import BestStep
-from cosmos_core.checkpoint.load_checkpoint_model import pinned_step
-from cosmos_core.checkpoint.resume import load_from, resume_obstacle
+from cosmos_core.checkpoint.load_checkpoint_model import find_checkpoint_step
+from cosmos_core.checkpoint.resume import load_checkpoint, resume_obstacle
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ModelError, StageFailed
@@ -136,11 +136,13 @@ def test_it_is_passed_over_with_a_warning_that_names_it_here_and_by_another_run_
     assert re.search(warning, caplog.text) and caplog.text.count("passed over") == 1
     assert caplog.messages[-1].startswith("going on from ")
     with pytest.raises(ModelError, match=reason):
-        load_from(folder / "step_2/policy", make_state())
+        load_checkpoint(folder / "step_2/policy", make_state())
     config = StageConfig(name="export", kind="export", model="stage:sft", checkpoint="2")
     inputs: dict[str, Any] = {"sft": {"path": str(stage), "info": {}}}
     with pytest.raises(ModelError, match=reason):
-        pinned_step(Stage(tmp_path / "export", config, Recipe(), "", None, inputs, "f", kind=all_kinds()[config.kind]))
+        find_checkpoint_step(
+            Stage(tmp_path / "export", config, Recipe(), "", None, inputs, "f", kind=all_kinds()[config.kind])
+        )
 
 
 def test_one_of_another_configuration_is_passed_over_without_a_word(
@@ -157,7 +159,7 @@ def test_a_worker_sends_heartbeats_while_it_hashes_the_checkpoint_of_another_run
     folder = save(tmp_path / "out/first/stages/sft/checkpoints", "a list", later.fingerprint)
     num_files = len(list((folder / "step_1/policy").iterdir())) - 1  # without the manifest
     beats: list[None] = []
-    load_from(folder / "step_1/policy", make_state(), lambda: beats.append(None))
+    load_checkpoint(folder / "step_1/policy", make_state(), lambda: beats.append(None))
     assert len(beats) == num_files
     later.progress.beat = lambda: beats.append(None)  # type: ignore[method-assign]
     adopt_checkpoint(later)
@@ -188,9 +190,9 @@ def test_a_checkpoint_that_its_own_run_deletes_meanwhile_is_passed_over(
 
 def test_a_best_step_whose_checkpoint_is_gone_is_not_named(tmp_path: Path) -> None:
     checkpoints = open_checkpoints(save(tmp_path / "checkpoints", "a list"))
-    checkpoints.name_best(BestStep(1, "validation/loss", 0.5))
+    checkpoints.write_best_step(BestStep(1, "validation/loss", 0.5))
     assert json.loads((tmp_path / "best.json").read_text())["step"] == 1
-    checkpoints.name_best(BestStep(9, "validation/loss", 0.4))  # pruned for a later one, which is damaged
+    checkpoints.write_best_step(BestStep(9, "validation/loss", 0.4))  # pruned for a later one, which is damaged
     assert not (tmp_path / "best.json").exists()
 
 
@@ -221,7 +223,7 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_copied_is_one_line(
         adopt_checkpoint(later)
 
 
-@pytest.mark.parametrize("moment", ["fill_state", "allocate_tensors", "_read_extra"])
+@pytest.mark.parametrize("moment", ["load_state", "allocate_tensors", "_read_json_values"])
 def test_a_named_checkpoint_that_its_own_run_deletes_meanwhile_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -234,7 +236,7 @@ def test_a_named_checkpoint_that_its_own_run_deletes_meanwhile_is_refused(
 
     monkeypatch.setattr(resume, moment, delete_first)
     with pytest.raises(ModelError, match=r"checkpoint .*step_1/policy: .* is gone; name another one, or none"):
-        load_from(folder / "step_1/policy", make_state())
+        load_checkpoint(folder / "step_1/policy", make_state())
 
 
 def test_a_checkpoint_that_its_own_run_deletes_is_no_error_where_it_is_only_named(

@@ -71,7 +71,7 @@ def test_the_checkpoint_that_was_loaded_is_not_hashed_again(tmp_path: Path) -> N
     assert resumed.load_latest(make_state()) == 1
     [file] = tmp_path.glob("step_1/policy/*.safetensors")
     file.write_bytes(bytes(file.stat().st_size))
-    assert resumed.latest() == 1 and open_checkpoints(tmp_path).latest() is None
+    assert resumed.latest_step() == 1 and open_checkpoints(tmp_path).latest_step() is None
 
 
 def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -81,7 +81,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path: Path, caplog
     busy.parent.mkdir()
     busy.touch()
     checkpoints.save(2, state)
-    assert f"checkpoint step_1 in {tmp_path} cannot be deleted: " in caplog.text and checkpoints.latest() == 2
+    assert f"checkpoint step_1 in {tmp_path} cannot be deleted: " in caplog.text and checkpoints.latest_step() == 2
 
 
 def test_random_generators_of_python_numpy_and_torch_continue_where_they_were() -> None:

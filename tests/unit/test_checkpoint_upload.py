@@ -24,7 +24,7 @@ from tests.store import Proxy
 
 @pytest.fixture(autouse=True)
 def url(here: Proxy, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(checkpoint_upload, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(checkpoint_upload, "_POLL_INTERVAL_SECONDS", 0.05)
     return checkpoint_url(f"s3://models/{request.node.name}", "sft", "20250101000000")
 
 
@@ -75,9 +75,9 @@ def test_what_a_disk_refuses_is_sent_later(
             raise failures.pop()
         return real(source, target)
 
-    real = checkpoint_upload.linked
-    monkeypatch.setattr(checkpoint_upload, "linked", linked)
-    monkeypatch.setattr(checkpoint_upload, "_PAUSE_SECONDS", 0.1)
+    real = checkpoint_upload.link_checkpoint
+    monkeypatch.setattr(checkpoint_upload, "link_checkpoint", linked)
+    monkeypatch.setattr(checkpoint_upload, "_RETRY_DELAY_SECONDS", 0.1)
     checkpoint(tmp_path, 2)
     with upload_checkpoints_during(tmp_path, url):
         wait_until(lambda: "step_2/policy/manifest.json" in sent(proxy), 20, "it is sent")
@@ -88,7 +88,7 @@ def test_what_a_disk_refuses_is_sent_later(
 def test_they_are_sent_while_the_training_goes_on_and_a_store_that_fails_costs_nothing(
     tmp_path: Path, url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_upload, "_PAUSE_SECONDS", 7200.0)  # longer than a test may take
+    monkeypatch.setattr(checkpoint_upload, "_RETRY_DELAY_SECONDS", 7200.0)  # longer than a test may take
     checkpoint(tmp_path, 2)
     with upload_checkpoints_during(tmp_path, url):
         wait_until(lambda: "step_2/policy/manifest.json" in sent(proxy), 20, "it is sent")
@@ -112,7 +112,7 @@ def test_without_a_url_nothing_is_begun(tmp_path: Path, proxy: Proxy) -> None:
 def test_the_uploads_to_a_target_and_to_the_artifact_store_do_not_share_a_folder(tmp_path: Path, url: str) -> None:
     policy = checkpoint(tmp_path, 2)
     stored = ArtifactStore(url).checkpoints("f", tmp_path)
-    with checkpoint_upload.linked(policy, tmp_path / "sending/step_2") as folder:
+    with checkpoint_upload.link_checkpoint(policy, tmp_path / "sending/step_2") as folder:
         assert folder is not None and stored.push() == ["step_2"]
         assert (folder / "rank_0.safetensors").is_file()
 

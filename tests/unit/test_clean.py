@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 
 from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError
-from cosmos_core.launch.clean import verdicts
-from cosmos_core.run.directory import Run, claim, create_run, runs_in
+from cosmos_core.launch.clean import decide_what_to_keep
+from cosmos_core.run.directory import Run, claim_run, create_run, list_runs
 from cosmos_core.run.files import read_json, write_json
-from cosmos_core.run.liveness import Approval, note_approval
+from cosmos_core.run.liveness import PublicationApproval, save_approval
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.plan import fingerprint_folder
-from cosmos_core.run.retrain_state import RetrainState, write_seen
+from cosmos_core.run.retrain_state import RetrainState, save_retrain_state
 from cosmos_core.run.state import update_state
 from cosmos_core.upload.base import open_target
 from tests.unit.run_folder import counting_run, finish
@@ -46,7 +46,7 @@ def runs_of(folder: Path, *ages_days: float) -> list[Run]:
 
 
 def fates(run: Run, keep: int = 1, older_than_days: float = 0.0) -> dict[str, str]:
-    found = verdicts(run.output_dir, num_kept_runs=keep, older_than_seconds=older_than_days * DAY)
+    found = decide_what_to_keep(run.output_dir, num_kept_runs=keep, older_than_seconds=older_than_days * DAY)
     return {verdict.path.name: verdict.reason_to_keep for verdict in found}
 
 
@@ -62,14 +62,14 @@ def test_old_runs_go_after_they_were_shown_and_leave_nothing_behind(tmp_path: Pa
     assert result is not None
     own = [output_dir / ".cosmos" / "retraining" / "x" / f"{number}.json" for number in range(3)]
     for run, note in zip(runs, own, strict=True):
-        write_seen(note, RetrainState(digest="d", run_id=run.id))
+        save_retrain_state(note, RetrainState(digest="d", run_id=run.id))
     said = cosmos("clean", "--keep", "1", "--output-dir", str(output_dir))
     assert said.splitlines()[0].startswith(f"{runs[0].id}  ") and said.splitlines()[0].endswith("  goes")
     assert said.splitlines()[2].endswith("stays: the newest of its pipeline")
     assert "2 of 3 runs may be removed" in said and said.rstrip().endswith("remove them with --yes")
     assert all(run.path.is_dir() for run in runs)
     assert "removed 2 of 3 runs" in cosmos("clean", "--keep", "1", "--yes", "--output-dir", str(output_dir))
-    assert [facts.run_id for facts in runs_in(output_dir)] == [runs[2].id]
+    assert [facts.run_id for facts in list_runs(output_dir)] == [runs[2].id]
     assert [entry["run_id"] for entry in read_json(output_dir / "runs.json") or []] == [runs[2].id]
     assert not list(fingerprint_folder(output_dir, result["fingerprint"]).glob(f"{runs[0].id}.*"))
     assert not list((output_dir / ".cosmos" / "removed").iterdir())
@@ -102,10 +102,10 @@ def test_a_run_that_runs_or_is_taken_up_meanwhile_stays(tmp_path: Path) -> None:
     first, second, _ = runs_of(tmp_path, 40, 30, 1)
     (second.stage_path("second") / "result.json").unlink()
     update_state(second.stage_path("second"), state="running", heartbeat=time.time() - 60)  # on another machine
-    with claim(first):
+    with claim_run(first):
         assert fates(first) == {first.id: "it is running", second.id: "it is running",
                                 "run-2": "the newest of its pipeline"}  # fmt: skip
-    found = verdicts(first.output_dir, num_kept_runs=1, older_than_seconds=0)
+    found = decide_what_to_keep(first.output_dir, num_kept_runs=1, older_than_seconds=0)
     assert [verdict.path for verdict in found if not verdict.reason_to_keep] == [first.path]
 
 
@@ -139,9 +139,9 @@ def test_a_run_stays_that_retraining_goes_on_with_or_whose_model_waits_for_appro
     for outcome, reason in (("", "the next retraining goes on with it"), ("published", "")):
         write_json(note, {"digest": "d", "run_id": first.id, "outcome": outcome})
         assert fates(first)[first.id] == reason
-    claim(first).release()
+    claim_run(first).release()
     for seconds, reason in ((3600, "its publication waits for approval"), (-1, "")):
-        note_approval(first.path, Approval(until=time.time() + seconds))
+        save_approval(first.path, PublicationApproval(until=time.time() + seconds))
         assert fates(first)[first.id] == reason
 
 

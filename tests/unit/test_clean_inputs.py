@@ -11,8 +11,8 @@ from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.hub import pin_hub_revisions
-from cosmos_core.run.lineage import model_origin
-from cosmos_core.run.manifest import commit
+from cosmos_core.run.lineage import find_model_origin
+from cosmos_core.run.manifest import commit_manifest
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
 from tasks.layout import prepare_stage_folder
@@ -37,7 +37,8 @@ def test_the_content_of_a_benchmark_is_in_the_fingerprint_and_its_path_is_not(tm
     assert fingerprint_of(plain, "prepare").value != values["a"].value
     assert fingerprint_of(plain, "sft", prepare="x").value == fingerprint_of(pipeline, "sft", prepare="x").value
     assert (
-        model_origin(pipeline, pipeline.stage("prepare"))["data"] == model_origin(plain, plain.stage("prepare"))["data"]
+        find_model_origin(pipeline, pipeline.stage("prepare"))["data"]
+        == find_model_origin(plain, plain.stage("prepare"))["data"]
     )
 
 
@@ -82,14 +83,14 @@ overrides.train.train_policy.clean.near_duplicates = 0.0
     path = run.stage_path("items")
     (path / "rows").mkdir(parents=True)
     (path / "rows/train.jsonl").write_text('{"text": "a"}\n')
-    commit(path, Outcome(outputs=("rows",), info={"data": "rows"}), kind="custom", fingerprint="f", inputs={})
+    commit_manifest(path, Outcome(outputs=("rows",), info={"data": "rows"}), kind="custom", fingerprint="f", inputs={})
     stage = pipeline.stage("sft-data")
     laid_out = prepare_stage_folder(run, stage, fingerprint_of(pipeline, "sft-data"))
     clean = laid_out.recipe.train.train_policy.clean
     assert clean is not None and clean.decontaminate_against[0].name == str(path / "rows")
     data = run.stage_path("sft-data")
     data.mkdir(parents=True, exist_ok=True)
-    commit(data, Outcome(info={"data": "data"}), kind="prepare", fingerprint="f", inputs={})
+    commit_manifest(data, Outcome(info={"data": "data"}), kind="prepare", fingerprint="f", inputs={})
     assert prepare_stage_folder(run, pipeline.stage("sft"), fingerprint_of(pipeline, "sft")).data == data / "data"
     with pytest.raises(ConfigError, match=r"decontaminate_against\.0\.name = 'stage:none' is no stage"):
         load_pipeline(tmp_path / "p.toml", [f'sft.{AGAINST}=["stage:none"]'], all_kinds())

@@ -19,8 +19,8 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe import overlay
 from cosmos_core.observe.record import read_run
-from cosmos_core.observe.runs import _compare_stage_metrics, is_inactive, table_of_runs
-from cosmos_core.run.directory import claim, create_run
+from cosmos_core.observe.runs import _compare_stage_metrics, is_run_inactive, table_of_runs
+from cosmos_core.run.directory import claim_run, create_run
 from cosmos_core.run.files import write_json
 from cosmos_core.run.state import read_state, update_state
 from tasks.kinds import all_kinds
@@ -131,7 +131,7 @@ def test_compare_lays_the_curves_of_several_runs_over_each_other_in_one_page(tmp
     assert not re.search(r"(src|href)=.?(https?:)?//|<script", html)
     for wrong in ([tmp_path / "second"] * 2, [tmp_path / "second"], [tmp_path / str(i) for i in range(9)]):
         with pytest.raises(ConfigError, match="2 to 8 different runs"):
-            overlay.build(wrong)
+            overlay.build_comparison_page(wrong)
 
 
 def test_report_is_written_at_any_time(outputs: Path) -> None:
@@ -146,13 +146,13 @@ def test_watch_ends_where_nothing_happens_any_more(outputs: Path) -> None:
 def test_watch_waits_for_the_first_stage_of_a_run_that_began_and_for_stages_that_wait_for_gpus(tmp_path: Path) -> None:
     (tmp_path / "p.toml").write_text(PIPELINE.replace("OUTPUTS", str(tmp_path / "outputs")))
     run = create_run(load_pipeline(tmp_path / "p.toml", [], all_kinds()), run_id="one")
-    assert not is_inactive(read_run(run.path))
+    assert not is_run_inactive(read_run(run.path))
     write_json(run.path / "run.json", {"run_id": "one", "started": time.time() - 999})
-    assert is_inactive(read_run(run.path))
-    lock = claim(run, time.time() - 999)
-    assert not is_inactive(read_run(run.path))
+    assert is_run_inactive(read_run(run.path))
+    lock = claim_run(run, time.time() - 999)
+    assert not is_run_inactive(read_run(run.path))
     update_state(run.stage_path("first"), state="failed", ended=time.time() - 999)
-    assert is_inactive(read_run(run.path))
+    assert is_run_inactive(read_run(run.path))
     lock.release()
 
 
@@ -169,7 +169,7 @@ def test_reap_ends_what_a_dead_flow_left_and_no_run_that_somebody_has(outputs: P
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     update_state(run.stage_path("first"), state="running", launcher_pid=gone.pid, launcher_started=1.0)
-    held = claim(run)
+    held = claim_run(run)
     assert said("reap", "--output-dir", str(outputs)) == "nothing is left over\n"
     held.release()
     update_state(run.stage_path("first"), launcher_host="another", heartbeat=time.time())

@@ -9,7 +9,7 @@ import pytest
 
 from cosmos_core import cli_train
 from cosmos_core.errors import ConfigError, CosmosError
-from cosmos_core.run.manifest import commit
+from cosmos_core.run.manifest import commit_manifest
 from cosmos_core.types import Outcome
 
 
@@ -86,7 +86,7 @@ def test_a_stage_is_named_by_the_id_of_its_run_and_a_folder_may_be_a_number(
     for stage, model in (("sft", "safetensors"), ("publish", "s3://bucket/prefix")):
         folder = tmp_path / f"outputs/20260101000000/stages/{stage}"
         folder.mkdir(parents=True)
-        commit(folder, Outcome(info={"model": model}), kind="sft", fingerprint="f", inputs={})
+        commit_manifest(folder, Outcome(info={"model": model}), kind="sft", fingerprint="f", inputs={})
     (tmp_path / "2024").mkdir()
     found = {
         name: cli_train._resolve_model(name, Path("outputs"))

@@ -12,15 +12,15 @@ import torch
 
 from cosmos_core import machine_properties
 from cosmos_core.errors import ConfigError
-from cosmos_core.models.compiled import watch_compiling
+from cosmos_core.models.compiled import report_compilations
 from cosmos_core.run.inputs import check_inputs
-from cosmos_core.run.progress import Progress, read_progress
+from cosmos_core.run.progress import ProgressWriter, read_progress
 from tests.effects.change import GRPO, SFT, recipe
 from tests.unit.run_folder import load_recipe, make_inputs
 
 
 def test_compiling_is_a_phase_with_its_time_and_the_phase_before_it_goes_on(tmp_path: Path) -> None:
-    progress, seen = Progress(tmp_path / "progress.json"), []
+    progress, seen = ProgressWriter(tmp_path / "progress.json"), []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
         position = read_progress(tmp_path)
@@ -28,8 +28,8 @@ def test_compiling_is_a_phase_with_its_time_and_the_phase_before_it_goes_on(tmp_
         seen.append(position.phase)
         return graph.forward
 
-    watch_compiling(Progress(tmp_path / "another.json"))
-    watch_compiling(progress)  # in place of the other
+    report_compilations(ProgressWriter(tmp_path / "another.json"))
+    report_compilations(progress)  # in place of the other
     doubled = torch.compile(lambda x: x * 2, backend=backend)
     progress.phase("step")
     assert doubled(torch.ones(3)).tolist() == [2, 2, 2]
@@ -86,13 +86,13 @@ def test_what_this_machine_cannot_compile_is_refused_before_any_stage(
 
 
 def test_a_machine_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine_properties.measure().lacks == ""
+    assert machine_properties.measure_machine().lacks == ""
     monkeypatch.setenv("CXX", "/nowhere/c++ -O2")
-    assert machine_properties.measure().lacks == "a C++ compiler (/nowhere/c++ -O2 was not found)"
+    assert machine_properties.measure_machine().lacks == "a C++ compiler (/nowhere/c++ -O2 was not found)"
     monkeypatch.setenv("CXX", f"{sys.executable} -O2")
-    assert machine_properties.measure().lacks == ""
+    assert machine_properties.measure_machine().lacks == ""
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    assert machine_properties.measure().lacks == f"Python's headers ({tmp_path}/Python.h was not found)"
+    assert machine_properties.measure_machine().lacks == f"Python's headers ({tmp_path}/Python.h was not found)"
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     assert machine_properties._find_missing_compiler(has_gpus=True) == "a C compiler (gcc was not found)"

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe.completions import iter_completions
-from cosmos_core.run.directory import PIPELINE
+from cosmos_core.run.directory import PIPELINE_FILE
 from cosmos_core.train.completions import CompletionLog
 from cosmos_core.types import Completion, DiffusionSample, Group, Prompt, Score, ScoredGroup, Segment, Turn
 
@@ -36,7 +36,7 @@ def group(prompt: int, rewards: Sequence[float | None], **rest: float) -> Scored
 
 def opened(stage: Path, *, writes: bool = True) -> CompletionLog:
     stage.mkdir(parents=True, exist_ok=True)
-    return CompletionLog(stage / "completions", writes=writes)
+    return CompletionLog(stage / "completions", should_write=writes)
 
 
 def lines(folder: Path, step: int) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def test_the_command_shows_a_step_in_the_order_that_is_asked_for(tmp_path: Path)
     for order, sorted_rewards in orders.items():
         shown = [text for text in iter_completions(tmp_path, "grpo", 1, order, 9) if text.startswith("--- reward")]
         assert [text.removeprefix("--- reward ").partition(":")[0] for text in shown] == sorted_rewards
-    (tmp_path / PIPELINE).write_text("")
+    (tmp_path / PIPELINE_FILE).write_text("")
     done = CliRunner().invoke(app, ["samples", str(tmp_path), "--step", "2", "--worst", "--most", "1"])
     assert done.output.splitlines()[-2:] == ["--- reward 0, right 0, brief 0.25, 20 tokens:", "2-0"], done.output
     with pytest.raises(ConfigError, match="no completions of step 7"):
@@ -129,7 +129,7 @@ def test_drawn_files_of_the_oldest_steps_make_room_for_new_ones(tmp_path: Path) 
     log(1, [drawn_group(0, 2, 0)])
     size = sum(file.stat().st_size for file in (tmp_path / "completions/step_000001").iterdir())
     for most, kept in ((2.5, [3, 4]), (0, [5])):
-        log = CompletionLog(tmp_path / "completions", writes=True, max_image_bytes=int(most * size))
+        log = CompletionLog(tmp_path / "completions", should_write=True, max_image_bytes=int(most * size))
         for step in range(kept[0] - 1, kept[-1] + 1):
             log(step, [drawn_group(0, 2, 0)])
         names = sorted(file.name for file in (tmp_path / "completions").iterdir())

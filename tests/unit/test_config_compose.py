@@ -8,7 +8,7 @@ import pytest
 import tomli_w
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
-from cosmos_core.config.override import parse_setting
+from cosmos_core.config.override import parse_override
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
 from tests.unit.test_config_load import GRPO, SFT, load, refused
@@ -97,7 +97,7 @@ def test_a_stage_without_prepared_rows_gets_a_prepare_stage_that_needs_no_traini
     assert pipeline.recipes["sft-data"] == pipeline.recipes["sft"]
     other = load(tmp_path, CHAIN, "sft.policy.model_name_or_path=org/first")
     assert other.stage("grpo-data").model == "org/first"
-    assert pipeline.with_dependents("grpo-data") == {"grpo-data", "grpo", "accuracy"}
+    assert pipeline.stage_and_dependents("grpo-data") == {"grpo-data", "grpo", "accuracy"}
 
 
 def test_two_stages_may_share_one_prepare_stage(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_stage_named_like_a_table_leaves_the_table_addressable(tmp_path: Path)
     ids=lambda value: str(value)[:20],
 )
 def test_a_setting_is_toml_and_what_is_not_is_a_string(text: str, keys: tuple[str, ...], value: object) -> None:
-    setting = parse_setting(text)
+    setting = parse_override(text)
     assert (setting.keys, setting.value) == (keys, value)
 
 

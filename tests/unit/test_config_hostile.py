@@ -21,7 +21,7 @@ from tests.unit.test_config_mutations import in_file, told
 # What a file holds, and what is said of it; empty: it is valid.
 FILES = {
     "empty": (b"", ""),
-    "comments of 1 MB": (b"# no more than this\n" * 50_000, ""),
+    "comments of 1 MB": ((b"# no more than this" + b"." * 180 + b"\n") * 5_000, ""),
     "text of 300 kB": (b"[custom]\ntext = '" + b"a" * 300_000 + b"'", ""),
     "text of 6 MB": (b"[custom]\ntext = '" + b"a" * 6_000_000 + b"'",
                      "more than 16777216 bytes once it is written out for 3 stages"),

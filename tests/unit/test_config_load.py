@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
-from cosmos_core.config.load import Values, merge, nest_value, read_toml
+from cosmos_core.config.load import TomlTable, merge, nest_value, read_toml
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import affects_result, all_fields, status, tables_in
+from cosmos_core.config.schema.table import affects_result, all_fields, support_status, tables_in
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
 
@@ -213,7 +213,7 @@ def test_a_file_that_cannot_be_read_is_one_line_and_an_endless_one_is_not_read_t
 def test_merging_replaces_values_joins_tables_and_drops_the_keys_of_another_type() -> None:
     base = {"a": 1, "t": {"x": 1, "y": [1, 2]}, "train": {"seed": 1, "train_policy": {"type": "sft", "mini_batch": 2}}}
 
-    def of_type(name: str) -> Values:
+    def of_type(name: str) -> TomlTable:
         return merge(base, {"train": {"train_policy": {"type": name}}})["train"]
 
     assert merge(base, {"t": {"y": [3]}}) == {**base, "t": {"x": 1, "y": [3]}}
@@ -230,7 +230,7 @@ def test_another_type_means_something_in_the_algorithms_table_alone() -> None:
 
 @pytest.mark.parametrize("table", ["", "overrides"])
 def test_a_map_of_names_is_replaced_and_a_key_of_it_is_added(table: str) -> None:
-    def tables(*keys: str, value: Any) -> Values:
+    def tables(*keys: str, value: Any) -> TomlTable:
         return nest_value([name for name in (table, *keys) if name], value)
 
     rewards, rates = ("train", "train_policy", "reward_function"), ("train", "optm_lr")
@@ -299,7 +299,7 @@ def test_a_recipe_and_every_table_of_one_can_be_handed_to_another_process() -> N
 
 def test_the_fields_that_change_no_result_are_these() -> None:
     found = {f"{table.__name__}.{key.rpartition('.')[2]}" for key, table, field in all_fields(Recipe)
-             if status(field).name == "used" and not affects_result(field)}  # fmt: skip
+             if support_status(field).name == "used" and not affects_result(field)}  # fmt: skip
     assert found == {
         "BenchmarkRowsConfig.name", "DatasetConfig.name", "DatasetConfig.local_dir", "HeldOutConfig.name",
         "SourceConfig.name", "SourceConfig.pass_rates", "DatasetConfig.pass_rates", "HeldOutConfig.pass_rates",

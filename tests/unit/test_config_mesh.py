@@ -11,7 +11,7 @@ import tomli_w
 
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.config.mesh import check_mesh, model_facts, placements, resolve_gpus
+from cosmos_core.config.mesh import check_mesh, describe_placements, read_text_model_config, resolve_gpu_settings
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
@@ -123,13 +123,13 @@ def test_an_engine_may_have_more_ranks_than_key_value_heads_and_any_vocabulary()
 
 
 def test_the_facts_are_those_of_the_text_model(tmp_path: Path) -> None:
-    assert model_facts(tmp_path) == {}
+    assert read_text_model_config(tmp_path) == {}
     (tmp_path / "config.json").write_text("[3")
-    assert model_facts(tmp_path) == {}
+    assert read_text_model_config(tmp_path) == {}
     (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}, "text_config": QWEN}))
-    assert model_facts(tmp_path) == QWEN
+    assert read_text_model_config(tmp_path) == QWEN
     (tmp_path / "config.json").write_text(json.dumps(MOE))
-    assert model_facts(tmp_path) == MOE
+    assert read_text_model_config(tmp_path) == MOE
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_the_whole_world_is_what_there_is(
         '[policy.parallelism]\ndp_shard_size = -1\n[train]\ntrain_policy = { type = "sft" }\n'
     )
     with machine_with(["H100"] * 8, monkeypatch, visible):
-        pipeline = resolve_gpus(load_pipeline(tmp_path / "a.toml", [setting], all_kinds()))
+        pipeline = resolve_gpu_settings(load_pipeline(tmp_path / "a.toml", [setting], all_kinds()))
     assert {name: recipe.policy.parallelism.dp_shard_size for name, recipe in pipeline.recipes.items()} == {
         "prepare": -1, "sft": size, "export": -1,
     }  # fmt: skip
@@ -155,7 +155,7 @@ def test_a_world_that_the_other_sizes_do_not_divide_names_the_stage(tmp_path: Pa
         '[policy.parallelism]\ndp_shard_size = -1\ntp_size = 3\n[train]\ntrain_policy = { type = "sft" }\n'
     )
     with pytest.raises(ConfigError, match=r"a\.toml: stage 'sft': policy\.parallelism\.dp_shard_size = -1: 8 GPUs"):
-        resolve_gpus(load_pipeline(tmp_path / "a.toml", ["pipeline.gpus=8"], all_kinds()))
+        resolve_gpu_settings(load_pipeline(tmp_path / "a.toml", ["pipeline.gpus=8"], all_kinds()))
 
 
 OF_COSMOS_RL = """redis = "12800"
@@ -195,15 +195,17 @@ def test_a_recipe_of_cosmos_rl_that_leaves_mode_out_runs_as_there_where_the_gpus
     gpus, settings, expected = PLACED[case]
     (tmp_path / "a.toml").write_text(OF_COSMOS_RL)
     with machine_with(["H100"] * gpus, monkeypatch):
-        pipeline = resolve_gpus(load_pipeline(tmp_path / "a.toml", settings.split(";") * bool(settings), all_kinds()))
-        assert placements(pipeline) == [f"rl: {expected}"]
+        pipeline = resolve_gpu_settings(
+            load_pipeline(tmp_path / "a.toml", settings.split(";") * bool(settings), all_kinds())
+        )
+        assert describe_placements(pipeline) == [f"rl: {expected}"]
     said = [line for line in pipeline.notices if line.startswith("mode is left out")]
     assert len(said) == (case in {"8 GPUs short", "no GPU"})
     assert all(f"takes 10 GPUs, and there are {gpus}: mode = 'colocated' and rollout" in line for line in said)
     check_capabilities(pipeline)
     saved = tmp_path / "saved.toml"
     saved.write_text(tomli_w.dumps(pipeline.as_toml()))
-    again = resolve_gpus(load_pipeline(saved, [], all_kinds()))  # on this machine, which has others
+    again = resolve_gpu_settings(load_pipeline(saved, [], all_kinds()))  # on this machine, which has others
     assert again.recipes == pipeline.recipes
 
 
@@ -212,8 +214,8 @@ def test_a_stage_elsewhere_is_taken_to_have_the_gpus_and_one_that_measures_gener
 ) -> None:
     stages = '[[pipeline.stages]]\nname = "rl"\nkind = "rl"\nwork_pool = "gpu"\n[[pipeline.stages]]\nname = "judge"\n'
     (tmp_path / "a.toml").write_text(f'{OF_COSMOS_RL}{stages}kind = "validate"\nmodel = "stage:rl"\nafter = ["rl"]\n')
-    pipeline = resolve_gpus(load_pipeline(tmp_path / "a.toml", [], all_kinds()))
-    assert placements(pipeline) == [
+    pipeline = resolve_gpu_settings(load_pipeline(tmp_path / "a.toml", [], all_kinds()))
+    assert describe_placements(pipeline) == [
         "rl: GPUs 0-1 train, GPUs 2-9 generate (2 engines of 4)", "judge: GPUs 0-1 measure",
     ]  # fmt: skip
     assert pipeline.recipes["judge"].rollout.parallelism.tp_size == 2
@@ -229,7 +231,7 @@ def test_what_only_a_gpu_rounds_is_left_out_on_cpu_with_a_note(
     (tmp_path / "a.toml").write_text(OF_COSMOS_RL)
     for gpus in (0, 10):
         with machine_with(["H100"] * gpus, monkeypatch):
-            pipeline = resolve_gpus(load_pipeline(tmp_path / "a.toml", settings, all_kinds()))
+            pipeline = resolve_gpu_settings(load_pipeline(tmp_path / "a.toml", settings, all_kinds()))
         said = [line for line in pipeline.notices if "there is no GPU; numbers are those of" in line]
         assert len(said) == (not gpus)
     check_capabilities(pipeline)

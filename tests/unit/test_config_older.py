@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.config.compat.translate import current_name
+from cosmos_core.config.compat.translate import current_key
 from cosmos_core.config.describe import find_key
 from cosmos_core.config.schema.dpo import DpoConfig
 from cosmos_core.errors import ConfigError
@@ -101,7 +101,7 @@ def test_a_column_of_conversations_is_ignored_where_the_type_is_inferred(tmp_pat
     ],
 )
 def test_a_key_in_an_older_table_has_todays_name(key: str, now: str) -> None:
-    assert current_name(key) == now
+    assert current_key(key) == now
 
 
 def test_a_key_of_an_older_table_is_set_and_explained(tmp_path: Path) -> None:

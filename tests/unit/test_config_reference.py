@@ -10,8 +10,8 @@ import pytest
 
 from cosmos_core.config import describe
 from cosmos_core.config.compat import trl
-from cosmos_core.config.compat.translate import RENAMED_KEYS, UNUSED_KEYS
-from cosmos_core.config.describe import all_keys, explain, find_key
+from cosmos_core.config.compat.translate import INEFFECTIVE_KEYS, RENAMED_KEYS
+from cosmos_core.config.describe import all_keys, explain_key, find_key
 from cosmos_core.config.reference import render_config_reference
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -65,7 +65,7 @@ def test_a_row_says_type_default_unit_meaning_generation_and_use(key: str, cells
 def test_older_and_dead_names_are_listed() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert all(f"- `{old}` is today's `{new}`" in text for old, new in RENAMED_KEYS.items())
-    assert all(f"- `{key}` would have meant {meaning}" in text for key, meaning in UNUSED_KEYS.items())
+    assert all(f"- `{key}` would have meant {meaning}" in text for key, meaning in INEFFECTIVE_KEYS.items())
 
 
 def test_the_page_for_users_of_trl_has_every_name_and_key() -> None:
@@ -73,13 +73,13 @@ def test_the_page_for_users_of_trl_has_every_name_and_key() -> None:
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
     listed = {name: set(re.findall(r"`([a-z0-9_]+(?:\.[a-z0-9_]+)+)`", row[1]))
               for row in rows for name in re.findall(r"`(\w+)`", row[0])}  # fmt: skip
-    assert {name: set(keys) <= listed.get(name, set()) for name, keys in trl.NAMES.items()} == dict.fromkeys(
-        trl.NAMES, True
+    assert {name: set(keys) <= listed.get(name, set()) for name, keys in trl.KEYS_BY_TRL_NAME.items()} == dict.fromkeys(
+        trl.KEYS_BY_TRL_NAME, True
     )
     known = {key.name for key in all_keys()}
-    assert {key for keys in (*trl.NAMES.values(), *listed.values()) for key in keys} <= known
-    assert [name for name in (*trl.NAMES, *trl._REPLACEMENTS) if name in known] == []
-    for name, meaning in trl._REPLACEMENTS.items():
+    assert {key for keys in (*trl.KEYS_BY_TRL_NAME.values(), *listed.values()) for key in keys} <= known
+    assert [name for name in (*trl.KEYS_BY_TRL_NAME, *trl._ADVICE_BY_TRL_NAME) if name in known] == []
+    for name, meaning in trl._ADVICE_BY_TRL_NAME.items():
         assert f"| {name} | {meaning.replace('rollout.sampling_config.', '')} |" in text.replace("`", "")
     same = text[text.index("`mask_truncated_completions`") :]
     last = {key.rpartition(".")[2] for key in known}
@@ -89,20 +89,20 @@ def test_the_page_for_users_of_trl_has_every_name_and_key() -> None:
 def test_a_name_without_its_tables_shows_the_keys_of_all() -> None:
     names = [key.name for key in find_key("temperature")]
     assert {"train.train_policy.temperature", "rollout.sampling_config.temperature"} <= set(names)
-    assert not [line for line in explain("temperature", {}) if "in TRL" in line]
+    assert not [line for line in explain_key("temperature", {}) if "in TRL" in line]
     assert "pipeline.stages.model" in [key.name for key in find_key("model")]  # `[model]` of old recipes did nothing
-    assert "  in TRL    learning_rate" in explain("learning_rate", {})
+    assert "  in TRL    learning_rate" in explain_key("learning_rate", {})
     assert {key.name for key in find_key("epsilon")} == {"train.epsilon", "train.train_policy.epsilon_low"}
     assert {key.name.rpartition(".")[0] for key in find_key("mask_truncated_completions")} == {"train.train_policy"}
 
 
-@pytest.mark.parametrize("name", list(trl._REPLACEMENTS))
+@pytest.mark.parametrize("name", list(trl._ADVICE_BY_TRL_NAME))
 def test_a_name_of_trl_without_a_key_says_what_is_here(name: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown key; {name} of transformers and TRL is (always on|not )"):
         find_key(name)
     assert (
         trl.describe_equivalent_key(f"train.train_policy.{name}")
-        == f"; {name} of transformers and TRL is {trl._REPLACEMENTS[name]}"
+        == f"; {name} of transformers and TRL is {trl._ADVICE_BY_TRL_NAME[name]}"
     )
 
 

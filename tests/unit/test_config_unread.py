@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.config.unread import unread_keys
+from cosmos_core.config.unread import unread_key_notices
 from tests.unit.test_config_compose import stages
 from tests.unit.test_config_load import GRPO, SFT, load
 
@@ -39,7 +39,7 @@ def test_what_no_stage_of_a_pipeline_reads_is_said(
     recipe: str, settings: tuple[str, ...], unread: str, reason: str, tmp_path: Path
 ) -> None:
     verb = "have" if ", " in unread else "has"
-    assert [*unread_keys(load(tmp_path, recipe, *settings))] == [f"{unread} {verb} no effect here: {reason}"]
+    assert [*unread_key_notices(load(tmp_path, recipe, *settings))] == [f"{unread} {verb} no effect here: {reason}"]
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_what_no_stage_of_a_pipeline_reads_is_said(
 def test_what_a_stage_reads_is_not_said_to_have_no_effect(
     recipe: str, settings: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert [*unread_keys(load(tmp_path, recipe, *settings))] == []
+    assert [*unread_key_notices(load(tmp_path, recipe, *settings))] == []

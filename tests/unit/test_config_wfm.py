@@ -13,7 +13,7 @@ import tomli_w
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compat.translate import with_current_keys
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.config.load import Values, merge, parse
+from cosmos_core.config.load import TomlTable, merge, parse
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
@@ -125,8 +125,8 @@ EVERY_IN_RL = [
 ]
 
 
-def wfm(*keys: tuple[str, Any]) -> Values:
-    values: Values = {"model": {}}
+def wfm(*keys: tuple[str, Any]) -> TomlTable:
+    values: TomlTable = {"model": {}}
     for key, value in keys:
         table = value
         for name in reversed(key.split(".")):
@@ -135,12 +135,12 @@ def wfm(*keys: tuple[str, Any]) -> Values:
     return values
 
 
-def every(*rows: tuple[str, Any, str, Any]) -> Values:
+def every(*rows: tuple[str, Any, str, Any]) -> TomlTable:
     values = wfm(*((old, value) for old, value, _, _ in rows), ("trainer.callbacks", CALLBACKS))
     return merge(values, wfm((REWARD + "remote_reward.reward_fn", "hps"), (REWARD + "remote_reward.score_key", "s")))
 
 
-def translated(values: Values) -> tuple[Recipe, list[str]]:
+def translated(values: TomlTable) -> tuple[Recipe, list[str]]:
     notices: list[str] = []
     return parse(Recipe, from_wfm(values, "old.toml", notices), source="old.toml"), notices
 

@@ -15,11 +15,11 @@ from cosmos_core import environment
 from cosmos_core.cli import _check_pipeline
 from cosmos_core.cli_models import promote
 from cosmos_core.config.compose import Pipeline, load_pipeline
-from cosmos_core.environment import mask_file, masked
+from cosmos_core.environment import mask_file, mask_text
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.bucket import Bucket
-from flows.post_train import open_or_create
-from tasks.credentials import BLOCK, set_command_credentials, set_credentials
+from flows.post_train import open_run_to_execute
+from tasks.credentials import SECRET_BLOCK, set_command_credentials, set_credentials
 from tasks.kinds import all_kinds
 from tests import store
 
@@ -35,7 +35,7 @@ class Stored:
 
     @classmethod
     def load(cls, name: str) -> Stored:
-        assert name == BLOCK
+        assert name == SECRET_BLOCK
         if cls.value is None:
             raise ValueError("Unable to find block document")
         return cls()
@@ -67,7 +67,7 @@ def test_a_block_lends_what_the_environment_does_not_have(
     set_credentials(pipeline(tmp_path, "s3://models/x"))
     assert os.environ["AWS_SECRET_ACCESS_KEY"] == "a-secret-of-the-block"
     assert os.environ["HF_TOKEN"] == "of the environment" and os.environ["PATH"] != "/nowhere"
-    assert masked("it is a-secret-of-the-block") == "it is ***"
+    assert mask_text("it is a-secret-of-the-block") == "it is ***"
 
 
 def test_no_block_is_asked_for_where_nothing_is_elsewhere_and_none_is_no_mistake(
@@ -127,7 +127,7 @@ def lent(proxy: store.Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_post_train_has_the_credentials_before_it_pins_what_the_run_reads(tmp_path: Path) -> None:
     stage = STAGES.partition("[[pipeline.stages]]\nname = 'up'")[0] + "data = 's3://models/lent/rows.jsonl'\n"
     (tmp_path / "p.toml").write_text(f"[pipeline]\noutput_dir = '{tmp_path}/outputs'\n{stage}")
-    run = open_or_create(str(tmp_path / "p.toml"), [], "")
+    run = open_run_to_execute(str(tmp_path / "p.toml"), [], "")
     assert run.pipeline.stage("m").data.startswith("s3://models/lent/rows.jsonl#")
 
 
@@ -173,7 +173,7 @@ def test_a_flow_finds_a_target_or_a_store_that_cannot_be_written_before_it_makes
     (tmp_path / "p.toml").write_text(head + STAGES.format(target))
     said = "is no folder" if wrong == "target" else "there is no such bucket"
     with pytest.raises(ConfigError, match=said):
-        open_or_create(str(tmp_path / "p.toml"), [], "")
+        open_run_to_execute(str(tmp_path / "p.toml"), [], "")
     assert not list(tmp_path.glob("outputs/2*"))
 
 

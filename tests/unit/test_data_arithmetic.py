@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs.demo.arithmetic import make
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.conversation import conversation_tokens
+from cosmos_core.data.conversation import tokenise_conversation
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.files import files_below, sha256
+from cosmos_core.run.files import list_files_below, sha256
 from cosmos_core.run.stage import Stage
 from tests.effects.change import stage_of
 from tests.unit.data_tokenizers import learned
@@ -54,7 +54,9 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_ones(tmp_path
         make(stage_at(tmp_path / name), train_rows=50, heldout_rows=5, seed=seed)
         assert torch.equal(before, torch.get_rng_state())
         root = tmp_path / name
-        digests.append({str(f.relative_to(root)): sha256(f) for f in files_below(root) if f.name != "progress.json"})
+        digests.append(
+            {str(f.relative_to(root)): sha256(f) for f in list_files_below(root) if f.name != "progress.json"}
+        )
     assert digests[0] == digests[1]
     changed = {name for name in digests[0] if digests[0][name] != digests[2][name]}
     assert changed == {"model/model.safetensors", "data/train.jsonl", "data/validation.jsonl"}
@@ -70,7 +72,7 @@ def test_model_and_tokenizer_load_with_the_auto_classes_and_fit_each_other(tmp_p
     text = "system: 12+34=46, it's user's\nassistant? <|im_end|>"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     turns = [{"role": "user", "content": "47+38="}, {"role": "assistant", "content": "85"}]
-    ids, mask = conversation_tokens(tokenizer, turns, "row")
+    ids, mask = tokenise_conversation(tokenizer, turns, "row")
     assert learned(tokenizer, ids, mask) == ["85<|im_end|>"]
     assert tokenizer.decode(ids) == "<|im_start|>user\n47+38=<|im_end|>\n<|im_start|>assistant\n85<|im_end|>\n"
     assert len(ids) == 18

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cosmos_core.data.balance import BalancedStepPlan, Budget, fill_batches
+from cosmos_core.data.balance import BalancedStepPlan, BatchingSettings, fill_batches
 from cosmos_core.data.order import epoch_order
 
 
-def budget(max_tokens: int, pool_size: int = 32, *, packed: bool = False, closest: bool = False) -> Budget:
-    return Budget(max_tokens, pool_size, packed, closest)
+def budget(max_tokens: int, pool_size: int = 32, *, packed: bool = False, closest: bool = False) -> BatchingSettings:
+    return BatchingSettings(max_tokens, pool_size, packed, closest)
 
 
 def test_a_batch_takes_what_makes_it_cheapest_until_nothing_fits():
@@ -64,7 +64,7 @@ def cost(lengths: list[int], is_packed: bool) -> int:
 def test_each_row_is_there_once_and_no_batch_is_dearer_than_its_budget(
     lengths: list[int], max_tokens: int, pool_size: int, is_packed: bool, closest: bool
 ) -> None:
-    batches = fill_batches(lengths, range(len(lengths)), Budget(max_tokens, pool_size, is_packed, closest))
+    batches = fill_batches(lengths, range(len(lengths)), BatchingSettings(max_tokens, pool_size, is_packed, closest))
     assert sorted(chain(*batches)) == list(range(len(lengths)))
     for batch in batches:
         assert len(batch) == 1 or cost([lengths[row] for row in batch], is_packed) <= max_tokens

@@ -14,9 +14,9 @@ import pytest
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
-from cosmos_core.data.clean import FILE, clean_training_rows
+from cosmos_core.data.clean import MATCHES_FILE, clean_training_rows
 from cosmos_core.data.kinds.sequences import open_sequences
-from cosmos_core.data.ngrams import MinHashBands, hashes_of, ngrams, normalised, split_words
+from cosmos_core.data.ngrams import MinHashBands, hash_ngrams, hash_words, normalise_text, split_words
 from cosmos_core.data.rows import Rows, load_rows
 from cosmos_core.data.user_dataset import UserDatasetLoader
 from cosmos_core.errors import DataError, Preempted
@@ -49,7 +49,7 @@ def cleaned(of: Stage, held_out: Sequence[Rows] = ()) -> tuple[Rows, dict[str, f
     """The rows that were kept, metrics, notices, and the matches in the file."""
     rows = load_rows(of.recipe.train.train_policy.dataset)
     result = clean_training_rows(of, rows, held_out, of.path, UserDatasetLoader(of.recipe, lambda: None))
-    return *result, [json.loads(line) for line in (of.path / FILE).read_text().splitlines()]
+    return *result, [json.loads(line) for line in (of.path / MATCHES_FILE).read_text().splitlines()]
 
 
 def matches(of: Stage) -> list[tuple[str, str, str]]:
@@ -100,14 +100,14 @@ def test_rows_that_are_held_out_too_are_told_and_stay(tmp_path: Path, action: st
 def test_a_killed_or_repeated_search_gives_the_same_bytes_and_leaves_no_file(tmp_path: Path) -> None:
     made = stage(tmp_path, planted(300), [text(-1, 40)])
     cleaned(made)
-    before = (made.path / FILE).read_bytes()
+    before = (made.path / MATCHES_FILE).read_bytes()
     made.stop_requested = True
     with pytest.raises(Preempted, match="starts anew"):
         cleaned(made)
     made.stop_requested = False
     cleaned(made)
-    assert (made.path / FILE).read_bytes() == before and json.loads(before.splitlines()[0])["dropped"] is False
-    assert {path.name for path in made.path.iterdir()} == {FILE, "progress.json"}
+    assert (made.path / MATCHES_FILE).read_bytes() == before and json.loads(before.splitlines()[0])["dropped"] is False
+    assert {path.name for path in made.path.iterdir()} == {MATCHES_FILE, "progress.json"}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_texts_are_equal_after_normalisation(left: str, right: str, match: str |
 
 
 def shingles(content: str) -> set[tuple[str, str]]:
-    words = split_words(normalised(content))
+    words = split_words(normalise_text(content))
     return set(pairwise(words))
 
 
@@ -172,7 +172,7 @@ def test_bands_of_similar_sets_mostly_share_a_key() -> None:
     bands, pairs = MinHashBands(0.9), 0
     for seed in range(200):
         words = text(seed, 200).split()
-        left, right = (ngrams(hashes_of(each), 2) for each in (words, words[10:]))
+        left, right = (hash_ngrams(hash_words(each), 2) for each in (words, words[10:]))
         pairs += bool((bands.keys(left) == bands.keys(right)).any())
     assert pairs >= 196, "of similarity 0.95"
 
@@ -214,7 +214,7 @@ def test_dropped_rows_are_not_prepared(tmp_path: Path) -> None:
     outcome = prepare.run(made)
     assert len(open_sequences(made.path / "data", "train")) == 1
     assert outcome.metrics["data/train_rows"] == 1 and outcome.metrics["data/clean_dropped"] == 2
-    assert (made.path / "data" / FILE).is_file() and outcome.info["notices"]
+    assert (made.path / "data" / MATCHES_FILE).is_file() and outcome.info["notices"]
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ import trl
 from transformers import PreTrainedTokenizer
 
 from cosmos_core.data.chat import PromptRendering
-from cosmos_core.data.conversation import conversation_tokens, tokenize_prompt, truncate_tokens
+from cosmos_core.data.conversation import tokenise_conversation, tokenise_prompt, truncate_tokens
 from cosmos_core.data.messages import SkippedRow
 from cosmos_core.data.rendering import RefusedRow
 from cosmos_core.errors import DataError
@@ -41,7 +41,7 @@ THOUGHTS = [
 
 
 def masked(tokenizer: Any, messages: Any) -> tuple[list[str], list[str]]:
-    ids, mask = conversation_tokens(tokenizer, messages, "row")
+    ids, mask = tokenise_conversation(tokenizer, messages, "row")
     return learned(tokenizer, ids, mask), unlearned(tokenizer, ids, mask)
 
 
@@ -111,7 +111,7 @@ def test_a_beginning_of_the_assistant_that_the_template_hides_is_skipped():
     repeats = "{{ messages[0].content }}\n" + CHATML
     assert masked(byte_tokenizer(repeats), TWO_TURNS[:2])[0] == ["The answer is 42.<|im_end|>"]
     with pytest.raises(SkippedRow, match=r"row 3: skipped, that begins with the assistant, in a way that the chat te"):
-        conversation_tokens(byte_tokenizer(repeats), GREETING, "row 3")
+        tokenise_conversation(byte_tokenizer(repeats), GREETING, "row 3")
 
 
 def test_two_assistant_turns_in_a_row_are_both_learned():
@@ -157,28 +157,28 @@ def test_tool_calls_are_learned_and_tools_are_handed_to_the_template_of_qwen3():
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 20, "b": 22}}\n</tool_call><|im_end|>'
     assert yes == [call, "<think>\n\n</think>\n\nIt is 42.<|im_end|>"]
     assert no[1] == "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    ids, mask = conversation_tokens(tokenizer, CALLS, "row", [TOOL])
+    ids, mask = tokenise_conversation(tokenizer, CALLS, "row", [TOOL])
     assert json.dumps(TOOL) in unlearned(tokenizer, ids, mask)[0]
     assert learned(tokenizer, ids, mask) == yes
-    ids, text = tokenize_prompt(tokenizer, CALLS[:1], 1000, "row", PromptRendering(tools=(TOOL,)))
+    ids, text = tokenise_prompt(tokenizer, CALLS[:1], 1000, "row", PromptRendering(tools=(TOOL,)))
     assert json.dumps(TOOL) in text and tokenizer.decode(ids) == text
 
 
 def test_a_tool_call_that_the_template_leaves_out_is_refused():
     with pytest.raises(RefusedRow, match="with a tool call that the chat template leaves out"):
-        conversation_tokens(byte_tokenizer(CHATML), CALLS, "row")
+        tokenise_conversation(byte_tokenizer(CHATML), CALLS, "row")
 
 
 def test_a_template_that_reorders_turns_is_an_error_that_names_row_and_remedy():
     reverses = "{% for m in messages | reverse %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     with pytest.raises(DataError, match=r"^train.jsonl:7: the assistant's turns cannot be found.*generation"):
-        conversation_tokens(byte_tokenizer(reverses), TWO_TURNS, "train.jsonl:7")
+        tokenise_conversation(byte_tokenizer(reverses), TWO_TURNS, "train.jsonl:7")
 
 
 def test_a_template_that_writes_nothing_for_string_content_is_an_error():
     parts_only = "{% for m in messages %}{{ m.role }}: {% for p in m.content %}{{ p.text }}{% endfor %}\n{% endfor %}"
     with pytest.raises(DataError, match=r"row: the chat template leaves out the user's text 'What is the answer"):
-        conversation_tokens(byte_tokenizer(parts_only), TWO_TURNS, "row")
+        tokenise_conversation(byte_tokenizer(parts_only), TWO_TURNS, "row")
 
 
 # Templates of real models as TRL keeps them, each with TRL's own version that marks what the assistant writes. TRL
@@ -189,7 +189,7 @@ REAL_TEMPLATES = ["cohere", "cohere2", "gemma3", "lfm2", "llama3", "phi3", "qwen
 @pytest.mark.parametrize("name", [*REAL_TEMPLATES, "qwen3_vl", "qwen3_instruct_2507"])
 def test_real_templates_agree_with_the_marks_of_trl(name):
     messages, template, training = TWO_TURNS[:2], trl_template(name), trl_template(f"{name}_training")
-    ids, mask = conversation_tokens(byte_tokenizer(template), messages, "row")
+    ids, mask = tokenise_conversation(byte_tokenizer(template), messages, "row")
     oracle = byte_tokenizer(template)
     oracle.chat_template = training
     expected = oracle.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -201,7 +201,7 @@ def test_real_templates_agree_with_the_marks_of_trl(name):
 
 def test_tokens_are_those_of_the_whole_rendering_tokenised_once():
     tokenizer = byte_tokenizer(CHATML)
-    ids, _ = conversation_tokens(tokenizer, TWO_TURNS, "row")
+    ids, _ = tokenise_conversation(tokenizer, TWO_TURNS, "row")
     assert ids == list(tokenizer.apply_chat_template(TWO_TURNS)["input_ids"])
 
 
@@ -211,25 +211,25 @@ def test_a_token_across_the_border_of_prompt_and_answer_is_learned():
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
     tokenizer.add_tokens(["t:The"])
-    ids, mask = conversation_tokens(tokenizer, TWO_TURNS[:2], "row")
+    ids, mask = tokenise_conversation(tokenizer, TWO_TURNS[:2], "row")
     assert learned(tokenizer, ids, mask) == ["t:The answer is 42."]
 
 
 def test_plain_text_is_learned_whole_with_an_end_token():
     tokenizer = byte_tokenizer(None)
-    ids, mask = conversation_tokens(tokenizer, "Hello there", "row")
+    ids, mask = tokenise_conversation(tokenizer, "Hello there", "row")
     assert tokenizer.decode(ids) == "Hello there<|im_end|>"
     assert mask == [1] * len(ids)
 
 
 def test_cutting_keeps_the_left_and_refuses_to_leave_nothing_to_learn():
     tokenizer = byte_tokenizer(CHATML)
-    ids, mask = conversation_tokens(tokenizer, TWO_TURNS, "row")
+    ids, mask = tokenise_conversation(tokenizer, TWO_TURNS, "row")
     first = mask.index(1)
     assert truncate_tokens((ids, mask), first + 2, "row") == (ids[: first + 2], [0] * first + [1, 1])
     reason = "a.jsonl:3: skipped, longer than policy.model_max_length with nothing left to learn"
     with pytest.raises(SkippedRow, match=reason):
-        truncate_tokens(conversation_tokens(tokenizer, TWO_TURNS, "a.jsonl:3"), first, "a.jsonl:3")
+        truncate_tokens(tokenise_conversation(tokenizer, TWO_TURNS, "a.jsonl:3"), first, "a.jsonl:3")
 
 
 def test_a_first_token_alone_is_nothing_to_learn():
@@ -249,7 +249,7 @@ def test_a_first_token_alone_is_nothing_to_learn():
 )
 def test_a_conversation_without_an_assistant_turn_is_skipped(answer):
     with pytest.raises(SkippedRow, match=r"a\.jsonl:9: skipped, without an assistant turn to learn"):
-        conversation_tokens(byte_tokenizer(CHATML), [*TWO_TURNS[:1], *answer], "a.jsonl:9")
+        tokenise_conversation(byte_tokenizer(CHATML), [*TWO_TURNS[:1], *answer], "a.jsonl:9")
 
 
 class Characters(PreTrainedTokenizer):
@@ -280,20 +280,20 @@ class Characters(PreTrainedTokenizer):
 
 def test_a_slow_tokenizer_is_masked_piece_by_piece():
     template = CHATML.replace("<|im_end|>", "|")
-    ids, mask = conversation_tokens(Characters(chat_template=template), TWO_TURNS[:2], "row")
+    ids, mask = tokenise_conversation(Characters(chat_template=template), TWO_TURNS[:2], "row")
     assert "".join(chr(i) for i, bit in zip(ids, mask, strict=True) if bit) == "The answer is 42.|\n"
 
 
 def test_a_slow_tokenizer_whose_tokens_cross_the_border_is_an_error():
     with pytest.raises(DataError, match=r"row: Characters cannot say which characters a token covers"):
-        conversation_tokens(Characters(pairs=True, chat_template=CHATML), TWO_TURNS[:2], "row")
+        tokenise_conversation(Characters(pairs=True, chat_template=CHATML), TWO_TURNS[:2], "row")
 
 
 def test_a_prompt_ends_with_the_generation_prompt_and_is_skipped_if_it_is_longer_than_the_model():
     tokenizer = byte_tokenizer(CHATML)
-    ids, text = tokenize_prompt(tokenizer, TWO_TURNS[:1], 100, "row")
+    ids, text = tokenise_prompt(tokenizer, TWO_TURNS[:1], 100, "row")
     assert text == "<|im_start|>user\nWhat is the answer?<|im_end|>\n<|im_start|>assistant\n"
     assert ids == list(tokenizer.apply_chat_template(TWO_TURNS[:1], add_generation_prompt=True)["input_ids"])
-    assert tokenize_prompt(tokenizer, TWO_TURNS[:1], len(ids), "row")[0] == ids
+    assert tokenise_prompt(tokenizer, TWO_TURNS[:1], len(ids), "row")[0] == ids
     with pytest.raises(SkippedRow, match=r"a\.jsonl:2: skipped, with a prompt that leaves no room"):
-        tokenize_prompt(tokenizer, TWO_TURNS[:1], len(ids) - 1, "a.jsonl:2")
+        tokenise_prompt(tokenizer, TWO_TURNS[:1], len(ids) - 1, "a.jsonl:2")

@@ -14,10 +14,10 @@ import pyarrow.parquet
 import pytest
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.modality import DATA_FILES
+from cosmos_core.config.schema.modality import DATA_FILE_PATTERNS
 from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import DataError
-from cosmos_core.run.content import files_of
+from cosmos_core.run.content import list_data_files
 from tests.unit.test_data_rows import ROWS, WRITERS, values, write_jsonl
 
 
@@ -27,7 +27,7 @@ def test_the_case_of_a_suffix_does_not_matter(tmp_path: Path, name: str) -> None
     (tmp_path / name).rename(tmp_path / name.upper())
     for path in (tmp_path / name.upper(), tmp_path):
         assert values(load_rows(DatasetConfig(name=str(path)))) == ROWS
-    assert files_of(tmp_path, DATA_FILES) == [tmp_path / name.upper()], "so a change of it is noticed"
+    assert list_data_files(tmp_path, DATA_FILE_PATTERNS) == [tmp_path / name.upper()], "so a change of it is noticed"
 
 
 def test_lines_are_read_by_their_other_suffix_and_rows_in_one_list_of_an_object(tmp_path: Path) -> None:

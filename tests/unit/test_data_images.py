@@ -18,7 +18,7 @@ from PIL import Image
 from transformers.image_utils import load_image
 from transformers.utils import is_torchvision_available
 
-from cosmos_core.config.media import media_settings
+from cosmos_core.config.media import image_settings
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.images import ImageRef, align_images, convert_to_rgb, open_image, read_image
 from cosmos_core.data.kinds.sequences import open_sequences
@@ -312,12 +312,12 @@ def test_pixels_of_the_recipe_change_the_number_of_tokens(tmp_path):
 def test_wrong_settings_of_media_are_refused(custom, message):
     train = {"train_policy": {"type": "sft", "dataset": {"name": "rows.jsonl"}}}
     with pytest.raises(ConfigError, match=message):
-        media_settings(Recipe.model_validate({"train": train, "custom": custom}))
+        image_settings(Recipe.model_validate({"train": train, "custom": custom}))
 
 
 def test_pixels_are_refused_where_the_processor_has_no_such_setting(model):
     with pytest.raises(ConfigError, match=r"custom\.vision\.max_pixels = 100: LlavaProcessor has no such setting"):
-        load_processor(str(model), pixels=(("max_pixels", 100),))
+        load_processor(str(model), pixel_limits=(("max_pixels", 100),))
 
 
 def test_held_out_images_are_beside_the_held_out_rows(tmp_path, model):

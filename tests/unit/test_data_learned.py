@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.data.conversation import conversation_tokens
+from cosmos_core.data.conversation import tokenise_conversation
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.messages import SkippedRow, read_conversation
@@ -24,7 +24,7 @@ NO = [{"weight": 0}, {"loss": False}, {"train": False}, {"loss_mask": 0}, {"trai
 
 
 def masked(tokenizer: Any, conversation: Any, end_ids: tuple[int, ...] = ()) -> list[str]:
-    return learned(tokenizer, *conversation_tokens(tokenizer, conversation, "row", None, end_ids))
+    return learned(tokenizer, *tokenise_conversation(tokenizer, conversation, "row", None, end_ids))
 
 
 @pytest.mark.parametrize("key", [*NO, {"weight": 1, "loss": False}], ids=str)
@@ -90,7 +90,7 @@ LEAVES_OUT = marked("{{ m.content.split('</think>')[-1] }}").replace(
 def test_marks_of_the_template_win_and_keep_the_end_token(template: str, length: int) -> None:
     tokenizer = byte_tokenizer(template, num_merges=0)
     conversation = turns(*(f"{i}?" if i % 2 else f"<think>{i}</think>Yes é {i}." for i in range(1, length + 1)))
-    ids, mask = conversation_tokens(tokenizer, conversation, "row")
+    ids, mask = tokenise_conversation(tokenizer, conversation, "row")
     told = tokenizer.apply_chat_template(conversation, return_dict=True, return_assistant_tokens_mask=True)
     end, theirs = tokenizer.eos_token_id, list(told["assistant_masks"])
     expected = [bit or (i == end and theirs[at - 1]) for at, (i, bit) in enumerate(zip(ids, theirs, strict=True))]
@@ -195,7 +195,7 @@ def test_a_turn_that_quotes_the_next_one_is_masked_rightly_or_refused(family: Fa
     tokenizer = byte_tokenizer(family.template, end_token=family.end_token, special=family.special)
     conversation = quoting(family)
     try:
-        ids, mask = conversation_tokens(tokenizer, conversation, "row")
+        ids, mask = tokenise_conversation(tokenizer, conversation, "row")
     except DataError as error:
         assert "one of them quotes the text between two turns" in str(error)
         return

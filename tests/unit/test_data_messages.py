@@ -12,14 +12,14 @@ import pytest
 
 from cosmos_core.data.media_rows import find_reference
 from cosmos_core.data.messages import (
-    ReadRow,
     SkippedRow,
+    TrackedRow,
     plain_text_columns,
     propose_merged_turns,
     read_conversation,
     read_held_out,
     read_prompt,
-    texts_of,
+    turn_texts,
 )
 from cosmos_core.data.preferences import read_preference
 from cosmos_core.data.tool_calls import read_tools
@@ -69,7 +69,7 @@ def test_what_an_instruction_is_about_stands_behind_it():
         row = {"instruction": "Add.", name: "1 2"}
         assert read_conversation({**row, "output": "a"}, "row") == [asked, ANSWERED]
         assert read_prompt(row, "row", "instruction") == ([asked], "")
-        named = ReadRow({**row, "output": "a"}, {"prompt": "instruction", "response": "output"}, "row")
+        named = TrackedRow({**row, "output": "a"}, {"prompt": "instruction", "response": "output"}, "row")
         assert plain_text_columns(named, ("prompt",), ("response",)) == ["Add.\n\n1 2", "a"]
         assert (read_conversation(named, "row"), named.unread_columns) == ([asked, ANSWERED], [])
 
@@ -323,7 +323,7 @@ def test_an_image_part_with_null_in_the_keys_of_other_parts_has_no_text() -> Non
     parts = [{"type": "image", "text": None}, {"type": "text", "text": "what?", "image": None}]
     [turn], _ = read_prompt({"prompt": [{"role": "user", "content": parts}]}, "row 1", with_images=True)
     assert turn["content"] == [{"type": "image"}, {"type": "text", "text": "what?"}]
-    assert texts_of(turn) == ["what?"]
+    assert turn_texts(turn) == ["what?"]
 
 
 @pytest.mark.parametrize(("row", "expected"), [({"reference": None, "answer": "7"}, "7"), ({"label": None}, "")])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_core.data.batch import rows_of
+from cosmos_core.data.batch import collate_rows
 from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order
 from cosmos_core.errors import DataError
 
@@ -57,7 +57,7 @@ def test_fewer_rows_than_a_batch_is_an_error_with_the_remedy():
 
 
 def test_rows_are_padded_on_the_right():
-    inputs, starts = rows_of([np.array([5, 6, 7]), np.array([8])], 9, packed=False)
+    inputs, starts = collate_rows([np.array([5, 6, 7]), np.array([8])], 9, packed=False)
     assert inputs["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert inputs["position_ids"].tolist() == [[0, 1, 2], [0, 1, 2]]
@@ -65,12 +65,12 @@ def test_rows_are_padded_on_the_right():
 
 
 def test_packed_rows_lie_end_to_end_and_count_their_own_positions():
-    inputs, starts = rows_of([np.array([5, 6, 7]), np.array([8]), np.array([2, 3])], 9, packed=True)
+    inputs, starts = collate_rows([np.array([5, 6, 7]), np.array([8]), np.array([2, 3])], 9, packed=True)
     assert inputs["input_ids"].tolist() == [[5, 6, 7, 8, 2, 3]]
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
     assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 3, 4, 6]
     assert inputs["cu_seq_lens_q"].dtype == torch.int32 and inputs["max_length_q"] == inputs["max_length_k"] == 3
-    ends = inputs["sequence_bounds"].ends
+    ends = inputs["sequence_bounds"].boundaries
     assert ends.tolist() == [0, 3, 4, 6] and isinstance(ends, np.ndarray), "on the host"
     assert starts == [0, 3, 4], "place 0 of the flat grid is token 6, place 4 is token 3"
     assert "attention_mask" not in inputs

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.base import Algorithm
-from cosmos_core.algorithms.data_term import WithDataTerm, sft_term
+from cosmos_core.algorithms.data_term import WithDataTerm, make_sft_update
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.data.kinds.base import HeldOutRows
+from cosmos_core.data.kinds.base import PreparedRows
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_model
-from cosmos_core.run.progress import Progress
-from cosmos_core.train.feeds import sft_rows
+from cosmos_core.run.progress import ProgressWriter
+from cosmos_core.train.feeds import make_sft_loss
 from cosmos_core.train.trainer import Trainer
 from tasks.kinds import all_kinds
 from tests.unit.tiny_model import save_tiny_model
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trainer(folder: Path, tmp_path: Path) -> Trainer:
-    made = trainer_of(load_model(str(folder), dtype=torch.float64), TRAIN, 0, Progress(tmp_path / "p.json"))
+    made = trainer_of(load_model(str(folder), dtype=torch.float64), TRAIN, 0, ProgressWriter(tmp_path / "p.json"))
     score_in(made, torch.float64)
     return made
 
@@ -89,7 +89,7 @@ def test_the_gradient_is_that_of_the_algorithm_plus_weight_times_that_of_sft(
         return metrics, {name: p.grad.clone() for name, p in rank.adapter.model.named_parameters()}
 
     alone, of_rl = step(grpo(config))
-    both, of_both = step(WithDataTerm(grpo(config), lambda number: sft_term(rows(), 0.25)))
+    both, of_both = step(WithDataTerm(grpo(config), lambda number: make_sft_update(rows(), 0.25)))
     nll, of_sft = plain_gradient(load_model(str(folder), dtype=torch.float64), rows())
     assert both["data/nll"] == pytest.approx(nll, rel=1e-9)
     assert both["loss"] == pytest.approx(alone["loss"] + 0.25 * nll, rel=1e-9)
@@ -97,7 +97,7 @@ def test_the_gradient_is_that_of_the_algorithm_plus_weight_times_that_of_sft(
         torch.testing.assert_close(gradient, of_rl[key] + 0.25 * of_sft[key], rtol=1e-9, atol=1e-12)
 
 
-class Numbered(HeldOutRows):
+class Numbered(PreparedRows):
     """Rows of three tokens, each its own number."""
 
     def __init__(self, count: int) -> None:
@@ -125,7 +125,7 @@ def beside(**term: Any) -> WithDataTerm:
     config = GrpoConfig.model_validate(
         {"batch_size_per_optimize": 1, "mini_batch": 1, "use_rollout_logprobs_for_loss": True}
     )
-    return WithDataTerm(grpo(config), sft_rows(Numbered(12), recipe(**term)))
+    return WithDataTerm(grpo(config), make_sft_loss(Numbered(12), recipe(**term)))
 
 
 def test_each_optimizer_step_has_rows_of_its_own_and_each_row_comes_once_an_epoch() -> None:
@@ -153,7 +153,9 @@ def test_it_goes_on_from_a_checkpoint_that_had_no_data_term() -> None:
 
 
 def test_the_reference_is_reset_after_train_steps_whether_or_not_they_had_samples() -> None:
-    algorithm = WithDataTerm(grpo(GrpoConfig(kl_beta=0.1, reference_reset_interval=2)), lambda _: sft_term([], 0.1))
+    algorithm = WithDataTerm(
+        grpo(GrpoConfig(kl_beta=0.1, reference_reset_interval=2)), lambda _: make_sft_update([], 0.1)
+    )
     view = Given()
     for step in range(3, 7):  # a resumed training goes on counting
         algorithm.after_train_step(step, view)

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.data.conversation import conversation_tokens
+from cosmos_core.data.conversation import tokenise_conversation
 from cosmos_core.data.messages import SkippedRow, read_conversation
 from cosmos_core.data.rendering import RefusedRow
 from cosmos_core.data.rows import load_rows
@@ -68,7 +68,7 @@ def learned_of(row: dict[str, Any], template: str) -> list[str]:
 
 def learned_turns(template: str, turns: Any) -> list[str]:
     tokenizer = byte_tokenizer(template)
-    return learned(tokenizer, *conversation_tokens(tokenizer, turns, "row"))
+    return learned(tokenizer, *tokenise_conversation(tokenizer, turns, "row"))
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,9 @@ def test_a_turn_whose_list_of_calls_is_empty_calls_nothing() -> None:
 def test_tools_that_the_template_leaves_out_are_refused_unless_a_turn_describes_them() -> None:
     tools, tokenizer = [{"type": "function", "function": {"name": "look_up"}}], byte_tokenizer(CHATML)
     with pytest.raises(RefusedRow, match="with `tools` that the chat template leaves out"):
-        conversation_tokens(tokenizer, [ASKED, ANSWERED], "row", tools)
+        tokenise_conversation(tokenizer, [ASKED, ANSWERED], "row", tools)
     told = {"role": "system", "content": json.dumps(tools)}
-    assert learned(tokenizer, *conversation_tokens(tokenizer, [told, ASKED, ANSWERED], "row", tools))
+    assert learned(tokenizer, *tokenise_conversation(tokenizer, [told, ASKED, ANSWERED], "row", tools))
 
 
 def test_a_conversation_of_weight_0_has_nothing_to_learn() -> None:
@@ -160,9 +160,9 @@ def test_a_call_of_the_older_form_has_the_arguments_that_it_was_written_with(tmp
 def test_a_system_developer_or_tool_turn_that_the_template_leaves_out_is_refused(role: str) -> None:
     without = CHATML.replace("in messages %}", "in messages if m.role in ['user', 'assistant'] %}")
     turns = [ASKED, {"role": role, "content": "It rains in Oslo"}, ANSWERED]
-    assert "in Oslo" in byte_tokenizer(CHATML).decode(conversation_tokens(byte_tokenizer(CHATML), turns, "row")[0])
+    assert "in Oslo" in byte_tokenizer(CHATML).decode(tokenise_conversation(byte_tokenizer(CHATML), turns, "row")[0])
     with pytest.raises(RefusedRow, match=f"with a {role} turn that the chat template leaves out"):
-        conversation_tokens(byte_tokenizer(without), turns, "row")
+        tokenise_conversation(byte_tokenizer(without), turns, "row")
 
 
 def test_a_tools_text_that_the_template_writes_as_json_is_not_left_out() -> None:
@@ -177,5 +177,5 @@ def test_thoughts_of_the_last_turn_that_the_template_leaves_out_are_refused(key:
     turns = [ASKED, {**ANSWERED, key: "so it is\n"}]
     assert "so it is" in "".join(learned_turns(shows, turns * 2))
     with pytest.raises(RefusedRow, match=f"with `{key}` that the chat template leaves out"):
-        conversation_tokens(byte_tokenizer(CHATML), turns, "row")
+        tokenise_conversation(byte_tokenizer(CHATML), turns, "row")
     assert learned_turns(CHATML, [*turns, ASKED, ANSWERED])

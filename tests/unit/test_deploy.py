@@ -13,7 +13,7 @@ from prefect.settings import Settings
 from prefect.settings.legacy import _get_settings_fields
 
 from cosmos_core.cli import app
-from cosmos_core.launch.bootstrap import POOLS
+from cosmos_core.launch.bootstrap import DEFAULT_POOLS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -120,4 +120,4 @@ def test_the_commands_of_the_compose_file_are_those_of_the_image() -> None:
                 commands[command].make_context(command, options)
     pools = {words[words.index("--pool") + 1] for words in (s.get("command", []) for s in COMPOSE["services"].values())
              if "--pool" in words}  # fmt: skip
-    assert pools <= set(POOLS)
+    assert pools <= set(DEFAULT_POOLS)

@@ -20,7 +20,7 @@ from prefect.settings.legacy import _get_settings_fields
 from prefect.utilities.templating import apply_values
 
 from cosmos_core import cli
-from cosmos_core.launch.bootstrap import POOLS
+from cosmos_core.launch.bootstrap import DEFAULT_POOLS
 from cosmos_core.rewards.service.config import read_config
 from tests.unit.test_deploy import DEPLOY, ROOT
 
@@ -231,7 +231,7 @@ def test_workers_serve_the_pools_with_the_credentials_of_the_server_in_their_nam
         each for each in OBJECTS if each["kind"] == "Deployment" and each["metadata"]["name"] == "cosmos-worker"
     ]
     containers = worker["spec"]["template"]["spec"]["containers"]
-    assert sorted(c["command"][c["command"].index("--pool") + 1] for c in containers) == sorted(POOLS)
+    assert sorted(c["command"][c["command"].index("--pool") + 1] for c in containers) == sorted(DEFAULT_POOLS)
     assert {" ".join(c["command"][:2]) for c in containers} == {"cosmos worker"}, "whose polling outlasts the server"
     for container in containers:
         env = {each["name"]: each for each in container["env"]}
@@ -265,8 +265,8 @@ def test_the_commands_of_the_bootstrap_job_are_those_of_the_image() -> None:
     assert "/runs" in mounted
     for line in re.findall(r"cosmos bootstrap (.*)", script):
         pools = re.findall(r"--pool (\S+)", line)
-        assert set(pools) <= set(POOLS) and "--type kubernetes" in line
-    assert set(re.findall(r"--pool (\S+)", script)) == set(POOLS)
+        assert set(pools) <= set(DEFAULT_POOLS) and "--type kubernetes" in line
+    assert set(re.findall(r"--pool (\S+)", script)) == set(DEFAULT_POOLS)
     assert any(command.callback and command.callback.__name__ == "bootstrap" for command in cli.app.registered_commands)
 
 

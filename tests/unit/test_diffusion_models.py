@@ -15,11 +15,11 @@ from torch import Tensor
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ConfigError, ModelError
-from cosmos_core.models.cosmos_predict import CONDITIONING_LEVEL, GuardrailPlaceholder, substitute_torchvision
+from cosmos_core.models.cosmos_predict import CONDITIONING_NOISE_LEVEL, GuardrailPlaceholder, substitute_torchvision
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import open_family, pipeline_modules
-from cosmos_core.models.pipeline_folder import INDEX, PipelineFolder
-from cosmos_core.models.verify_pipeline_export import Probe, generate_images
+from cosmos_core.models.pipeline_folder import MODEL_INDEX, PipelineFolder
+from cosmos_core.models.verify_pipeline_export import ImageProbe, generate_images
 from cosmos_core.observe.record import model_loading_code
 from tests import tiny_pipelines
 
@@ -131,7 +131,7 @@ def test_given_frames_come_clean_have_velocity_0_and_their_own_level(tmp_path: P
     assert torch.allclose(noisy[0], 0.5 * latents[0] + 0.5 * noise[0])
     text = family.text_embedding(PROMPTS)
     inputs = family.nft_prepare_transformer_input(noisy, sigma_B, text, given_B)
-    assert inputs["timestep"].flatten().tolist() == pytest.approx([0.5] * 3 + [CONDITIONING_LEVEL] * 2 + [0.25])
+    assert inputs["timestep"].flatten().tolist() == pytest.approx([0.5] * 3 + [CONDITIONING_NOISE_LEVEL] * 2 + [0.25])
     assert inputs["condition_mask"][1, 0, :, 0, 0].tolist() == [1.0, 1.0, 0.0]
     with torch.no_grad():
         velocity = family.predict(family.load_denoiser(torch.float32), noisy, sigma_B, text, given_B)
@@ -144,10 +144,10 @@ def test_given_frames_come_clean_have_velocity_0_and_their_own_level(tmp_path: P
 def test_a_pipeline_that_is_none_or_of_no_family_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no model_index\.json that names a pipeline"):
         PipelineFolder(str(tmp_path))
-    (tmp_path / INDEX).write_text(json.dumps({"_class_name": "SanaPipelin"}))
+    (tmp_path / MODEL_INDEX).write_text(json.dumps({"_class_name": "SanaPipelin"}))
     with pytest.raises(ModelError, match="SanaPipelin is of no family here; did you mean 'SanaPipeline'"):
         opened(tmp_path)
-    (tmp_path / INDEX).write_text(json.dumps({"_class_name": "SanaPipeline", "vae": ["os", "path"]}))
+    (tmp_path / MODEL_INDEX).write_text(json.dumps({"_class_name": "SanaPipeline", "vae": ["os", "path"]}))
     with pytest.raises(ModelError, match=r"wants os.path for 'vae', which is not installed"):
         opened(tmp_path).folder.load("vae")
     with pytest.raises(ConfigError, match="must be a subclass of"):
@@ -220,7 +220,7 @@ def with_scheduler(folder: Path, name: str, settings: dict[str, Any]) -> Diffusi
     getattr(diffusers, name)(**({} if name.startswith("FlowMatch") else FLOW), **settings).save_pretrained(
         folder / "scheduler"
     )
-    (folder / INDEX).write_text(json.dumps({"_class_name": "SanaPipeline", "scheduler": ["diffusers", name]}))
+    (folder / MODEL_INDEX).write_text(json.dumps({"_class_name": "SanaPipeline", "scheduler": ["diffusers", name]}))
     return DiffusionModel(PipelineFolder(str(folder)), DiffusersConfig())
 
 
@@ -248,7 +248,9 @@ def test_without_a_t5_its_tokens_are_zeros_and_the_others_stay_as_they_are(tmp_p
 
 def test_the_loading_line_says_what_the_folder_has_not(tmp_path: Path) -> None:
     def line(name: str, **components: list[str | None]) -> str:
-        (tmp_path / INDEX).write_text(json.dumps({"_class_name": name, "vae": ["diffusers", "VAE"], **components}))
+        (tmp_path / MODEL_INDEX).write_text(
+            json.dumps({"_class_name": name, "vae": ["diffusers", "VAE"], **components})
+        )
         return model_loading_code(tmp_path)
 
     none: list[str | None] = [None, None]
@@ -299,8 +301,10 @@ def test_frames_and_prompts_that_the_network_does_not_take_are_refused_before_an
 
 def test_a_guardrail_that_the_folder_names_is_not_loaded(tmp_path: Path) -> None:
     folder = tiny_pipelines.save("cosmos_predict", tmp_path / "cosmos_predict")
-    index = json.loads((folder / INDEX).read_text()) | {"safety_checker": ["cosmos_guardrail", "CosmosSafetyChecker"]}
-    (folder / INDEX).write_text(json.dumps(index))
+    index = json.loads((folder / MODEL_INDEX).read_text()) | {
+        "safety_checker": ["cosmos_guardrail", "CosmosSafetyChecker"]
+    }
+    (folder / MODEL_INDEX).write_text(json.dumps(index))
     assert len(opened(folder).text_embedding(PROMPTS)["prompt_embeds"]) == 2
 
 
@@ -319,6 +323,6 @@ class Counted(SD3):
         return pipeline
 """)
     family = opened(tiny_pipelines.save("sd3", tmp_path / "sd3"))
-    probe = Probe(family.folder.path, None, family.probe(), torch.float32, f"{code}:Counted", 1)
+    probe = ImageProbe(family.folder.path, None, family.probe_settings(), torch.float32, f"{code}:Counted", 1)
     one, other = generate_images([probe, probe])
     assert (one == other).all()

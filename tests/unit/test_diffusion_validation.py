@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from cosmos_core.models.diffusion import DiffusionModel
-from cosmos_core.observe.gallery import FOLDER
+from cosmos_core.observe.gallery import SAMPLES_FOLDER
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import validate
@@ -35,7 +35,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 
 
 def images(stage: Stage, step: int) -> list[np.ndarray]:
-    files = sorted((stage.path / FOLDER / f"step_{step}").glob("*-0.png"))
+    files = sorted((stage.path / SAMPLES_FOLDER / f"step_{step}").glob("*-0.png"))
     return [np.asarray(Image.open(file)) for file in files]
 
 
@@ -92,7 +92,7 @@ def test_more_steps_draw_other_images_and_the_stage_hands_them_on(inputs: Inputs
         settings = {**QUICK, "policy.diffusers.sample.eval_num_steps": count}
         stage = inputs.stage(tmp_path / str(count), **settings)
         outcome = validate.run(stage)
-        assert outcome.outputs == ("metrics.json", "samples.jsonl", FOLDER)
+        assert outcome.outputs == ("metrics.json", "samples.jsonl", SAMPLES_FOLDER)
         assert outcome.metrics.keys() >= {"validation/loss"}
         stages.append(stage)
     assert all((a != b).any() for a, b in zip(images(stages[0], 0), images(stages[1], 0), strict=True))
@@ -102,5 +102,5 @@ def test_videos_are_drawn_as_clips(inputs: Inputs, tmp_path: Path) -> None:
     settings = {**QUICK, "policy.diffusers.inference_frames": 9, "policy.diffusers.is_video": True}
     stage = inputs.stage(tmp_path / "stage", "sana_video", **settings)
     validate.run(stage)
-    names = sorted(file.name for file in (stage.path / FOLDER / "step_0").iterdir())
+    names = sorted(file.name for file in (stage.path / SAMPLES_FOLDER / "step_0").iterdir())
     assert names == ["0-0.mp4", "1-0.mp4", "grid.png"]

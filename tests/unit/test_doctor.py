@@ -14,7 +14,7 @@ import pytest
 from prefect.client.schemas.objects import WorkerStatus
 
 from cosmos_core.launch.doctor import Finding, run_checks
-from cosmos_core.launch.worker_report import recent_reports, versions
+from cosmos_core.launch.worker_report import read_recent_reports, read_versions
 from tests.unit.reward_server import serving
 
 STEP = "prefect.deployments.steps.set_working_directory"
@@ -57,7 +57,7 @@ class Server:
         found = [{"name": "my-cosmos-worker-count", "value": 3, "updated": now.isoformat()}]
         for changes in self.reports:
             value = {
-                **versions(), "pool": "gpu", "host": "node-3", "output_dir": "/runs", "free_bytes": 2**40,
+                **read_versions(), "pool": "gpu", "host": "node-3", "output_dir": "/runs", "free_bytes": 2**40,
                 "missing_folders": [], "time": now.timestamp(), **changes,
             }  # fmt: skip
             updated = now - timedelta(seconds=value.pop("age", 0.0))
@@ -83,7 +83,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wrong(server: Server, folder: Path) -> dict[str, str]:
     found: list[Finding] = list(run_checks(folder / "not" / "made", server))
-    return {each.name: each.message for each in found if not each.is_ok and each.name != "disk"}
+    return {each.name: each.message for each in found if not each.is_healthy and each.name != "disk"}
 
 
 def test_a_cluster_that_is_well_has_nothing_wrong(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_what_is_wrong_is_said(given: dict[str, Any], what: str, told: str, tmp_
 
 
 def test_every_worker_of_a_large_cluster_is_looked_at() -> None:
-    reports = list(recent_reports(Server(reports=[{"host": f"node-{number}"} for number in range(450)])))
+    reports = list(read_recent_reports(Server(reports=[{"host": f"node-{number}"} for number in range(450)])))
     assert [worker_report["host"] for worker_report, _ in reports] == [f"node-{number}" for number in range(450)]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from cosmos_core.algorithms.aggregate import means
+from cosmos_core.algorithms.aggregate import compute_means
 from cosmos_core.algorithms.dpo import Dpo
 from cosmos_core.config.schema.dpo import DpoConfig, DpoLossConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -22,7 +22,7 @@ from cosmos_core.data.kinds.pairs import Pairs, open_pairs
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.models.hf import load_model
-from cosmos_core.run.progress import Progress, read_metrics
+from cosmos_core.run.progress import ProgressWriter, read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import reference, validate
 from cosmos_core.train.feeds import RowFeed
@@ -104,10 +104,10 @@ def test_loss_and_gradients_are_those_of_a_plain_loop_however_pairs_are_split(in
             "train.train_policy.mini_batch": settings["mini_batch"], "train.sequence_packing": "packed" in settings,
         }  # fmt: skip
         config = recipe(split)
-        rank = trainer_of(load_model(folder, dtype=torch.float64), config.train, 0, Progress(tmp_path / "p.json"))
+        rank = trainer_of(load_model(folder, dtype=torch.float64), config.train, 0, ProgressWriter(tmp_path / "p.json"))
         score_in(rank, torch.float64)
         feed = RowFeed(pairs, config)
-        pairs.reference = reference.compared_logprobs(rank, pairs, range(len(pairs)), config)
+        pairs.reference_logprobs = reference.pair_logprobs(rank, pairs, range(len(pairs)), config)
         moved(rank.adapter.model)
         samples, _ = feed.samples(0)
         (update,) = Dpo(DpoConfig(type="sft", dpo=DpoLossConfig(beta=0.5))).updates(samples, NoView())
@@ -134,7 +134,7 @@ def test_loss_and_metrics_by_hand_whatever_the_order_of_rows(loss_type: tuple[st
     (update,) = Dpo(DpoConfig(type="sft", dpo=config)).updates(samples, NoView())
     logprobs_BS = torch.tensor(rows, dtype=torch.float64)
     found = update.loss(micro_batch(samples[::-1], logprobs_BS.flip(0), logprobs_BS.flip(0) != 99, [3, 2, 1, 0]))
-    metrics = means(found.metrics)
+    metrics = compute_means(found.metrics)
     losses = [metrics.pop("loss/a"), metrics.pop("loss/b")]
     assert sum(losses) / 2 == pytest.approx(found.value.item(), rel=1e-12)
     if loss_type == ("sigmoid",):
@@ -188,7 +188,9 @@ def test_without_a_reference_a_reward_is_the_log_probability(inputs: Path, tmp_p
     assert not (at.path / "reference").exists()
 
 
-@pytest.mark.parametrize("settings", [{}, {"policy.lora.r": 4}], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param({}, marks=pytest.mark.full), {"policy.lora.r": 4}], ids=["all weights", "LoRA"]
+)
 def test_stopped_and_resumed_ends_with_the_same_bits(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
@@ -213,7 +215,7 @@ def test_the_reference_is_computed_once_for_the_pairs_that_are_trained(
     pairs, at = pairs_of(inputs), stage(inputs, tmp_path / "s", **{"train.max_num_steps": 2})
     rank = open_trainer(at)
     calls: list[int] = []
-    compute = reference.compared_logprobs
+    compute = reference.pair_logprobs
 
     def counted(*args: Any) -> np.ndarray:
         calls.append(len(args[2]))
@@ -221,7 +223,7 @@ def test_the_reference_is_computed_once_for_the_pairs_that_are_trained(
             at.stop_requested = True
         return compute(*args)
 
-    monkeypatch.setattr(reference, "compared_logprobs", counted)
+    monkeypatch.setattr(reference, "pair_logprobs", counted)
     places = np.arange(NUM_PAIRS)
     with pytest.raises(Preempted, match="reference log-probabilities of 8 of 12 rows"):
         reference.reference_logprobs(at, rank, pairs, "train", places)

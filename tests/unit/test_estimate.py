@@ -19,12 +19,12 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.sequences import open_sequences
-from cosmos_core.launch.estimate import estimate_stages_in_worker, estimate_table
-from cosmos_core.run.plan import Decision
-from cosmos_core.run.progress import Progress
-from cosmos_core.train.estimate import Estimate, estimate, kv_cache_bytes, sharded
+from cosmos_core.launch.estimate import estimate_stages_in_worker, render_estimate_table
+from cosmos_core.run.plan import StageDecision
+from cosmos_core.run.progress import ProgressWriter
+from cosmos_core.train.estimate import TrainingEstimate, estimate, kv_cache_bytes, shard_memory
 from cosmos_core.train.feeds import RowFeed
-from cosmos_core.train.memory import Memory, eight_bit_moments
+from cosmos_core.train.memory import StepMemory, eight_bit_moment_bytes
 from tasks.kinds import all_kinds
 from tests.effects.change import stage_of
 from tests.unit.tiny_model import save_tiny_model
@@ -45,25 +45,30 @@ def recipe(train_policy: dict[str, Any], *, mesh: dict[str, Any] | None = None, 
 
 
 def counted(train_policy: dict[str, Any], **train: Any) -> Recipe:
-    """A recipe of which no activations are asked: one micro-batch, nothing computed again, so it is traced fast."""
-    config = recipe({**train_policy, "mini_batch": 8}, **train)
+    """A recipe of which no activations are asked: one padded micro-batch, nothing computed again: traced fast."""
+    config = recipe({**train_policy, "mini_batch": 8}, sequence_packing=False, **train)
     return config.derive(policy=config.policy.derive(model_gradient_checkpointing=False))
 
 
-_KNOWN: dict[tuple[Path, str, Path | None], Estimate] = {}
+_KNOWN: dict[tuple[Path, str, Path | None], TrainingEstimate] = {}
 
 
-def of(model: Path, recipe_: Recipe, prepared: Path | None = None) -> Estimate:
+def of(model: Path, recipe_: Recipe, prepared: Path | None = None) -> TrainingEstimate:
     """Return the estimate, which is traced once for each model and recipe."""
     key = (model, recipe_.model_dump_json(), prepared)
     if key not in _KNOWN:
-        _KNOWN[key] = estimate(recipe_, str(model), Progress(model / "progress.json"), prepared)
+        _KNOWN[key] = estimate(recipe_, str(model), ProgressWriter(model / "progress.json"), prepared)
     return _KNOWN[key]
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+    """A model of one layer."""
+    folder = save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+    config = json.loads((folder / "config.json").read_text())
+    one = {"num_hidden_layers": 1, "layer_types": config["layer_types"][:1]}
+    (folder / "config.json").write_text(json.dumps({**config, **one}))
+    return folder
 
 
 def write_config(folder: Path, **values: Any) -> Path:
@@ -78,7 +83,7 @@ def test_a_model_of_8_billion_parameters_needs_no_memory_for_them(tmp_path: Path
         num_attention_heads=64, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
     )  # fmt: skip
     before = getrusage(RUSAGE_SELF).ru_maxrss
-    found = of(model, recipe(SFT))
+    found = of(model, counted(SFT))
     assert getrusage(RUSAGE_SELF).ru_maxrss - before < 4 << 20, "in KiB; the weights alone are eight times as much"
     layer = 8192 * (8192 + 2 * 1024) + 8192 * 8192 + 3 * 8192 * 65536 + 2 * 128 + 2 * 8192
     assert found.parameters == found.trainable == 2 * 151936 * 8192 + 3 * layer + 8192 == 7774200576
@@ -123,12 +128,13 @@ def test_a_reference_model_is_held_for_a_kl_penalty_only(tiny: Path) -> None:
     assert copies == [0, 4 * without.parameters], "on several ranks, each has the whole model beside its shard"
 
 
-def test_more_activations_without_checkpointing_with_longer_micro_batches_and_for_pairs(tiny: Path) -> None:
-    config = recipe(SFT)
+def test_more_activations_without_checkpointing_with_longer_micro_batches_and_for_pairs(tmp_path: Path) -> None:
+    tiny, config = save_tiny_model(tmp_path / "two layers"), recipe(SFT, train_batch_per_replica=2)
     every, some = (
         config.derive(policy=config.policy.derive(model_gradient_checkpointing=x)) for x in (False, "selective")
     )
-    wide, pairs = recipe({**SFT, "mini_batch": 4}), recipe({**SFT, "trainer_type": "dpo"})
+    wide = recipe({**SFT, "mini_batch": 4}, train_batch_per_replica=4)
+    pairs = recipe({**SFT, "trainer_type": "dpo"}, train_batch_per_replica=2)
     small, *others = (of(tiny, each).memory.activations for each in (config, every, some, wide, pairs))
     assert small and all(others)
     all_kept, some_kept, of_four, of_pairs = (each / small for each in others if each)
@@ -138,19 +144,19 @@ def test_more_activations_without_checkpointing_with_longer_micro_batches_and_fo
 
 def test_a_mesh_divides_what_it_shards() -> None:
     mesh = {"dp_shard_size": 4, "tp_size": 2, "cp_size": 1, "pp_size": 2, "dp_replicate_size": 3}
-    memory = Memory(weights=1600, gradients=1601, optimizer=3200, reference=16, casts=800, activations=1000)
-    assert sharded(memory, recipe(SFT, mesh=mesh)) == Memory(100, 101, 200, 1, 50, 250)
-    unknown = Memory(weights=1600, gradients=1600, optimizer=3200, reference=0, casts=None, activations=None)
-    offloaded = sharded(memory, recipe(SFT, mesh={"dp_shard_size": 4}, fsdp_offload=True))
+    memory = StepMemory(weights=1600, gradients=1601, optimizer=3200, reference=16, casts=800, activations=1000)
+    assert shard_memory(memory, recipe(SFT, mesh=mesh)) == StepMemory(100, 101, 200, 1, 50, 250)
+    unknown = StepMemory(weights=1600, gradients=1600, optimizer=3200, reference=0, casts=None, activations=None)
+    offloaded = shard_memory(memory, recipe(SFT, mesh={"dp_shard_size": 4}, fsdp_offload=True))
     assert (offloaded.weights, offloaded.reference) == (0, 0)
-    assert sharded(unknown, recipe(SFT, mesh=mesh)) == Memory(100, 100, 200, 0, None, None)
+    assert shard_memory(unknown, recipe(SFT, mesh=mesh)) == StepMemory(100, 100, 200, 0, None, None)
 
 
 @pytest.mark.parametrize(("schedule", "rows"), [("1F1B", 4), ("Interleaved1F1B", 7), ("GPipe", 8)])
 def test_a_pipeline_keeps_the_activations_of_the_rows_that_are_under_way(schedule: str, rows: int) -> None:
-    memory = Memory(weights=0, gradients=0, optimizer=0, reference=0, casts=0, activations=3200)
+    memory = StepMemory(weights=0, gradients=0, optimizer=0, reference=0, casts=0, activations=3200)
     mesh = {"pp_size": 4, "pp_schedule": schedule}
-    assert sharded(memory, recipe({**SFT, "mini_batch": 8}, mesh=mesh)).activations == 3200 // 4 * rows // 8
+    assert shard_memory(memory, recipe({**SFT, "mini_batch": 8}, mesh=mesh)).activations == 3200 // 4 * rows // 8
 
 
 @pytest.mark.parametrize(
@@ -189,9 +195,8 @@ def write_statistics(folder: Path, rows: int, longest: int, mean: float) -> Path
 
 
 def test_an_average_and_moments_in_eight_bits_are_counted(tiny: Path) -> None:
-    plain, averaged, small = (
-        of(tiny, recipe(SFT, **train)).memory for train in ({}, {"ema_enable": True}, {"optm_name": "AdamW8bit"})
-    )
+    settings: list[dict[str, Any]] = [{}, {"ema_enable": True}, {"optm_name": "AdamW8bit"}]
+    plain, averaged, small = (of(tiny, recipe(SFT, sequence_packing=False, **train)).memory for train in settings)
     assert averaged.average == plain.gradients and averaged.total == plain.total + plain.gradients
     assert plain.average == small.average == 0
     assert small.activations == plain.activations and small.optimizer < 0.4 * plain.optimizer
@@ -203,7 +208,7 @@ def test_moments_in_eight_bits_take_what_torchao_keeps(tiny: Path) -> None:
     optimizer = optim.AdamW8bit(model.parameters())
     moments = [optimizer._new_buffer(p, signed) for p in model.parameters() for signed in (True, False)]
     kept = [[each.codes, each.scale, each.qmap] if hasattr(each, "codes") else [each] for each in moments]
-    assert eight_bit_moments(model) == sum(tensor.nbytes for tensors in kept for tensor in tensors)
+    assert eight_bit_moment_bytes(model) == sum(tensor.nbytes for tensors in kept for tensor in tensors)
 
 
 def balanced(tiny: Path, folder: Path, **policy: Any) -> tuple[Recipe, Path]:
@@ -212,7 +217,7 @@ def balanced(tiny: Path, folder: Path, **policy: Any) -> tuple[Recipe, Path]:
     texts = ["ab" * (1 + i % 9) for i in range(40)]
     rows.write_text("".join(json.dumps({"text": t, "chosen": f"{t}yes", "rejected": f"{t}no"}) + "\n" for t in texts))
     values = {**SFT, "enable_dp_load_balancing": True, "load_balanced_max_tokens_for_batch": 48, **policy}
-    config = recipe({**values, "dataset": {"name": str(rows)}}, max_num_steps=99, epoch=2)
+    config = counted({**values, "dataset": {"name": str(rows)}}, max_num_steps=99, epoch=2)
     prepare.run(stage_of(folder / "prepare", config, kind="prepare", model=tiny))
     return config, folder / "prepare/data"
 
@@ -268,7 +273,7 @@ def test_rows_elsewhere_are_unknown_and_said_so(tiny: Path) -> None:
 
 def test_a_model_that_looks_at_values_has_unknown_activations(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Qwen3MLP, "forward", lambda self, x: x if x.sum() > 0 else self.down_proj(self.up_proj(x)))
-    found = estimate(recipe(SFT), str(tiny), Progress(tiny / "progress.json"))
+    found = estimate(recipe(SFT), str(tiny), ProgressWriter(tiny / "progress.json"))
     assert (found.memory.activations, found.memory.casts) == (None, None)
     assert any(note.startswith("activations: unknown, because the model cannot be traced") for note in found.notes)
     assert found.memory.optimizer == 2 * found.memory.gradients == 8 * found.parameters
@@ -320,9 +325,9 @@ def test_each_training_stage_of_a_pipeline_is_estimated_in_a_worker(tiny: Path, 
     (tmp_path / "p.toml").write_text(text.replace("PROGRAM", f"{tmp_path}/maker.py:make"))
     pipeline = load_pipeline(tmp_path / "p.toml", (), all_kinds())
     data = write_statistics(tmp_path / "prepared", 30, 20, 10.0)
-    done = Decision("adopt", "same", tmp_path, {"info": {"data": data.name}})
+    done = StageDecision("adopt", "same", tmp_path, {"info": {"data": data.name}})
 
-    found = dict(estimate_stages_in_worker(pipeline, {"grpo-data": done, "maker": Decision("run", "new")}))
+    found = dict(estimate_stages_in_worker(pipeline, {"grpo-data": done, "maker": StageDecision("run", "new")}))
 
     said = "not estimated: it starts from a model that another stage will make; once that is made, ask again"
     assert found["later"] == said
@@ -330,12 +335,12 @@ def test_each_training_stage_of_a_pipeline_is_estimated_in_a_worker(tiny: Path, 
     assert isinstance(sft, dict) and isinstance(grpo, dict)
     assert (sft["rows"], sft["steps"], sft["kv_cache"]) == (50, 6, 0)
     assert grpo["parameters"] == sft["parameters"]
-    assert grpo["kv_cache"] == 2 * 1 * 32 * 2 * 2 * 44 * 4
+    assert grpo["kv_cache"] == 2 * 1 * 32 * 2 * 44 * 4
     assert (grpo["rows"], grpo["steps"], grpo["sequence_length"]) == (30, 15, 44)
 
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(estimate_table(list(found.items()), check_meshes(pipeline), 8))
+        console.print(render_estimate_table(list(found.items()), check_meshes(pipeline), 8))
     assert "later: not estimated" in captured.get()
     [unknown] = [line for line in captured.get().splitlines() if line.startswith("│ later")]
     assert [cell.strip() for cell in unknown.split("│")[1:-1]] == ["later", *["?"] * 11, "1", "1"]
@@ -355,7 +360,7 @@ def test_the_table_says_gib_bounds_and_nodes() -> None:
     }  # fmt: skip
     console = Console(width=220)
     with console.capture() as captured:
-        console.print(estimate_table([("a", sizes), ("b", unknown)], {"a": 17, "b": 16}, 8))
+        console.print(render_estimate_table([("a", sizes), ("b", unknown)], {"a": 17, "b": 16}, 8))
     lines = [line for line in captured.get().splitlines() if line.startswith("│")]
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
     assert rows[0] == [

@@ -16,8 +16,8 @@ from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.errors import ConfigError, DataError, ModelError, Preempted
 from cosmos_core.evaluate import program
-from cosmos_core.evaluate.benchmarks import matching
-from cosmos_core.evaluate.results import metrics_of
+from cosmos_core.evaluate.benchmarks import match_tasks
+from cosmos_core.evaluate.results import convert_metrics
 from tasks.kinds import all_kinds
 from tests.unit.benchmark_tasks import ROWS, evaluate_stage, save_model, write_tasks
 from tests.unit.run_folder import fingerprint_of
@@ -104,7 +104,7 @@ def test_an_engine_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch
 
 def test_a_group_has_metrics_too(tmp_path: Path) -> None:
     results = {"both": {"alias": "both", "acc,none": 0.5, "acc_stderr,none": "N/A"}}
-    assert metrics_of(results) == {"evaluation/both/acc": 0.5}
+    assert convert_metrics(results) == {"evaluation/both/acc": 0.5}
 
 
 def test_a_stopped_evaluation_goes_on_after_its_last_response(tmp_path: Path) -> None:
@@ -231,5 +231,5 @@ def test_a_stage_without_tasks_or_a_model_of_text_is_refused(tmp_path: Path, set
 def test_an_unknown_task_is_refused_with_a_near_name(tmp_path: Path) -> None:
     manager = TaskManager(include_path=str(write_tasks(tmp_path / "tasks")), include_defaults=False)
     with pytest.raises(ConfigError, match=r"have no task 'choise'; did you mean 'choice'\?"):
-        matching(manager, "choise")
-    assert matching(manager, "c*") == ["choice", "copy"]
+        match_tasks(manager, "choise")
+    assert match_tasks(manager, "c*") == ["choice", "copy"]

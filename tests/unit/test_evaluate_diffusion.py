@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from cosmos_core.evaluate.prompt_sets import read_prompt_sets
 from cosmos_core.launch.gpus import num_reserved_gpus
 from cosmos_core.rollout.base import request_seed
 from cosmos_core.run.stage import Stage
+from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
 from tests.effects.change import recipe, stage_of
 from tests.tiny_pipelines import CLIPS, FAMILIES, save
@@ -51,10 +53,20 @@ def sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("sd3", tmp_path_factory.mktemp("models") / "sd3")
 
 
-@pytest.fixture(autouse=True)
-def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def one_core() -> Iterator[None]:
     """Rewards have one process."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda pid: {0})
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(sd3: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Stage, Outcome]:
+    """A stage that has sampled the prompts, with its outcome."""
+    stage = evaluation(tmp_path_factory.mktemp("whole"), sd3)
+    assert "3 prompts" in str(program.check(stage).info["found"])
+    return stage, program.run(stage)
 
 
 def evaluation(folder: Path, model: Path, **settings: Any) -> Stage:
@@ -69,22 +81,19 @@ def evaluation(folder: Path, model: Path, **settings: Any) -> Stage:
     return stage_of(folder / "stages" / name, recipe(given), kind="evaluate", model=model)
 
 
-def plain_samples(model: Path, prompt: str, index: int) -> np.ndarray:
+def plain_samples(pipeline: Any, prompt: str, index: int) -> np.ndarray:
     """Two samples of a prompt, of the pipeline as a user calls it, as bytes."""
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(model)
-    pipeline.set_progress_bar_config(disable=True)
     generators = [torch.Generator().manual_seed(request_seed(0, 0, index, k)) for k in range(2)]
     output = pipeline([prompt] * 2, height=32, width=32, num_inference_steps=2, guidance_scale=4.5,
                       generator=generators, max_sequence_length=16, output_type="np", return_dict=False)[0]  # fmt: skip
     return np.asarray(np.asarray(output) * 255).round().astype(np.uint8)
 
 
-def test_metrics_are_rewards_of_the_samples_of_diffusers(sd3: Path, tmp_path: Path) -> None:
-    stage = evaluation(tmp_path, sd3)
-    assert "3 prompts" in str(program.check(stage).info["found"])
-    outcome = program.run(stage)
-    prompts = ("red", "blue sky", "green")
-    redness = [plain_samples(sd3, text, i)[..., 0].mean() / 255 for i, text in enumerate(prompts)]
+def test_metrics_are_rewards_of_the_samples_of_diffusers(sd3: Path, whole: tuple[Stage, Outcome]) -> None:
+    (stage, outcome), prompts = whole, ("red", "blue sky", "green")
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(sd3)
+    pipeline.set_progress_bar_config(disable=True)
+    redness = [plain_samples(pipeline, text, i)[..., 0].mean() / 255 for i, text in enumerate(prompts)]
     assert outcome.metrics["evaluation/colours/redness"] == pytest.approx(np.mean(redness), abs=1e-3)
     assert outcome.metrics["evaluation/colours/letters"] == (3 + 8 + 5) / 3
     assert outcome.metrics["evaluation/colours/letters_stderr"] == pytest.approx(np.std([3, 8, 5], ddof=1) / 3**0.5)
@@ -99,7 +108,9 @@ def test_metrics_are_rewards_of_the_samples_of_diffusers(sd3: Path, tmp_path: Pa
     assert not list(stage.path.glob("unfinished-*"))
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "sd3"])
+@pytest.mark.parametrize(
+    "family", [pytest.param(n, marks=[pytest.mark.full] * (n not in CLIPS)) for n in FAMILIES if n != "sd3"]
+)
 def test_every_family_is_sampled(family: str, tmp_path: Path) -> None:
     settings = {"evaluate.limit": 1, "evaluate.samples_per_prompt": 1}
     stage = evaluation(tmp_path, save(family, tmp_path / family), **settings)
@@ -110,10 +121,9 @@ def test_every_family_is_sampled(family: str, tmp_path: Path) -> None:
 
 
 def test_a_stopped_stage_continues_with_the_next_batch(
-    sd3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sd3: Path, whole: tuple[Stage, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage, whole = evaluation(tmp_path, sd3), evaluation(tmp_path, sd3)
-    expected = program.run(whole).metrics
+    stage, expected = evaluation(tmp_path, sd3), whole[1].metrics
     stage.stop_requested = True
     with pytest.raises(Preempted, match="the scores of 2 prompts are kept"):
         program.run(stage)

@@ -20,7 +20,7 @@ from cosmos_core.checkpoint import export
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import StageFailed
-from cosmos_core.models.chat_templates import TEMPLATES
+from cosmos_core.models.chat_templates import CHAT_TEMPLATES
 from cosmos_core.models.export import _export_config, export_model
 from cosmos_core.models.verify_export import _MAX_MEMORY_FRACTION, _compute_trainer_logits, verify_export
 from cosmos_core.run.stage import Stage
@@ -149,7 +149,7 @@ def test_where_memory_does_not_hold_the_model_twice_its_first_layers_are_compare
     others = sum(p.numel() for p in model.parameters()) - 5 * a_layer
     two_copies = 2 * 4  # weights rounded to bfloat16 in this process, and the fresh one's
     memory = int((others + layers * a_layer) * two_copies / _MAX_MEMORY_FRACTION) + 1
-    checks = verify_export(model, tmp_path / "m", dtype=torch.bfloat16, memory=memory)
+    checks = verify_export(model, tmp_path / "m", dtype=torch.bfloat16, memory_bytes=memory)
     assert checks == ["keys", "bytes", f"reload{named}: bit-identical"]
     assert len(model.model.layers) == 5
 
@@ -286,7 +286,7 @@ def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> 
     }
     target = stage_path / "safetensors" / "step_12"
     assert outcome.metrics == {"export/bytes": (target / "model.safetensors").stat().st_size}
-    assert hf.AutoTokenizer.from_pretrained(target).chat_template == TEMPLATES["plain"]
+    assert hf.AutoTokenizer.from_pretrained(target).chat_template == CHAT_TEMPLATES["plain"]
     card = (target / "README.md").read_text()
     for line in [
         "base_model: Qwen/Qwen3-0.6B", "- Base model: `Qwen/Qwen3-0.6B` at `c0ffee`",

@@ -24,12 +24,12 @@ from cosmos_core.config.schema.table import StageContext
 from cosmos_core.data import prepare
 from cosmos_core.errors import ConfigError, DataError, ModelError, Preempted, StageFailed
 from cosmos_core.export import program
-from cosmos_core.export.divergence import compare, save_logprobs
-from cosmos_core.export.formats import _in_fresh_interpreter, plans
+from cosmos_core.export.divergence import measure_divergence, save_logprobs
+from cosmos_core.export.formats import _in_fresh_interpreter, plan_formats
 from cosmos_core.export.gguf import write_gguf
-from cosmos_core.export.quantize import find_layers, quantize_folder, quantize_weight, scheme_of
+from cosmos_core.export.quantize import find_layers, make_scheme, quantize_folder, quantize_weight
 from cosmos_core.rollout.vllm_logits import vllm_problem
-from cosmos_core.run.progress import Progress, read_progress
+from cosmos_core.run.progress import ProgressWriter, read_progress
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
 from tests.conftest import PROGRAMS, wait_until
@@ -63,7 +63,7 @@ def open_model(folder: Path) -> PreTrainedModel:
 
 def quantized(source: Path, target: Path, name: str, **arguments: Any) -> Path:
     layers = find_layers(open_model(source))
-    quantize_folder(source, target, scheme_of(name, layers), layers, **arguments)
+    quantize_folder(source, target, make_scheme(name, layers), layers, **arguments)
     return target
 
 
@@ -97,7 +97,7 @@ def test_transformers_loads_the_weights_that_plain_rounding_gives(name: str, mod
     parts, exact = tensors_of(folder), tensors_of(model)
     reference = open_model(model)
     rows = torch.tensor([ROWS[0]])
-    for prefix in (key.removesuffix(".weight") for key in find_layers(reference).weights):
+    for prefix in (key.removesuffix(".weight") for key in find_layers(reference).module_names):
         weight, scale = exact[f"{prefix}.weight"].float(), parts[f"{prefix}.weight_scale"]
         rounded = dequantized(parts, prefix, name)
         # Half a step, and up to half a step more for the largest value, whose scale is rounded to bfloat16.
@@ -123,12 +123,12 @@ def test_the_integers_are_those_of_round_to_nearest() -> None:
         intermediate_size=96, num_hidden_layers=1, num_attention_heads=2)))  # fmt: skip
     weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight[0] = 0
-    eight = quantize_weight(weight, scheme_of("int8", layers))
+    eight = quantize_weight(weight, make_scheme("int8", layers))
     scale = (weight.float().abs().amax(1, keepdim=True) / 127.5).bfloat16()
     assert torch.equal(eight["weight_scale"][1:], scale[1:])
     expected = (weight.float() / scale.float()).nan_to_num().round().clamp(-128, 127)
     assert torch.equal(eight["weight"].float(), expected) and eight["weight"].dtype == torch.int8
-    scheme = scheme_of("w4a16", layers)  # 128 and 64 do not divide 96
+    scheme = make_scheme("w4a16", layers)  # 128 and 64 do not divide 96
     four = quantize_weight(weight, scheme)
     groups = weight.float().unflatten(1, (3, 32))
     scale = (groups.abs().amax(-1) / 7.5).bfloat16()
@@ -162,7 +162,7 @@ def test_an_interrupted_quantisation_keeps_its_complete_files(model: Path, tmp_p
 def test_the_divergence_is_that_of_the_distributions_and_another_model_is_refused(model: Path, tmp_path: Path) -> None:
     folder = quantized(model, tmp_path / "w4a16", "w4a16")
     save_logprobs(model, False, ROWS, tmp_path / "logprobs")
-    found = compare(folder, False, ROWS, tmp_path / "logprobs")
+    found = measure_divergence(folder, False, ROWS, tmp_path / "logprobs")
     values, one, other = [], open_model(model), open_model(folder)
     with torch.no_grad():
         for row in ROWS:
@@ -171,14 +171,14 @@ def test_the_divergence_is_that_of_the_distributions_and_another_model_is_refuse
             values.append(torch.distributions.kl_divergence(first, second))
     assert found.kl == pytest.approx(float(torch.cat(values).mean()), rel=1e-4) and found.num_tokens == 12
     assert found.stderr == pytest.approx(float(torch.stack([v.mean() for v in values]).std() / 3**0.5), rel=1e-4)
-    assert compare(model, False, ROWS, tmp_path / "logprobs").kl == 0
+    assert measure_divergence(model, False, ROWS, tmp_path / "logprobs").kl == 0
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in one.parameters():
             parameter.copy_(torch.randn_like(parameter))
     one.save_pretrained(tmp_path / "other")
     with pytest.raises(StageFailed, match="it is another model"):
-        compare(tmp_path / "other", False, ROWS, tmp_path / "logprobs")
+        measure_divergence(tmp_path / "other", False, ROWS, tmp_path / "logprobs")
 
 
 ROW_SETTINGS = {
@@ -233,7 +233,7 @@ def test_an_unproven_format_is_refused_unless_it_is_wanted(model: Path, prepared
     if not (problem := vllm_problem("w4a16")):
         pytest.skip("vLLM runs w4a16 here")
     with pytest.raises(ConfigError, match=r"AVX-512.*set export.unproven = true"):
-        plans(exported(tmp_path, model, ["bf16", "w4a16"]))
+        plan_formats(exported(tmp_path, model, ["bf16", "w4a16"]))
     stage = exported(tmp_path, model, ["bf16", "w4a16"], prepared, **{"export.unproven": True})
     outcome = program.run(stage)
     assert outcome.metrics["export/w4a16/proven"] == 0 and outcome.metrics["export/w4a16/kl"] > 0
@@ -245,7 +245,7 @@ def test_a_head_size_that_vllm_has_no_attention_for_is_named(model: Path, tmp_pa
     AutoConfig.from_pretrained(model, head_dim=24).save_pretrained(tmp_path / "narrow")
     stage = exported(tmp_path, model, ["bf16", "int8"])
     with pytest.raises(ConfigError, match=r"has 'int8', but vLLM on CPU has no attention for head_dim = 24 .*unproven"):
-        plans(replace(stage, model=str(tmp_path / "narrow")))
+        plan_formats(replace(stage, model=str(tmp_path / "narrow")))
     with pytest.raises(StageFailed, match=r"head_dim = 24 .*; leave the format out of export.formats"):
         _in_fresh_interpreter(stage, save_logprobs, tmp_path / "narrow", True, ROWS, tmp_path / "logprobs")
 
@@ -309,7 +309,7 @@ def test_a_stop_leaves_the_written_files(model: Path, prepared: Path, tmp_path: 
 def beat_until_released(folder: Path, scratch: Path) -> str:
     """A program of a stage that reports one heartbeat, and ends when somebody writes to a pipe."""
     scratch.mkdir()
-    Progress(scratch / "progress.json")
+    ProgressWriter(scratch / "progress.json")
     return (folder / "pipe").read_text()
 
 
@@ -338,15 +338,15 @@ def test_a_stage_lives_while_its_benchmarks_do_and_a_stop_ends_them(tmp_path: Pa
 def test_experts_are_refused_by_name(family: str, tmp_path: Path) -> None:
     folder = save_family(family, tmp_path / "model")
     with pytest.raises(ModelError, match="mixture of experts"):
-        plans(exported(tmp_path, folder, ["bf16", "int8"]))
+        plan_formats(exported(tmp_path, folder, ["bf16", "int8"]))
 
 
 def test_sizes_that_no_kernel_has_are_refused_for_four_bits() -> None:
     layers = find_layers(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", hidden_size=48, vocab_size=8,
         intermediate_size=96, num_hidden_layers=1, num_attention_heads=2)))  # fmt: skip
-    assert scheme_of("int8", layers).weights.group_size is None
+    assert make_scheme("int8", layers).weights.group_size is None
     with pytest.raises(ModelError, match=r"q_proj.weight has the shape \[48, 48\].*multiples of 32"):
-        scheme_of("w4a16", layers)
+        make_scheme("w4a16", layers)
 
 
 TABLES = '[policy]\nmodel_name_or_path = "m"\n[train.train_policy]\ntype = "sft"\n[export]\nformats = {}\n'

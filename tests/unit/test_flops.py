@@ -25,7 +25,7 @@ def test_the_weights_of_a_dense_model_cost_what_the_counter_counts(tied: bool) -
     # The counter counts the whole square of attention in place of its causal half.
     square = 2 * 6.0 * LENGTH * LENGTH * SIZES["num_hidden_layers"] * SIZES["num_attention_heads"] * SIZES["head_dim"]
     flops = TrainFlops(model)
-    assert flops.total([LENGTH]) == flops.flops_per_token * LENGTH + square / 2
+    assert flops.total_flops([LENGTH]) == flops.flops_per_token * LENGTH + square / 2
     # The first layer's input needs no gradient where embeddings are looked up, but they are trained: all is counted.
     assert counter.get_total_flops() == pytest.approx(flops.flops_per_token * LENGTH + square, rel=1e-9)
 

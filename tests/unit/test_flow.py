@@ -13,15 +13,15 @@ from cosmos_core.models import flow
 def test_latents_velocity_and_estimates_agree_with_each_other() -> None:
     x0, noise = torch.randn(2, 3, 4, 4, dtype=torch.float64), torch.randn(2, 3, 4, 4, dtype=torch.float64)
     sigma_B = torch.tensor([0.25, 0.9], dtype=torch.float64)
-    x, v = flow.noisy_latents(x0, noise, sigma_B), flow.velocity(x0, noise)
+    x, v = flow.add_noise(x0, noise, sigma_B), flow.compute_velocity(x0, noise)
     assert torch.allclose(x[1], 0.1 * x0[1] + 0.9 * noise[1], atol=1e-15)
-    assert torch.allclose(flow.clean_estimate(x, v, sigma_B), x0, atol=1e-14)
-    assert torch.allclose(flow.noise_estimate(x, v, sigma_B), noise, atol=1e-14)
+    assert torch.allclose(flow.estimate_clean_latents(x, v, sigma_B), x0, atol=1e-14)
+    assert torch.allclose(flow.estimate_noise(x, v, sigma_B), noise, atol=1e-14)
 
 
 @pytest.mark.parametrize("scheme", ["logit_normal", "mode", "sigma_sqrt", "cosmap", "none"])
 def test_densities_are_those_of_the_formulas(scheme: str) -> None:
-    drawn_N = flow.draw_noise_levels(
+    drawn_N = flow.sample_noise_levels(
         64, scheme, torch.Generator().manual_seed(3), logit_mean=0.3, logit_std=0.7, shift=3.0
     )
     generator = torch.Generator().manual_seed(3)
@@ -41,7 +41,7 @@ def test_densities_and_weights_are_those_of_diffusers(scheme: str) -> None:
     training_utils = pytest.importorskip("diffusers.training_utils")
     torch.manual_seed(0)
     theirs_N = training_utils.compute_density_for_timestep_sampling(scheme, 4000, 0.0, 1.0, 1.29)
-    ours_N = flow.draw_noise_levels(4000, scheme, torch.Generator().manual_seed(0)).float()
+    ours_N = flow.sample_noise_levels(4000, scheme, torch.Generator().manual_seed(0)).float()
     for q in (0.1, 0.5, 0.9):
         assert ours_N.quantile(q).item() == pytest.approx(theirs_N.quantile(q).item(), abs=0.03)
     sigma_B = torch.tensor([0.1, 0.5, 0.97], dtype=torch.float64)

@@ -120,7 +120,7 @@ def test_each_prompt_gets_images_of_its_own_colour(settings: dict[str, Any]) -> 
 
 
 def test_samples_do_not_depend_on_the_batch_that_they_are_drawn_in() -> None:
-    settings = sampling(kernel="flow", trained_on=(0, 2))
+    settings = sampling(kernel="flow", trained_steps=(0, 2))
     whole = generate(engine(Denoiser()), prompts(), settings, step=3)
     one = generate(engine(Denoiser(), mini_batch=1), prompts()[1:2], settings, step=3)
     for ours, other in zip(whole[1].completions, one[0].completions, strict=True):
@@ -130,7 +130,7 @@ def test_samples_do_not_depend_on_the_batch_that_they_are_drawn_in() -> None:
 
 def test_a_rank_draws_no_more_completions_of_a_prompt_at_once_than_the_recipe_says() -> None:
     ranks = SimpleNamespace(
-        data=SimpleNamespace(size=lambda: 2),
+        dp=SimpleNamespace(size=lambda: 2),
         select_local_items=lambda items: items[::2],
         all_gather_object=lambda samples: [samples, samples],
     )
@@ -154,7 +154,7 @@ def test_texts_of_other_numbers_of_tokens_are_drawn_in_batches_of_their_own() ->
 
 
 def test_each_completion_step_and_seed_has_noise_of_its_own() -> None:
-    kept = {"kernel": "flow", "trained_on": (0,)}
+    kept = {"kernel": "flow", "trained_steps": (0,)}
     first, again, later = (generate(engine(Denoiser()), prompts(), sampling(**kept), step) for step in (0, 0, 1))
     starts = [c.diffusion_sample.before[0] for group in (*first, *later) for c in group.completions]
     assert len({tuple(start.flatten().tolist()) for start in starts}) == len(starts)
@@ -178,7 +178,7 @@ def test_the_denoiser_is_asked_at_the_levels_of_the_table_under_the_named_weight
 
 @pytest.mark.parametrize("kernel", ["flow", "dance", "cps"])
 def test_what_is_kept_of_a_step_gives_its_log_probability_again(kernel: str) -> None:
-    settings = {"kernel": kernel, "trained_on": (0, 1, 3), "keeps_means": True, "eta": 0.5}
+    settings = {"kernel": kernel, "trained_steps": (0, 1, 3), "keeps_means": True, "eta": 0.5}
     denoiser = Denoiser()
     [group, *_] = generate(engine(denoiser), prompts(), sampling(**settings), step=0)
     table = flow.euler_schedule(5, 3.0)
@@ -206,7 +206,7 @@ def test_a_window_of_stochastic_steps_is_drawn_or_moves() -> None:
 
 
 def test_only_stochastic_steps_are_kept_and_the_others_are_deterministic() -> None:
-    settings = FlowSampling(num_steps=6, kernel="flow", trained_on=(0, 1, 2, 3), window=StepWindow(1, 2, 3))
+    settings = FlowSampling(num_steps=6, kernel="flow", trained_steps=(0, 1, 2, 3), window=StepWindow(1, 2, 3))
     sigmas, noise = flow.flow_schedule(6), torch.randn(1, 3, 2, 2)
     v = torch.randn(1, 3, 2, 2)
     path = denoise(lambda x, s: v, noise, sigmas, settings, [torch.Generator().manual_seed(0)], range(2, 3))
@@ -217,10 +217,10 @@ def test_only_stochastic_steps_are_kept_and_the_others_are_deterministic() -> No
 
 def test_steps_are_kept_in_the_order_that_they_are_taken_in_whatever_order_they_are_named_in() -> None:
     sigmas, noise = flow.flow_schedule(6), torch.randn(1, 3, 2, 2)
-    settings = FlowSampling(num_steps=6, kernel="flow", trained_on=(3, 1, 1))
+    settings = FlowSampling(num_steps=6, kernel="flow", trained_steps=(3, 1, 1))
     mixed, ordered = (
         denoise(lambda x, s: x * 0.1, noise, sigmas, each, [torch.Generator().manual_seed(0)], range(5))
-        for each in (settings, replace(settings, trained_on=(1, 3)))
+        for each in (settings, replace(settings, trained_steps=(1, 3)))
     )
     assert mixed.steps == ordered.steps == (1, 3)
     assert torch.equal(torch.stack(mixed.latents_before), torch.stack(ordered.latents_before))
@@ -235,8 +235,8 @@ def test_guidance_asks_for_the_empty_prompt_too() -> None:
 
 def test_given_frames_are_no_part_of_a_log_probability() -> None:
     asked = [replace(prompts()[0], conditioning_clip=torch.rand(3, 4, 4, 4))]
-    settings: dict[str, Any] = {"num_frames": 4, "given_frame_range": (2, 2), "kernel": "flow", "trained_on": (1,)}
-    settings |= {"keeps_means": True, "eta": 0.5}
+    settings: dict[str, Any] = {"num_frames": 4, "conditioning_frame_range": (2, 2), "kernel": "flow"}
+    settings |= {"trained_steps": (1,), "keeps_means": True, "eta": 0.5}
     [group] = generate(engine(Denoiser(), is_video=True), asked, sampling(**settings), 0)
     table = flow.euler_schedule(5, 3.0)
     for completion in group.completions:
@@ -253,7 +253,9 @@ def test_given_frames_stay_as_they_are_and_the_others_are_drawn(kernel: str) -> 
     clip = torch.rand(3, 4, 4, 4)
     asked = [replace(prompt, conditioning_clip=clip) for prompt in prompts()]
     films = engine(Denoiser(), is_video=True)
-    settings = sampling(num_frames=4, given_frame_range=(1, 5), kernel=kernel, trained_on=(0, 1), solver="dpm2")
+    settings = sampling(
+        num_frames=4, conditioning_frame_range=(1, 5), kernel=kernel, trained_steps=(0, 1), solver="dpm2"
+    )
     longer = [replace(prompts()[0], conditioning_clip=torch.rand(3, 6, 4, 4))]
     with pytest.raises(DataError, match=r"a clip has latents of shape \(3, 6, 4, 4\) and what is drawn \(3, 4, 4, 4\)"):
         generate(films, longer, settings, 0)

@@ -117,13 +117,13 @@ def test_a_training_raises_its_reward_and_is_exported(
 def test_a_training_that_stopped_ends_with_the_same_bits(
     inputs: Inputs, name: str, weights: dict[str, Any], tmp_path: Path
 ) -> None:
-    settings = {**TRAININGS[name], **weights, "train.epoch": 2}
+    settings = {**TRAININGS[name], **weights, "train.max_num_steps": 4}
     whole, stopped = (inputs.stage(tmp_path / each, **settings) for each in ("whole", "stopped"))
     through = train(whole)
     train_until(stopped, 3)
     assert_same_weights(train(stopped).adapter.model, through.adapter.model)
     assert curve(stopped) == curve(whole)
-    kept, other = (tensors_of(stage, 6) for stage in (whole, stopped))
+    kept, other = (tensors_of(stage, 4) for stage in (whole, stopped))
     copies = {"old", "reference"} if name == "nft" else {"reference"}
     assert {name.partition(".")[0] for name in kept} >= {"model", "optimizer", "ema"} | copies
     assert kept.keys() == other.keys() and all(torch.equal(kept[n], other[n]) for n in kept)
@@ -138,7 +138,7 @@ def tensors_of(stage: Stage, step: int) -> dict[str, torch.Tensor]:
     ("family", "name"),
     [
         pytest.param(family, name, marks=[pytest.mark.full] * (name != of_family))
-        for family, of_family in (("sana", "flow_grpo"), ("sana_video", "nft"), ("cosmos_predict", "flow_grpo"))
+        for family, of_family in (("sana", ""), ("sana_video", "nft"), ("cosmos_predict", "flow_grpo"))
         for name in TRAININGS
     ],
 )
@@ -146,10 +146,10 @@ def test_every_family_is_trained(inputs: Inputs, family: str, name: str, tmp_pat
     reward = {"train.train_policy.reward_function": f"{inputs.folder / 'reward.py'}:bright"}
     stage = inputs.stage(
         tmp_path / "rl", family, **TRAININGS[name], **LORA, **reward,
-        **{"train.max_num_steps": 2, "policy.diffusers.inference_frames": 5},
+        **{"train.max_num_steps": 1, "policy.diffusers.inference_frames": 5},
     )  # fmt: skip
     train(stage)
-    assert [line["reward/invalid"] for line in metrics_of(stage)] == [0, 0]
+    assert [line["reward/invalid"] for line in metrics_of(stage)] == [0]
 
 
 @pytest.mark.parametrize("name", [pytest.param("nft", marks=pytest.mark.full), "ddrl"])

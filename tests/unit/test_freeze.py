@@ -17,7 +17,7 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import load_model, model_without_weights
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.trainer import Trainer
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import NoView, sft, trainer_of
@@ -150,7 +150,7 @@ def test_frozen_weights_keep_their_bits_and_the_others_get_the_gradient_of_full_
         train = TrainConfig.model_validate(
             {"param_dtype": "float32", "optm_grad_norm_clip": 0.0, "train_policy": {"type": "sft"}}
         )
-        rank = trainer_of(model, train, 0, Progress(tmp_path / "p.json"))
+        rank = trainer_of(model, train, 0, ProgressWriter(tmp_path / "p.json"))
         (update,) = sft().updates(samples, NoView())
         rank.update(update)
         return rank

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.data import bounds
+from cosmos_core.data import template_limits
 from tests.acceptance import fuzz
 
 
@@ -20,7 +20,7 @@ def test_recipes_changed_at_random_are_taken_or_refused_in_one_line(tmp_path: Pa
 def test_rows_models_and_templates_changed_at_random_are_taken_or_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "MAX_SECONDS", 1.0)
+    monkeypatch.setattr(template_limits, "MAX_TEMPLATE_SECONDS", 1.0)
     for name, tally in fuzz.others(tmp_path, 40, seed=1).items():
         assert not tally.wrong, f"{name}: " + "\n".join(tally.wrong)
         assert tally.num_taken and tally.num_refused, name

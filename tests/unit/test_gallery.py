@@ -15,8 +15,8 @@ from PIL import Image
 
 from cosmos_core.observe import gallery, sections
 from cosmos_core.observe.gallery import GeneratedSample
-from cosmos_core.observe.record import Sample
-from cosmos_core.train.measure import SAMPLES, add_samples
+from cosmos_core.observe.record import LoggedSample
+from cosmos_core.train.measure import SAMPLES_FILE, add_samples
 from cosmos_core.types import Completion, DiffusionSample, Group, Prompt, Score, ScoredGroup
 
 RED, GREEN = (200, 0, 0), (0, 200, 0)
@@ -38,20 +38,20 @@ def group_of(number: int, *pixels: np.ndarray, rewards=(0.25, None)) -> ScoredGr
 
 def test_samples_name_the_files_of_what_was_drawn_with_their_rewards(tmp_path):
     groups = [group_of(0, plain(RED), plain(GREEN)), group_of(1, plain(GREEN), plain(RED))]
-    add_samples(tmp_path / SAMPLES, 4, groups)
-    lines = [json.loads(line) for line in (tmp_path / SAMPLES).read_text().splitlines()]
+    add_samples(tmp_path / SAMPLES_FILE, 4, groups)
+    lines = [json.loads(line) for line in (tmp_path / SAMPLES_FILE).read_text().splitlines()]
     assert lines[1] == {
         "step": 4, "prompt": "prompt 1", "reference": "", "completion": "", "reward": 0.25,
         "media": ["visual_output/step_4/1-0.png", "visual_output/step_4/1-1.png"], "rewards": [0.25, None],
     }  # fmt: skip
     with Image.open(tmp_path / lines[1]["media"][0]) as image:
         assert (np.asarray(image) == GREEN).all()
-    add_samples(tmp_path / SAMPLES, 12, groups[:1])
+    add_samples(tmp_path / SAMPLES_FILE, 12, groups[:1])
     assert gallery.newest_grid_file(tmp_path) == tmp_path / "visual_output" / "step_12" / "grid.png"
 
 
 def test_samples_that_a_kill_or_an_editor_has_damaged_are_passed_over(tmp_path):
-    file = tmp_path / SAMPLES
+    file = tmp_path / SAMPLES_FILE
     whole = b'{"step": 2, "prompt": "\xc3\xa9\xe2\x80\xa8"}'
     file.write_bytes(whole + b'\n{"step": 3, "pro\n[1]\n\xff\n{"step": "x"}\n{"step": 5}\n{"step": 2')
     add_samples(file, 4, [])
@@ -60,7 +60,7 @@ def test_samples_that_a_kill_or_an_editor_has_damaged_are_passed_over(tmp_path):
 
 def test_a_grid_has_a_row_for_each_prompt_and_a_column_for_each_completion():
     first = [GeneratedSample("a", plain(RED), 1.0), GeneratedSample("a", plain(GREEN), None)]
-    sheet = gallery.grid([first, [GeneratedSample("b", plain(GREEN), 0.5)]])
+    sheet = gallery.draw_grid([first, [GeneratedSample("b", plain(GREEN), 0.5)]])
     height, width = sheet.shape[:2]
     corners = {(1, 1): RED, (1, 3): GREEN, (3, 1): GREEN, (3, 3): (255, 255, 255)}
     for (row, column), colour in corners.items():  # in quarters of the sheet
@@ -69,7 +69,7 @@ def test_a_grid_has_a_row_for_each_prompt_and_a_column_for_each_completion():
 
 def test_a_video_is_written_whole_and_its_middle_frame_is_in_the_grid(tmp_path):
     frames = np.stack([plain((40 * i, 0, 0), size=32) for i in range(5)])
-    [[name]] = gallery.save(tmp_path, 1, [[GeneratedSample("a clip", frames, 1.0)]])
+    [[name]] = gallery.save_step_samples(tmp_path, 1, [[GeneratedSample("a clip", frames, 1.0)]])
     with av.open(str(tmp_path / name)) as container:
         assert container.streams.video[0].average_rate == 16, "the rate at which rewards see it"
         decoded = [frame.to_ndarray(format="rgb24").mean((0, 1))[0] for frame in container.decode(video=0)]
@@ -79,8 +79,8 @@ def test_a_video_is_written_whole_and_its_middle_frame_is_in_the_grid(tmp_path):
 
 
 def test_the_page_of_a_run_embeds_what_was_drawn(tmp_path):
-    add_samples(tmp_path / SAMPLES, 4, [group_of(0, plain(RED), plain(GREEN))])
-    line = Sample(**json.loads((tmp_path / SAMPLES).read_text()), folder=str(tmp_path))
+    add_samples(tmp_path / SAMPLES_FILE, 4, [group_of(0, plain(RED), plain(GREEN))])
+    line = LoggedSample(**json.loads((tmp_path / SAMPLES_FILE).read_text()), folder=str(tmp_path))
     shown = sections.completion_media(line)
     assert [each["caption"] for each in shown] == ["0.250", "no valid reward"]
     content = base64.b64decode(re.fullmatch("data:image/png;base64,(.*)", shown[0]["uri"])[1])

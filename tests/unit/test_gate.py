@@ -39,7 +39,7 @@ def test_a_condition_compares_a_metric_with_a_number_or_with_what_is_published(
 ) -> None:
     condition = parse_condition(text)
     assert condition.metric == "m"
-    assert condition.is_satisfied(value, condition.limit(published)) is passes
+    assert condition.is_satisfied(value, condition.threshold(published)) is passes
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_what_is_published_must_have_the_metric_that_is_compared(tmp_path: Path)
 def test_worse_is_higher_for_a_loss_and_lower_for_a_score(text: str, lowest: float, highest: float) -> None:
     condition = parse_condition(text)
     values = [-100.0, 4.0, 6.0, 100.0]
-    passing = [value for value in values if condition.is_satisfied(value, condition.limit(5.0))]
+    passing = [value for value in values if condition.is_satisfied(value, condition.threshold(5.0))]
     assert passing == [value for value in values if lowest <= value <= highest]
 
 

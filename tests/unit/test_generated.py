@@ -13,11 +13,11 @@ from pydantic import ValidationError
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.kinds.prompts import columns_for_rewards
+from cosmos_core.data.kinds.prompts import serialise_row_for_rewards
 from cosmos_core.data.messages import read_prompt
 from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import CosmosError, DataError
-from cosmos_core.machine_properties import measure
+from cosmos_core.machine_properties import measure_machine
 from cosmos_core.rewards.base import load_reward
 from cosmos_core.run.inputs import check_inputs
 from tests.unit.run_folder import fingerprint_of, load_recipe, make_inputs
@@ -49,7 +49,7 @@ def test_rows_and_scores_are_those_of_the_package(name: str) -> None:
     for row, entry in zip(rows, oracle, strict=True):
         prompt, reference = read_prompt(row, "row")
         assert prompt == [{"role": "user", "content": entry["question"]}] and reference == (entry["answer"] or "")
-        metadata = json.loads(columns_for_rewards(row, prompt))
+        metadata = json.loads(serialise_row_for_rewards(row, prompt))
         for answer in answers:
             expected = oracle.score_answer(answer.strip(), entry)
             for text in (answer, f"<think>9</think> <answer>no</answer> so\n<answer>{answer}</answer>."):
@@ -116,7 +116,7 @@ def test_the_fingerprint_has_generator_arguments_and_version(tmp_path: Path) -> 
 def test_a_missing_package_is_one_line_of_check(tmp_path: Path) -> None:
     make_inputs(tmp_path)
     python = tmp_path / "python"  # an interpreter that has none of the packages
-    python.write_text(f"#!/bin/sh\necho '{json.dumps(asdict(measure()))}'\n")
+    python.write_text(f"#!/bin/sh\necho '{json.dumps(asdict(measure_machine()))}'\n")
     python.chmod(0o755)
     message = r"dataset\.name = 'reasoning-gym:chain_sum': the package reasoning-gym is not installed; pip"
     with pytest.raises(CosmosError, match=message):

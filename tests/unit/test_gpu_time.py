@@ -11,17 +11,17 @@ import pytest
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe.costs import cost_of, table_of_costs
-from cosmos_core.run.directory import claim, create_run, open_or_create_run, open_run
+from cosmos_core.run.directory import claim_run, create_run, open_or_create_run, open_run
 from cosmos_core.run.gpu_time import (
-    closed_intervals,
+    add_gpu_time_to_result,
+    compute_run_gpu_seconds,
     gpu_seconds,
-    gpu_seconds_of_run,
-    intervals_of_run,
-    note_in_result,
+    read_gpu_intervals,
+    read_run_gpu_intervals,
     record_gpu_time,
     save_estimate,
 )
-from cosmos_core.run.lineage import lineage
+from cosmos_core.run.lineage import collect_lineage
 from cosmos_core.run.state import GpuInterval, update_state
 from tasks.kinds import all_kinds
 from tests.unit.run_folder import counting_run, finish
@@ -36,18 +36,18 @@ def hold(attempt: int, gpus: int, begin: float, end: float | None) -> GpuInterva
 def test_an_attempt_whose_launcher_was_killed_counts_until_the_last_sign_of_launcher_or_worker(tmp_path: Path) -> None:
     path = tmp_path / "stages" / "sft"
     update_state(path, attempt=1, holds=[hold(1, 4, 1000.0, None)], renewed=1010.0, heartbeat=1007.0)
-    assert gpu_seconds(closed_intervals(path)) == 4 * 10
+    assert gpu_seconds(read_gpu_intervals(path)) == 4 * 10
     (path / "progress.json").write_text(json.dumps({"heartbeat": 1012.5}))  # it saved a checkpoint before it ended
-    assert gpu_seconds(closed_intervals(path)) == 4 * 12.5
+    assert gpu_seconds(read_gpu_intervals(path)) == 4 * 12.5
     with record_gpu_time(path, 2):
         (path / "progress.json").unlink()
         update_state(path, attempt=2, renewed=time.time() + 100)
-        killed, current = closed_intervals(path)
+        killed, current = read_gpu_intervals(path)
         assert (killed.end, current.attempt, current.gpus) == (1012.5, 2, 2)
         assert current.end is not None and current.end <= time.time(), "no clock of another machine adds time"
-    assert [each.end is not None for each in closed_intervals(path)] == [True, True]
+    assert [each.end is not None for each in read_gpu_intervals(path)] == [True, True]
     with record_gpu_time(path, 0):
-        assert len(closed_intervals(path)) == 2, "a stage without GPUs holds none"
+        assert len(read_gpu_intervals(path)) == 2, "a stage without GPUs holds none"
 
 
 def test_a_run_counts_what_was_thrown_away_and_not_what_it_took_over(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_a_run_counts_what_was_thrown_away_and_not_what_it_took_over(tmp_path: P
     update_state(run.stage_path("first"), holds=[hold(1, 2, 100.0, 200.0)])
     update_state(run.path / "superseded" / "first.1", holds=[hold(1, 2, 10.0, 60.0), hold(2, 2, 70.0, 80.0)])
     finish(run, "first")
-    assert gpu_seconds_of_run(run.path) == 2 * (100 + 50 + 10)
-    assert [len(holds) for holds in intervals_of_run(run.path).values()] == [3]
+    assert compute_run_gpu_seconds(run.path) == 2 * (100 + 50 + 10)
+    assert [len(holds) for holds in read_run_gpu_intervals(run.path).values()] == [3]
     assert str(cost_of(run.path)) == "3.200 for 0.089 GPU hours, budget 5.000"
     columns = {column.header: [*column.cells] for column in table_of_costs(run.output_dir, 9).columns}
     assert columns["cost"][-1] == "3.200"
@@ -65,15 +65,15 @@ def test_a_run_counts_what_was_thrown_away_and_not_what_it_took_over(tmp_path: P
 def test_a_result_has_its_gpu_seconds_by_attempt_and_its_lineage_shows_them(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
     path = finish(run, "first")
-    digest = lineage(path)[0].digest
+    digest = collect_lineage(path)[0].digest
     update_state(path, holds=[hold(1, 2, 100.0, 130.0), hold(2, 2, 140.0, 150.0), hold(2, 2, 160.0, 165.0)])
-    result = note_in_result(path)
+    result = add_gpu_time_to_result(path)
     assert result["attempts"] == [
         {"attempt": attempt, "gpus": 2, "gpu_seconds": seconds} for attempt, seconds in ((1, 60.0), (2, 30.0))
     ]
     assert result["gpu_seconds"] == 90.0
-    [link] = lineage(path)
-    assert (link.digest, link.note, link.gpu_seconds) == (digest, "verified", 90.0)
+    [link] = collect_lineage(path)
+    assert (link.digest, link.status, link.gpu_seconds) == (digest, "verified", 90.0)
 
 
 def test_a_run_shows_its_cost_beside_the_estimate_of_the_same_settings(tmp_path: Path) -> None:
@@ -108,12 +108,12 @@ def test_a_budget_of_a_run_that_another_process_executes_is_not_changed(tmp_path
     file, kinds = tmp_path / "counting.toml", all_kinds()
     run = open_or_create_run(load_pipeline(file, PRICE, kinds), run_id="mine")
     raised = open_or_create_run(load_pipeline(file, (*PRICE, "pipeline.budget=9"), kinds), run_id="mine")
-    with claim(run), pytest.raises(ConfigError, match="another process"):
-        claim(raised)
+    with claim_run(run), pytest.raises(ConfigError, match="another process"):
+        claim_run(raised)
     assert open_run(run.path, kinds).pipeline.config.budget == run.pipeline.config.budget
-    claim(raised).release()
+    claim_run(raised).release()
     assert open_run(run.path, kinds).pipeline.config.budget == 9
-    claim(run).release()  # opened before the budget was raised
+    claim_run(run).release()  # opened before the budget was raised
     assert open_run(run.path, kinds).pipeline.config.budget == 9
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.launch.child import Child
+from cosmos_core.launch.child import SupervisedProcess
 from cosmos_core.launch.worker import max_grace_seconds
-from cosmos_core.run.progress import Progress, read_progress
+from cosmos_core.run.progress import ProgressWriter, read_progress
 from cosmos_core.run.state import update_state
 from tests.conftest import wait_until
 
@@ -30,7 +30,7 @@ pathlib.Path(sys.argv[1], "saved").touch()
 
 def test_the_grace_is_what_is_configured_and_the_longest_step_of_any_attempt(tmp_path: Path) -> None:
     assert max_grace_seconds(tmp_path, 20) == 20
-    progress = Progress(tmp_path / "progress.json")
+    progress = ProgressWriter(tmp_path / "progress.json")
     progress.step(3, 10)
     assert max_grace_seconds(tmp_path, 20) == 20, "where an attempt begins is no step"
     progress.step(4, 10)
@@ -42,20 +42,20 @@ def test_the_grace_is_what_is_configured_and_the_longest_step_of_any_attempt(tmp
     assert max_grace_seconds(tmp_path, 20) == 73
 
 
-def stop(child: Child) -> None:
+def stop(child: SupervisedProcess) -> None:
     child.stop(60.0)
 
 
-def stop_before_the_grace_is_read(child: Child) -> None:
+def stop_before_the_grace_is_read(child: SupervisedProcess) -> None:
     child.stop()
     child.stop(60.0)
 
 
 @pytest.mark.parametrize("ask", [stop, stop_before_the_grace_is_read])
 def test_a_step_longer_than_the_grace_of_the_beginning_is_waited_for(
-    tmp_path: Path, ask: Callable[[Child], None]
+    tmp_path: Path, ask: Callable[[SupervisedProcess], None]
 ) -> None:
-    child = Child(
+    child = SupervisedProcess(
         [sys.executable, "-c", PROGRAM, str(tmp_path)], log=tmp_path / "log", grace_seconds=0.5,
         environment=dict(os.environ),
     )  # fmt: skip

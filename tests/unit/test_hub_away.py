@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from cosmos_core.errors import CosmosError
-from cosmos_core.run.hub import Repository, commit_of
+from cosmos_core.run.hub import Repository, resolve_commit
 
 
 @pytest.mark.parametrize("kind", ["model", "dataset"])
@@ -24,6 +24,6 @@ def test_a_silent_hub_is_named_and_the_next_repository_does_not_wait_for_it(
         monkeypatch.setenv("HF_ENDPOINT", url)
         said = rf"the Hub {url} cannot be asked \(no response within 0.2 s\)"
         with pytest.raises(CosmosError, match=said):
-            commit_of(repositories[0], seconds=0.2)
+            resolve_commit(repositories[0], timeout_seconds=0.2)
         with pytest.raises(CosmosError, match=said):
-            commit_of(repositories[1], seconds=3600.0)
+            resolve_commit(repositories[1], timeout_seconds=3600.0)

@@ -22,9 +22,9 @@ from cosmos_core.rewards.gen_eval import Detection, GenEvalReward
 from cosmos_core.rewards.hpsv2 import Hpsv2Reward
 from cosmos_core.rewards.image_reward import ImageRewardReward
 from cosmos_core.rewards.jpeg_size import jpeg_size
-from cosmos_core.rewards.ocr import ocr, similarity
+from cosmos_core.rewards.ocr import ocr, text_similarity
 from cosmos_core.rewards.pickscore import PickscoreReward
-from cosmos_core.rewards.reward_model import RewardInput, Settings, load_served, open_model
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, load_scorer, open_model
 from cosmos_core.rewards.runner import RewardRunner
 from cosmos_core.rewards.service.self_test import make_word_image
 from cosmos_core.rewards.unified_reward import UnifiedRewardReward
@@ -68,7 +68,7 @@ def cosines(folder: Path, of: list[RewardInput]) -> list[float]:
 
 
 def test_clip_rewards_are_the_cosine_of_text_and_image_each_in_its_scale(clip: Path) -> None:
-    settings, expected = Settings(str(clip)), cosines(clip, items())
+    settings, expected = RewardModelSettings(str(clip)), cosines(clip, items())
     scale = float(hf.CLIPModel.from_pretrained(clip).logit_scale.detach().exp())
     assert PickscoreReward(settings).score(items()) == {
         "pickscore": pytest.approx([scale * c / 26 for c in expected], abs=1e-5)
@@ -85,8 +85,8 @@ def test_aesthetic_is_linear_layers_over_the_image_embedding(clip: Path, tmp_pat
     torch.manual_seed(1)
     layers = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1)).eval()
     save_file({f"layers.{name}": value for name, value in layers.state_dict().items()}, tmp_path / "head.safetensors")
-    reward = AestheticReward(Settings(str(clip), options={"predictor": str(tmp_path / "head.safetensors")}))
-    embedded = reward._clip.images([item.media for item in items()])
+    reward = AestheticReward(RewardModelSettings(str(clip), options={"predictor": str(tmp_path / "head.safetensors")}))
+    embedded = reward._clip.embed_images([item.media for item in items()])
     with torch.no_grad():
         expected = layers(embedded)[:, 0].tolist()
     assert reward.score(items())["aesthetic"] == pytest.approx(expected, abs=1e-6)
@@ -114,7 +114,7 @@ def test_options_of_a_packaged_reward_may_be_in_a_table_of_their_own(settings: d
      ("zzzzzzzzzz", "hello", 0.0), ("new york", "New York", 1.0), ("newyerk", "New York", 1 - 1 / 8)],
 )  # fmt: skip
 def test_ocr_counts_edits_as_the_original_does(read: str, wanted: str, expected: float) -> None:
-    assert similarity(read, wanted) == pytest.approx(expected)
+    assert text_similarity(read, wanted) == pytest.approx(expected)
 
 
 def test_ocr_reads_what_an_image_shows() -> None:
@@ -174,12 +174,12 @@ def test_gen_eval_detects_with_a_mask2former_and_names_colours_with_clip(clip: P
     )  # fmt: skip
     hf.Mask2FormerForUniversalSegmentation(config).save_pretrained(tmp_path)
     _save_processor(tmp_path)
-    reward = GenEvalReward(Settings(str(tmp_path), options={"clip": str(clip)}))
+    reward = GenEvalReward(RewardModelSettings(str(tmp_path), options={"clip": str(clip)}))
     seen = reward.detect(picture(0), {"dog", "computer mouse"}, 0.0)
     assert sum(map(len, seen.values())) > 0
     each = next(f for objects in seen.values() for f in objects)
     assert each.mask.shape == (30, 40) and each.mask.any()
-    assert reward.color(picture(0), each, "dog") in gen_eval._COLORS
+    assert reward.classify_color(picture(0), each, "dog") in gen_eval._COLORS
     row = {"tag": "counting", "include": [{"class": "dog", "count": 1, "color": "red"}]}
     columns = reward.score([RewardInput("a red dog", picture(0), info=row), RewardInput("nothing said", picture(1))])
     assert columns["gen_eval_score"][0] is not None and columns["gen_eval_score"][1] is None
@@ -195,12 +195,12 @@ def _save_processor(folder: Path) -> None:
 
 def test_cosmos_reason1_reads_patches_as_the_models_own_processor_does(tmp_path: Path) -> None:
     folder = save_vlm("qwen2.5-vl", tmp_path)
-    reward = CosmosReason1Reward(Settings(str(folder), options={"system_prompt": "Look."}))
+    reward = CosmosReason1Reward(RewardModelSettings(str(folder), options={"system_prompt": "Look."}))
     size = reward._model.config.vision_config.patch_size * reward._model.config.vision_config.spatial_merge_size
     image = picture(0, 4 * size, 3 * size)
     processor: Any = hf.AutoImageProcessor.from_pretrained(folder)
     theirs = processor(images=[image], return_tensors="np", do_resize=False)
-    ours, grid = reward.patches([image, image])
+    ours, grid = reward.extract_patches([image, image])
     assert grid == tuple(theirs["image_grid_thw"][0])
     assert np.allclose(ours, theirs["pixel_values"], atol=1e-5)
     video = np.stack([np.asarray(picture(i, 4 * size, 3 * size)) for i in range(5)])
@@ -218,7 +218,7 @@ def test_unified_reward_asks_a_judge_and_takes_no_number_for_none() -> None:
         return "I do not know" if is_unknown else "Well. Final Score: 4.5"
 
     with chat_server(complete=complete) as (url, _):
-        reward = UnifiedRewardReward(Settings(endpoint_url=url, endpoint_api_key="key"))
+        reward = UnifiedRewardReward(RewardModelSettings(endpoint_url=url, endpoint_api_key="key"))
         found = reward.score([RewardInput("a cat", picture(0)), RewardInput("nothing", picture(1))])
     assert found == {"unified_reward": [0.9, None]}
     assert reward.errors == ["", "the judge gives no score: 'I do not know'"]
@@ -249,7 +249,7 @@ def test_dance_grpo_hands_on_the_video_that_it_was_given(tmp_path: Path) -> None
 )
 def test_what_cannot_be_had_is_refused_in_one_line(name: str, reason: str) -> None:
     with pytest.raises(RewardError) as caught:
-        load_served(name, "", Settings())
+        load_scorer(name, "", RewardModelSettings())
     assert reason in str(caught.value) and str(caught.value).isprintable()
 
 
@@ -289,7 +289,7 @@ def image_reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_image_reward_reads_the_prompt_while_it_looks_at_the_image(image_reward: Path) -> None:
     options = {"tokenizer": str(image_reward / "tokenizer")}
-    reward = ImageRewardReward(Settings(str(image_reward / "ImageReward.pt"), options=options))
+    reward = ImageRewardReward(RewardModelSettings(str(image_reward / "ImageReward.pt"), options=options))
     found = reward.score(items())["image_reward"]
     vision, text, layers = torch.load(image_reward / "modules.pt", weights_only=False)
     processor = hf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
@@ -302,33 +302,33 @@ def test_image_reward_reads_the_prompt_while_it_looks_at_the_image(image_reward:
             expected = (layers(read[:, 0]).item() - 0.16717362830052426) / 1.0333394966054072
         assert score == pytest.approx(expected, abs=1e-4)
     assert len({round(score, 5) for score in found}) == 3
-    again = ImageRewardReward(Settings(download_path=str(image_reward), options=options)).score(items()[1:2])
+    again = ImageRewardReward(RewardModelSettings(download_path=str(image_reward), options=options)).score(items()[1:2])
     assert again["image_reward"] == pytest.approx(found[1:2], abs=1e-5), "alone as in a batch"
 
 
 def test_what_is_no_image_reward_is_refused(image_reward: Path, tmp_path: Path) -> None:
     torch.save({"blip.text_encoder.a": torch.zeros(1)}, tmp_path / "other.pt")
-    settings = Settings(str(tmp_path / "other.pt"), options={"tokenizer": str(image_reward / "tokenizer")})
+    settings = RewardModelSettings(str(tmp_path / "other.pt"), options={"tokenizer": str(image_reward / "tokenizer")})
     with pytest.raises(RewardError, match=r"other.pt' is no checkpoint of ImageReward: 'patch_embed"):
         ImageRewardReward(settings)
     with pytest.raises(RewardError, match=r"image_reward.*cannot load .*absent.pt"):
-        ImageRewardReward(Settings(str(tmp_path / "absent.pt")))
+        ImageRewardReward(RewardModelSettings(str(tmp_path / "absent.pt")))
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"cannot load .*; download it and set model_path"):
-        ClipScoreReward(Settings(str(tmp_path)))
+        ClipScoreReward(RewardModelSettings(str(tmp_path)))
 
 
 def test_a_recipe_may_name_them_as_reward_functions() -> None:
     for name in ("jpeg_size", "ocr", "clip_score", "aesthetic", "pickscore"):
-        assert {"media"} <= set(load_reward(name).binding.keywords)
+        assert {"media"} <= set(load_reward(name).binding.declared_parameters)
 
 
 def test_a_reward_function_loads_its_model_before_its_first_call_in_one_process(clip: Path, tmp_path: Path) -> None:
     def runner(model: Path) -> RewardRunner:
         custom = {"clip_score": {"model_path": str(model)}}
-        return RewardRunner({"clip_score": 1.0}, timeout_seconds=60, constants={"custom": custom})
+        return RewardRunner({"clip_score": 1.0}, timeout_seconds=60, constant_fields={"custom": custom})
 
     [item] = items(1)
     with runner(clip) as running:
@@ -343,7 +343,7 @@ def test_a_model_may_take_longer_to_load_than_a_process_to_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be downloaded first, for which a reward service has 15 minutes as well."""
-    monkeypatch.setattr("cosmos_core.rewards.runner.START_SECONDS", 0.0)
+    monkeypatch.setattr("cosmos_core.rewards.runner.START_TIMEOUT_SECONDS", 0.0)
     file = tmp_path / "large.py"
     file.write_text("import time\n\ntime.sleep(1.2)\n\n\ndef f(to_be_evaluated):\n    return 1.0\n")
     with RewardRunner({f"{file}:f": 1.0}, timeout_seconds=5, num_workers=1) as running:

@@ -13,6 +13,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.rewards.runner import RewardRunner, _RewardResult, _score_completions
 from tasks.kinds import all_kinds
+from tests.conftest import one_certificate
 from tests.unit.chat_server import chat_server
 
 
@@ -20,6 +21,7 @@ from tests.unit.chat_server import chat_server
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("MY_KEY", "secret")
+    monkeypatch.setenv("SSL_CERT_FILE", *one_certificate(tmp_path).values())  # each request has a client of its own
     return tmp_path / "cache"
 
 
@@ -96,7 +98,7 @@ def test_a_recipe_without_a_server_is_refused() -> None:
     policy = {"train": {"train_policy": {"type": "grpo", "reward_function": "judge"}}}
     made = Recipe.model_validate(policy)
     assert "needs judge.endpoint" in "".join(made.judge.refusals(StageContext(made, all_kinds()["rl"])))
-    assert made.secret_env == ("OPENAI_API_KEY",)
+    assert made.secret_env_names == ("OPENAI_API_KEY",)
     named = Recipe.model_validate({**policy, "judge": {"endpoint": "http://a/v1", "model": "m"}})
     assert not [*named.judge.refusals(StageContext(named, all_kinds()["rl"]))]
     bypassed = {"train": {"train_policy": {"type": "grpo", "reward_function": "judge", "bypass_reward": True}}}

@@ -21,7 +21,13 @@ from cosmos_core.machine_properties import MachineProperties
 from cosmos_core.models import causal_lm, kernels
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.hf import load_model, load_tokenizer
-from cosmos_core.models.kernels import convert_to_fp8, remove_fp8, use_flash_attention, use_fp8, use_liger
+from cosmos_core.models.kernels import (
+    convert_to_fp8,
+    enable_flash_attention_3,
+    enable_fp8_if_supported,
+    patch_with_liger,
+    remove_fp8,
+)
 from cosmos_core.run import inputs
 from cosmos_core.run.inputs import check_inputs, kernel_packages
 from tests.unit import test_config_load
@@ -63,7 +69,7 @@ def test_fp8_is_left_out_with_a_warning_where_there_is_none(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    use_fp8(model, FP8Config(enable_fp8=True))
+    enable_fp8_if_supported(model, FP8Config(enable_fp8=True))
     assert f"need an NVIDIA GPU of capability 8.9 or newer, and this machine {said}" in caplog.text
     assert {type(module) for module in model.modules() if isinstance(module, nn.Linear)} == {nn.Linear}
 
@@ -73,7 +79,7 @@ def test_a_family_that_liger_does_not_know_is_refused(model: PreTrainedModel, mo
     package.MODEL_TYPE_TO_APPLY_LIGER_FN = {}
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", package)
     with pytest.raises(ConfigError, match="Liger has no kernels for qwen3; leave it out"):
-        use_liger(model)
+        patch_with_liger(model)
 
 
 def test_the_export_of_a_model_with_kernels_of_liger_is_computed_without_them(
@@ -100,7 +106,7 @@ def test_the_export_of_a_model_with_kernels_of_liger_is_computed_without_them(
     package: Any = ModuleType("liger_kernel.transformers.monkey_patch")
     package.MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen3": patch}
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", package)
-    use_liger(model)
+    patch_with_liger(model)
     adapter = CausalLM(model, train, InputProcessing(0, tokenizer=load_tokenizer(str(folder))))
     monkeypatch.setattr(causal_lm, "verify_export", lambda model, *_, **__: [model(input_ids=IDS).logits])
     export = adapter.export(tmp_path / "export")
@@ -162,10 +168,10 @@ def test_a_hopper_takes_flash_attention_3_where_it_is_installed(
     capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     with caplog.at_level("INFO"):
-        assert not use_flash_attention(), "its package is not installed here"
+        assert not enable_flash_attention_3(), "its package is not installed here"
     asked: list[str] = []
     monkeypatch.setattr(kernels, "activate_flash_attention_impl", asked.append)
-    assert use_flash_attention() and asked == ["FA3"]
+    assert enable_flash_attention_3() and asked == ["FA3"]
     capability = (8, 0)
-    assert not use_flash_attention() and asked == ["FA3"]
+    assert not enable_flash_attention_3() and asked == ["FA3"]
     assert "FlashAttention 2, because 3 is not there" in caplog.text

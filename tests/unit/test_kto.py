@@ -15,7 +15,7 @@ from cosmos_core.config.schema.kto import KtoConfig
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.data import prepare, quick_check
 from cosmos_core.data.kinds.labelled import LabelledSequences
-from cosmos_core.data.kinds.registry import row_kind
+from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.models.hf import load_tokenizer
@@ -67,7 +67,7 @@ def test_of_a_row_with_a_label_the_last_response_is_learned(
     row: dict[str, Any], expected: tuple[str, bool], model: Path, tmp_path: Path
 ) -> None:
     at = stage(tmp_path, [row], model)
-    rows = row_kind("labelled").open(at.path / "data", "train", at.recipe.policy)
+    rows = load_row_kind("labelled").open(at.path / "data", "train", at.recipe.policy)
     assert isinstance(rows, LabelledSequences)
     ids, mask = rows[0]
     assert learned(load_tokenizer(str(model)), ids.tolist(), mask.tolist()) == [f"{expected[0]}<|im_end|>"]
@@ -100,8 +100,10 @@ LABELLED = [{"prompt": str(i), "completion": ("yes", "no")[i % 2], "label": i % 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"policy.lora.r": 8, "train.optm_lr": 1e-2}, {"train.train_policy.kto.loss_type": "apo_zero_unpaired"}],
-    ids=["LoRA", "APO"],
+    [
+        pytest.param({"policy.lora.r": 8, "train.optm_lr": 1e-2}, id="LoRA"),
+        pytest.param({"train.train_policy.kto.loss_type": "apo_zero_unpaired"}, id="APO", marks=pytest.mark.full),
+    ],
 )
 def test_labels_are_learned_and_measured_on_what_was_held_out(
     settings: dict[str, Any], model: Path, tmp_path: Path

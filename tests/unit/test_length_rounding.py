@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.data.batch import rows_of
+from cosmos_core.data.batch import collate_rows
 from cosmos_core.data.sample import Sample
 from cosmos_core.models import length_rounding
-from cosmos_core.models.length_rounding import kernel_length
+from cosmos_core.models.length_rounding import kernel_padded_length
 from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.scorer import RequestedOutputs, Scorer
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from tests.unit.trainers import NoView, sft, trainer_of
 
 CPU = torch.device("cpu")
@@ -58,36 +58,36 @@ def rows() -> list[np.ndarray]:
     ("length", "expected"), [(1, 32), (32, 32), (33, 64), (512, 512), (1000, 1024), (1025, 1152), (16_000, 16_384)]
 )
 def test_lengths_of_half_precision_on_cpu_are_rounded_up(length: int, expected: int) -> None:
-    assert kernel_length(length, CPU, torch.bfloat16) == expected
+    assert kernel_padded_length(length, CPU, torch.bfloat16) == expected
 
 
 def test_few_lengths_are_left_and_little_is_added() -> None:
-    found = [kernel_length(length, CPU, torch.float16) for length in range(1, 100_000)]
+    found = [kernel_padded_length(length, CPU, torch.float16) for length in range(1, 100_000)]
     assert len(set(found)) <= 8 * 16
     assert all(length <= new < max(length + 32, 1.125 * length) for length, new in enumerate(found, 1))
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)])
 def test_lengths_stay_where_shapes_cost_nothing(device: str, dtype: torch.dtype) -> None:
-    assert kernel_length(33, torch.device(device), dtype) == 33
+    assert kernel_padded_length(33, torch.device(device), dtype) == 33
 
 
 def test_autocast_decides_where_there_is_one() -> None:
     tensor = torch.ones(2, 33, 4)
-    assert length_rounding.pad_to_kernel(tensor, -2) is tensor
+    assert length_rounding.pad_for_kernel(tensor, -2) is tensor
     with torch.autocast("cpu", torch.bfloat16):
-        longer = length_rounding.pad_to_kernel(tensor, -2)
+        longer = length_rounding.pad_for_kernel(tensor, -2)
     assert longer.shape == (2, 64, 4)
     assert longer[:, 33:].eq(0).all()
 
 
 def test_rows_are_filled_up_by_padding_or_by_a_sequence_more() -> None:
     short = [np.array([5, 6, 7]), np.array([8])]
-    padded, starts = rows_of(short, 9, packed=False, num_tokens_of=lambda _: 5)
+    padded, starts = collate_rows(short, 9, packed=False, padded_length_fn=lambda _: 5)
     assert padded["input_ids"].tolist() == [[5, 6, 7, 9, 9], [8, 9, 9, 9, 9]]
     assert padded["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]]
     assert starts == [0, 4]
-    packed, starts = rows_of(short, 9, packed=True, num_tokens_of=lambda _: 6)
+    packed, starts = collate_rows(short, 9, packed=True, padded_length_fn=lambda _: 6)
     assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 9, 9]]
     assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
     assert packed["cu_seq_lens_q"].tolist() == [0, 3, 4, 6]
@@ -101,7 +101,7 @@ def test_attention_over_longer_sequences_is_the_same(model: PreTrainedModel, rou
     theirs = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     assert enable_packing(model) == ""
     model.zero_grad()
-    inputs = rows_of(rows(), 0, packed=True, num_tokens_of=lambda length: length + 3).inputs
+    inputs = collate_rows(rows(), 0, packed=True, padded_length_fn=lambda length: length + 3).inputs
     packed = model(**inputs, use_cache=False).logits[0, : sum(LENGTHS)]
     torch.testing.assert_close(packed, separate, rtol=0, atol=1e-6)
     packed.sin().sum().backward()
@@ -120,7 +120,7 @@ def test_scores_over_longer_chunks_are_the_same(
     expected_N = None if expected is None else torch.full((57,), expected, dtype=torch.float64)
 
     def found() -> tuple[Tensor, Tensor, list[Tensor]]:
-        settings = {"request": RequestedOutputs(entropy="value"), "dtype": torch.float64, "derivative_N": expected_N}
+        settings = {"request": RequestedOutputs(entropy="value"), "dtype": torch.float64, "loss_gradient_N": expected_N}
         outputs = Scorer(model)({"input_ids": ids}, chosen, **settings)
         gradients = torch.autograd.grad(-0.25 * outputs["logprobs"].sum(), list(model.parameters()))
         return outputs["logprobs"], outputs["entropy"], list(gradients)
@@ -142,7 +142,7 @@ def test_an_update_over_longer_rows_is_the_same(
     def found() -> dict[str, float]:
         own = deepcopy(model)
         own.get_input_embeddings().register_forward_pre_hook(lambda _, ids: widths.append(ids[0].shape[1]))
-        rank = trainer_of(own, train, 0, Progress(tmp_path / "progress.json"))
+        rank = trainer_of(own, train, 0, ProgressWriter(tmp_path / "progress.json"))
         (update,) = sft().updates([Sample(row, np.ones(len(row), np.uint8)) for row in rows()], NoView())
         widths.clear()
         return rank.update(update)

@@ -13,8 +13,8 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError, CosmosError
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.files import sha256, write_json
-from cosmos_core.run.lineage import lineage, public_name, stage_of
-from cosmos_core.run.manifest import commit
+from cosmos_core.run.lineage import collect_lineage, find_stage_path, public_name
+from cosmos_core.run.manifest import commit_manifest
 from cosmos_core.types import Outcome
 from cosmos_core.upload.file import FileTarget
 from tasks.kinds import all_kinds
@@ -26,7 +26,7 @@ from tests.unit.run_folder import counting_run, finish
 
 
 def notes(stage_path: Path) -> list[tuple[int, str, str]]:
-    return [(link.depth, link.name, link.note) for link in lineage(stage_path)]
+    return [(link.depth, link.name, link.status) for link in collect_lineage(stage_path)]
 
 
 def test_lineage_walks_back_and_says_what_is_altered_made_again_or_gone(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_lineage_walks_back_and_says_what_is_altered_made_again_or_gone(tmp_path
     shutil.rmtree(first)
     assert notes(second)[1] == (1, "first", "gone")
     with pytest.raises(ConfigError, match=r"first has no result.json: the stage did not finish$"):
-        lineage(first)
+        collect_lineage(first)
 
 
 def test_lineage_shows_a_shared_stage_once_and_ends_with_an_error_over_an_altered_file(
@@ -68,13 +68,15 @@ def test_lineage_shows_a_shared_stage_once_and_ends_with_an_error_over_an_altere
 def test_lineage_walks_back_over_a_thousand_stages_in_a_row(tmp_path: Path) -> None:
     stages = tmp_path / "run" / "stages"
     (stages / "s0").mkdir(parents=True)
-    result = commit(stages / "s0", Outcome(), kind="sft", fingerprint="f", inputs={})
+    result = commit_manifest(stages / "s0", Outcome(), kind="sft", fingerprint="f", inputs={})
     record = {"fingerprint": "f", "digest": result["digest"]}  # the same, because no stage has outputs
     for number in range(1, 1200):
         (stages / f"s{number}").mkdir()
         made = result | {"name": f"s{number}", "inputs": {f"s{number - 1}": record}}
         write_json(stages / f"s{number}" / "result.json", made, durable=False)
-    assert [(link.depth, link.name) for link in lineage(stages / "s1199")] == [(i, f"s{1199 - i}") for i in range(1200)]
+    assert [(link.depth, link.name) for link in collect_lineage(stages / "s1199")] == [
+        (i, f"s{1199 - i}") for i in range(1200)
+    ]
 
 
 def test_lineage_ends_at_the_data_and_the_model_that_no_stage_made(tmp_path: Path) -> None:
@@ -84,14 +86,14 @@ def test_lineage_ends_at_the_data_and_the_model_that_no_stage_made(tmp_path: Pat
     (model / "config.json").write_text("{}")
     run = counting_run(tmp_path, f"first.data={rows}", f"first.model={model}")
     run_stage(run, "first")
-    _, *sources = lineage(run.stage_path("first"))
-    assert [(link.name, link.kind, link.where, link.note) for link in sources] == [
+    _, *sources = collect_lineage(run.stage_path("first"))
+    assert [(link.name, link.kind, link.location, link.status) for link in sources] == [
         ("model", "model", str(model), "recorded"), ("rows.jsonl", "data", str(rows), "verified"),
     ]  # fmt: skip
     rows.write_text("[]\n")
-    assert lineage(run.stage_path("first"))[2].note == "altered since"
+    assert collect_lineage(run.stage_path("first"))[2].status == "altered since"
     rows.unlink()
-    assert lineage(run.stage_path("first"))[2].note == "gone"
+    assert collect_lineage(run.stage_path("first"))[2].status == "gone"
 
 
 def test_each_of_several_prompt_sets_is_compared_with_its_own_digest(tmp_path: Path) -> None:
@@ -145,18 +147,18 @@ def test_the_files_of_a_published_model_are_hashed_before_its_run(
 def test_lineage_starts_from_a_file_a_stage_a_run_or_a_published_model(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
     with pytest.raises(ConfigError, match="no stage of this run has made a model yet"):
-        stage_of(run.path)
+        find_stage_path(run.path)
     first, second = finish(run, "first"), finish(run, "second")
-    assert stage_of(first / "out" / "a.txt") == first
-    assert stage_of(first) == first
-    assert stage_of(run.path) == second
+    assert find_stage_path(first / "out" / "a.txt") == first
+    assert find_stage_path(first) == first
+    assert find_stage_path(run.path) == second
     published = tmp_path / "published" / "v1"
     published.mkdir(parents=True)
     (published / "published.json").write_text(json.dumps({"stage": str(first)}))
     (tmp_path / "published" / "latest").symlink_to("v1")
-    assert stage_of(tmp_path / "published" / "latest") == first
+    assert find_stage_path(tmp_path / "published" / "latest") == first
     with pytest.raises(ConfigError, match=r"belongs to no run; give a run, a stage, an exported or a published model$"):
-        stage_of(tmp_path)
+        find_stage_path(tmp_path)
 
 
 def test_a_public_name_has_no_folder_of_this_machine() -> None:

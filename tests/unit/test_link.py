@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from cosmos_core.rollout.link import TransferFailed, call_within, fill_bucket, split_bucket
+from cosmos_core.rollout.link import TransferFailed, fill_bucket, split_bucket, with_timeout
 
 TIED = torch.randn(4, 3)
 BUCKET = [
@@ -44,9 +44,9 @@ def test_a_call_gives_its_result_or_its_error() -> None:
     def refuse() -> None:
         raise TimeoutError("own error")
 
-    assert call_within(60, lambda: 3) == 3
+    assert with_timeout(60, lambda: 3) == 3
     with pytest.raises(TimeoutError, match="own error"):
-        call_within(60, refuse)
+        with_timeout(60, refuse)
 
 
 @pytest.mark.parametrize(("seconds", "has_failed", "reason"), [(0.05, False, "0.05 s"), (60, True, "an engine")])
@@ -61,5 +61,5 @@ def test_a_call_that_hangs_is_aborted_and_what_it_then_returns_is_ignored(
         return "arbitrary bytes"
 
     with pytest.raises(TransferFailed, match=reason):
-        call_within(seconds, hang, abort=aborted.set, has_failed=lambda: has_failed)
+        with_timeout(seconds, hang, abort=aborted.set, has_failed=lambda: has_failed)
     assert aborted.is_set() and returned.wait(60)

@@ -17,26 +17,26 @@ from typer.testing import CliRunner
 from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch import worker
-from cosmos_core.launch.clean import _may_run
+from cosmos_core.launch.clean import _may_be_running
 from cosmos_core.launch.reap import _has_lost_launcher
 from cosmos_core.observe import formatting
 from cosmos_core.observe.console import print_status
-from cosmos_core.observe.record import read_run, time_overhead
+from cosmos_core.observe.record import read_run, time_breakdown
 from cosmos_core.observe.resuming import resume_instructions
-from cosmos_core.observe.runs import is_inactive
-from cosmos_core.run.directory import Run, claim, create_run
+from cosmos_core.observe.runs import is_run_inactive
+from cosmos_core.run.directory import Run, claim_run, create_run
 from cosmos_core.run.liveness import (
     LEASE_SECONDS,
-    Approval,
-    approval_of,
+    PublicationApproval,
     check_approval,
-    note_approval,
-    note_flow_state,
-    note_stop,
-    outcome_of_flow,
+    derive_flow_outcome,
+    read_required_approval,
+    record_flow_state,
+    record_stop,
+    save_approval,
 )
-from cosmos_core.run.process import identify_process, start_time
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.process import identify_process, read_start_time
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.run.state import update_state
 from tasks import flow_run
 from tasks.cancellation import stop_stages
@@ -61,7 +61,7 @@ def training(folder: Path, *, saved: int | None = 10, **state: Any) -> Run:
 def gone() -> dict[str, Any]:
     """What `state.json` says of a launcher of this machine that has been killed."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    started = start_time(process.pid)
+    started = read_start_time(process.pid)
     process.kill()
     process.wait()
     return identify_process() | {"launcher_pid": process.pid, "launcher_started": started}
@@ -87,7 +87,7 @@ def test_a_run_whose_flow_was_killed_died_and_says_how_it_goes_on(tmp_path: Path
     assert said in status(run) and "running" not in status(run)
     listed = CliRunner().invoke(app, ["runs", "--output-dir", str(run.output_dir)]).output
     assert "".join(said.split()) in "".join(listed.split()) and "running" not in listed  # a table breaks long lines
-    assert is_inactive(read_run(run.path))
+    assert is_run_inactive(read_run(run.path))
 
 
 def test_the_worker_may_still_save_when_its_launcher_is_gone(tmp_path: Path) -> None:
@@ -113,34 +113,34 @@ def test_a_run_that_waits_for_a_person_or_was_declined_has_not_died(tmp_path: Pa
     run = training(tmp_path, state="done")
     (run.path / "locks").mkdir(exist_ok=True)
     (run.path / "locks" / "holder.json").write_text(json.dumps(gone()))
-    note_approval(run.path, Approval(until=MOMENT, is_declined=is_declined))
+    save_approval(run.path, PublicationApproval(until=MOMENT, is_declined=is_declined))
     if is_declined:
         assert "declined" in status(run) and "the model is not published" in status(run)
     else:
         assert "died after" in status(run), "the request has expired"
-        note_approval(run.path, Approval(until=time.time() + 3600))
+        save_approval(run.path, PublicationApproval(until=time.time() + 3600))
         assert "waiting" in status(run) and "waits for approval in the UI of Prefect until" in status(run)
-    with claim(run):
+    with claim_run(run):
         assert "running" in status(run) and "person" not in status(run)
 
 
 def test_an_approval_that_a_publication_needs_outlives_the_commands_that_claim_the_run(tmp_path: Path) -> None:
     run = training(tmp_path, state="done")
     check_approval(run.path)
-    with claim(run):
-        note_approval(run.path, Approval(until=time.time() + 3600, flow_run="id"))
-    with claim(run), pytest.raises(ConfigError, match="publishes only what a person has approved"):
+    with claim_run(run):
+        save_approval(run.path, PublicationApproval(until=time.time() + 3600, flow_run="id"))
+    with claim_run(run), pytest.raises(ConfigError, match="publishes only what a person has approved"):
         check_approval(run.path)
-    note_approval(run.path, Approval(approved_models="digest"))
-    claim(run).release()
+    save_approval(run.path, PublicationApproval(approved_models="digest"))
+    claim_run(run).release()
     check_approval(run.path)
-    note_approval(run.path, None)
-    assert approval_of(run.path) is None
+    save_approval(run.path, None)
+    assert read_required_approval(run.path) is None
 
 
 def test_what_the_worker_said_last_counts(tmp_path: Path) -> None:
     run = training(tmp_path, **gone(), saved=None)
-    progress = Progress(run.stage_path("sft") / "progress.json")
+    progress = ProgressWriter(run.stage_path("sft") / "progress.json")
     progress.step(14, 24)
     progress.phase("save")
     assert "after step 14" in status(run) and "(sft begins again at step 1: nothing was saved)" in status(run)
@@ -163,7 +163,7 @@ def test_on_another_machine_a_lease_that_lapsed_says_that_it_died(tmp_path: Path
 
 def test_a_run_that_was_killed_before_its_first_stage_or_between_two_died(tmp_path: Path) -> None:
     program = "import sys; from cosmos_core.run.directory import *; from tasks.kinds import all_kinds; "
-    program += "from pathlib import Path; lock = claim(open_run(Path(sys.argv[1]), all_kinds())); print(); input()"
+    program += "from pathlib import Path; lock = claim_run(open_run(Path(sys.argv[1]), all_kinds())); print(); input()"
     run = counting_run(tmp_path)
     assert read_run(run.path).outcome == "running"
     with subprocess.Popen(
@@ -176,10 +176,10 @@ def test_a_run_that_was_killed_before_its_first_stage_or_between_two_died(tmp_pa
         flow.kill()
     began = formatting.format_time(read_run(run.path).start_info.started)
     assert f"died after {began}, resume with: cosmos resume {run.path}" in status(run)
-    assert time_overhead(read_run(run.path))["wall"] == 0.0, "its time does not grow after its death"
+    assert time_breakdown(read_run(run.path))["wall"] == 0.0, "its time does not grow after its death"
     update_state(run.stage_path("first"), state="done", ended=MOMENT)
     assert "died after 2025-10-09 20:14, resume with: " in status(run)
-    with claim(run):
+    with claim_run(run):
         assert read_run(run.path).outcome == "running"
         with (
             worker.register_active_run(),
@@ -188,8 +188,8 @@ def test_a_run_that_was_killed_before_its_first_stage_or_between_two_died(tmp_pa
             thread.submit(stop_stages, run, []).result()
         with worker.register_active_run():
             assert not worker.is_stopping(), "the next test begins without the request"
-    assert read_run(run.path).outcome == "stopped" and is_inactive(read_run(run.path))
-    claim(run).release()
+    assert read_run(run.path).outcome == "stopped" and is_run_inactive(read_run(run.path))
+    claim_run(run).release()
     assert read_run(run.path).outcome == "running", "the next command for the run"
 
 
@@ -199,20 +199,20 @@ def test_a_flow_that_was_killed_in_its_own_code_died_and_one_that_lives_is_kept(
     run = counting_run(tmp_path)
     for stage in run.pipeline.stages:
         update_state(run.stage_path(stage.name), state="done", ended=MOMENT)
-    claim(run).release()
+    claim_run(run).release()
     assert read_run(run.path).outcome == "done", "the run of a TOML file ends with its last stage"
-    note_flow_state(run.path, "running")
-    assert (read_run(run.path).outcome, is_inactive(read_run(run.path))) == ("running", False)
-    assert not _has_lost_launcher(run.path) and _may_run(run.path)
+    record_flow_state(run.path, "running")
+    assert (read_run(run.path).outcome, is_run_inactive(read_run(run.path))) == ("running", False)
+    assert not _has_lost_launcher(run.path) and _may_be_running(run.path)
     file = run.path / "locks" / "holder.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | gone()))
-    note_flow_state(run.path, "completed")  # the end of an execution that another one has replaced
-    assert "died after 2025-10-09 20:14, resume with: " in status(run) and is_inactive(read_run(run.path))
-    assert _has_lost_launcher(run.path) and not _may_run(run.path)
-    claim(run).release()
-    note_stop(run.path, [stage.name for stage in run.pipeline.stages])
+    record_flow_state(run.path, "completed")  # the end of an execution that another one has replaced
+    assert "died after 2025-10-09 20:14, resume with: " in status(run) and is_run_inactive(read_run(run.path))
+    assert _has_lost_launcher(run.path) and not _may_be_running(run.path)
+    claim_run(run).release()
+    record_stop(run.path, [stage.name for stage in run.pipeline.stages])
     assert read_run(run.path).outcome == "done", "a command for a TOML file that was stopped after its last stage"
-    note_flow_state(run.path, "stopped")
+    record_flow_state(run.path, "stopped")
     assert read_run(run.path).outcome == "stopped", "a flow in Python that was stopped in its own code"
 
 
@@ -228,10 +228,10 @@ def test_a_flow_in_python_that_was_asked_to_stop_between_two_stages_is_stopped(
 ) -> None:
     make_inputs(tmp_path)
     run = create_run(load_recipe(tmp_path))
-    with claim(run):
-        note_flow_state(run.path, "running")
-    flow = flow_run.FlowInPython("f", "id", "run", "f.py:f", {}, [], run=run)
+    with claim_run(run):
+        record_flow_state(run.path, "running")
+    flow = flow_run.PythonFlowState("f", "id", "run", "f.py:f", {}, [], run=run)
     monkeypatch.setattr(flow_run, "_flows_by_attempt", {"id-1": flow})
-    assert outcome_of_flow(run.path) == "running"
-    flow_run._note_stop()
-    assert outcome_of_flow(run.path) == "stopped"
+    assert derive_flow_outcome(run.path) == "running"
+    flow_run._record_flow_stops()
+    assert derive_flow_outcome(run.path) == "stopped"

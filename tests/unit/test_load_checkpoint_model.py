@@ -15,8 +15,8 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.data import prepare
 from cosmos_core.errors import ModelError
 from cosmos_core.export.formats import _find_benchmarks, _find_prepared_rows
-from cosmos_core.run.manifest import adopt, commit
-from cosmos_core.run.stage import Stage, maker_of
+from cosmos_core.run.manifest import adopt_result, commit_manifest
+from cosmos_core.run.stage import Stage, find_stage_that_made
 from cosmos_core.train.setup import run
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
@@ -118,16 +118,16 @@ def test_a_reused_training_has_its_checkpoints_and_settings_in_the_run_that_made
     made, reused, third = (tmp_path / run / "stages/sft" for run in ("one", "two", "three"))
     upstream = trained(made, inputs)
     info, metrics = upstream["info"], {"evaluation/task/acc": 0.5}
-    result = commit(made, Outcome((info["model"],), metrics, info), kind="sft", fingerprint="f", inputs={})
-    adopt(reused, third, adopt(made, reused, result))
+    result = commit_manifest(made, Outcome((info["model"],), metrics, info), kind="sft", fingerprint="f", inputs={})
+    adopt_result(reused, third, adopt_result(made, reused, result))
     upstream |= {"path": str(third), "metrics": metrics}
     stage = exporting(tmp_path / "three/stages/export", upstream, "2")
     assert export.run(stage).info["step"] == 2
     assert _find_prepared_rows(stage) == inputs / "rows/data" and _find_benchmarks(stage) is None
-    adopt(third, made, result)  # its own files were damaged
-    assert maker_of(made) == made
+    adopt_result(third, made, result)  # its own files were damaged
+    assert find_stage_that_made(made) == made
     (made / "stage.toml").unlink()
-    assert maker_of(third) == third
+    assert find_stage_that_made(third) == third
 
 
 def test_what_is_not_there_is_said(inputs: Path, tmp_path: Path) -> None:

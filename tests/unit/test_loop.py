@@ -285,7 +285,7 @@ def test_resume_true_takes_over_what_another_mesh_left(inputs: Path, tmp_path: P
 def test_random_numbers_begin_anew_where_the_mesh_gives_a_rank_other_samples(inputs: Path, tmp_path: Path) -> None:
     loop = loop_of(stage(tmp_path / "stages/sft", inputs), lambda _: {})
     for step, rank in ((0, 0), (0, 1), (1, 0), (2, 1)):  # step 0: nothing is saved yet
-        mesh = SimpleNamespace(data=SimpleNamespace(get_local_rank=lambda rank=rank: rank))
+        mesh = SimpleNamespace(dp=SimpleNamespace(get_local_rank=lambda rank=rank: rank))
         loop.step, loop.trainer.adapter.mesh = step, mesh
         _ = loop._save_checkpoint() if step else None
         saved, loop.trainer.adapter.mesh = torch.get_rng_state(), None if step else mesh

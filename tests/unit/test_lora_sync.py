@@ -16,7 +16,7 @@ from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout.base import EngineSettings
 from cosmos_core.rollout.hf import HfEngine
 from cosmos_core.rollout.publish import WeightPublisher
-from cosmos_core.rollout.replica import pack, unpack
+from cosmos_core.rollout.replica import pack_bucket, unpack_bucket
 from tests.unit.test_lora import disturb, folder, ours, tied_folder  # noqa: F401 - fixtures
 
 
@@ -59,7 +59,7 @@ def test_tied_weights_are_sent_once(tied_folder: Path) -> None:  # noqa: F811
     assert publisher.publish(1)["sync/bytes"] == sum(parameter.nbytes for parameter in model.parameters())
     tied, other = torch.randn(64, 8), torch.randn(64)
     bucket = [("embed", tied), ("head", tied), ("norm", other), ("half", tied[:32])]
-    sent = pack(bucket)
+    sent = pack_bucket(bucket)
     assert sent.data.nbytes == tied.nbytes + other.nbytes + tied[:32].nbytes
-    found = dict(unpack(sent))
+    found = dict(unpack_bucket(sent))
     assert len(found) == len(bucket) and all(torch.equal(found[name], tensor) for name, tensor in bucket)

@@ -60,7 +60,9 @@ def adapted(model: Any) -> dict[str, int]:
     return {kind: int(count) for count, kind in pairs}
 
 
-@pytest.mark.parametrize("family", NAMED)
+@pytest.mark.parametrize(
+    "family", [pytest.param(n, marks=[pytest.mark.full] * (n in {"qwen2-moe", "mixtral"})) for n in NAMED]
+)
 def test_the_usual_names_mean_every_projection_of_that_name_and_peft_loads_the_adapter(
     tmp_path: Path, family: str
 ) -> None:

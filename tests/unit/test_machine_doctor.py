@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from cosmos_core.cli import app
 from cosmos_core.launch.machine_doctor import (
-    gpu_findings,
-    lock_finding,
-    package_findings,
-    shared_memory_finding,
-    vllm_finding,
+    check_file_locks,
+    check_gpus,
+    check_packages,
+    check_shared_memory,
+    check_vllm,
 )
 from cosmos_core.machine_properties import MachineProperties
 
@@ -49,8 +49,8 @@ def test_it_reports_every_property_of_this_machine(tmp_path: Path, monkeypatch: 
     ],
 )
 def test_packages_that_do_not_fit_are_named_with_their_requirement(requirement: str, message: str) -> None:
-    [finding] = package_findings(["pytest>=7", requirement])
-    assert (finding.message, finding.is_ok) == (message or "1 fit their requirements", not message)
+    [finding] = check_packages(["pytest>=7", requirement])
+    assert (finding.message, finding.is_healthy) == (message or "1 fit their requirements", not message)
 
 
 @pytest.mark.parametrize(
@@ -67,19 +67,19 @@ def test_a_torch_that_cannot_use_the_gpus_is_wrong(printed: str, message: str, m
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "580.1")
-    gpus, torch_finding = gpu_findings(H100, printed)
+    gpus, torch_finding = check_gpus(H100, printed)
     assert gpus.message == "2 visible: NVIDIA H100; driver 580.1" and torch_finding.message.startswith(message)
-    assert torch_finding.is_ok == ("True" in printed)
+    assert torch_finding.is_healthy == ("True" in printed)
 
 
 def test_a_missing_vllm_is_wrong_where_there_are_gpus_alone() -> None:
-    assert [vllm_finding(facts).is_ok for facts in (H100, MachineProperties("host", (), 8, {}))] == [False, True]
+    assert [check_vllm(facts).is_healthy for facts in (H100, MachineProperties("host", (), 8, {}))] == [False, True]
 
 
 @pytest.mark.parametrize(("free", "is_ok"), [(64 * 2**20, False), (16 * 2**30, True)])
 def test_the_shared_memory_of_a_plain_container_is_too_small(free: int, is_ok: bool) -> None:
-    finding = shared_memory_finding(free)
-    assert finding.is_ok == is_ok == ("--shm-size" not in finding.message)
+    finding = check_shared_memory(free)
+    assert finding.is_healthy == is_ok == ("--shm-size" not in finding.message)
 
 
 @pytest.mark.parametrize("fault", ["two processes get one lock", "has none: No locks available"])
@@ -88,7 +88,7 @@ def test_a_folder_without_locks_is_wrong(fault: str, tmp_path: Path, monkeypatch
         if "none" in fault:
             raise OSError(errno.ENOLCK, "No locks available")
 
-    assert lock_finding(tmp_path).is_ok
+    assert check_file_locks(tmp_path).is_healthy
     monkeypatch.setattr(fcntl, "flock", lock)
-    finding = lock_finding(tmp_path)
-    assert fault in finding.message and "pipeline.output_dir" in finding.message and not finding.is_ok
+    finding = check_file_locks(tmp_path)
+    assert fault in finding.message and "pipeline.output_dir" in finding.message and not finding.is_healthy

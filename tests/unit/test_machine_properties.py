@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from cosmos_core import machine_properties
-from cosmos_core.cluster.properties import measure_cluster, variables_of_ranks
+from cosmos_core.cluster.properties import measure_cluster, rank_variables
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch import worker
-from cosmos_core.machine_properties import MachineProperties, measure, measure_worker_machine
-from cosmos_core.run.digests import Digests
+from cosmos_core.machine_properties import MachineProperties, measure_machine, measure_worker_machine
+from cosmos_core.run.digests import DigestCache
 from cosmos_core.run.fingerprint import fingerprint
 from tasks.kinds import all_kinds
 from tests.unit.run_folder import load_recipe, make_inputs
@@ -51,11 +51,11 @@ class FakeNvml:
             raise self.NVMLError
         return 0
 
-    def nvmlDeviceGetName(self, card: int) -> str:
-        return self.names[card]
+    def nvmlDeviceGetName(self, gpu_type: int) -> str:
+        return self.names[gpu_type]
 
-    def nvmlDeviceGetUUID(self, card: int) -> str:
-        return f"GPU-{str(card) * 8}"
+    def nvmlDeviceGetUUID(self, gpu_type: int) -> str:
+        return f"GPU-{str(gpu_type) * 8}"
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def test_the_gpus_are_those_that_cuda_shows_in_its_order(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: tuple[str, ...]
 ) -> None:
     with machine_with(["A100", "H100", "H100"], monkeypatch, visible) as nvml:
-        assert measure().gpus == gpus
+        assert measure_machine().gpus == gpus
     assert nvml.num_open == 0
 
 
@@ -105,13 +105,13 @@ def test_the_device_names_each_model_once_and_is_cpu_without_one(
     monkeypatch: pytest.MonkeyPatch, names: list[str], has_driver: bool, device: str
 ) -> None:
     with machine_with(names, monkeypatch, has_driver=has_driver):
-        assert measure().device == device
+        assert measure_machine().device == device
         monkeypatch.setitem(sys.modules, "pynvml", None)
-        assert measure().device == "cpu", "without the package"
+        assert measure_machine().device == "cpu", "without the package"
 
 
 def test_the_versions_are_those_of_the_interpreter_that_is_asked(tmp_path: Path) -> None:
-    assert measure(["pydantic", "nothing-of-the-kind"]).versions == {"pydantic": version("pydantic")}
+    assert measure_machine(["pydantic", "nothing-of-the-kind"]).versions == {"pydantic": version("pydantic")}
     other = tmp_path / "python"
     lines = ("import importlib.metadata as m, runpy, sys", "m.version = lambda name: '9.9'", "sys.argv = sys.argv[2:]",
              "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)")  # fmt: skip
@@ -140,7 +140,7 @@ def test_a_fingerprint_is_made_of_the_gpus_of_the_machine_that_runs_the_stage(
 
     def device(*names: str) -> Any:
         with machine_with(names, monkeypatch):
-            kind, digests = all_kinds()["sft"], Digests(tmp_path / "digests.json")
+            kind, digests = all_kinds()["sft"], DigestCache(tmp_path / "digests.json")
             found = fingerprint(pipeline, pipeline.stage("sft"), kind, {"prepare": "d"}, digests)
         return found.ingredients["device"]
 
@@ -154,8 +154,8 @@ def test_ranks_of_a_cluster_see_what_a_worker_sets_for_its_stage(
     users = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "VLLM_BATCH_INVARIANT": "1", "WANDB_API_KEY": "secret"}
     for name, value in {**set_for_stage, **users}.items():
         monkeypatch.setenv(name, value)
-    found = variables_of_ranks()
-    not_theirs = {"PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING", worker.LOCK_DESCRIPTORS}
+    found = rank_variables()
+    not_theirs = {"PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING", worker.LOCK_DESCRIPTORS_VARIABLE}
     assert found.keys() >= (set_for_stage.keys() | users.keys()) - not_theirs - {"WANDB_API_KEY"}
     assert not found.keys() & (not_theirs | {"WANDB_API_KEY"})
     assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

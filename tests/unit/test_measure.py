@@ -13,8 +13,8 @@ import pytest
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import StageFailed
-from cosmos_core.rewards.base import full_value
-from cosmos_core.train.measure import Completions, completion_metrics, pass_at_k, reward_weights, row_metrics
+from cosmos_core.rewards.base import full_reward
+from cosmos_core.train.measure import CompletionValidation, completion_metrics, held_out_rewards, pass_at_k, row_metrics
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.unit.test_train import GRPO, make_stage, recipe
 
@@ -49,12 +49,12 @@ class Engine:
         pass
 
 
-def completions(folder: Path, engine: Any, score: Score) -> Completions:
+def completions(folder: Path, engine: Any, score: Score) -> CompletionValidation:
     def scored(groups: Sequence[Group]) -> list[ScoredGroup]:
         return [ScoredGroup(group, (score,) * len(group.completions)) for group in groups]
 
     prompts: Any = PROMPTS
-    return Completions(prompts, engine, scored, make_stage(folder, "rl", recipe(GRPO)))
+    return CompletionValidation(prompts, engine, scored, make_stage(folder, "rl", recipe(GRPO)))
 
 
 def test_each_validation_draws_with_the_same_seeds(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_one(k: int, count: int, 
 
 def test_a_penalty_that_is_not_due_costs_no_accuracy() -> None:
     rewards = {"boxed_math": 2.0, "overlong": 1.0}
-    assert full_value(reward_weights(recipe({**GRPO, "reward_function": rewards}))) == 2.0
+    assert full_reward(held_out_rewards(recipe({**GRPO, "reward_function": rewards}))) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_accuracy_is_that_of_a_reward_that_was_named_or_none(
 ) -> None:
     unnamed = {name: value for name, value in GRPO.items() if name != "reward_function"}
     asked = Recipe.model_validate(recipe({**unnamed, **settings}).model_dump())  # as a worker reads it
-    assert reward_weights(asked) == rewards
-    assert full_value(rewards) == (2.0 if any(rewards.values()) else None)
-    found = completion_metrics([scored(0.0, 0.0)], partial(full_value, rewards))
+    assert held_out_rewards(asked) == rewards
+    assert full_reward(rewards) == (2.0 if any(rewards.values()) else None)
+    found = completion_metrics([scored(0.0, 0.0)], partial(full_reward, rewards))
     expected = 0.0 if any(rewards.values()) else None
     assert found.get("validation/accuracy") == found.get("validation/pass@2") == expected
 
@@ -123,7 +123,7 @@ def test_accuracy_is_left_out_where_no_data_set_with_a_full_reward_has_a_valid_c
 
 def test_held_out_rows_fill_a_forward_pass_of_each_data_parallel_rank(tmp_path: Path) -> None:
     data = SimpleNamespace(size=lambda: 4)
-    rank: Any = SimpleNamespace(adapter=SimpleNamespace(mesh=SimpleNamespace(data=data)))
+    rank: Any = SimpleNamespace(adapter=SimpleNamespace(mesh=SimpleNamespace(dp=data)))
     algorithm: Any = SimpleNamespace(measure=lambda chunks, view, size: {"chunks": [len(chunk) for chunk in chunks]})
 
     class Rows(list[int]):

@@ -6,10 +6,10 @@ import av
 import numpy as np
 import pytest
 
-from cosmos_core.data.media_pixels import FrameSettings, pixels_of
-from cosmos_core.data.media_source import Content
+from cosmos_core.data.media_pixels import FrameSettings, decode_media
+from cosmos_core.data.media_source import MediaContent
 from cosmos_core.data.prepare import run as run_stage
-from cosmos_core.data.prepare_media import Source, preview
+from cosmos_core.data.prepare_media import Encoders, preview
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.evaluate import diffusion
 from cosmos_core.run.progress import read_progress
@@ -21,8 +21,8 @@ from tests.unit.test_prepare_media import FakeEncoders, make_stage, runs, stage_
 __all__ = ["runs"]
 
 
-def fake_source(**given) -> Source:
-    return Source(FakeEncoders(), "encoders", multiple=4, **given)
+def fake_source(**given) -> Encoders:
+    return Encoders(FakeEncoders(), "encoders", size_multiple=4, **given)
 
 
 def test_a_look_refuses_what_preparing_would_refuse_and_says_how_many_rows_are_left(tmp_path, runs):
@@ -88,10 +88,10 @@ def test_a_quarter_that_is_missing_is_seen_in_a_short_clip(tmp_path, suffix, num
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
     framing = FrameSettings((64, 64), num_frames=2, sampling="first")
-    assert pixels_of(Content(True, file), framing, 0.0).shape == (2, 64, 64, 3)
+    assert decode_media(MediaContent(True, file), framing, 0.0).shape == (2, 64, 64, 3)
     file.write_bytes(file.read_bytes()[: file.stat().st_size * 3 // 4])
     with pytest.raises(DataError, match="it is cut off: its head says"):
-        pixels_of(Content(True, file), framing, 0.0)
+        decode_media(MediaContent(True, file), framing, 0.0)
 
 
 def test_clips_of_several_rates_are_told(tmp_path, runs):

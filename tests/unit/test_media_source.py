@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data.embeddings import read_embedding
-from cosmos_core.data.media_pixels import FrameSettings, bucket_sizes, pixels_of
-from cosmos_core.data.media_source import Content, open_items
+from cosmos_core.data.media_pixels import FrameSettings, bucket_sizes, decode_media
+from cosmos_core.data.media_source import MediaContent, open_media_items
 from cosmos_core.errors import DataError
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
@@ -50,7 +50,7 @@ def write_clip(
 
 
 def items_of(path, **dataset):
-    return list(open_items(DatasetConfig(name=str(path), **dataset), "dataset")())
+    return list(open_media_items(DatasetConfig(name=str(path), **dataset), "dataset")())
 
 
 def write_pairs(folder: Path, count: int = 2) -> Path:
@@ -145,7 +145,7 @@ def test_a_row_without_a_column_of_media_or_with_a_url_is_told(tmp_path):
     other, item = items_of(tmp_path / "rows.jsonl")
     assert other.content is None and other.problem == ""
     known = "image, img, jpg, png, webp, video, mp4, file_name"
-    assert other.lacks == f"it has no column {known} with an image or a video, but photo, text"
+    assert other.missing_media_reason == f"it has no column {known} with an image or a video, but photo, text"
     assert item.problem == "rows.jsonl:2: 'https://host/1.png' is a URL, which is not read; download it"
 
 
@@ -191,14 +191,14 @@ def test_images_and_clips_with_a_caption_file_of_their_name_are_read(tmp_path, s
         (tmp_path / f"{stem}{suffix}").write_text(text, encoding="utf-8")
     (tmp_path / "g.json").write_text('{"label": 3}')
     (tmp_path / "readme.txt").write_text("of nothing")
-    found = {item.where: (item.prompt, item.problem) for item in items_of(tmp_path)}
+    found = {item.location: (item.prompt, item.problem) for item in items_of(tmp_path)}
     assert found == {
         "g.json": ("gee", ""), "a.png": ("a cat", ""), "b.c.JPG": ("und ein Hund, größer", ""),
         "train.png": ("rails", ""), "d.mp4": ("a clip", ""),
         "e.png": ("", "e.png: its caption file is empty or not UTF-8; write its prompt there"),
         "f.png": ("", "f.png: there is no f.txt, .caption or .json with its prompt"),
     }  # fmt: skip
-    (item,) = [item for item in items_of(tmp_path) if item.where == "g.json"]
+    (item,) = [item for item in items_of(tmp_path) if item.location == "g.json"]
     assert item.metadata == {"label": 3} and item.content.path == tmp_path / "g.png"
 
 
@@ -211,7 +211,7 @@ def test_each_file_of_a_name_is_read_and_formats_that_are_not_read_are_told(tmp_
         (tmp_path / name).write_bytes(b"x")
         (tmp_path / name).with_suffix(".txt").write_text("more")
     items = items_of(tmp_path)
-    found = [(item.where, item.prompt, item.problem, item.content and item.content.path.name) for item in items]
+    found = [(item.location, item.prompt, item.problem, item.content and item.content.path.name) for item in items]
     remedy = "is not read; convert it to png or mp4"
     assert found == [
         *((name, "", f"{name}: .{name[2:]} {remedy}", None) for name in ("c.heic", "d.GIF", "e.jp2")),
@@ -233,7 +233,7 @@ def test_pairs_in_sub_folders_are_read_and_those_of_held_out_splits_are_not(tmp_
     (tmp_path / "sub" / "f.png").write_bytes(png())
     names = ["a.jpg"] * has_files + ["sub/b.jpg", "sub/f.png", "sub/deep/c.png"]
     problem = "sub/f.png: there is no f.txt, .caption or .json with its prompt"
-    assert [(item.where, item.prompt, item.problem) for item in items_of(tmp_path)] == [
+    assert [(item.location, item.prompt, item.problem) for item in items_of(tmp_path)] == [
         (name, "", problem) if name == "sub/f.png" else (name, f"of {name}", "") for name in names
     ]
     (tmp_path / "sub" / "b.txt").rename(tmp_path / "sub" / "b.json")
@@ -304,7 +304,7 @@ def test_an_image_is_scaled_to_cover_its_size_and_cropped_around_the_middle(tmp_
     image = Image.new("RGB", (40, 20), BLUE)
     image.paste(RED, (10, 0, 30, 20))
     image.save(tmp_path / "1.png")
-    pixels = pixels_of(Content(False, tmp_path / "1.png"), FrameSettings((10, 10)), 0.0)
+    pixels = decode_media(MediaContent(False, tmp_path / "1.png"), FrameSettings((10, 10)), 0.0)
     assert pixels.shape == (10, 10, 3)
     assert (pixels[:, 3:7] == RED).all()
 
@@ -318,7 +318,7 @@ def test_a_clip_that_was_taken_upright_is_shown_upright(tmp_path, matrix, is_lef
     a, b, c, d = (value << 16 for value in matrix)
     content[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
     clip.write_bytes(content)
-    [frame] = pixels_of(Content(True, clip), FrameSettings((32, 32), num_frames=1), 0.0)
+    [frame] = decode_media(MediaContent(True, clip), FrameSettings((32, 32), num_frames=1), 0.0)
     top, bottom = frame[:12].mean(), frame[-12:].mean()
     bright, dark = (top, bottom) if is_left_above else (bottom, top)
     assert bright > 150 and dark < 50
@@ -329,17 +329,17 @@ def test_buckets_keep_the_area_and_take_the_nearest_aspect_ratio():
     assert (512, 512) in sizes
     assert all(h % 16 == 0 and w % 16 == 0 and 0.9 < h * w / 512**2 < 1.1 for h, w in sizes)
     framing = FrameSettings((512, 512), buckets=True)
-    assert framing.size_of(1000, 1000) == (512, 512)
-    height, width = framing.size_of(1080, 1920)
+    assert framing.target_size(1000, 1000) == (512, 512)
+    height, width = framing.target_size(1080, 1920)
     assert abs(height / width - 1080 / 1920) < 0.05
-    assert FrameSettings((512, 512)).size_of(1080, 1920) == (512, 512)
+    assert FrameSettings((512, 512)).target_size(1080, 1920) == (512, 512)
 
 
 def test_the_frames_of_a_clip_are_those_that_the_sampling_says(tmp_path):
-    content = Content(True, write_clip(tmp_path / "1.mp4"))
+    content = MediaContent(True, write_clip(tmp_path / "1.mp4"))
 
     def frames(sampling, draw=0.0):
-        pixels = pixels_of(content, FrameSettings((32, 32), num_frames=5, sampling=sampling), draw)
+        pixels = decode_media(content, FrameSettings((32, 32), num_frames=5, sampling=sampling), draw)
         assert pixels.shape == (5, 32, 32, 3)
         return (pixels.mean((1, 2, 3)) / 10).round().astype(int).tolist()
 
@@ -347,13 +347,13 @@ def test_the_frames_of_a_clip_are_those_that_the_sampling_says(tmp_path):
     assert frames("middle") == [3, 4, 5, 6, 7]
     assert frames("random", 0.999) == [7, 8, 9, 10, 11]
     assert frames("uniform") == [0, 3, 6, 8, 11]
-    held = Content(True, content_bytes=(tmp_path / "1.mp4").read_bytes())
+    held = MediaContent(True, content_bytes=(tmp_path / "1.mp4").read_bytes())
     first = FrameSettings((32, 32), num_frames=5, sampling="first")
-    assert (pixels_of(held, first, 0.0) == pixels_of(content, first, 0.0)).all()
+    assert (decode_media(held, first, 0.0) == decode_media(content, first, 0.0)).all()
     with pytest.raises(DataError, match=r"it has 12 frames, and policy\.diffusers.train_frames = 13 are needed"):
-        pixels_of(content, FrameSettings((32, 32), num_frames=13), 0.0)
+        decode_media(content, FrameSettings((32, 32), num_frames=13), 0.0)
     with pytest.raises(DataError, match="it is a video"):
-        pixels_of(content, FrameSettings((32, 32)), 0.0)
+        decode_media(content, FrameSettings((32, 32)), 0.0)
 
 
 def test_embeddings_are_read_from_safetensors_and_from_pickles_of_arrays_alone(tmp_path):

@@ -31,7 +31,7 @@ from transformers import (
 from cosmos_core.errors import ModelError
 from cosmos_core.models.base import has_dropout
 from cosmos_core.models.hf import check_row_length, load_config, load_model, load_tokenizer, named_weights
-from cosmos_core.models.recompute import Recompute
+from cosmos_core.models.recompute import RecomputeMode
 from cosmos_core.models.sharded_load import init_on_meta
 from tests.unit.tiny_model import save_tiny_model
 
@@ -93,7 +93,7 @@ def test_gradient_checkpointing_leaves_the_gradient_as_it_is(folder: Path) -> No
 @pytest.mark.parametrize("how", [True, "selective"])
 @pytest.mark.parametrize("is_later", [False, True], ids=["whole", "in parts"])
 def test_a_family_that_cannot_recompute_keeps_everything_and_says_so_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: Recompute, is_later: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: RecomputeMode, is_later: bool
 ) -> None:
     config = JetMoeConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=1, num_key_value_heads=2, kv_channels=8, intermediate_size=48,

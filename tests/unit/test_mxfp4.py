@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from cosmos_core.models.hf import load_config, load_model
-from cosmos_core.rollout.mxfp4 import has_mxfp4, quantize, quantize_bucket
+from cosmos_core.rollout.mxfp4 import has_mxfp4, quantize_bucket, quantize_experts
 from tests.unit.test_quantized_base import save_mxfp4
 from tests.unit.tiny_model import save_tiny_model
 
@@ -19,7 +19,7 @@ VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 def back(weight_EOI: torch.Tensor) -> torch.Tensor:
     """What transformers reads of our blocks."""
-    return convert_moe_packed_tensors(*quantize(weight_EOI), dtype=torch.float32).transpose(1, 2)
+    return convert_moe_packed_tensors(*quantize_experts(weight_EOI), dtype=torch.float32).transpose(1, 2)
 
 
 def test_values_are_rounded_to_the_nearest_and_those_of_the_format_stay() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from cosmos_core.observe import formatting
 from cosmos_core.observe.console import Display, sparkline
-from cosmos_core.run.progress import Position
+from cosmos_core.run.progress import ProgressRecord
 
 
 class Clock:
@@ -23,8 +23,8 @@ class Clock:
         return self.now
 
 
-def progress(step: int, total: int | None, at: float, phase: str = "step", **metrics: float) -> Position:
-    return Position(pid=7, phase=phase, step=step, total=total, metrics=metrics, heartbeat=1000.0 + at)
+def progress(step: int, total: int | None, at: float, phase: str = "step", **metrics: float) -> ProgressRecord:
+    return ProgressRecord(pid=7, phase=phase, step=step, total=total, metrics=metrics, heartbeat=1000.0 + at)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_off_a_terminal_each_change_of_state_is_a_line_and_progress_comes_every_
     clock: Clock, out: io.StringIO
 ) -> None:
     speed = {"throughput/tokens_per_second": 3200.0}
-    with Display(["prepare", "grpo"], stream=out, clock=clock) as display:
+    with Display(["prepare", "grpo"], stream=out, get_time=clock) as display:
         display.update("prepare", "reused")
         display.update("grpo", "running", progress(0, None, 0, "load"))
         clock.now += 10
@@ -66,7 +66,7 @@ def test_off_a_terminal_each_change_of_state_is_a_line_and_progress_comes_every_
 
 
 def test_off_a_terminal_no_line_comes_twice_for_the_same_step(clock: Clock, out: io.StringIO) -> None:
-    display = Display(["sft"], stream=out, clock=clock)
+    display = Display(["sft"], stream=out, get_time=clock)
     validating = {"phase": "validate", "count": 24}
     places = [
         progress(0, 4, 0, "load"), progress(0, 4, 0, "step"), progress(0, 4, 20, "compile"),
@@ -96,13 +96,13 @@ def test_off_a_terminal_no_line_comes_twice_for_the_same_step(clock: Clock, out:
 
 def test_compiling_is_shown_with_its_time_and_is_no_part_of_the_pace(clock: Clock) -> None:
     out = io.StringIO()
-    with Display(["sft"], terminal=True, stream=out, clock=clock) as display:
+    with Display(["sft"], terminal=True, stream=out, get_time=clock) as display:
         display.update("sft", "running", progress(1, 41, 0))
         display.update("sft", "running", progress(2, 41, 2, "compile"))
         clock.now += 34
     assert "compile 34s" in out.getvalue()
     out = io.StringIO()
-    display = Display(["sft"], stream=out, clock=clock)
+    display = Display(["sft"], stream=out, get_time=clock)
     display.update("sft", "running", progress(1, 41, 0))
     clock.now += 40
     display.update("sft", "running", progress(21, 41, 74).model_copy(update={"compile_seconds": 34.0}))
@@ -117,7 +117,7 @@ def test_a_terminal_shows_memory_the_times_of_a_step_and_the_course_of_the_rewar
     clock: Clock, out: io.StringIO, memory: dict[str, float], text: str
 ) -> None:
     times = {"time/generate": 12.0, "time/score": 0.5, "time/train": 3.0}
-    with Display(["grpo"], terminal=True, stream=out, clock=clock) as display:
+    with Display(["grpo"], terminal=True, stream=out, get_time=clock) as display:
         display._console.width = 160
         for step in (1, 2):
             display.update("grpo", "running", progress(step, 9, step, loss=0.0, reward=step, **times, **memory))
@@ -126,7 +126,7 @@ def test_a_terminal_shows_memory_the_times_of_a_step_and_the_course_of_the_rewar
 
 
 def test_the_pace_starts_again_with_a_new_attempt(clock: Clock, out: io.StringIO) -> None:
-    display = Display(["sft"], stream=out, clock=clock)
+    display = Display(["sft"], stream=out, get_time=clock)
     display.update("sft", "running", progress(1, 40, 5, loss=2.0))
     display.update("sft", "running", progress(21, 40, 25, loss=1.0))
     display.update("sft", "retrying")
@@ -142,7 +142,7 @@ def test_the_pace_starts_again_with_a_new_attempt(clock: Clock, out: io.StringIO
 
 
 def test_a_failed_stage_says_where_it_was(clock: Clock, out: io.StringIO) -> None:
-    display = Display(["sft"], stream=out, clock=clock)
+    display = Display(["sft"], stream=out, get_time=clock)
     display.update("sft", "running", progress(3, 40, 1, loss=float("nan")))
     clock.now += 61
     display.update("sft", "failed")
@@ -177,24 +177,24 @@ def test_durations_read_as_people_say_them_and_numbers_have_three_digits_that_ma
         (0, "0.0s"), (3.14, "3.1s"), (9.96, "10s"), (59.4, "59s"), (59.6, "1m00s"), (100, "1m40s"), (3599.7, "1h00m"),
         (7500, "2h05m"), (273600, "3d04h"), (None, "–"), (float("inf"), "–"), (-1, "0.0s"),
     ]  # fmt: skip
-    assert [formatting.duration(seconds) for seconds, _ in durations] == [text for _, text in durations]
+    assert [formatting.format_duration(seconds) for seconds, _ in durations] == [text for _, text in durations]
     numbers = [
         (0.4314, "0.431"), (0.0, "0.000"), (12, "12"), (1.23456e-5, "1.23e-05"), (54321.7, "54,322"), (1.0, "1.000"),
         (-0.002, "-0.002"), (20000.0, "20,000"), (200.0, "200"), (3.5e15, "3.5e+15"), (float("nan"), "nan"),
         (None, "–"), (True, "True"), ("published", "published"),
     ]  # fmt: skip
-    assert [formatting.number(value) for value, _ in numbers] == [text for _, text in numbers]
+    assert [formatting.format_number(value) for value, _ in numbers] == [text for _, text in numbers]
 
 
 def test_metrics_are_told_apart_by_what_they_are_about() -> None:
     keys = ("loss", "train/loss", "reward/mean", "validation/reward", "reward/std")
-    assert [formatting.family(key) for key in keys] == ["loss", "loss", "reward", "reward", "std"]
-    assert formatting.headline({"loss": 0.1, "kl": 0.0, "reward/mean": 0.5}) == ("reward", 0.5)
-    assert formatting.headline({"grad_norm": 1.0, "train/loss": 2.0}) == ("loss", 2.0)
-    assert formatting.headline({"grad_norm": 1.0}) is None
+    assert [formatting.metric_family(key) for key in keys] == ["loss", "loss", "reward", "reward", "std"]
+    assert formatting.find_headline({"loss": 0.1, "kl": 0.0, "reward/mean": 0.5}) == ("reward", 0.5)
+    assert formatting.find_headline({"grad_norm": 1.0, "train/loss": 2.0}) == ("loss", 2.0)
+    assert formatting.find_headline({"grad_norm": 1.0}) is None
     metrics = {"time/step": 1.0, "kl": 0.1, "loss": 0.2, "validation/loss": 0.3, "reward/mean": 0.4}
     assert list(formatting.key_metrics(metrics)) == ["validation/loss", "reward/mean", "loss", "kl"]
-    assert [formatting.count(value) for value in (850, 3200, 1_400_000)] == ["850", "3.2k", "1.4M"]
+    assert [formatting.format_count(value) for value in (850, 3200, 1_400_000)] == ["850", "3.2k", "1.4M"]
 
 
 def test_a_line_of_the_summary_shows_few_figures_by_short_names() -> None:
@@ -218,7 +218,7 @@ def test_a_sparkline_has_the_first_the_last_the_lowest_and_the_highest_value() -
 @pytest.mark.parametrize("terminal", [False, True])
 def test_each_warning_of_a_stage_is_printed_once(clock: Clock, out: io.StringIO, terminal: bool) -> None:
     position = progress(1, 2, 0).model_copy(update={"warnings": ["12 of 24 rewards are invalid"]})
-    with Display(["prepare", "rl"], terminal=terminal, stream=out, clock=clock) as display:
+    with Display(["prepare", "rl"], terminal=terminal, stream=out, get_time=clock) as display:
         for _ in range(3):
             display.update("rl", "running", position)
         display.update("rl", "done", position.model_copy(update={"warnings": [*position.warnings, "the disk is slow"]}))

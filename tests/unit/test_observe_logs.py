@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cosmos_core.observe.logs import NO_TELEMETRY, add_quiet_variables, configure
+from cosmos_core.observe.logs import NO_TELEMETRY_VARIABLES, add_quiet_variables, configure_logging
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def root_logger_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_a_record_is_one_line_with_time_level_logger_and_message() -> None:
     stream = io.StringIO()
-    configure("INFO", stream)
+    configure_logging("INFO", stream)
     logging.getLogger("cosmos_core.x").info("step %d", 3)
     logging.getLogger("cosmos_core.x").warning("careful")
     logging.getLogger("cosmos_core.x").debug("too much")
@@ -41,7 +41,7 @@ def test_noisy_libraries_are_heard_from_warning_on_even_when_they_reset_their_le
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stream = io.StringIO()
-    configure("DEBUG", stream)
+    configure_logging("DEBUG", stream)
     for name in ("httpx", "prefect.flow_runs", "vllm.engine", "transformers.trainer", "matplotlib.font_manager"):
         logger = logging.getLogger(name)
         # Another test may have imported the library, which then keeps its lines to itself.
@@ -56,14 +56,14 @@ def test_noisy_libraries_are_heard_from_warning_on_even_when_they_reset_their_le
 
 def test_configuring_twice_does_not_say_things_twice() -> None:
     first, second = io.StringIO(), io.StringIO()
-    configure("INFO", first)
-    configure("INFO", second)
+    configure_logging("INFO", first)
+    configure_logging("INFO", second)
     logging.getLogger("cosmos_core.x").info("once")
     assert first.getvalue() == "" and second.getvalue().count("once") == 1
 
 
 def test_without_a_stream_lines_follow_sys_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    configure()
+    configure_logging()
     late = io.StringIO()
     monkeypatch.setattr(sys, "stderr", late)
     logging.getLogger("cosmos_core.x").info("here")
@@ -75,15 +75,15 @@ def test_the_quiet_environment_yields_to_what_the_user_set() -> None:
     quiet = add_quiet_variables(env)
     assert quiet["DO_NOT_TRACK"] == "0" and quiet["HOME"] == "/home/me"
     assert quiet["VLLM_NO_USAGE_STATS"] == "1" and quiet["HF_HUB_DISABLE_TELEMETRY"] == "1"
-    assert NO_TELEMETRY.keys() <= quiet.keys() and env.keys() == {"DO_NOT_TRACK", "HOME"}
+    assert NO_TELEMETRY_VARIABLES.keys() <= quiet.keys() and env.keys() == {"DO_NOT_TRACK", "HOME"}
 
 
 @pytest.mark.usefixtures("executed")
 def test_the_lines_survive_the_import_of_prefect_which_reads_the_switches_as_off() -> None:
     code = (
         "import logging\n"
-        "from cosmos_core.observe.logs import configure\n"
-        "configure()\n"
+        "from cosmos_core.observe.logs import configure_logging\n"
+        "configure_logging()\n"
         "from prefect.settings import get_current_settings\n"
         "logging.getLogger('prefect.flow_runs').info('noise')\n"
         "logging.getLogger('cosmos_core.x').info('still here')\n"

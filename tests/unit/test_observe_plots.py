@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from cosmos_core.observe.plots import REPORT_PANELS, curves, curves_svg
+from cosmos_core.observe.plots import REPORT_PANELS, curves_svg, plot_curves
 
 LINES: list[dict[str, Any]] = [
     {"step": i, "time": 1.0, "loss": float(30 - i), "reward/mean": float(i), "reward/std": 1.0, "time/step": 2.0}
@@ -57,7 +57,7 @@ def test_what_no_axis_reaches_leaves_a_gap(values: tuple[float, ...]) -> None:
     lines = [{"step": step, "train/loss": value} for step, value in enumerate(values)]
     drawn = [line if abs(line["train/loss"]) < 1e300 else line | {"train/loss": math.nan} for line in lines]
     assert curves_svg(lines) == curves_svg(drawn) != ""
-    assert curves(lines) == curves(drawn)
+    assert plot_curves(lines) == plot_curves(drawn)
     assert curves_svg([{"step": 10**400, "train/loss": 1.0}]) == ""
 
 
@@ -86,7 +86,7 @@ def test_the_svg_brings_no_style_sheet_no_address_and_no_id_twice() -> None:
 
 def test_the_png_is_a_picture_with_something_on_it_also_for_one_point_and_for_none() -> None:
     for lines in (LINES, [{"step": 3, "loss": 1.0}], []):
-        image = Image.open(io.BytesIO(curves(lines))).convert("L")
+        image = Image.open(io.BytesIO(plot_curves(lines))).convert("L")
         assert image.width >= 400 and image.getextrema() != (255, 255)
 
 

@@ -15,8 +15,8 @@ from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.observe import report
 from cosmos_core.observe.console import print_summary
 from cosmos_core.observe.record import read_run
-from cosmos_core.run.files import read_object
-from cosmos_core.run.progress import Position
+from cosmos_core.run.files import read_json_object
+from cosmos_core.run.progress import ProgressRecord
 from tasks.artifacts import StageArtifacts, _render_run_card, card_key
 from tests.unit.observed_runs import Page, finished_run, write, write_lines
 
@@ -27,7 +27,7 @@ def test_what_is_published_stands_beside_the_model_of_the_run(tmp_path: Path, ha
     pipeline = run / "pipeline.toml"
     publish = '[[pipeline.stages]]\nname = "publish"\nkind = "upload"\nafter = ["grpo"]\n'
     pipeline.write_text(pipeline.read_text() + publish)
-    result = read_object(run / "stages" / "export" / "result.json")
+    result = read_json_object(run / "stages" / "export" / "result.json")
     write(run / "stages" / "publish" / "result.json", result | {"info": {"model": url, "published": url}})
     if not has_export:
         write(run / "stages" / "export" / "result.json", result | {"info": {}})
@@ -37,7 +37,7 @@ def test_what_is_published_stands_beside_the_model_of_the_run(tmp_path: Path, ha
     print_summary(run, stream=out)
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     assert f"model                      {model}" in lines and f"published                  {url}" in lines
-    text = Page(report.build(run)).text
+    text = Page(report.build_report(run)).text
     assert f"Model {model} from" in text and f"published {url}" in text
     card = _render_run_card(record)
     assert f"model `{model}`" in card and f"published `{url}`" in card
@@ -51,11 +51,11 @@ def test_metrics_beyond_every_float_cost_neither_the_page_nor_the_summary(tmp_pa
     write_lines(stage / "metrics.jsonl", lines)
     samples = [{"step": step, "prompt": "p", "completion": "c", "reward": metric * (3 - 2 * step)} for step in (1, 2)]
     write_lines(stage / "samples.jsonl", samples)
-    write(stage / "result.json", read_object(stage / "result.json") | {"metrics": {"reward/mean": metric}})
+    write(stage / "result.json", read_json_object(stage / "result.json") | {"metrics": {"reward/mean": metric}})
     out = io.StringIO()
     print_summary(run, stream=out)
     told = "1e+308" if metric > 0 else "-inf"
-    assert f"reward {told}" in out.getvalue() and told in Page(report.build(run)).text
+    assert f"reward {told}" in out.getvalue() and told in Page(report.build_report(run)).text
 
 
 def test_a_server_that_does_not_respond_holds_up_no_stage(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_server_that_does_not_respond_holds_up_no_stage(tmp_path: Path) -> Non
         with temporary_settings({PREFECT_API_URL: address, PREFECT_CLIENT_MAX_RETRIES: 0}):
             artifacts = StageArtifacts(PipelineConfig(name="held"), tmp_path / "run/stages/sft")
             for step in (1, 2):
-                artifacts.update(Position(step=step, total=2))
+                artifacts.update(ProgressRecord(step=step, total=2))
             assert "artifacts" in {thread.name for thread in threading.enumerate()}, "the server is still asked"
             thread = artifacts._thread
         assert thread is not None and thread.is_alive()

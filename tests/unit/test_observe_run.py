@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def source(run: Path) -> str:
     """Its page."""
-    return report.build(run)
+    return report.build_report(run)
 
 
 def summary(run: Path) -> str:
@@ -102,7 +102,7 @@ def test_no_two_boxes_of_the_graph_overlap_and_arrows_go_right(source: str) -> N
 
 
 def test_a_run_that_failed_half_way_still_has_a_page(tmp_path: Path) -> None:
-    source = report.build(failed_run(tmp_path))
+    source = report.build_report(failed_run(tmp_path))
     text = Page(source).text
     assert "arithmetic-demo failed" in text and 'sft: boom <script>alert("no")' in text
     assert "<script" not in source and text.count("waiting") >= 7 and "Before and after" not in text
@@ -110,10 +110,10 @@ def test_a_run_that_failed_half_way_still_has_a_page(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_and_a_missing_pipeline_have_a_page(tmp_path: Path) -> None:
-    assert "pipeline running" in Page(report.build(tmp_path / "nothing")).text
+    assert "pipeline running" in Page(report.build_report(tmp_path / "nothing")).text
     run = finished_run(tmp_path)
     (run / "pipeline.toml").write_text("[pipeline\n")
-    assert "eval-grpo" in Page(report.build(run)).text
+    assert "eval-grpo" in Page(report.build_report(run)).text
 
 
 def test_the_report_stage_writes_the_page_into_the_stage_and_the_run(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_the_page_says_on_which_machines_the_ranks_ran(tmp_path: Path) -> None:
     ranks = [{"host": f"node-{i // 2}", "gpus": ["H100", "H100"], "threads": 16, "versions": {}} for i in range(4)]
     write(run / "stages" / "grpo" / "facts.json", ranks)
     write(run / "stages" / "sft" / "facts.json", [{"host": "head", "gpus": [], "threads": 2, "versions": {}}])
-    text = Page(report.build(run)).text
+    text = Page(report.build_report(run)).text
     assert "on node-0 (2 ranks, H100, 16 threads); node-1 (2 ranks, H100, 16 threads)" in text
     assert "on head (1 rank, cpu, 2 threads)" in text
 
@@ -185,7 +185,7 @@ def test_overhead_is_one_figure_on_the_console_and_on_the_page(tmp_path: Path) -
     run = finished_run(tmp_path)
     write(run / "locks" / "holder.json", {"since": STARTED - 12})  # when the command was typed: the run began later
     assert "done after 4m21s" in summary(run) and "orchestration overhead     21s" in summary(run)
-    assert re.search(r"overhead\s+21s|21s\s+overhead", Page(report.build(run)).text)
+    assert re.search(r"overhead\s+21s|21s\s+overhead", Page(report.build_report(run)).text)
 
 
 def test_the_loading_line_is_python_that_names_the_folder() -> None:

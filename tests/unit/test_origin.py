@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.run.lineage import model_origin
+from cosmos_core.run.lineage import find_model_origin
 from tasks.kinds import all_kinds
 from tests.conftest import PROGRAMS
 from tests.unit.run_folder import make_inputs
@@ -66,7 +66,7 @@ def test_a_model_card_says_what_lineage_knows(
         text = text.replace('after = ["first", "more"]', 'after = ["first", "more", "task"]')
     (tmp_path / "p.toml").write_text(text)
     pipeline = load_pipeline(tmp_path / "p.toml", ["policy.model_revision=main"], all_kinds())
-    found = model_origin(pipeline, pipeline.stage("export"))
+    found = find_model_origin(pipeline, pipeline.stage("export"))
     found = json.loads(
         json.dumps(found).replace(f"{PROGRAMS}/counting.py:count", "COUNT").replace(f"{tmp_path}/", "./")
     )

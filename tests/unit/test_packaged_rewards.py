@@ -17,7 +17,7 @@ import pytest
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.dance_grpo import DanceGrpoReward
 from cosmos_core.rewards.hpsv3 import Hpsv3Reward
-from cosmos_core.rewards.reward_model import RewardInput, Settings
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings
 from tests.unit.tiny_vlms import picture, save_vlm
 
 MODEL = """
@@ -111,14 +111,14 @@ def test_hpsv3_gives_the_mean_of_each_image_and_the_spread_where_asked(tmp_path:
     folder = save_vlm("qwen2.5-vl", tmp_path / "hpsv3")
     (folder / "HPSv3.safetensors").write_bytes(b"")
     items = [RewardInput(f"picture {i}", picture(i)) for i in range(3)]
-    settings = Settings(download_path=str(tmp_path), device="cuda")
+    settings = RewardModelSettings(download_path=str(tmp_path), device="cuda")
     columns = Hpsv3Reward(settings).score(items)
     assert list(columns) == ["hpsv3"], "as Cosmos-RL's service says it"
     from tiny_judge import Model
 
     expected = [Model(folder, 2)(item.prompt, [item.media])[0].tolist() for item in items]
     assert columns["hpsv3"] == pytest.approx([mean for mean, _ in expected], abs=1e-6)
-    both = Hpsv3Reward(Settings(download_path=str(tmp_path), options={"sigma": True})).score(items)
+    both = Hpsv3Reward(RewardModelSettings(download_path=str(tmp_path), options={"sigma": True})).score(items)
     assert both["hpsv3_sigma"] == pytest.approx([spread for _, spread in expected], abs=1e-6)
     assert len(set(columns["hpsv3"])) == 3
 
@@ -127,11 +127,11 @@ def test_dance_grpo_gives_quality_motion_fit_and_their_sum(tmp_path: Path, packa
     folder = save_vlm("qwen2.5-vl", tmp_path / "VideoReward")
     (tmp_path / "Qwen2-VL-2B-Instruct").mkdir()
     videos = [np.stack([np.asarray(picture(10 * i + j, 64, 48)) for j in range(3)]) for i in range(2)]
-    reward = DanceGrpoReward(Settings(str(folder), download_path=str(tmp_path)))
+    reward = DanceGrpoReward(RewardModelSettings(str(folder), download_path=str(tmp_path)))
     columns = reward.score([RewardInput("a cat runs", video, info={"video_fps": 8.0}) for video in videos])
     assert list(columns) == ["vq_reward", "mq_reward", "ta_reward", "overall_reward"]
     for vq, mq, ta, overall in zip(*columns.values(), strict=True):
         assert overall == pytest.approx(vq + mq + ta)
     assert len(set(columns["vq_reward"])) == 2
     with pytest.raises(RewardError, match=r"cannot load 'absent': no such folder; download KwaiVGI/VideoReward"):
-        DanceGrpoReward(Settings("absent"))
+        DanceGrpoReward(RewardModelSettings("absent"))

@@ -24,11 +24,11 @@ from transformers import (
 )
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.data.batch import rows_of
+from cosmos_core.data.batch import collate_rows
 from cosmos_core.data.sample import Sample
 from cosmos_core.models import packing
-from cosmos_core.models.packing import PACKED_ATTENTION, enable_packing, varlen_obstacle
-from cosmos_core.run.progress import Progress
+from cosmos_core.models.packing import PACKED_ATTENTION, enable_packing, unsupported_varlen_reason
+from cosmos_core.run.progress import ProgressWriter
 from tests.unit.trainers import trainer_of
 
 SIZES: dict[str, Any] = {
@@ -55,7 +55,9 @@ def rows() -> list[Tensor]:
 
 
 def packed_logits(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
-    found: Tensor = model(**rows_of([s.numpy() for s in sequences], 0, packed=True).inputs, use_cache=False).logits[0]
+    found: Tensor = model(
+        **collate_rows([s.numpy() for s in sequences], 0, packed=True).inputs, use_cache=False
+    ).logits[0]
     return found
 
 
@@ -95,7 +97,7 @@ def test_packed_rows_have_the_logits_and_gradients_of_separate_ones(family: str,
 def test_padded_rows_and_generation_stay_what_they_were(family: str) -> None:
     model, plain = make(*FAMILIES[family]), make(*FAMILIES[family])
     assert enable_packing(model) == ""
-    inputs = rows_of([row.numpy() for row in rows()], 0, packed=False).inputs
+    inputs = collate_rows([row.numpy() for row in rows()], 0, packed=False).inputs
     real = inputs["attention_mask"].bool()
     torch.testing.assert_close(
         model(**inputs, use_cache=False).logits[real], plain(**inputs, use_cache=False).logits[real], rtol=0, atol=1e-12
@@ -135,7 +137,7 @@ def test_rows_are_packed_by_default_unless_the_model_mixes_them_or_blocks_are_co
 ) -> None:
     def width(config: Qwen3Config | PhimoeConfig, **train: Any) -> tuple[int, ...]:
         model = make(Qwen3ForCausalLM if isinstance(config, Qwen3Config) else PhimoeForCausalLM, config).float()
-        trainer = trainer_of(model, TrainConfig(**train), 0, Progress(tmp_path / "progress.json"))
+        trainer = trainer_of(model, TrainConfig(**train), 0, ProgressWriter(tmp_path / "progress.json"))
         ids = [row.numpy() for row in rows()]
         samples = [Sample(each, np.ones(len(each), dtype=np.uint8)) for each in ids]
         return tuple(trainer.adapter.collate(samples, range(4), samples[0]).inputs["input_ids"].shape)
@@ -250,7 +252,7 @@ def test_what_the_kernel_cannot_is_named(
     shape: tuple[int, ...], dtype: torch.dtype, value_size: int, dropout: float, reason: str
 ) -> None:
     state = torch.zeros(shape, dtype=dtype)
-    found = varlen_obstacle(state, state, torch.zeros(*shape[:-1], value_size, dtype=dtype), dropout)
+    found = unsupported_varlen_reason(state, state, torch.zeros(*shape[:-1], value_size, dtype=dtype), dropout)
     assert found.endswith(reason) and bool(found) is bool(reason)
 
 
@@ -258,7 +260,7 @@ def test_what_the_kernel_cannot_runs_over_groups_of_sequences_and_says_why_once(
     varlen: FakeVarlen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(packing, "_VARLEN_DTYPES", {torch.bfloat16})
-    packing._log_once.cache_clear()
+    packing._log_fallback_once.cache_clear()
     model = make(*FAMILIES["full"])
     with caplog.at_level("INFO", "cosmos_core.models.packing"):
         assert enable_packing(model) == ""

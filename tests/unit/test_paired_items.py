@@ -18,14 +18,14 @@ from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.errors import GateFailed
 from cosmos_core.observe.plan_table import smallest_effects
-from cosmos_core.observe.record import Condition
-from cosmos_core.run.manifest import commit
+from cosmos_core.observe.record import GateCondition
+from cosmos_core.run.manifest import commit_manifest
 from cosmos_core.run.paired_items import (
     PairedDifferences,
     compare_items,
+    compute_num_items,
+    compute_smallest_effect,
     correct_p_values,
-    num_required_items,
-    smallest_effect,
 )
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
@@ -74,7 +74,9 @@ def write_evaluation(folder: Path, scores: list[float] | dict[str, list[float]],
     names, numbers, values = map(list, zip(*items, strict=True))
     rows = {"task": names, "doc_id": numbers, "doc_hash": list(map(str, numbers)), "acc": values, **columns}
     pq.write_table(pa.table(rows), folder / "items.parquet")
-    result = commit(folder, Outcome(("items.parquet",), metrics), kind="evaluate", fingerprint="f" * 64, inputs={})
+    result = commit_manifest(
+        folder, Outcome(("items.parquet",), metrics), kind="evaluate", fingerprint="f" * 64, inputs={}
+    )
     return {**result, "path": str(folder)}
 
 
@@ -108,7 +110,7 @@ def test_a_gate_compares_the_items_of_both_models(tmp_path: Path) -> None:
     assert isinstance(entry, dict) and entry["passed"] and "noise" not in entry
     found: Any = entry["paired"]
     assert (found["better"], found["worse"], found["items"], found["p_value"]) == (6, 0, 100, 0.5**6)
-    title = Condition.model_validate(entry).title
+    title = GateCondition.model_validate(entry).title
     interval = r"\+0.06 \(\+0.0\d+ \.\. \+0.\d+\)"
     assert re.fullmatch(rf"evaluation/a/acc > published: {interval} on 100 items, \d+ needed", title)
     stage.config = stage.config.model_copy(update={"require": ("evaluation/a/acc > published + 0.05",)})
@@ -133,14 +135,16 @@ def test_the_smallest_effect_of_items_is_found_as_often_as_promised(tmp_path: Pa
     random, accuracy = np.random.default_rng(5), 0.4
     old = (random.random((NUM_DRAWS, NUM_ITEMS)) < accuracy).astype(float)
     write_evaluation(tmp_path / "old", list(old[0]))
-    found = smallest_effect("evaluation/a/acc", float(old[0].mean()), tmp_path / "old", CONFIDENCE)
+    found = compute_smallest_effect("evaluation/a/acc", float(old[0].mean()), tmp_path / "old", CONFIDENCE)
     assert found is not None and found[0] == NUM_ITEMS
     effect = found[1]
     new = (random.random((NUM_DRAWS, NUM_ITEMS)) < accuracy + effect).astype(float)
     pairs = [PairedDifferences(tuple(row), is_binary=True) for row in new - old]
     assert 0.72 <= np.mean([each.p_value() <= 1 - CONFIDENCE for each in pairs]) <= 0.9
-    assert smallest_effect("evaluation/a/acc", 0.9, tmp_path / "old", CONFIDENCE) is None  # not the mean of its items
-    required = [num_required_items(NUM_ITEMS, effect, margin) for margin in (effect, effect / 2, 0.0)]
+    assert (
+        compute_smallest_effect("evaluation/a/acc", 0.9, tmp_path / "old", CONFIDENCE) is None
+    )  # not the mean of its items
+    required = [compute_num_items(NUM_ITEMS, effect, margin) for margin in (effect, effect / 2, 0.0)]
     assert required == [NUM_ITEMS, 2400, None]
 
 
@@ -181,7 +185,7 @@ def test_a_gate_about_several_benchmarks_reports_the_correction_of_holm(tmp_path
     entries: Any = gate.run(stage).info["conditions"]  # type: ignore[union-attr]
     p_values = [(entry["paired"]["p_value"], entry["paired"]["p_holm"]) for entry in entries]
     assert p_values == [(0.5**6, 0.5**6), (0.5**10, 0.5**9)]
-    assert Condition.model_validate(entries[0]).title.endswith(" needed, p = 0.016 with Holm's correction")
+    assert GateCondition.model_validate(entries[0]).title.endswith(" needed, p = 0.016 with Holm's correction")
 
 
 def test_a_metric_that_is_not_the_mean_of_its_items_is_not_compared_by_them(tmp_path: Path) -> None:

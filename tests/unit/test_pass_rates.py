@@ -9,15 +9,15 @@ import pytest
 
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.config.conditions import parse_range
+from cosmos_core.config.conditions import parse_pass_rate_range
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.data.kinds.registry import row_kind
-from cosmos_core.data.records import Job, Record, _check_pass_rate, read_pass_rates
+from cosmos_core.data.kinds.registry import load_row_kind
+from cosmos_core.data.records import Record, RecordSpec, _check_pass_rate, read_pass_rates
 from cosmos_core.errors import ConfigError, DataError
-from cosmos_core.rewards.base import full_value, has_full_reward
+from cosmos_core.rewards.base import full_reward, has_full_reward
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.inputs import check_inputs
-from cosmos_core.run.manifest import commit
+from cosmos_core.run.manifest import commit_manifest
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
 from tasks.layout import prepare_stage_folder
@@ -55,7 +55,7 @@ overrides.train.train_policy.dataset = {{ keep = "pass_rate < 1", pass_rates = "
 )  # fmt: skip
 def test_a_range_keeps_the_rates_in_it(text: str, kept: str) -> None:
     rates = ["0", "0.1", "0.5", "0.9", "1"]
-    assert [rate for rate in rates if parse_range(text)(float(rate))] == kept.split()
+    assert [rate for rate in rates if parse_pass_rate_range(text)(float(rate))] == kept.split()
 
 
 @pytest.mark.parametrize(
@@ -63,16 +63,16 @@ def test_a_range_keeps_the_rates_in_it(text: str, kept: str) -> None:
 )
 def test_anything_else_is_no_range(text: str) -> None:
     with pytest.raises(ValueError, match="must be NUMBER <= pass_rate <= NUMBER"):
-        parse_range(text)
+        parse_pass_rate_range(text)
 
 
 def test_prompts_that_differ_in_their_images_have_no_rates_by_text() -> None:
-    kind = row_kind("prompts")
-    job = Job(recipe(GRPO), kind, 8, "m", None, rates={"look": 0.5}, pass_rate_range="pass_rate < 1")
+    kind = load_row_kind("prompts")
+    spec = RecordSpec(recipe(GRPO), kind, 8, "m", None, pass_rates={"look": 0.5}, pass_rate_range="pass_rate < 1")
     values = ([1], "look", "", "{}", "rows:1")
-    _check_pass_rate(job, {}, Record(values, False, {}), "rows:1")
+    _check_pass_rate(spec, {}, Record(values, False, {}), "rows:1")
     with pytest.raises(DataError, match=r"rows:1: dataset\.pass_rates are by the text of prompts without images"):
-        _check_pass_rate(job, {}, Record(values, False, {"images": 1, "image_tokens": 4}), "rows:1")
+        _check_pass_rate(spec, {}, Record(values, False, {"images": 1, "image_tokens": 4}), "rows:1")
 
 
 def test_a_file_without_a_range_is_refused() -> None:
@@ -81,7 +81,7 @@ def test_a_file_without_a_range_is_refused() -> None:
 
 
 def test_the_full_reward_may_differ_by_a_rounding_error() -> None:
-    full = full_value({"a": 0.1, "b": 0.2, "overlong": 1.0})
+    full = full_reward({"a": 0.1, "b": 0.2, "overlong": 1.0})
     assert full is not None and has_full_reward(0.1 + 0.2, full) and has_full_reward(0.3, full)
     assert not has_full_reward(0.2999, full)
 
@@ -114,7 +114,7 @@ def test_rates_of_another_stage_are_read_once_it_is_done_and_only_of_one_that_co
     run = create_run(pipeline)
     path = run.stage_path("first")
     path.mkdir(parents=True)
-    commit(path, Outcome(), kind="sample", fingerprint="f", inputs={})
+    commit_manifest(path, Outcome(), kind="sample", fingerprint="f", inputs={})
     laid_out = prepare_stage_folder(run, pipeline.stage("second-data"), fingerprint_of(pipeline, "second-data"))
     assert laid_out.recipe.train.train_policy.dataset.pass_rates == str(path / "pass_rates.jsonl")
     file.write_text(TWO.format(folder=tmp_path, kind="custom", entry=f'entry = "{tmp_path}/mine.py:score"'))

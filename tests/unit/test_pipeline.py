@@ -23,7 +23,7 @@ from cosmos_core.models.hf import load_model
 from cosmos_core.models.pipelined import PipelineRunner
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel import fsdp
-from cosmos_core.parallel.pipeline import apply_pp, layers_of, stage_of, stages_of_rank
+from cosmos_core.parallel.pipeline import apply_pp, extract_stage, stage_layer_indices, stages_of_rank
 from cosmos_core.train import check
 from tests.effects.change import SFT, recipe
 from tests.effects.change import stage_of as stage_of_run
@@ -61,7 +61,7 @@ def through_stages(model: PreTrainedModel, sizes: ParallelismConfig) -> Tensor:
         apply_pp(part, sizes, rank)
     given = inputs()
     for stage in range(stages_of_rank(ranks[-1], sizes, sizes.pp_size - 1)[-1] + 1):
-        given["inputs_embeds"] = hidden(stage_of(ranks[stage % sizes.pp_size], stage, sizes), given)
+        given["inputs_embeds"] = hidden(extract_stage(ranks[stage % sizes.pp_size], stage, sizes), given)
         given.pop("input_ids", None)
     return given["inputs_embeds"]
 
@@ -109,7 +109,7 @@ def test_seven_layers_make_a_body_however_they_are_cut(sizes: dict[str, Any], is
 
 
 def test_layers_that_do_not_divide_are_one_more_on_the_first_stages() -> None:
-    assert [list(layers_of(stage, 3, 7)) for stage in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [list(stage_layer_indices(stage, 3, 7)) for stage in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
 
 
 REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
@@ -176,7 +176,7 @@ def test_hidden_states_are_received_on_the_device_that_computes() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         group = SimpleNamespace(get_group=lambda: dist.group.WORLD, get_local_rank=lambda: 0)
-        mesh: Any = SimpleNamespace(sizes=TWO, pipeline=group, data=SimpleNamespace(device_type="meta"))
+        mesh: Any = SimpleNamespace(parallelism=TWO, pp=group, dp=SimpleNamespace(device_type="meta"))
         runner = PipelineRunner(qwen3(2), TrainConfig(), mesh, torch.float32)
         assert runner._build_schedule(2, 8, lambda output, number: None)._stage.device == torch.device("meta")
     finally:

@@ -19,18 +19,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from cosmos_core.data.media_cache import Keyed, MediaCache, digest_of, shards_of
-from cosmos_core.data.media_pixels import FrameSettings, pixels_of
+from cosmos_core.data.media_cache import KeyedItem, MediaCache, compute_digest, group_into_shards
+from cosmos_core.data.media_pixels import FrameSettings, decode_media
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
-from cosmos_core.data.media_source import Content
-from cosmos_core.data.media_splits import frame_settings
+from cosmos_core.data.media_source import MediaContent
+from cosmos_core.data.media_splits import make_frame_settings
 from cosmos_core.data.prepare import run as run_stage
-from cosmos_core.data.prepare_media import CACHE, Source, _SplitEncoder, prepare, source_of
+from cosmos_core.data.prepare_media import CACHE_FOLDER, Encoders, _SplitEncoder, open_encoders, prepare
 from cosmos_core.data.prepared import open_held_out
 from cosmos_core.errors import ConfigError, DataError, Preempted, StageFailed
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import open_family
-from cosmos_core.run.files import SHARED_FOLDER, files_below, sha256
+from cosmos_core.run.files import SHARED_FOLDER, list_files_below, sha256
 from tests import tiny_pipelines
 from tests.unit.media_stage import FakeEncoders, make_stage, prepared, stage_path
 from tests.unit.test_media_source import png, write_clip, write_pairs
@@ -86,7 +86,7 @@ def test_with_a_complete_cache_no_encoder_is_opened_and_the_files_are_the_same(t
     assert (encoders.texts, encoders.media) == ([], 0)
     assert outcome == made, "or a training on the same rows would be made again"
     folders = [stage_path(runs, i) / "data" for i in (1, 2)]
-    digests = [{file.relative_to(folder): sha256(file) for file in files_below(folder)} for folder in folders]
+    digests = [{file.relative_to(folder): sha256(file) for file in list_files_below(folder)} for folder in folders]
     assert digests[0] == digests[1] and Path("statistics.json") in digests[0]
 
 
@@ -100,13 +100,13 @@ def test_another_caption_encodes_one_text_and_no_image(tmp_path, runs):
 
 
 def test_a_row_in_the_middle_changes_one_shard_or_two():
-    keys = [Keyed(digest_of(i), i) for i in range(1000)]
-    before = {tuple(each.key for each in shard) for shard in shards_of(keys)}
-    changed = [*keys[:500], Keyed(digest_of("x"), -1), *keys[500:]]
-    after = {tuple(each.key for each in shard) for shard in shards_of(changed)}
+    keys = [KeyedItem(compute_digest(i), i) for i in range(1000)]
+    before = {tuple(each.key for each in shard) for shard in group_into_shards(keys)}
+    changed = [*keys[:500], KeyedItem(compute_digest("x"), -1), *keys[500:]]
+    after = {tuple(each.key for each in shard) for shard in group_into_shards(changed)}
     assert 10 < len(before) < 100
     assert len(after - before) <= 2
-    assert sum(map(len, shards_of([*keys, *keys]))) == 1000
+    assert sum(map(len, group_into_shards([*keys, *keys]))) == 1000
 
 
 def test_a_killed_stage_goes_on_from_the_shards_that_it_had_written(tmp_path, runs):
@@ -132,7 +132,7 @@ def test_a_stop_request_ends_between_shards(tmp_path, runs):
     stage = make_stage(stage_path(runs), write_pairs(tmp_path / "pairs", 3))
     stage.stop_requested = True
     with pytest.raises(Preempted, match="they stay encoded"):
-        prepare(stage, Source(FakeEncoders(), "encoders", multiple=4))
+        prepare(stage, Encoders(FakeEncoders(), "encoders", size_multiple=4))
 
 
 def test_a_disk_that_fails_ends_the_stage_and_is_not_remembered_as_a_damaged_image(tmp_path, runs, monkeypatch):
@@ -161,16 +161,16 @@ def test_frames_that_the_vae_would_leave_out_are_refused(tmp_path, runs):
     source = write_pairs(tmp_path / "pairs", 3)
     for frames, refused in ((5, False), (8, True)):
         stage = make_stage(stage_path(runs, frames), source, diffusers={"is_video": True, "train_frames": frames})
-        found = Source(FakeEncoders(), "encoders", multiple=4, frame_multiple=4, is_video=True)
+        found = Encoders(FakeEncoders(), "encoders", size_multiple=4, frame_multiple=4, is_video=True)
         match = r"policy\.diffusers\.train_frames = 8 must be 1 more than a multiple of 4"
         with pytest.raises(ConfigError, match=match) if refused else nullcontext():
-            frame_settings(stage.recipe, stage.recipe.train.train_policy.dataset, found)
+            make_frame_settings(stage.recipe, stage.recipe.train.train_policy.dataset, found)
 
 
 def test_a_damaged_shard_is_told_of_and_encoded_again(tmp_path, runs, caplog):
     source = write_pairs(tmp_path / "pairs", 3)
     prepared(stage_path(runs, 1), source)
-    shards = (runs / SHARED_FOLDER / CACHE / "encoders").glob("*.safetensors")
+    shards = (runs / SHARED_FOLDER / CACHE_FOLDER / "encoders").glob("*.safetensors")
     shard = next(file for file in shards if "mean" in str(load_file(file).keys()))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
@@ -206,7 +206,7 @@ def test_media_that_were_refused_are_encoded_once_they_can_be_decoded(tmp_path, 
         return outcome.metrics["data/train_rows"], encoders.media
 
     with monkeypatch.context() as patch:
-        patch.setattr("cosmos_core.data.prepare_media.pixels_of", fail_without_codec)
+        patch.setattr("cosmos_core.data.prepare_media.decode_media", fail_without_codec)
         with pytest.raises(DataError, match="no row is left"):
             encoded_media(1)
     assert encoded_media(2)[0] == 3
@@ -289,7 +289,7 @@ def test_code_of_a_users_family_is_a_part_of_what_encodes(tmp_path, runs):
         policy = {"is_diffusers": True, "model_class": f"{code}:Mine", "diffusers": {"inference_size": [32, 32]}}
         stage = make_stage(stage_path(runs), tmp_path, policy=policy)
         stage.model = str(model)
-        digests.add(source_of(stage).digest)
+        digests.add(open_encoders(stage).digest)
     assert len(digests) == 2
 
 
@@ -337,7 +337,7 @@ def test_a_real_pipeline_is_encoded_as_its_family_does_and_not_loaded_again(tmp_
     assert row.text.keys() == text.keys()
     assert all(torch.equal(row.text[name], text[name][0]) for name in text)
     frame_config = FrameSettings((32, 32), num_frames=9 if is_video(family) else 0, sampling="first")
-    pixels = pixels_of(Content(is_video(family), file), frame_config, 0.0)
+    pixels = decode_media(MediaContent(is_video(family), file), frame_config, 0.0)
     assert row.mean.shape == encoders.latent_shape(32, 32, 9)
     assert (row.logvar is not None) == (family == "sd3")
     if not is_video(family):

@@ -20,13 +20,13 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.try_models import open_chat
 from cosmos_core.run.directory import create_run, open_run
-from cosmos_core.train.propose import Machine, Options, propose
+from cosmos_core.train.propose import CliOptions, Hardware, propose
 from tasks.kinds import all_kinds
 from tests import tiny_pipelines
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.tiny_vlms import picture, save_vlm
 
-CPU = Machine(8 << 30, 0)
+CPU = Hardware(8 << 30, 0)
 
 
 def write_csv(path: Path, header: list[str], count: int = 60) -> str:
@@ -42,7 +42,7 @@ def write_rows(folder: Path, *rows: dict[str, Any]) -> str:
     return str(file)
 
 
-def settings(asked: Options, here: Machine = CPU) -> dict[str, Any]:
+def settings(asked: CliOptions, here: Hardware = CPU) -> dict[str, Any]:
     return {key: value for key, value, reason in propose(asked, here) if reason}
 
 
@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_two_columns_of_text_with_unknown_names_are_prompt_and_response(
     tmp_path: Path, model: str, header: list[str]
 ) -> None:
-    found = settings(Options("sft", model, write_csv(tmp_path / "rows.csv", header)))
+    found = settings(CliOptions("sft", model, write_csv(tmp_path / "rows.csv", header)))
     policy = "train.train_policy."
     assert (found[f"{policy}prompt_column_name"], found[f"{policy}response_column_name"]) == tuple(header[1:])
     assert found["train.train_policy.dataset.test_size"] == 3 and found["train.epoch"] == 3
@@ -66,19 +66,19 @@ def test_two_columns_of_text_with_unknown_names_are_prompt_and_response(
 def test_columns_that_could_be_several_things_are_named_and_asked_for(tmp_path: Path, model: str) -> None:
     data = write_csv(tmp_path / "rows.csv", ["nr", "Frage", "Antwort", "Quelle"])
     with pytest.raises(DataError, match=r"Frage, Antwort, Quelle.*--prompt COLUMN and --response COLUMN"):
-        settings(Options("sft", model, data))
-    found = settings(Options("sft", model, data, prompt="Frage", response="Quelle"))
+        settings(CliOptions("sft", model, data))
+    found = settings(CliOptions("sft", model, data, prompt="Frage", response="Quelle"))
     assert found["train.train_policy.response_column_name"] == "Quelle"
 
 
 @pytest.mark.parametrize(
     ("here", "has_adapter", "rate"),
-    [(CPU, False, 1e-3), (Machine(1 << 20, 0), True, 1e-4), (Machine(80 << 30, 8), False, 1e-3)],
+    [(CPU, False, 1e-3), (Hardware(1 << 20, 0), True, 1e-4), (Hardware(80 << 30, 8), False, 1e-3)],
 )
 def test_an_adapter_is_trained_where_all_weights_do_not_fit(
-    tmp_path: Path, model: str, here: Machine, has_adapter: bool, rate: float
+    tmp_path: Path, model: str, here: Hardware, has_adapter: bool, rate: float
 ) -> None:
-    found = settings(Options("sft", model, write_csv(tmp_path / "rows.csv", ["nr", "prompt", "completion"])), here)
+    found = settings(CliOptions("sft", model, write_csv(tmp_path / "rows.csv", ["nr", "prompt", "completion"])), here)
     assert ("policy.lora.r" in found, found["train.optm_lr"]) == (has_adapter, rate)
     assert "train.train_policy.prompt_column_name" not in found, "the names are known"
     assert found.get("policy.parallelism.dp_shard_size") == (-1 if here.num_gpus else None)
@@ -87,26 +87,26 @@ def test_an_adapter_is_trained_where_all_weights_do_not_fit(
 
 @pytest.mark.parametrize("num_gpus", [3, 6, 8])
 def test_all_gpus_have_the_same_number_of_completions_of_a_step(tmp_path: Path, model: str, num_gpus: int) -> None:
-    found = settings(asked_of("grpo", tmp_path, model), Machine(80 << 30, num_gpus))
+    found = settings(asked_of("grpo", tmp_path, model), Hardware(80 << 30, num_gpus))
     batch, micro_batch = found["train.train_batch_per_replica"], found["train.train_policy.mini_batch"]
     assert batch % (num_gpus * micro_batch) == batch % found["rollout.n_generation"] == 0
 
 
-def asked_of(method: str, folder: Path, model: str) -> Options:
+def asked_of(method: str, folder: Path, model: str) -> CliOptions:
     """Rows of each method."""
     if method == "diffusion-sft":
         for index in range(12):
             Image.new("RGB", (40, 32)).save(folder / f"{index}.png")
             (folder / f"{index}.txt").write_text("a black square")
-        return Options(method, str(tiny_pipelines.save("sd3", folder / "pipe")), str(folder))
+        return CliOptions(method, str(tiny_pipelines.save("sd3", folder / "pipe")), str(folder))
     if method == "sft":
-        return Options(method, model, write_csv(folder / "rows.csv", ["nr", "Frage", "Antwort"]))
+        return CliOptions(method, model, write_csv(folder / "rows.csv", ["nr", "Frage", "Antwort"]))
     if method == "dpo":
         rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(12)]
-        return Options(method, model, write_rows(folder, *rows))
+        return CliOptions(method, model, write_rows(folder, *rows))
     table = pa.table({"question": [f"{i}+1=" for i in range(40)], "answer": [str(i + 1) for i in range(40)]})
     pa.parquet.write_table(table, folder / "train-00000-of-00001.parquet")
-    return Options(method, model, str(folder / "train-00000-of-00001.parquet"), reward="exact_match")
+    return CliOptions(method, model, str(folder / "train-00000-of-00001.parquet"), reward="exact_match")
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "diffusion-sft"])
@@ -117,7 +117,7 @@ def test_the_recipe_is_valid_says_why_and_is_kept_once_it_was_edited(tmp_path: P
     pipeline = load_pipeline(path, [f"pipeline.output_dir={str(tmp_path / 'outputs')!r}"], all_kinds())
     assert open_run(create_run(pipeline).path, all_kinds()).pipeline.recipes == pipeline.recipes
     assert [stage.kind for stage in pipeline.stages][-1] == "export"
-    trained = next(pipeline.recipes[s.name] for s in pipeline.stages if pipeline.kind_of(s).trains_model)
+    trained = next(pipeline.recipes[s.name] for s in pipeline.stages if pipeline.stage_kind(s).trains_model)
     assert trained.policy.model_name_or_path == asked.model
     assert trained.policy.chat_template == ("chatml" if method == "grpo" else None), "the model has none"
     lines = path.read_text().splitlines()
@@ -153,7 +153,7 @@ def test_the_first_row_that_is_wrong_is_told_with_options_for_columns_only_where
     tmp_path: Path, model: str, method: str, row: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        settings(Options(method, model, write_rows(tmp_path, row)))
+        settings(CliOptions(method, model, write_rows(tmp_path, row)))
     assert ("COLUMN" in str(caught.value)) == ("COLUMN" in message)
 
 
@@ -161,7 +161,7 @@ def test_the_first_row_that_is_wrong_is_told_with_options_for_columns_only_where
 def test_one_named_column_of_two_asks_for_the_option_of_the_other(tmp_path: Path, model: str, option: str) -> None:
     data = write_csv(tmp_path / "rows.csv", ["nr", "Frage", "Antwort"])
     with pytest.raises(DataError, match="columns are nr, Frage, Antwort; name them: --prompt COLUMN and --response"):
-        settings(Options("sft", model, data)._replace(**{option: "Frage"}))
+        settings(CliOptions("sft", model, data)._replace(**{option: "Frage"}))
 
 
 def test_rows_of_a_split_that_is_set_are_looked_at_and_named_in_the_recipe(
@@ -171,13 +171,13 @@ def test_rows_of_a_split_that_is_set_are_looked_at_and_named_in_the_recipe(
         table = pa.table({"Frage": [f"Was ist {i}?" for i in range(20)], column: ["Das ist eine Zahl."] * 20})
         pyarrow.parquet.write_table(table, tmp_path / f"{split}-00000-of-00001.parquet")
     with pytest.raises(DataError, match=r"no file for the split 'train'.*dataset\.split to one of test_sft, train_sft"):
-        settings(Options("sft", model, str(tmp_path)))
+        settings(CliOptions("sft", model, str(tmp_path)))
     overrides = ["train.train_policy.dataset.split=train_sft", "train.epoch=1"]
     cli_train.sft(model=model, data=str(tmp_path), dry_run=True, overrides=overrides)
     recipe = capsys.readouterr().out
     assert 'split = "train_sft"  # --set' in recipe and 'response_column_name = "Antwort"' in recipe
     with pytest.raises(ConfigError, match=r"--set: train\.train_policy\.dataset\.subset"):
-        settings(Options("sft", model, str(tmp_path), rows={"subset": 3}))
+        settings(CliOptions("sft", model, str(tmp_path), rows={"subset": 3}))
 
 
 @pytest.mark.parametrize(("method", "key"), [("sft", "conversation"), ("grpo", "prompt")])
@@ -187,7 +187,7 @@ def test_the_only_column_of_turns_is_the_conversation_whatever_its_name(
     turns = [{"from": "human", "value": "Is it?"}, {"from": "gpt", "value": "Yes."}]
     for name, column, option in (("a", turns, ""), ("b", json.dumps(turns), ""), ("c", turns, "dialog")):
         data = write_rows(tmp_path, *[{"id": name, "topic": "y", "dialog": column}] * 2)
-        found = settings(Options(method, model, data, prompt=option, reward="exact_match" * (method == "grpo")))
+        found = settings(CliOptions(method, model, data, prompt=option, reward="exact_match" * (method == "grpo")))
         assert (found[f"train.train_policy.{key}_column_name"], found["policy.chat_template"]) == ("dialog", "chatml")
 
 
@@ -204,7 +204,7 @@ def test_the_only_column_of_turns_is_the_conversation_whatever_its_name(
 def test_turns_and_two_known_columns_of_text_need_a_template(
     tmp_path: Path, model: str, rows: list[dict[str, Any]], template: str | None
 ) -> None:
-    found = settings(Options("sft", model, write_rows(tmp_path, *rows)))
+    found = settings(CliOptions("sft", model, write_rows(tmp_path, *rows)))
     assert (found.get("policy.chat_template"), found["policy.model_max_length"]) == (template, 64)
 
 
@@ -213,7 +213,7 @@ def test_images_tools_and_calls_count_towards_the_length(tmp_path: Path) -> None
     picture(1, 64, 64).save(vlm / "a.png")
     row: dict[str, Any] = {"question": "Same?", "answer": "Yes.", "images": ["a.png"] * 12}
     folder = {"dataset": {"media_path": str(vlm)}}
-    found = settings(Options("sft", str(vlm), write_rows(tmp_path, row), custom=folder))
+    found = settings(CliOptions("sft", str(vlm), write_rows(tmp_path, row), custom=folder))
     assert found["policy.model_max_length"] == 128 > len("Same?Yes.") + 12 * 4 > 56, "64 is less than 1.1 times that"
     tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path / "text"))
     tokenizer.chat_template = (
@@ -226,14 +226,14 @@ def test_images_tools_and_calls_count_towards_the_length(tmp_path: Path) -> None
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     tools = [{"type": "function", "function": {"name": "add", "description": "x" * 70}}]
     data = write_rows(tmp_path, {"messages": turns, "tools": tools})
-    found = settings(Options("sft", str(tmp_path / "text"), data))
+    found = settings(CliOptions("sft", str(tmp_path / "text"), data))
     assert found["policy.model_max_length"] == 256
 
 
 def test_a_pass_of_pairs_has_twice_the_sequences(tmp_path: Path, model: str) -> None:
     row = {"prompt": "?", "chosen": "y" * 200, "rejected": "n" * 200, "response": "y" * 200}
-    data, small = write_rows(tmp_path, *[row] * 64), Machine(26_000_000, 0)
-    sft, dpo = (settings(Options(each, model, data), small) for each in ("sft", "dpo"))
+    data, small = write_rows(tmp_path, *[row] * 64), Hardware(26_000_000, 0)
+    sft, dpo = (settings(CliOptions(each, model, data), small) for each in ("sft", "dpo"))
     assert sft["policy.model_max_length"] == dpo["policy.model_max_length"] == 256
     assert sft["train.train_policy.mini_batch"] == 2 * dpo["train.train_policy.mini_batch"] > 2
 
@@ -252,12 +252,12 @@ def test_a_reward_that_cannot_be_imported_is_refused_before_rows_are_read(
 ) -> None:
     (tmp_path / "mine.py").write_text(code)
     with pytest.raises(ConfigError, match=message):
-        settings(Options("grpo", "none", "none", reward=f"{tmp_path}/mine.py:f"))
+        settings(CliOptions("grpo", "none", "none", reward=f"{tmp_path}/mine.py:f"))
 
 
 def test_pairs_with_columns_of_any_name_are_named_by_options(tmp_path: Path, model: str) -> None:
     data = write_rows(tmp_path, {"q": "q", "good": "y", "bad": "w"})
-    named = Options("dpo", model, data, prompt="q", chosen="good", rejected="bad")
+    named = CliOptions("dpo", model, data, prompt="q", chosen="good", rejected="bad")
     found = settings(named)
     keys = [found[f"train.train_policy.{name}_column_name"] for name in ("prompt", "chosen", "rejected")]
     assert keys == ["q", "good", "bad"]
@@ -269,7 +269,9 @@ def test_a_pipeline_of_diffusers_is_refused_where_text_is_learned(tmp_path: Path
     (tmp_path / "model").mkdir()
     (tmp_path / "model/model_index.json").write_text("{}")
     with pytest.raises(ModelError, match="pipeline of diffusers, which cosmos diffusion-sft trains"):
-        settings(Options("sft", str(tmp_path / "model"), write_csv(tmp_path / "rows.csv", ["nr", "Frage", "Antwort"])))
+        settings(
+            CliOptions("sft", str(tmp_path / "model"), write_csv(tmp_path / "rows.csv", ["nr", "Frage", "Antwort"]))
+        )
 
 
 def test_images_of_a_parquet_file_are_counted(tmp_path: Path) -> None:
@@ -277,7 +279,7 @@ def test_images_of_a_parquet_file_are_counted(tmp_path: Path) -> None:
     image = {"bytes": (tmp_path / "images/a.png").read_bytes(), "path": "a.png"}
     table = pa.table({"image": [image] * 300, "text": ["a square"] * 300})
     pa.parquet.write_table(table, tmp_path / "train.parquet")
-    found = settings(Options("diffusion-sft", "some/model", str(tmp_path / "train.parquet")))
+    found = settings(CliOptions("diffusion-sft", "some/model", str(tmp_path / "train.parquet")))
     assert found["train.epoch"] == 6, "2,000 images are seen in all"
 
 
@@ -287,18 +289,18 @@ def test_images_of_a_parquet_file_are_counted(tmp_path: Path) -> None:
 )
 def test_images_without_captions_are_refused_in_one_line(tmp_path: Path, names: dict[str, str], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        settings(Options("diffusion-sft", "some/model", write_images(tmp_path / "images", names)))
+        settings(CliOptions("diffusion-sft", "some/model", write_images(tmp_path / "images", names)))
 
 
 def test_a_model_of_another_kind_is_refused_where_images_are_learned(tmp_path: Path, model: str) -> None:
     data = write_images(tmp_path / "images", {"a": "a square"})
     with pytest.raises(ModelError, match="no pipeline of diffusers; cosmos sft"):
-        settings(Options("diffusion-sft", model, data))
+        settings(CliOptions("diffusion-sft", model, data))
 
 
 def test_images_are_held_out_and_drawn_before_and_after(tmp_path: Path) -> None:
     data = write_images(tmp_path / "images", {str(i): "a square" for i in range(40)})
-    found = settings(Options("diffusion-sft", str(tiny_pipelines.save("sd3", tmp_path / "pipe")), data))
+    found = settings(CliOptions("diffusion-sft", str(tiny_pipelines.save("sd3", tmp_path / "pipe")), data))
     assert found["train.train_policy.dataset.local_dir"] == data
     assert (found["train.train_policy.dataset.test_size"], found["validation.val_before_train"]) == (2, True)
     assert (found["policy.diffusers.inference_size"], found["policy.diffusers.max_prompt_length"]) == ([16, 16], 77)
@@ -333,16 +335,16 @@ def test_the_size_of_a_pipeline_is_read_from_its_configuration(tmp_path: Path) -
     pipeline = diffusers.SanaPipeline.from_pretrained(half)
     pipeline.transformer.to(torch.bfloat16).save_pretrained(half / "transformer")
     said = [
-        [f"{key} {reason}" for key, _, reason in propose(Options("diffusion-sft", str(each), data), CPU)]
+        [f"{key} {reason}" for key, _, reason in propose(CliOptions("diffusion-sft", str(each), data), CPU)]
         for each in (wide, half)
     ]
     assert said[0] == said[1], "the dtype of the files does not count"
-    found = settings(Options("diffusion-sft", str(wide), data))
+    found = settings(CliOptions("diffusion-sft", str(wide), data))
     assert found["policy.diffusers.inference_size"] == [64, 64]
 
 
 def test_clips_have_the_size_that_the_pipeline_draws_and_one_at_a_time_fits_a_gpu(tmp_path: Path) -> None:
     data = write_images(tmp_path / "images", dict.fromkeys(map(str, range(32)), "a square"))
-    found = settings(Options("diffusion-sft", str(tiny_pipelines.save("sana_video", tmp_path / "pipe")), data))
+    found = settings(CliOptions("diffusion-sft", str(tiny_pipelines.save("sana_video", tmp_path / "pipe")), data))
     assert found["policy.diffusers.inference_size"] == [480, 832]
     assert (found["train.train_batch_per_replica"], found["train.train_policy.mini_batch"]) == (4, 1)

@@ -13,7 +13,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from cosmos_core.models.export import export_model
 from cosmos_core.models.hf import load_config, load_model, load_tokenizer
-from cosmos_core.models.quantized_base import dequantize_options
+from cosmos_core.models.quantized_base import make_dequantize_options
 from cosmos_core.rollout.mxfp4 import quantize_bucket
 from tests.unit.tiny_model import save_tiny_model
 
@@ -62,7 +62,7 @@ def test_the_export_of_a_quantized_base_has_the_numbers_that_were_trained(
     tmp_path: Path, save: Callable[[Path], Path]
 ) -> None:
     folder = save(tmp_path / "base")
-    assert dequantize_options(load_config(str(folder)))["quantization_config"].dequantize, "on a GPU too"
+    assert make_dequantize_options(load_config(str(folder)))["quantization_config"].dequantize, "on a GPU too"
     model = load_model(str(folder), dtype=torch.bfloat16)
     assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     with torch.no_grad():

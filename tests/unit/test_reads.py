@@ -17,7 +17,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Table, affects_result, all_fields, tables_in
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data import prepare
-from cosmos_core.run.fingerprint import read_key_predicate
+from cosmos_core.run.fingerprint import make_read_key_predicate
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import validate
 from cosmos_core.train.setup import train
@@ -91,7 +91,7 @@ def test_a_program_reads_only_what_its_fingerprint_counts(
         stage, data = pipeline.stage(name), None if name == "prepare" else tmp_path / "prepare/data"
         with watched(monkeypatch) as read:
             program(make_stage(tmp_path / name, name, pipeline.recipes[name], task / "model", data))
-        counts = read_key_predicate(pipeline, stage)
+        counts = make_read_key_predicate(pipeline, stage)
         assert read, "nothing was watched"
         without = read - {"custom"} - (OF_STEPS if kind == "validate" else set())  # `custom` is a user's own
         assert sorted(key for key in without if not counts(key)) == []

@@ -12,11 +12,11 @@ import tomli_w
 
 from cosmos_core.config.capabilities import check_capabilities, unique_notices
 from cosmos_core.config.compose import Pipeline, load_pipeline
-from cosmos_core.config.load import Values
+from cosmos_core.config.load import TomlTable
 from cosmos_core.config.mesh import check_mesh
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.unread import unread_keys
+from cosmos_core.config.unread import unread_key_notices
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
 
@@ -79,10 +79,10 @@ def header(file: str) -> dict[str, str]:
 
 
 def trainings(pipeline: Pipeline) -> list[Recipe]:
-    return [pipeline.recipes[stage.name] for stage in pipeline.stages if pipeline.kind_of(stage).trains_model]
+    return [pipeline.recipes[stage.name] for stage in pipeline.stages if pipeline.stage_kind(stage).trains_model]
 
 
-def without(tables: Values, keys: Sequence[str]) -> Values:
+def without(tables: TomlTable, keys: Sequence[str]) -> TomlTable:
     """A copy without these dotted keys."""
     here = {key: value for key, value in tables.items() if key not in keys}
     for name, inner in here.items():
@@ -111,7 +111,7 @@ def is_accepted(pipeline: Pipeline, without_keys: Sequence[str], folder: Path) -
 def test_no_key_is_old_or_without_effect_and_some_stage_reads_each(file: str) -> None:
     pipeline = load(file)
     assert pipeline.notices == () and [notice for notice in unique_notices(pipeline) if "no effect" in notice] == []
-    assert [*unread_keys(pipeline)] == []
+    assert [*unread_key_notices(pipeline)] == []
 
 
 @pytest.mark.parametrize("file", RECIPES)
@@ -119,8 +119,8 @@ def test_the_header_has_the_four_fields_and_the_command_that_runs_the_file(file:
     found = header(file)
     assert tuple(found) == FIELDS
     assert re.match(rf"cosmos run {re.escape(file)}(?= |$)", found["Command"])
-    for setting in re.findall(r"--set (\S+)", found["Command"]):
-        load_pipeline(ROOT / file, [setting], all_kinds())
+    if settings := re.findall(r"--set (\S+)", found["Command"]):
+        load_pipeline(ROOT / file, settings, all_kinds())
     assert "not yet run on a GPU" in found["Status"]
     read = {
         split for recipe in load(file).recipes.values() for rows in recipe.datasets.values() for split in rows.split

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cosmos_core.data.batch import rows_of
+from cosmos_core.data.batch import collate_rows
 from cosmos_core.models import packing
 from cosmos_core.models.packing import PACKED_ATTENTION
-from cosmos_core.models.recompute import Recompute, recompute_activations
+from cosmos_core.models.recompute import RecomputeMode, recompute_activations
 
 CONFIG = Qwen3Config(
     vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -42,7 +42,7 @@ attention.register_autograd(
 )
 
 
-def gradients(how: Recompute, *, compiled: bool) -> list[Tensor]:
+def gradients(how: RecomputeMode, *, compiled: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(CONFIG).train()
     packing._set_attention(model, PACKED_ATTENTION)
@@ -50,7 +50,7 @@ def gradients(how: Recompute, *, compiled: bool) -> list[Tensor]:
     for block in model.model.layers if compiled else ():
         block.compile(dynamic=True, backend="aot_eager")
     for lengths in ((7, 13), (5, 17, 3)):
-        inputs = rows_of([np.arange(length) for length in lengths], 0, packed=True).inputs
+        inputs = collate_rows([np.arange(length) for length in lengths], 0, packed=True).inputs
         model.model(**inputs, use_cache=False).last_hidden_state.sin().sum().backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
@@ -59,7 +59,7 @@ def gradients(how: Recompute, *, compiled: bool) -> list[Tensor]:
     "how", ["selective", pytest.param(True, marks=pytest.mark.full), pytest.param(False, marks=pytest.mark.full)]
 )
 def test_compiled_packed_blocks_have_the_gradient_of_plain_ones(
-    how: Recompute, monkeypatch: pytest.MonkeyPatch
+    how: RecomputeMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "_VARLEN_DEVICE", "cpu")
     monkeypatch.setattr(packing, "_VARLEN_DTYPES", {torch.float32})

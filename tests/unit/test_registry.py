@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.registry import code_file, import_object
+from cosmos_core.registry import import_object, locate_code
 from cosmos_core.upload.base import open_target
 
 
@@ -34,7 +34,7 @@ def test_a_target_of_a_package_in_the_current_folder_is_imported_where_only_scri
     for name in ("shelves.shelf:Shelf", "shelves/shelf.py:Shelf"):
         monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in {"", str(tmp_path)}])
         assert open_target(f"{name}://x").where == "atticx"
-        assert code_file(name).samefile("shelves/shelf.py")
+        assert locate_code(name).samefile("shelves/shelf.py")
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_code_that_has_nothing_of_the_name_is_found_without_running_it(tmp_path:
     file = tmp_path / "mine.py"
     file.write_text(text)
     if not said:
-        assert code_file(f"{file}:make") == file
+        assert locate_code(f"{file}:make") == file
         return
     with pytest.raises(ConfigError) as caught:
-        code_file(f"{file}:make")
+        locate_code(f"{file}:make")
     assert str(caught.value) == f"'{file}:make': {file} {said}"
 
 
@@ -67,11 +67,11 @@ def test_files_are_looked_into_from_several_threads_at_once() -> None:
     code = """
 import ast, gc, time
 from concurrent.futures import ThreadPoolExecutor
-from cosmos_core.registry import code_file
+from cosmos_core.registry import locate_code
 gc.set_threshold(50)
 gc.callbacks.append(lambda *_: time.sleep(0))
 with ThreadPoolExecutor(8) as pool:
-    files = list(pool.map(code_file, ["ast:parse"] * 24))
+    files = list(pool.map(locate_code, ["ast:parse"] * 24))
 assert {str(file) for file in files} == {ast.__file__}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from cosmos_core.observe.console import print_status
 from cosmos_core.observe.record import read_run
-from cosmos_core.observe.report import build
+from cosmos_core.observe.report import build_report
 from cosmos_core.run.directory import Run
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint
-from cosmos_core.run.retrain_state import content_digest
+from cosmos_core.run.retrain_state import compute_retrain_digest
 from cosmos_core.run.state import update_state
 from tasks.layout import prepare_stage_folder
 from tests.unit.run_folder import counting_run, fingerprint_of, finish, load_recipe, make_inputs
@@ -22,7 +22,7 @@ def lines_of(run: Run, name: str = "first") -> list[str]:
     """Lay a stage out as a new attempt does; return what the flow logs."""
     lines: list[str] = []
     stage = run.pipeline.stage(name)
-    expected = fingerprint(run.pipeline, stage, run.pipeline.kind_of(stage), {}, run.digests)
+    expected = fingerprint(run.pipeline, stage, run.pipeline.stage_kind(stage), {}, run.digests)
     prepare_stage_folder(run, stage, expected, lines.append)
     return lines
 
@@ -50,7 +50,7 @@ def test_settings_and_inputs_that_changed_since_an_earlier_run_are_named_once(tm
     shown = io.StringIO()
     print_status(run.path, stream=shown)
     assert f"first: remade: {reason}" in " ".join(shown.getvalue().split())
-    assert "rows.jsonl changed" in build(run.path)
+    assert "rows.jsonl changed" in build_report(run.path)
 
 
 def test_within_a_run_a_changed_input_moves_the_old_files_aside_and_says_why(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_a_changed_packer_or_reward_service_is_something_new_to_train_on(tmp_pat
         (tmp_path / name).write_text(text)
     packer, service = tmp_path / "packer.py:Packer", tmp_path / "service.toml"
     settings = (f"train.train_policy.data_packer='{packer}'", f"sft.reward_service='{service}'")
-    digests = {content_digest(load_recipe(tmp_path, *settings))}
+    digests = {compute_retrain_digest(load_recipe(tmp_path, *settings))}
     for name, (_, text) in files.items():
         (tmp_path / name).write_text(text)
-        digests.add(content_digest(load_recipe(tmp_path, *settings)))
+        digests.add(compute_retrain_digest(load_recipe(tmp_path, *settings)))
     assert len(digests) == 3

@@ -17,7 +17,7 @@ from cosmos_core.run.bucket import Bucket, translate_errors
 from cosmos_core.run.directory import create_run, open_or_create_run
 from cosmos_core.run.files import sha256
 from cosmos_core.run.manifest import read_result
-from cosmos_core.run.remote import fetch, pinned_url
+from cosmos_core.run.remote import append_content_digest, download_pinned_url
 from cosmos_core.upload.bundle import encode_document, read_document, write_document
 from cosmos_core.upload.transfer import Transfer
 from tasks.kinds import all_kinds
@@ -40,14 +40,16 @@ def reads(proxy: Proxy) -> list[str]:
 
 def test_the_same_content_is_fetched_once_wherever_it_lies(tmp_path: Path, proxy: Proxy) -> None:
     one, other = put("fetch-a", rows="1", more="2"), put("fetch-b", rows="1", more="2")
-    pins = [pinned_url(one), pinned_url(other)]
+    pins = [append_content_digest(one), append_content_digest(other)]
     assert pins[0].partition("#")[2] == pins[1].partition("#")[2] and pins[0].startswith("s3://models/fetch-a#")
     proxy.reset()
-    folder = fetch(pins[0], tmp_path)
+    folder = download_pinned_url(pins[0], tmp_path)
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"rows": "1", "more": "2"}
-    assert fetch(pins[1], tmp_path) == folder
+    assert download_pinned_url(pins[1], tmp_path) == folder
     assert sorted(reads(proxy)) == ["more", "rows"]
-    assert fetch(pinned_url(f"{one}/rows"), tmp_path).read_text() == "1", "an object alone is a file"
+    assert download_pinned_url(append_content_digest(f"{one}/rows"), tmp_path).read_text() == "1", (
+        "an object alone is a file"
+    )
 
 
 def test_a_whole_bucket_is_a_folder(tmp_path: Path) -> None:
@@ -56,29 +58,29 @@ def test_a_whole_bucket_is_a_folder(tmp_path: Path) -> None:
     for key in ("rows", "deep/more"):
         bucket.write(key, key.encode())
     for url in ("s3://whole", "s3://whole/"):
-        folder = fetch(pinned_url(url), tmp_path)
+        folder = download_pinned_url(append_content_digest(url), tmp_path)
         assert [(folder / key).read_text() for key in ("rows", "deep/more")] == ["rows", "deep/more"]
 
 
 def test_what_was_changed_since_it_was_pinned_is_refused(tmp_path: Path) -> None:
-    pin = pinned_url(put("changed", rows="1"))
+    pin = append_content_digest(put("changed", rows="1"))
     put("changed", rows="2")
     with pytest.raises(DataError, match=r"^s3://models/changed was changed since the run began; start a new run$"):
-        fetch(pin, tmp_path)
+        download_pinned_url(pin, tmp_path)
     put("changed", rows="1")
-    assert (fetch(pin, tmp_path) / "rows").read_text() == "1"
+    assert (download_pinned_url(pin, tmp_path) / "rows").read_text() == "1"
 
 
 def test_a_fetch_that_was_broken_off_goes_on_with_what_is_missing(
     tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pin = pinned_url(put("broken", **{f"f{number}": str(number) for number in range(4)}))
+    pin = append_content_digest(put("broken", **{f"f{number}": str(number) for number in range(4)}))
     proxy.reset(lambda request: "403" if request.key.endswith("f3") else "")
     with pytest.raises(ConfigError, match="the store refuses the credentials"):
-        fetch(pin, tmp_path)
+        download_pinned_url(pin, tmp_path)
     proxy.reset()
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1))  # as much as f3 has
-    assert len(list(fetch(pin, tmp_path).iterdir())) == 4
+    assert len(list(download_pinned_url(pin, tmp_path).iterdir())) == 4
     assert reads(proxy) == ["f3"]
 
 
@@ -89,16 +91,16 @@ def test_what_arrives_altered_is_fetched_again(tmp_path: Path, proxy: Proxy, siz
     weights.write_bytes(random.Random(0).randbytes(size))
     transfer = Transfer(Bucket("models"), part_bytes=5 << 20)  # the larger one is sent in parts and has no MD5
     transfer.send({f"altered-{size}/weights": (weights, sha256(weights))})
-    pin = pinned_url(put(f"altered-{size}", rows="1"))
+    pin = append_content_digest(put(f"altered-{size}", rows="1"))
     proxy.once("flip", lambda request: request.method == "GET" and request.key.endswith(("weights", "rows")), 2)
-    folder = fetch(pin, tmp_path / "fetched")
+    folder = download_pinned_url(pin, tmp_path / "fetched")
     assert (folder / "weights").read_bytes() == weights.read_bytes() and (folder / "rows").read_text() == "1"
     assert len(reads(proxy)) == 4 and sum(request.fault == "flip" for request in proxy.requests) == 2
 
 
 def test_a_document_that_arrived_altered_is_not_sent_over_that_of_another(proxy: Proxy) -> None:
     bucket, key, methods = Bucket("models"), "altered-document", []
-    etag = bucket.exchange(key, encode_document({"owner": "before"}), "")
+    etag = bucket.replace_if_unchanged(key, encode_document({"owner": "before"}), "")
 
     def choose(request: Request) -> str:
         methods.append(request.method)
@@ -107,38 +109,38 @@ def test_a_document_that_arrived_altered_is_not_sent_over_that_of_another(proxy:
         return "flip" if methods == ["PUT"] else ""
 
     proxy.reset(choose)
-    assert bucket.exchange(key, encode_document({"owner": "this"}), etag) == ""
+    assert bucket.replace_if_unchanged(key, encode_document({"owner": "this"}), etag) == ""
     proxy.reset()
     assert read_document(bucket, key)[0] == {"owner": "another"}
 
 
 def test_what_arrives_altered_each_time_is_one_line_and_is_not_kept(tmp_path: Path, proxy: Proxy) -> None:
-    pin = pinned_url(put("bad", rows="1"))
+    pin = append_content_digest(put("bad", rows="1"))
     proxy.reset(lambda request: "flip" if request.key.endswith("rows") else "")
     with pytest.raises(DataError, match=r"^s3://models/bad: bad/rows arrived altered 3 times$"):
-        fetch(pin, tmp_path)
+        download_pinned_url(pin, tmp_path)
     assert reads(proxy) == ["rows"] * 3
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"]
     proxy.reset()
-    assert (fetch(pin, tmp_path) / "rows").read_text() == "1"
+    assert (download_pinned_url(pin, tmp_path) / "rows").read_text() == "1"
 
 
 def test_an_object_whose_name_leaves_the_folder_is_refused(tmp_path: Path) -> None:
-    pin = pinned_url(put("sly", **{"rows": "1", "../../outside": "2"}))
+    pin = append_content_digest(put("sly", **{"rows": "1", "../../outside": "2"}))
     with pytest.raises(DataError, match=r"the object 'sly/../../outside' would lie outside of its folder"):
-        fetch(pin, tmp_path / "a" / "b")
+        download_pinned_url(pin, tmp_path / "a" / "b")
     assert not list(tmp_path.rglob("outside"))
 
 
 def test_what_a_killed_download_left_is_no_part_of_the_content(tmp_path: Path) -> None:
-    pin = pinned_url(put("killed", **{"rows.jsonl": "1"}) + "/rows.jsonl")
+    pin = append_content_digest(put("killed", **{"rows.jsonl": "1"}) + "/rows.jsonl")
     partial = tmp_path / f"{pin.partition('#')[2]}.partial"
     partial.mkdir()
     (partial / ".rows.jsonl.1-2.tmp").write_text("half")
-    file = fetch(pin, tmp_path)
+    file = download_pinned_url(pin, tmp_path)
     assert file.name == "rows.jsonl" and [path.name for path in file.parent.iterdir()] == ["rows.jsonl"]
     (file.parent / ".rows.jsonl.1-2.tmp").write_text("left by an earlier version")
-    assert fetch(pin, tmp_path) == file
+    assert download_pinned_url(pin, tmp_path) == file
 
 
 def test_an_object_that_is_gone_is_no_missing_bucket(tmp_path: Path) -> None:
@@ -149,9 +151,9 @@ def test_an_object_that_is_gone_is_no_missing_bucket(tmp_path: Path) -> None:
 def test_latest_is_the_version_that_the_pointer_names(tmp_path: Path) -> None:
     put("shop/v7", weights="seven")
     put("shop", **{"latest.json": json.dumps({"version": "v7", "history": ["v7"]})})
-    assert pinned_url("s3://models/shop/latest").startswith("s3://models/shop/v7#")
+    assert append_content_digest("s3://models/shop/latest").startswith("s3://models/shop/v7#")
     with pytest.raises(DataError, match=r"^s3://models/nothing: nothing lies there; give an object"):
-        pinned_url("s3://models/nothing")
+        append_content_digest("s3://models/nothing")
 
 
 @pytest.mark.parametrize("text", ["{bad", "\xff", '["v7"]', '{"history": ["v7"]}', '{"version": 7}', '{"version": ""}'])
@@ -160,7 +162,7 @@ def test_a_pointer_that_is_damaged_is_one_line(text: str) -> None:
     with pytest.raises(
         DataError, match=r"^s3://models/torn/latest\.json is damaged; publish again, or name a version$"
     ):
-        pinned_url("s3://models/torn/latest")
+        append_content_digest("s3://models/torn/latest")
 
 
 RECIPE = """

@@ -19,7 +19,7 @@ from prefect.exceptions import ObjectNotFound
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError, Preempted, StageFailed
-from cosmos_core.launch.service_health import ENQUEUE_URL, TOKEN
+from cosmos_core.launch.service_health import ENQUEUE_URL_VARIABLE, TOKEN_VARIABLE
 from cosmos_core.run.directory import Run, create_run, supersede_stage
 from cosmos_core.run.files import read_json, write_json
 from cosmos_core.run.plan import plan_stages, register_result
@@ -62,7 +62,7 @@ def test_a_flow_run_that_somebody_deleted_is_one_failed_attempt() -> None:
 @pytest.mark.parametrize("error", [ObjectNotFound(Exception()), httpx.ConnectError("away")])
 def test_a_stage_that_is_stopped_is_stopped_whatever_the_server_says(error: Exception) -> None:
     server: Any = Server(error)
-    remote_stage._cancel_child(server, remote_stage.Child(flow_run=str(uuid.uuid4()), attempt=1), 5.0)
+    remote_stage._cancel_child(server, remote_stage.ChildFlowRun(flow_run=str(uuid.uuid4()), attempt=1), 5.0)
 
 
 @pytest.mark.parametrize("state", [StateType.SCHEDULED, StateType.PENDING])
@@ -168,11 +168,11 @@ def test_a_reward_service_waits_for_a_server_that_is_started_again(monkeypatch: 
             raise answer
         return bool(answer)
 
-    reward_service._wait_while(is_wanted)
+    reward_service._wait_until_unneeded(is_wanted)
     assert len(said) == 1
     monkeypatch.setattr(reward_service, "_MAX_UNREACHABLE_SECONDS", 0.05)
     said[:] = [httpx.ConnectError("gone for good")] * 100
-    reward_service._wait_while(is_wanted)
+    reward_service._wait_until_unneeded(is_wanted)
     assert said
 
 
@@ -180,11 +180,13 @@ def test_a_reward_service_whose_stage_was_killed_leaves_no_block(monkeypatch: py
     blocks: set[str] = set()
     block = SimpleNamespace(save=lambda name, overwrite: blocks.add(name))
     server = SimpleNamespace(read_flow_run=lambda flow_run: SimpleNamespace(state_type=StateType.CRASHED))
-    variables = {ENQUEUE_URL: "http://127.0.0.1:1/api/reward/enqueue", TOKEN: "t"}
+    variables = {ENQUEUE_URL_VARIABLE: "http://127.0.0.1:1/api/reward/enqueue", TOKEN_VARIABLE: "t"}
     monkeypatch.setattr(reward_service, "managed_service", lambda *_, **__: nullcontext(variables))
     monkeypatch.setattr(reward_service, "get_client", lambda sync_client: nullcontext(server))
     monkeypatch.setattr(reward_service, "RewardService", lambda **_: block)
-    monkeypatch.setattr(reward_service, "read_service", lambda client, name: variables if name in blocks else None)
+    monkeypatch.setattr(
+        reward_service, "read_service_variables", lambda client, name: variables if name in blocks else None
+    )
     monkeypatch.setattr(reward_service, "delete_service_block", lambda client, name: blocks.remove(name))
     reward_service.reward_service.fn("rewards.toml", "run-1", str(uuid.uuid4()))
     assert not blocks
@@ -217,7 +219,7 @@ def test_a_reward_service_that_still_loads_when_its_stage_ends_is_cancelled(
     server: Any = Services({} if is_loaded else None)
     monkeypatch.setattr(stage_rewards, "get_client", lambda sync_client: server)
     monkeypatch.setattr(stage_rewards, "_start_flow_run", lambda *_: uuid.uuid4())
-    monkeypatch.setattr(stage_rewards, "read_service", lambda *_: server.block)
+    monkeypatch.setattr(stage_rewards, "read_service_variables", lambda *_: server.block)
     monkeypatch.setattr(stage_rewards, "delete_service_block", lambda *_: None)
     monkeypatch.setattr(stage_rewards, "_LOAD_TIMEOUT_SECONDS", -1.0)
     with suppress(StageFailed), stage_rewards._run_remote_service(STAGE, tmp_path):
@@ -311,7 +313,7 @@ def test_a_mirror_reads_again_only_what_has_changed(
     path.mkdir(parents=True, exist_ok=True)
     write_json(path / "progress.json", {"step": 1})
     StageSync(there, there.pipeline.stage("first")).send_run()
-    mirror = StageSync(run, run.pipeline.stage("first")).mirror()
+    mirror = StageSync(run, run.pipeline.stage("first")).make_progress_mirror()
     mirror()
     assert read_json(run.stage_path("first") / "progress.json") == {"step": 1}
     (run.stage_path("first") / "progress.json").unlink()

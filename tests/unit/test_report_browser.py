@@ -109,7 +109,7 @@ def tab(tmp_path: Path) -> Iterator[Tab]:
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_report_is_readable_from_disk_alone(tab: Tab, tmp_path: Path, width: int, scheme: str) -> None:
     page = tmp_path / "report.html"
-    page.write_text(report.build(finished_run(tmp_path, has_curves=True)), encoding="utf-8")
+    page.write_text(report.build_report(finished_run(tmp_path, has_curves=True)), encoding="utf-8")
     tab.show(page, width, scheme)
     assert {url.partition(":")[0] for url in tab.requested} <= {"file", "data"}
     assert tab.value("document.documentElement.scrollWidth") <= width, "the page is wider than the screen"

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from cosmos_core.observe import report
 from cosmos_core.observe.previous_run import compare_with_previous
 from cosmos_core.observe.record import read_run
-from cosmos_core.observe.sections import comparison, resources, reward_bins, summary_cards
+from cosmos_core.observe.sections import resource_rows, reward_bins, summary_cards, validation_table
 from cosmos_core.observe.trained import sample_rows, training_properties
 from tests.unit.observed_runs import STARTED, Page, finished_run, write, write_lines
 from tests.unit.tiny_model import save_tiny_model
@@ -35,8 +35,8 @@ def test_the_page_sets_the_run_beside_the_one_before_it(tmp_path: Path) -> None:
     assert found is not None and found["run"].path == old
     assert found["settings"] == (("sft.train.epoch", "7", "–"),)
     assert ("eval-grpo", "validation/accuracy", "0.900", "0.705", "worse") in found["metrics"]
-    assert f'<p class="note">run {old.name}' in report.build(run)
-    assert compare_with_previous(read_run(old)) is None and "Beside the run before" not in report.build(old)
+    assert f'<p class="note">run {old.name}' in report.build_report(run)
+    assert compare_with_previous(read_run(old)) is None and "Beside the run before" not in report.build_report(old)
 
 
 @pytest.mark.parametrize("name", ["sft", "eval-grpo"])
@@ -65,7 +65,7 @@ def test_the_rewards_of_a_training_are_spread_over_bins_early_and_late(tmp_path:
     counts = [(each["num_first_half"], each["num_second_half"]) for each in bins]
     assert counts == [(1, 0), (1, 0), *[(0, 0)] * 7, (0, 2)]
     assert (bins[0]["first"], bins[-1]["last"], bins[-1]["high"]) == (50.0, 100.0, 1.0)
-    assert report.build(run).count('class="range"') == 10
+    assert report.build_report(run).count('class="range"') == 10
 
 
 def test_the_page_says_what_each_stage_used(tmp_path: Path) -> None:
@@ -73,11 +73,11 @@ def test_the_page_says_what_each_stage_used(tmp_path: Path) -> None:
     write(run / "stages/sft/facts.json", [{"host": "node-3", "gpus": ["NVIDIA H100"], "threads": 8}] * 2)
     write_lines(run / "stages/sft/metrics.jsonl",
                 [{"step": s, "throughput/tokens_per_second": 100.0 * s} for s in (1, 2, 3)])  # fmt: skip
-    used = {use["stage"].name: use for use in resources(read_run(run))}
+    used = {use["stage"].name: use for use in resource_rows(read_run(run))}
     assert used["sft"]["gpu_hours"] == pytest.approx(2 * 61 / 3600)
     assert (used["sft"]["tokens_per_second"], used["sft"]["size"]) == (200.0, 3_660_000)
     assert "prepare" not in used, "it was reused"
-    page = report.build(run)
+    page = report.build_report(run)
     assert "node-3 (2 ranks, NVIDIA H100, 8 threads)" in page and ">0.03<" in page
 
 
@@ -106,7 +106,7 @@ def test_the_page_says_what_was_trained_from_what_and_how(tmp_path: Path) -> Non
     found = dict(facts)
     assert found["learning rate"] == "1e-05 for global, 2e-06 for lm_head, AdamW, cosine decay"
     assert found["seed"] == "0"
-    page = report.build(run)
+    page = report.build_report(run)
     assert "What was trained" in page and "Qwen/Qwen3-0.6B" in page
 
 
@@ -135,11 +135,11 @@ def test_what_was_measured_before_the_first_step_is_before_what_was_measured_aft
     run = finished_run(tmp_path)
     start = {"step": 0, "validation/loss": 4.1, "time/validate": 1.0}
     write_lines(run / "stages/sft/metrics.jsonl", [start, {"step": 1, "loss": 2.0}])
-    names, rows = comparison(read_run(run))
+    names, rows = validation_table(read_run(run))
     assert names == ["before sft", "eval-base", "eval-sft", "eval-grpo"]
     [loss] = [row for row in rows if row["name"] == "loss"]
     assert loss["values"] == [4.1, 3.1, 0.44, 0.52] and loss["change"] == "-3.580"
-    assert loss["verdict"] == "better" and "before sft" in report.build(run)
+    assert loss["verdict"] == "better" and "before sft" in report.build_report(run)
 
 
 def test_the_page_shows_which_tokens_of_a_row_are_learned(tmp_path: Path) -> None:
@@ -158,14 +158,14 @@ def test_the_page_shows_which_tokens_of_a_row_are_learned(tmp_path: Path) -> Non
         out.write_table(table)
     [(stage, row)] = sample_rows(read_run(run))
     assert (stage.name, row) == ("sft", [("Two <b> and two?", False), (" Four.", True)])
-    page = report.build(run)
+    page = report.build_report(run)
     assert '<span>Two &lt;b&gt; and two?</span><span class="learned"> Four.</span>' in page
     Page(page)
     for wrong in ("tokenizer.json", "train.arrow"):
         [file] = run.rglob(wrong)
         whole = file.read_bytes()
         file.write_bytes(whole[:200])
-        assert sample_rows(read_run(run)) == [] and "What is learned of a row" not in report.build(run)
+        assert sample_rows(read_run(run)) == [] and "What is learned of a row" not in report.build_report(run)
         file.write_bytes(whole)
 
 
@@ -183,7 +183,7 @@ def test_the_page_names_the_digests_of_data_and_model(tmp_path: Path) -> None:
 
 
 def test_samples_are_filtered_by_their_reward_without_a_script_and_phones_have_a_layout(tmp_path: Path) -> None:
-    page = report.build(finished_run(tmp_path))
+    page = report.build_report(finished_run(tmp_path))
     assert 'name="viewport" content="width=device-width' in page and "@media (max-width: 640px)" in page
     rows = re.findall(r'<tr class="((?:good|bad)[^"]*)"><td class="prompt">', page)
     assert rows.count("good changed") == 11, "nothing was right before; of the twelve shown, one has no valid reward"
@@ -198,6 +198,6 @@ def test_the_page_links_each_log_from_wherever_it_lies(tmp_path: Path) -> None:
         (run / "stages/grpo/logs").mkdir(exist_ok=True)
         (run / "stages/grpo/logs" / name).write_text("a line\n")
     for folder in (run, run / "stages/report"):
-        links = [attributes["href"] for tag, attributes in Page(report.build(run, folder)).tags if tag == "a"]
+        links = [attributes["href"] for tag, attributes in Page(report.build_report(run, folder)).tags if tag == "a"]
         assert [(folder / str(link)).resolve().name for link in links] == ["attempt_1.log", "attempt_2.log"]
         assert all((folder / str(link)).is_file() for link in links)

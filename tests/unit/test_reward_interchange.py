@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
-from cosmos_core.rewards.exchange import Service, ping
+from cosmos_core.rewards.exchange import ServiceEndpoints, ping
 from cosmos_core.rewards.protocol import ProtocolError, decode_request
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.wan_latents import WanLatents
@@ -106,7 +106,9 @@ def test_what_else_torch_saves_is_refused_and_never_unpickled(body: bytes, reaso
 
 
 @contextmanager
-def original(scores: dict[str, Any], **also: Any) -> Iterator[tuple[Service, list[tuple[dict[str, Any], Any, bytes]]]]:
+def original(
+    scores: dict[str, Any], **also: Any
+) -> Iterator[tuple[ServiceEndpoints, list[tuple[dict[str, Any], Any, bytes]]]]:
     """A service that says what Cosmos-RL's says: forms for all but the enqueue, 400 until scores are there, numbers
     that are not of images for latents, and nothing about headers that it does not know."""
     asked: list[tuple[dict[str, Any], Any, bytes]] = []
@@ -158,7 +160,7 @@ def original(scores: dict[str, Any], **also: Any) -> Iterator[tuple[Service, lis
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}/api/reward"
     try:
-        yield Service(((f"{url}/enqueue", f"{url}/pull"),), "a token"), asked
+        yield ServiceEndpoints(((f"{url}/enqueue", f"{url}/pull"),), "a token"), asked
     finally:
         server.shutdown()
         server.server_close()

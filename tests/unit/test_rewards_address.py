@@ -13,7 +13,7 @@ from PIL import Image
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import ConfigError, RewardError
 from cosmos_core.launch.service_health import _fetch_health
-from cosmos_core.rewards.exchange import ping, service_of
+from cosmos_core.rewards.exchange import ping, read_service_endpoints
 from cosmos_core.rewards.protocol import ProtocolError, encode_request
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.service.app import _is_uuid
@@ -33,7 +33,7 @@ def named(enqueue: str, fetch: str) -> dict[str, str]:
 def test_a_url_may_end_in_slashes() -> None:
     with serving() as server:
         for end in ("", "/", "//", " ", "#here"):
-            found = service_of(named(f"{server.url}/enqueue{end}", f"{server.url}/pull{end}"))
+            found = read_service_endpoints(named(f"{server.url}/enqueue{end}", f"{server.url}/pull{end}"))
             assert found.replicas == server.service.replicas
         ping(found, ["mean"])
         [score] = RemoteRewards(CONFIG, found).score([IMAGE])
@@ -45,7 +45,7 @@ def test_a_url_may_end_in_slashes() -> None:
 def test_a_url_without_a_path_is_refused_before_the_token_is_sent_anywhere(url: str) -> None:
     for given in (named(url, "http://host/pull"), named("http://host/enqueue", url)):
         with pytest.raises(RewardError, match=r"_URL = .* has no path; the rule is http://HOST:PORT/api/reward/"):
-            service_of(given)
+            read_service_endpoints(given)
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def test_a_url_without_a_path_is_refused_before_the_token_is_sent_anywhere(url: 
 )
 def test_a_url_without_a_host_is_refused(url: str) -> None:
     with pytest.raises(RewardError, match="is no URL of a reward service"):
-        service_of(named(url, "http://host/pull"))
+        read_service_endpoints(named(url, "http://host/pull"))
 
 
 def test_a_ping_goes_to_the_host_of_the_url_alone() -> None:
     with serving() as server:
         root = server.url.removesuffix("/api/reward")
-        ping(service_of(named(f"{root}/enqueue?zone=a/b", f"{root}/pull")), ["mean"])
+        ping(read_service_endpoints(named(f"{root}/enqueue?zone=a/b", f"{root}/pull")), ["mean"])
     assert [sent.path for sent in server.sent] == ["/ping?zone=a/b"]
 
 

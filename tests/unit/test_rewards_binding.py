@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.data.kinds.prompts import columns_for_rewards
+from cosmos_core.data.kinds.prompts import serialise_row_for_rewards
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.base import load_reward, request_of
+from cosmos_core.rewards.base import load_reward, make_reward_request
 from cosmos_core.rewards.runner import RewardRunner
 from cosmos_core.types import Completion, Group, Prompt, Segment
 
@@ -26,7 +26,7 @@ def scores(folder: Path, code: str, *texts: str, columns: dict[str, Any] = COLUM
     """What the function `f` of a file gives to completions of one prompt."""
     (folder / "mine.py").write_text(code)
     group = Group(Prompt(0, (1,), "<user> 2 + 3?", "5", metadata=columns), tuple(map(completion, texts)), 0)
-    fields = [{**request_of(group, k), "custom": {}} for k in range(len(texts))]
+    fields = [{**make_reward_request(group, k), "custom": {}} for k in range(len(texts))]
     reward = load_reward(f"{folder}/mine.py:f")
     found = reward.score_group(fields) if reward.binding.takes_group else [reward(each) for each in fields]
     return [each[0] if isinstance(each, tuple) else each for each in found]
@@ -138,12 +138,12 @@ def test_a_name_that_no_column_has_is_named_with_the_columns(tmp_path: Path) -> 
 def test_the_columns_of_a_row_are_kept_as_json_without_media() -> None:
     row = {"question": "2 + 3?", "answer": "5", "image": {"bytes": b"x"}, "level": 3, "raw": {"a": b"x", "b": 1}}
     system = {"role": "system", "content": "Be brief."}
-    found = json.loads(columns_for_rewards(row, [system, *ASKED]))
+    found = json.loads(serialise_row_for_rewards(row, [system, *ASKED]))
     assert found == {"question": "2 + 3?", "answer": "5", "level": 3, "raw": {"b": 1}, "prompt": "2 + 3?"}
     trl = {"prompt": [system, *ASKED], "question": "2 + 3?"}
-    assert json.loads(columns_for_rewards(trl, [system, *ASKED]))["prompt"] == [system, *ASKED]
+    assert json.loads(serialise_row_for_rewards(trl, [system, *ASKED]))["prompt"] == [system, *ASKED]
     talk = {"messages": [*ASKED, {"role": "assistant", "content": "5"}]}
-    assert json.loads(columns_for_rewards(talk, ASKED))["prompt"] == ASKED
+    assert json.loads(serialise_row_for_rewards(talk, ASKED))["prompt"] == ASKED
 
 
 @pytest.mark.parametrize("name", ["completions", "solution_strs"])

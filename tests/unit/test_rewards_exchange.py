@@ -17,7 +17,7 @@ from PIL import Image
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards import exchange
-from cosmos_core.rewards.exchange import Service
+from cosmos_core.rewards.exchange import ServiceEndpoints
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.reward_model import replace_nonfinite
 from tests.unit.reward_server import Reply, reply, service, serving
@@ -59,7 +59,7 @@ def test_numbers_that_json_does_not_have_are_null_wherever_they_are() -> None:
 
 
 @contextmanager
-def raw(pulled: bytes, *, drips: bool = False) -> Iterator[Service]:
+def raw(pulled: bytes, *, drips: bool = False) -> Iterator[ServiceEndpoints]:
     """Serve these bytes, head and body, for each pull; with `drips` a byte of their end now and then."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -84,7 +84,7 @@ def raw(pulled: bytes, *, drips: bool = False) -> Iterator[Service]:
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
     try:
-        yield Service(((f"{url}/enqueue", f"{url}/pull"),))
+        yield ServiceEndpoints(((f"{url}/enqueue", f"{url}/pull"),))
     finally:
         server.shutdown()
         server.server_close()
@@ -98,7 +98,7 @@ def ok(content: bytes, headers: bytes = b"") -> bytes:
     "refusal", [reply(429, {"Retry-After": "30"}, message="full"), reply(503, {"Retry-After": "30"}), reply(500)]
 )
 def test_what_one_replica_does_not_take_another_takes_at_once(refusal: Reply, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "_AVOID_SECONDS", 30.0)
+    monkeypatch.setattr(exchange, "_AVOID_REPLICA_SECONDS", 30.0)
     with serving(on_enqueue=lambda sent: refusal) as broken, serving() as well:
         remote = RemoteRewards(config(max_in_flight=2, timeout_seconds=25.0), service(broken, well))
         assert [score.value for score in remote.score(images(12))] == [*range(12)]

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cosmos_core.rewards.runner import RewardRunner
-from cosmos_core.rollout.groups import Filter, group_metrics
+from cosmos_core.rollout.groups import GroupFilter, group_metrics
 from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment, Turn
 
 GROUP_BEHAVIOURS = '''
@@ -41,7 +41,7 @@ def test_a_function_of_a_group_sees_the_turns_of_each_completion(tmp_path):
     group = group_of("a", "b", "c")
     turns = [(Turn("assistant", "a"), *[Turn("tool", "4")] * count) for count in range(3)]
     completions = tuple(replace(each, turns=of) for each, of in zip(group.completions, turns, strict=True))
-    with RewardRunner({f"{file}:asked": 1.0}, timeout_seconds=5, num_workers=1, by_group=True) as runner:
+    with RewardRunner({f"{file}:asked": 1.0}, timeout_seconds=5, num_workers=1, call_per_group=True) as runner:
         [scored] = runner.score_groups([replace(group, completions=completions)])
     assert [score.value for score in scored.scores] == [0.0, 1.0, 2.0]
 
@@ -59,7 +59,7 @@ def test_a_function_of_a_group_is_called_once_and_what_fails_costs_that_group_al
     texts = [("a", "right", "ccc"), ("hang", "right"), *((each, "b") for each in ("raise", "exit", "few"))]
     texts.append(("unknown", "right"))
     weights = {f"{file}:best": 2.0, "exact_match": 1.0}
-    with RewardRunner(weights, timeout_seconds=1.0, num_workers=1, retries=0, by_group=True) as runner:
+    with RewardRunner(weights, timeout_seconds=1.0, num_workers=1, retries=0, call_per_group=True) as runner:
         scored = runner.score_groups([group_of(*each) for each in texts])
         (alone,) = runner.score([{"to_be_evaluated": "right", "reference": "right"}])
     assert [[score.value for score in each.scores] for each in scored] == [
@@ -114,15 +114,15 @@ def test_a_reward_of_weight_zero_is_a_metric_to_filter_groups_by(tmp_path):
     assert (scores[0].value, scores[0].metrics) == (1.0, {"act": 7.0, "exact_match": 1.0})
     assert (scores[1].value, scores[1].metrics, scores[1].error) == (0.0, {"exact_match": 0.0}, "")
     # what has not the metric says nothing of whether the others differ in it
-    assert not Filter(("act",)).has_learning_signal(ScoredGroup(group_of("7", "raise"), tuple(scores)))
-    assert Filter().has_learning_signal(ScoredGroup(group_of("7", "raise"), tuple(scores)))
+    assert not GroupFilter(("act",)).has_learning_signal(ScoredGroup(group_of("7", "raise"), tuple(scores)))
+    assert GroupFilter().has_learning_signal(ScoredGroup(group_of("7", "raise"), tuple(scores)))
 
 
 def test_a_group_whose_rewards_do_not_report_the_metric_is_filtered_by_its_reward() -> None:
     """As in a mixture of data sets with rewards of their own."""
 
     def is_kept(*scores: Score) -> bool:
-        return Filter(("act", "tone")).has_learning_signal(ScoredGroup(group_of("a", "b"), scores))
+        return GroupFilter(("act", "tone")).has_learning_signal(ScoredGroup(group_of("a", "b"), scores))
 
     assert is_kept(Score(1.0, {"math": 1.0}), Score(0.0, {"math": 0.0}))
     assert not is_kept(Score(1.0, {"math": 1.0}), Score(1.0, {"math": 0.0}))

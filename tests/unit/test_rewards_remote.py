@@ -15,7 +15,7 @@ from PIL import Image
 
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import ConfigError, RewardError, StageFailed
-from cosmos_core.rewards.exchange import ENQUEUE_URL, FETCH_URL, ping, service_of
+from cosmos_core.rewards.exchange import ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABLE, ping, read_service_endpoints
 from cosmos_core.rewards.protocol import ProtocolError, decode_request, encode_request
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.service.config import DecodeArgs, RewardArgs, ServiceConfig, read_config
@@ -159,7 +159,7 @@ def test_a_pull_goes_to_the_replica_that_took_the_request(monkeypatch: pytest.Mo
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA", "1")
-        RemoteRewards(config(), service_of()).score(images(1))
+        RemoteRewards(config(), read_service_endpoints()).score(images(1))
         assert "X-Lepton-Replica-Target" not in server.pulled[1].headers
 
 
@@ -258,8 +258,10 @@ def test_a_ping_is_a_form_with_json() -> None:
 
 def test_the_environment_names_the_service() -> None:
     with pytest.raises(RewardError, match="set REMOTE_REWARD_ENQUEUE_URL and REMOTE_REWARD_FETCH_URL"):
-        service_of({})
-    found = service_of({ENQUEUE_URL: "http://a/enqueue, http://b/enqueue", FETCH_URL: "http://a/pull,http://b/pull"})
+        read_service_endpoints({})
+    found = read_service_endpoints(
+        {ENQUEUE_URL_VARIABLE: "http://a/enqueue, http://b/enqueue", FETCH_URL_VARIABLE: "http://a/pull,http://b/pull"}
+    )
     assert found.replicas == (("http://a/enqueue", "http://a/pull"), ("http://b/enqueue", "http://b/pull"))
 
 
@@ -370,4 +372,4 @@ wan2pt2_credential_path = ""
     assert decodes.vae == "/workspace/tokenizer.pth"
     assert decodes.model_copy(update={"decode_args": DecodeArgs()}).vae.endswith("/resolve/main/Wan2.1_VAE.pth")
     assert ServiceConfig(reward_args=(RewardArgs(reward_type="ocr"),)).vae == ""
-    assert (config.queue, config.token()) == ("memory", os.environ.get("REMOTE_REWARD_TOKEN", ""))
+    assert (config.queue, config.read_token()) == ("memory", os.environ.get("REMOTE_REWARD_TOKEN", ""))

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from cosmos_core.errors import RewardError
-from cosmos_core.registry import offered_names
-from cosmos_core.rewards.base import KEYWORDS, load_reward
+from cosmos_core.registry import list_defined_names
+from cosmos_core.rewards.base import REWARD_PARAMETERS, load_reward
 
 THOUGHT = "<think>2 + 2\nis 4</think>"
 
@@ -205,8 +205,8 @@ def test_known_rewards_are_the_files_that_hold_one():
     texts.append("single_choice")
     images = ["aesthetic", "clip_score", "jpeg_size", "ocr", "pickscore"]
     served = ["cosmos_reason1", "dance_grpo", "gen_eval", "hpsv2", "hpsv3", "image_reward", "unified_reward"]
-    assert offered_names("cosmos_core.rewards") == sorted(texts + images)
-    assert offered_names("cosmos_core.rewards", "Reward") == sorted(images + served)
+    assert list_defined_names("cosmos_core.rewards") == sorted(texts + images)
+    assert list_defined_names("cosmos_core.rewards", "Reward") == sorted(images + served)
 
 
 def test_an_unknown_reward_of_any_key_is_named_with_the_nearest_name():
@@ -229,7 +229,7 @@ def test_a_users_reward_gets_the_keywords_that_it_declares_and_may_return_metric
     )
     fields = {"to_be_evaluated": "a", "reference": "b", "num_tokens": 5, "custom": {"limit": 10}, "prompt": "p"}
     assert load_reward(f"{file}:brief")(fields) == (-0.5, {"tokens": 5.0})
-    assert load_reward(f"{file}:everything")(fields) == (len(KEYWORDS), {})
+    assert load_reward(f"{file}:everything")(fields) == (len(REWARD_PARAMETERS), {})
     with pytest.raises(RewardError, match="wants 'tokenizer', which is not offered: rewards run in child processes"):
         load_reward(f"{file}:tokens")
     with pytest.raises(RewardError, match="is a int, not a function"):

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from cosmos_core.errors import RewardError, StageFailed
-from cosmos_core.rewards.base import all_invalid, metric_names
+from cosmos_core.rewards.base import invalid_scores_error, metric_names
 from cosmos_core.rewards.runner import RewardRunner
 from cosmos_core.types import Completion, Group, Prompt, Score, Segment
 from tests.conftest import wait_until
@@ -168,9 +168,9 @@ def test_what_a_reward_raises_is_told_with_its_line_and_once_with_its_traceback(
     said = capfd.readouterr().err
     assert said.count('raise KeyError("no such\\nthing")') == 1
     with pytest.raises(RewardError, match=r"all 3 are invalid; the first: nothing: ValueError"):
-        raise all_invalid("all 3 are invalid", scores)
+        raise invalid_scores_error("all 3 are invalid", scores)
     with pytest.raises(StageFailed, match=r"all are invalid; the first: act: not done in 1 s"):
-        raise all_invalid("all are invalid", [Score(None, error="act: not done in 1 s")])
+        raise invalid_scores_error("all are invalid", [Score(None, error="act: not done in 1 s")])
 
 
 def test_a_child_sees_no_secret_but_those_that_are_named_and_shows_none(act, capfd, monkeypatch):
@@ -230,7 +230,7 @@ def test_groups_come_back_with_one_score_a_completion_and_rewards_see_the_groups
         Group(Prompt(1, (1,), "other", "b"), (completion(1, "stop"),), 0),
     ]
     constants = {"custom": {"bonus": 1}}
-    with RewardRunner({f"{file}:facts": 1.0}, timeout_seconds=5, num_workers=1, constants=constants) as runner:
+    with RewardRunner({f"{file}:facts": 1.0}, timeout_seconds=5, num_workers=1, constant_fields=constants) as runner:
         found = runner.score_groups(groups)
     assert [each.group for each in found] == groups
     assert [[score.value for score in each.scores] for each in found] == [[1102, 1113], [1001]]

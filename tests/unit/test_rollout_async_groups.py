@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rollout.groups import Filter, StepGroups
+from cosmos_core.rollout.groups import GroupFilter, StepGroups
 from cosmos_core.types import Group, Prompt, Score, ScoredGroup
 from tests.conftest import wait_until
 from tests.unit.replicas import (
@@ -39,7 +39,7 @@ def wait_for_engines(source: Any) -> None:
 
     def look() -> None:
         send_prompts()
-        states.append(not source._pending)
+        states.append(not source._futures)
 
     source._send_prompts = look
     wait_until(lambda: any(states), 5, "the engines have finished all that they may have ahead")
@@ -109,12 +109,12 @@ def test_all_groups_of_a_step_that_are_too_old_are_asked_for_at_once(tmp_path: P
         real.load_weights(0, weights(0))
         groups = [real.request(prompt, SAMPLING, 5).result() for prompt in PROMPTS[20:24]]
     source._position = 20
-    source._scored = dict(zip(range(20, 24), score(groups), strict=True))
-    assert source._groups_of(5) is None and asked == [], "the engines have no weights yet that would do"
+    source._scored_groups = dict(zip(range(20, 24), score(groups), strict=True))
+    assert source._find_step_groups(5) is None and asked == [], "the engines have no weights yet that would do"
     fleet.version = 4
-    assert source._groups_of(5) is None
+    assert source._find_step_groups(5) is None
     assert asked == [(prompt, True) for prompt in (23, 22, 21, 20)], "each goes before the one asked for last"
-    assert source._groups_of(5) is None and len(asked) == source._num_outdated == 4
+    assert source._find_step_groups(5) is None and len(asked) == source._num_outdated == 4
 
 
 def test_a_ceiling_bounds_what_is_fetched_ahead(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_ceiling_bounds_what_is_fetched_ahead(tmp_path: Path) -> None:
         source.next_groups(0)
         wait_for_engines(source)
         assert sorted(handle.engine.seen) == list(range(4 + 12)), "step 0 is trained, and three more are ahead"
-        assert not source._pending
+        assert not source._futures
         source.close()
 
 
@@ -135,7 +135,7 @@ def test_dropped_groups_are_replaced_by_the_next_prompts_and_a_resumed_source_go
         trained: list[int] = []
         with fleet_of(Threaded(), Threaded()) as fleet:
             fleet.load_weights(start, weights(start))
-            source = source_of(fleet, tmp_path, take=take, filter=Filter())
+            source = source_of(fleet, tmp_path, take_prompts=take, filter=GroupFilter())
             if state:
                 source.load_state_dict(state)
             for step in range(start, start + steps):
@@ -191,7 +191,7 @@ def test_prompts_beyond_the_allowed_steps_are_as_many_as_will_be_dropped(tmp_pat
     prompts = [replace(PROMPTS[i % 2], id=i) for i in range(400)]  # every second group is dropped
     handle, outdated = Threaded(), []
     with fleet_of(handle, most_groups=40, version=0) as fleet:
-        source = source_of(fleet, tmp_path, take=take, filter=Filter(), num_extra_prompts=128)
+        source = source_of(fleet, tmp_path, take_prompts=take, filter=GroupFilter(), num_extra_prompts=128)
         for step in range(20):
             groups, metrics = source.next_groups(step)
             assert len(groups) == 4
@@ -229,13 +229,13 @@ def test_a_step_whose_groups_were_dropped_gets_others_however_few_prompts_engine
 ) -> None:
     handle = Threaded()
     with fleet_of(handle, most_groups=40, sleeps_in_training="sleeps_in_training" in window, version=0) as fleet:
-        source = source_of(fleet, tmp_path, take=take, filter=Filter(max_retries=2), **window)
+        source = source_of(fleet, tmp_path, take_prompts=take, filter=GroupFilter(max_retries=2), **window)
         trained = []
         for step in range(5):
             groups, _ = source.next_groups(step)
             trained += ids(groups)
             if "sleeps_in_training" in window:
-                assert not handle.engine.waiting and not source._pending, "it sleeps with prompts in flight"
+                assert not handle.engine.waiting and not source._futures, "it sleeps with prompts in flight"
                 assert handle.engine.seen == list(range(8 * (step + 1)))
             fleet.load_weights(step + 1, weights(step + 1))
         assert trained == list(range(1, 40, 2))
@@ -252,13 +252,13 @@ def test_a_step_gets_the_groups_that_it_needs_after_one_that_kept_fewer(needed: 
     handle, waits = Threaded(), list[int]()
     with fleet_of(handle, most_groups=40, sleeps_in_training=True, version=0) as fleet:
         source = source_of(
-            fleet, tmp_path, take=take, steps=StepGroups(3, 2),
-            filter=Filter(), score=differ, max_lag=0, max_steps_ahead=1, sleeps_in_training=True,
+            fleet, tmp_path, take_prompts=take, steps=StepGroups(3, 2),
+            filter=GroupFilter(), score=differ, max_lag=0, max_steps_ahead=1, sleeps_in_training=True,
             on_wait=lambda: waits.append(0) if len(waits) < 20 else pytest.fail("it waits for prompts"),
         )  # fmt: skip
         for step, count in enumerate(needed):
             groups, _ = source.next_groups(step, count)
-            assert len(groups) == count and not source._pending, "it sleeps with prompts in flight"
+            assert len(groups) == count and not source._futures, "it sleeps with prompts in flight"
             assert handle.engine.seen == list(range(sum(needed[: step + 1])))
             fleet.load_weights(step + 1, weights(step + 1))
         source.close()
@@ -271,7 +271,7 @@ def test_engines_that_take_turns_get_new_weights_as_seldom_as_the_recipe_says(tm
         for step in range(4):
             _, metrics = source.next_groups(step)
             wait_for_engines(source)
-            assert not source._pending, "it got prompts while it sleeps"
+            assert not source._futures, "it got prompts while it sleeps"
             assert handle.engine.seen == list(range(4 * (step + 1)))
             assert metrics["rollout/version_lag"] == step % 2
             if step % 2:
@@ -282,15 +282,15 @@ def test_engines_that_take_turns_get_new_weights_as_seldom_as_the_recipe_says(tm
 @pytest.mark.parametrize(
     ("filter", "scores", "message"),
     [
-        (Filter(("acuracy",)), (Score(1.0, {"accuracy": 1.0}), Score(0.0, {"accuracy": 0.0})),
+        (GroupFilter(("acuracy",)), (Score(1.0, {"accuracy": 1.0}), Score(0.0, {"accuracy": 0.0})),
          "filter_reward_metric: no reward reports 'acuracy'; take of 'accuracy'"),
-        (Filter(), (Score(None, error="KeyError", is_raised=True),) * 2,
+        (GroupFilter(), (Score(None, error="KeyError", is_raised=True),) * 2,
          "step 1: all 8 rewards are invalid; the first: KeyError"),
     ],
     ids=["a metric that no reward reports", "no valid reward"],
 )  # fmt: skip
 def test_rewards_of_no_use_end_the_training_before_all_prompts_are_used_up(
-    filter: Filter, scores: tuple[Score, Score], message: str, tmp_path: Path
+    filter: GroupFilter, scores: tuple[Score, Score], message: str, tmp_path: Path
 ) -> None:
     with fleet_of(Threaded(), version=0) as fleet:
         rewards = lambda groups: [ScoredGroup(group, scores) for group in groups]  # noqa: E731

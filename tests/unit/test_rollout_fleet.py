@@ -19,7 +19,7 @@ from cosmos_core.rollout.base import Bucket, LoadReceipt, generate
 from cosmos_core.rollout.engine_pool import WeightsUnavailable
 from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.publish import WeightPublisher
-from cosmos_core.rollout.replica import Replica, pack, unpack
+from cosmos_core.rollout.replica import Replica, pack_bucket, unpack_bucket
 from cosmos_core.types import Completion, Group, Prompt, Segment
 from tests.conftest import wait_until
 from tests.unit.replicas import (
@@ -50,7 +50,7 @@ def test_a_bucket_travels_as_one_array_with_every_dtype_and_shape() -> None:
         "a": torch.randn(3, 5, dtype=torch.bfloat16), "b": torch.arange(7, dtype=torch.int8), "c": torch.tensor(1.5),
         "d": torch.randn(2, 2, dtype=torch.float64).T, "e": torch.empty(0, 4),
     }  # fmt: skip
-    found = dict(unpack(pack(list(tensors.items()))))
+    found = dict(unpack_bucket(pack_bucket(list(tensors.items()))))
     assert {name: (t.dtype, t.shape) for name, t in found.items()} == {
         n: (t.dtype, t.shape) for n, t in tensors.items()
     }
@@ -86,7 +86,7 @@ def test_an_engine_that_dies_is_replaced_and_its_prompts_go_to_others() -> None:
 @pytest.mark.parametrize("swap", ["disabled", "inference"])
 def test_an_engine_that_dies_while_it_gets_weights_is_left_out_and_gets_them_when_it_is_back(swap: Any) -> None:
     handles = [Threaded(), Threaded()]
-    with fleet_of(*handles, swap=swap) as fleet:
+    with fleet_of(*handles, swap_mode=swap) as fleet:
         all_open(fleet, 2)
 
         def dying() -> Iterator[Bucket]:
@@ -147,7 +147,7 @@ def test_an_engine_that_works_for_longer_than_the_patience_is_left_alone(
             return self.passes > 9
 
     handle = Threaded(Slow)
-    with fleet_of(handle, patience=600.0, swap=swap, version=1) as fleet:
+    with fleet_of(handle, patience=600.0, swap_mode=swap, version=1) as fleet:
         fleet.submit(PROMPTS[:2], SAMPLING, 1)
         wait_until(lambda: handle._replica._in_flight, 5, "it has prompts")
         fleet.load_weights(2, weights(2) + [[(f"{i}", torch.zeros(2))] for i in range(8)])
@@ -266,7 +266,7 @@ def test_weights_reach_completions_in_flight_only_as_the_recipe_says() -> None:
 
     for swap, versions in (("disabled", {1, 2}), ("inference", {1, 2}), ("generation", {1})):
         handle, is_loading = Threaded(Slow), threading.Event()
-        with fleet_of(handle, most_groups=20, swap=swap, version=1) as fleet:
+        with fleet_of(handle, most_groups=20, swap_mode=swap, version=1) as fleet:
             fleet.submit(PROMPTS[:8], SAMPLING, 1)
             wait_until(lambda: len(handle.engine.seen) == 4, 5, "half of them are there")  # noqa: B023
             fleet.load_weights(2, loaded())
@@ -331,13 +331,13 @@ def test_an_engine_that_comes_back_is_probed_and_not_those_that_wait_for_the_nex
 def test_a_load_that_a_trainer_began_and_did_not_end_is_given_up_for_that_of_the_next(background: bool) -> None:
     replica = Replica(lambda beat: Drawing())
     replica.begin("of a trainer that dies")
-    replica.begin_load(1, background=background, timeout_seconds=9)
-    replica.bucket(pack(weights(1)[0]))
+    replica.begin_load(1, in_background=background, timeout_seconds=9)
+    replica.bucket(pack_bucket(weights(1)[0]))
     replica.begin("of the next")
-    replica.begin_load(2, background=background, timeout_seconds=9)
+    replica.begin_load(2, in_background=background, timeout_seconds=9)
     for bucket in weights(2):
-        replica.bucket(pack(bucket))
-    assert replica.end_load(2, background=background, waits=False) == LoadReceipt(2, 2)
+        replica.bucket(pack_bucket(bucket))
+    assert replica.end_load(2, in_background=background, drains=False) == LoadReceipt(2, 2)
     assert replica.logprobs(2, [1, 2]) == [2.0]
 
 

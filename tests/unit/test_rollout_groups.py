@@ -18,11 +18,11 @@ from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError, RewardError, StageFailed
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout import publish
-from cosmos_core.rollout.base import Bucket, EngineSettings, EngineWrapper, LoadReceipt, Receiver, generate
+from cosmos_core.rollout.base import Bucket, EngineSettings, EngineWrapper, LoadReceipt, WeightReceiver, generate
 from cosmos_core.rollout.groups import FilteredGroupSource, SyncGroupSource, check_scores
 from cosmos_core.rollout.publish import WeightPublisher, probe_tokens
 from cosmos_core.rollout.registry import make_engine
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.pass_rates import PassRates
 from cosmos_core.train.rollout_feed import RolloutFeed
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
@@ -103,7 +103,12 @@ def sync_of(engine: Any, folder: Path, second: Callable[[Group], float | None], 
 
     settings.setdefault("prompts", lambda step: PROMPTS[step:])
     return SyncGroupSource(
-        engine=engine, score=score, sampling=SAMPLING, progress=Progress(folder / "p.json"), batch_size=size, **settings
+        engine=engine,
+        score=score,
+        sampling=SAMPLING,
+        progress=ProgressWriter(folder / "p.json"),
+        batch_size=size,
+        **settings,
     )
 
 
@@ -131,7 +136,7 @@ def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path
 
 def test_an_engine_keeps_its_weights_where_it_generates_with_them_again(tmp_path: Path) -> None:
     engine: Any = Shuffling()
-    source = sync_of(engine, tmp_path, lambda group: 0.0, 1, prompts=lambda step: PROMPTS[:1], publish_every=3)
+    source = sync_of(engine, tmp_path, lambda group: 0.0, 1, prompts=lambda step: PROMPTS[:1], publish_interval=3)
     for step in range(6):
         source.next_groups(step)
     assert [event for event in engine.events if "sleep" in event] == ["sleep 1", "sleep 1", "sleep 2"] * 2
@@ -285,8 +290,8 @@ def test_all_weights_are_sent_in_buckets_by_reference_and_tied_ones_by_both_name
     assert len(engine.sizes) > 2 and max(engine.sizes) <= 100_000
     assert sum(engine.sizes) == sum(p.nbytes for p in sender.model.parameters())
     fused = [n for n in state if "layers.0.self_attn." in n and n.endswith("proj.weight")]
-    whole = publish._units(sender.model)
-    assert len({id(unit) for unit in whole for name in fused if name in unit.plain_names}) == 1, (
+    whole = publish._module_units(sender.model)
+    assert len({id(unit) for unit in whole for name in fused if name in unit.key_by_name}) == 1, (
         "they are fused by engines"
     )
 
@@ -298,7 +303,7 @@ def test_a_tensor_that_the_engine_did_not_take_ends_the_stage(folder: Path) -> N
 
 
 def test_a_receiver_notices_what_did_not_come_and_what_never_came_before() -> None:
-    receiver, tensor = Receiver(), torch.zeros(1)
+    receiver, tensor = WeightReceiver(), torch.zeros(1)
 
     def load(*names: str) -> LoadReceipt:
         for _ in receiver.tensors([[(name, tensor) for name in names]]):

@@ -28,7 +28,7 @@ from cosmos_core.rollout.base import EngineSettings, generate, request_seed
 from cosmos_core.rollout.hf import HfEngine, process_logits
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.rollout.sample_tokens import sample_tokens
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.types import Group, Prompt, Sampling
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import logprobs, sequence_logprobs, trainer_of
@@ -129,7 +129,7 @@ def test_rows_that_have_ended_leave_the_batch_and_change_no_other(
     engine: HfEngine, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "_stop_ids", list(range(0, 250, 12)))  # a completion in twelve tokens ends
-    monkeypatch.setattr(hf, "_MIN_CACHE_GROWTH", 4)  # room is made again and again
+    monkeypatch.setattr(hf, "_MIN_CACHE_GROWTH_TOKENS", 4)  # room is made again and again
     sizes: list[int] = []
     hook = model.register_forward_pre_hook(
         lambda module, arguments, named: sizes.append(len(named["input_ids"])), with_kwargs=True
@@ -182,7 +182,7 @@ def test_only_what_was_drawn_is_learned_whatever_its_ids_are(engine: HfEngine, f
             assert mask == [0] * len(group.prompt.token_ids) + [1] * len(made.token_ids)
     assert {made.finish_reason for group in groups for made in group.completions} == {"stop", "length"}
     train = TrainConfig.model_validate({"param_dtype": "float32", "sequence_packing": False})
-    rows = logprobs(trainer_of(model, train, eos, Progress(tmp_path / "p.json")), samples, temperature=3.0)
+    rows = logprobs(trainer_of(model, train, eos, ProgressWriter(tmp_path / "p.json")), samples, temperature=3.0)
     for sample, row in zip(samples, rows, strict=True):
         expected = torch.as_tensor(sample.rollout_logprobs)
         assert (row[torch.as_tensor(sample.loss_mask[1:]).bool()] - expected).abs().max() < 1e-5

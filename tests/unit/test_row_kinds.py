@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
-from cosmos_core.config.schema.methods import METHODS
+from cosmos_core.config.schema.methods import TRAINING_METHODS
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.kinds.base import LOCATION_COLUMN, HeldOutRows
+from cosmos_core.data.kinds.base import LOCATION_COLUMN, PreparedRows
 from cosmos_core.data.kinds.prompts import open_prompts
-from cosmos_core.data.kinds.registry import known_kinds, row_kind
+from cosmos_core.data.kinds.registry import load_row_kind, row_kind_names
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.prepare import run
 from cosmos_core.data.prepared import open_held_out
@@ -61,7 +61,7 @@ def test_only_the_kinds_of_rows_depend_on_which_kind_it_is() -> None:
         ('recipe.train.train_policy.rows in {"pairs", "labelled"}', 1),
         ('rows_kind(folder, "train")', 1),
         ("isinstance(rows, Prompts | Pairs)", 1),
-        ("row_kind(policy.rows).open(folder, split, model)", 0),
+        ("load_row_kind(policy.rows).open(folder, split, model)", 0),
         ('self.rows != "media"', 0),
     ],
 )
@@ -74,22 +74,22 @@ def tables(table: type[AlgorithmConfig] = AlgorithmConfig) -> Iterator[type[Algo
 
 
 def test_each_kind_is_the_file_of_its_name_and_each_algorithm_names_one() -> None:
-    assert {row_kind(name).name for name in known_kinds()} == set(known_kinds())
+    assert {load_row_kind(name).name for name in row_kind_names()} == set(row_kind_names())
     declared = {rows for table in tables() if isinstance(rows := getattr(table, "rows", None), str)}
-    assert declared | {method.rows for method in METHODS.values()} <= set(known_kinds())
-    for name in known_kinds():
-        schema = row_kind(name).schema
-        assert schema.names == [*row_kind(name).columns, LOCATION_COLUMN]
+    assert declared | {method.rows for method in TRAINING_METHODS.values()} <= set(row_kind_names())
+    for name in row_kind_names():
+        schema = load_row_kind(name).schema
+        assert schema.names == [*load_row_kind(name).columns, LOCATION_COLUMN]
         assert schema.metadata == {b"rows": name.encode()}
-        assert row_kind(name).visual_schema.names == [*row_kind(name).columns, "images", LOCATION_COLUMN]
+        assert load_row_kind(name).schema_with_images.names == [*load_row_kind(name).columns, "images", LOCATION_COLUMN]
 
 
 def test_an_unknown_kind_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'pairs'"):
-        row_kind("pair")
+        load_row_kind("pair")
 
 
-def learned_held_out(stage: Path) -> HeldOutRows | None:
+def learned_held_out(stage: Path) -> PreparedRows | None:
     recipe = Recipe.model_validate(sft("rows"))
     return open_held_out(stage / "data", recipe.train.train_policy, recipe.policy).rows
 

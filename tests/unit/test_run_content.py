@@ -18,8 +18,8 @@ from huggingface_hub import constants
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.errors import ConfigError, CosmosError, DataError, ModelError
-from cosmos_core.run.content import files_of, files_of_model
-from cosmos_core.run.digests import Digests
+from cosmos_core.run.content import list_data_files, list_model_files
+from cosmos_core.run.digests import DigestCache
 from cosmos_core.run.directory import create_run, open_or_create_run, open_run
 from cosmos_core.run.hub import pin_hub_revisions
 from cosmos_core.run.inputs import check_inputs
@@ -46,25 +46,25 @@ def test_a_byte_that_changed_in_place_counts_although_the_time_was_set_back(tmp_
     file, cache = tmp_path / "weights", tmp_path / "digests.jsonl"
     file.write_text("one")
     settle(file)
-    assert Digests(cache).digest_file(file) == sha256("one")
+    assert DigestCache(cache).digest_file(file) == sha256("one")
     status = file.stat()
     with open(file, "r+") as opened:
         opened.write("two")
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
-    assert Digests(cache).digest_file(file) == sha256("two")
+    assert DigestCache(cache).digest_file(file) == sha256("two")
 
 
 def test_what_is_remembered_is_believed_unless_everything_is_to_be_hashed(tmp_path: Path) -> None:
     file, cache = tmp_path / "weights", tmp_path / "digests.jsonl"
     file.write_text("one")
     settle(file)
-    digest = Digests(cache).digest_file(file)
+    digest = DigestCache(cache).digest_file(file)
     cache.write_text(cache.read_text().replace(digest, "0" * 64))  # as after a change that the file system hides
-    assert Digests(cache).digest_file(file) == "0" * 64
-    thorough = Digests(cache, ignores_cache=True)
+    assert DigestCache(cache).digest_file(file) == "0" * 64
+    thorough = DigestCache(cache, ignores_cache=True)
     assert thorough.digest_file(file) == sha256("one")
-    assert Digests(cache).digest_file(file) == sha256("one"), "what was found out is remembered"
+    assert DigestCache(cache).digest_file(file) == sha256("one"), "what was found out is remembered"
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "model/model.safetensors"])
@@ -82,7 +82,7 @@ def test_verify_hashes_the_inputs_of_a_stage_again(tmp_path: Path, name: str) ->
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     cache = run.output_dir / ".cosmos" / "digests.jsonl"
     settle(file)
-    Digests(cache).digest_file(file)
+    DigestCache(cache).digest_file(file)
     cache.write_text(cache.read_text().replace(sha256(content[:-1] + "?"), sha256(content)))
     quick = plan_stages(run.pipeline, run.pipeline.kinds, run.output_dir)
     assert {quick[stage].action for stage in ("prepare", "sft")} == {"adopt"}, "the cache is believed"
@@ -98,7 +98,7 @@ def test_a_damaged_cache_of_digests_costs_time_only(tmp_path: Path) -> None:
     settle(file)
     for damage in ("", "[]\n", "{\n", '["FILE", 3]\n', '["FILE", [1], "x"', "\x00", '{"FILE": [1]}'):
         cache.write_text(damage.replace("FILE", str(file)))
-        assert [Digests(cache).digest_file(file) for _ in range(3)] == [sha256("one")] * 3, damage
+        assert [DigestCache(cache).digest_file(file) for _ in range(3)] == [sha256("one")] * 3, damage
 
 
 def test_stages_side_by_side_may_hash_at_once(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_stages_side_by_side_may_hash_at_once(tmp_path: Path) -> None:
     settle(*files)
     cache = tmp_path / "cache" / "digests.jsonl"
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda file: Digests(cache).digest_file(file), files))
+        found = list(pool.map(lambda file: DigestCache(cache).digest_file(file), files))
     assert found == [sha256(file.name) for file in files]
     assert {json.loads(line)[0] for line in cache.read_text().splitlines()} == {str(file) for file in files}
 
@@ -116,7 +116,7 @@ def test_stages_side_by_side_may_hash_at_once(tmp_path: Path) -> None:
 def test_a_cache_of_mostly_older_digests_is_written_anew(tmp_path: Path) -> None:
     file, cache = tmp_path / "weights", tmp_path / "digests.jsonl"
     cache.write_text("".join(json.dumps([str(file), [0, 0, 0, number], "x"]) + "\n" for number in range(3000)))
-    Digests(cache)
+    DigestCache(cache)
     assert cache.read_text() == json.dumps([str(file), [0, 0, 0, 2999], "x"]) + "\n"
 
 
@@ -142,21 +142,26 @@ def test_links_to_files_and_folders_are_followed(tmp_path: Path) -> None:
     (data / "more").symlink_to(tmp_path / "elsewhere")
     (data / "e.jsonl").symlink_to(tmp_path / "elsewhere" / "d.txt")
     (data / "gone.jsonl").symlink_to(tmp_path / "nowhere")
-    assert names(files_of(data, ("*.jsonl",)), data) == ["a.jsonl", "e.jsonl", "more/b.jsonl", "more/deep/c.jsonl"]
+    assert names(list_data_files(data, ("*.jsonl",)), data) == [
+        "a.jsonl",
+        "e.jsonl",
+        "more/b.jsonl",
+        "more/deep/c.jsonl",
+    ]
 
 
 def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
     data = write(tmp_path / "data", "deep/a.jsonl")
     (data / "deep" / "back").symlink_to(data)
     with pytest.raises(ConfigError, match=r"data/deep/back: links lead in a circle; remove the one that leads back$"):
-        files_of(data)
+        list_data_files(data)
 
 
 def test_of_weights_with_an_index_those_count_that_it_names(tmp_path: Path) -> None:
     model = write(tmp_path / "model", "config.json", "a.safetensors", "b.safetensors", "left.safetensors", "old.bin",
                   "adapter_model.safetensors", "sub/c.safetensors", "sub/other.safetensors")  # fmt: skip
     write_index(model, "a.safetensors", "b.safetensors", "sub/c.safetensors")
-    assert names(files_of_model(model), model) == [
+    assert names(list_model_files(model), model) == [
         "a.safetensors", "adapter_model.safetensors", "b.safetensors", "config.json", INDEX, "sub/c.safetensors",
         "sub/other.safetensors",
     ]  # fmt: skip
@@ -165,7 +170,7 @@ def test_of_weights_with_an_index_those_count_that_it_names(tmp_path: Path) -> N
 def test_one_file_of_all_weights_counts_beside_an_index_because_it_is_read_first(tmp_path: Path) -> None:
     model = write(tmp_path / "model", "model.safetensors", "a.safetensors")
     write_index(model, "b.safetensors", 3)
-    assert names(files_of_model(model), model) == ["model.safetensors", INDEX]
+    assert names(list_model_files(model), model) == ["model.safetensors", INDEX]
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/tmp/outside.safetensors", "sub/../../outside.bin"])
@@ -184,7 +189,7 @@ def test_a_damaged_index_is_left_to_the_worker(tmp_path: Path) -> None:
     model = write(tmp_path / "model", "a.safetensors")
     for content in ("{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}'):
         (model / INDEX).write_text(content)
-        assert names(files_of_model(model), model) == [INDEX], content
+        assert names(list_model_files(model), model) == [INDEX], content
 
 
 def test_what_is_no_file_is_refused_instead_of_read_without_end(tmp_path: Path) -> None:
@@ -196,9 +201,9 @@ def test_what_is_no_file_is_refused_instead_of_read_without_end(tmp_path: Path) 
         with pytest.raises(DataError, match=rf"custom.dataset.media_path = '{name}': no such folder"):
             check_inputs(load_recipe(tmp_path, f"custom.dataset.media_path={name}"))
         with pytest.raises(ConfigError, match=rf"{name} is no regular file, .* may be read without end"):
-            Digests(tmp_path / "digests.jsonl").digest_file(Path(name))
+            DigestCache(tmp_path / "digests.jsonl").digest_file(Path(name))
     os.mkfifo(tmp_path / "model/pipe.json")
-    assert "pipe.json" not in names(files_of_model(tmp_path / "model"), tmp_path / "model")
+    assert "pipe.json" not in names(list_model_files(tmp_path / "model"), tmp_path / "model")
 
 
 def visual(folder: Path) -> tuple[str, ...]:

@@ -21,7 +21,15 @@ from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import EXIT_USAGE, ConfigError, DataError, ModelError, RewardError
 from cosmos_core.run import directory
-from cosmos_core.run.directory import Run, claim, create_run, create_writable, find_run, open_or_create_run, open_run
+from cosmos_core.run.directory import (
+    Run,
+    claim_run,
+    create_run,
+    create_writable_folder,
+    find_run,
+    open_or_create_run,
+    open_run,
+)
 from cosmos_core.run.files import read_json
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.process import identify_process
@@ -150,7 +158,7 @@ def test_an_output_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> 
     assert str(caught.value) == f"{problem}; choose another folder"
     for name in (f"{tmp_path}/file", "a\0b", "~nobody-of-that-name/x"):  # the last two can be no path
         with pytest.raises(ConfigError, match=r"cannot be written: .*; choose another folder$"):
-            create_writable(Path(name))
+            create_writable_folder(Path(name))
 
 
 def test_a_run_whose_folder_cannot_be_written_is_not_resumed_and_says_what_to_do(tmp_path: Path) -> None:
@@ -213,7 +221,7 @@ def test_what_is_there_passes_and_hub_names_are_left_to_the_workers(tmp_path: Pa
 def test_code_of_a_user_is_found_from_the_current_folder_without_being_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cosmos_core.registry import code_file
+    from cosmos_core.registry import locate_code
 
     inner = tmp_path / "user_pkg_of_test" / "inner"
     inner.mkdir(parents=True)
@@ -221,15 +229,15 @@ def test_code_of_a_user_is_found_from_the_current_folder_without_being_imported(
         file.write_text("raise RuntimeError('imported')\ndef score(): ...")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    assert code_file("user_pkg_of_test.inner.rewards:score") == inner / "rewards.py"
-    assert code_file("user_pkg_of_test:score") == inner.parent / "__init__.py"
+    assert locate_code("user_pkg_of_test.inner.rewards:score") == inner / "rewards.py"
+    assert locate_code("user_pkg_of_test:score") == inner.parent / "__init__.py"
     assert "user_pkg_of_test" not in sys.modules
     for wrong in ("user_pkg_of_test.inner:score", "sys:path", ".x:y", "a..b:c"):
         with pytest.raises(ConfigError, match="was not found"):
-            code_file(wrong)
+            locate_code(wrong)
     for wrong in ("rewards", ":f", "rewards:"):
         with pytest.raises(ConfigError, match="is not an import path"):
-            code_file(wrong)
+            locate_code(wrong)
 
 
 def test_a_resumed_run_goes_on_where_it_began_and_does_not_take_a_folder_for_a_model_of_the_hub(
@@ -258,13 +266,13 @@ def test_a_resumed_run_goes_on_where_it_began_and_does_not_take_a_folder_for_a_m
 def test_a_run_has_one_process_that_runs_it(tmp_path: Path, folder: str, quote: str) -> None:
     (tmp_path / folder).mkdir()
     run = counting_run(tmp_path / folder)
-    mine = claim(run)
+    mine = claim_run(run)
     with pytest.raises(ConfigError) as caught:
-        claim(run)
+        claim_run(run)
     command = f"cosmos status {quote}{run.path}{quote}"
     assert str(caught.value) == f"run {run.id} is being run by another process; wait for it ({command}) or stop it"
     mine.release()
-    claim(run).release()
+    claim_run(run).release()
 
 
 def test_a_claim_removes_the_temporary_files_of_killed_writers_but_none_of_another_machine(tmp_path: Path) -> None:
@@ -274,7 +282,7 @@ def test_a_claim_removes_the_temporary_files_of_killed_writers_but_none_of_anoth
     here, there = (run.stage_path(name) / ".step_1.4194305.tmp" for name in ("first", "second"))
     for folder in (here, there):  # no process of this machine has a pid above 4194304
         (folder / "policy").mkdir(parents=True)
-    claim(run).release()
+    claim_run(run).release()
     assert not here.exists() and (there / "policy").is_dir()
 
 

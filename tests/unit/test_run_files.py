@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.run import digests
-from cosmos_core.run.files import copy_file, link_or_copy, replaced_folder, write_json
+from cosmos_core.run.files import copy_file, link_or_copy, replace_folder, write_json
 from cosmos_core.run.lock import Lock
-from cosmos_core.run.progress import Metrics, MetricsReader
+from cosmos_core.run.progress import MetricsReader, MetricsWriter
 from tests.conftest import wait_until
 
 
@@ -82,7 +82,7 @@ def test_readers_of_a_file_that_is_replaced_all_the_time_never_see_half_of_it(tm
 
 def test_metrics_that_grow_are_read_once_and_again_after_they_were_cut_back(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    metrics, reader = Metrics(file), MetricsReader(file)
+    metrics, reader = MetricsWriter(file), MetricsReader(file)
     assert reader.update() == []
     for step in (1, 2, 3):
         metrics.log(step, {"loss": float(step)})
@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_take_its_place_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, real = tmp_path / "model", os.rename
-    with replaced_folder(target) as building:
+    with replace_folder(target) as building:
         (building / "weights").write_text("old")
 
     def rename(source: Path, destination: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_folder_that_cannot_take_its_place_leaves_the_one_before(
         real(source, destination)
 
     monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(OSError, match="input/output"), replaced_folder(target) as building:
+    with pytest.raises(OSError, match="input/output"), replace_folder(target) as building:
         (building / "weights").write_text("new")
     assert (target / "weights").read_text() == "old" and [each.name for each in tmp_path.iterdir()] == ["model"]
 
@@ -144,5 +144,5 @@ def test_the_time_that_hashing_takes_does_not_make_a_file_old(tmp_path: Path, mo
 
     monkeypatch.setattr(digests, "sha256", hash_slowly)
     file.write_text("one")
-    assert digests.Digests(cache).digest_file(file) == "digest" and not cache.exists()
-    assert digests.Digests(cache).digest_file(file) == "digest" and cache.exists()
+    assert digests.DigestCache(cache).digest_file(file) == "digest" and not cache.exists()
+    assert digests.DigestCache(cache).digest_file(file) == "digest" and cache.exists()

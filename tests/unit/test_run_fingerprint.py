@@ -12,7 +12,7 @@ from cosmos_core import machine_properties
 from cosmos_core.errors import ModelError
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.plan import save_fingerprint
-from cosmos_core.train.resume_from import _drop_mesh
+from cosmos_core.train.resume_from import _ingredients_without_mesh
 from tasks.kinds import all_kinds
 from tasks.layout import supersede_if_changed
 from tests.unit.run_folder import counting_run, fingerprint_of, load_recipe, make_inputs
@@ -382,6 +382,6 @@ def test_a_stage_that_differs_in_its_mesh_and_engines_alone_is_known_by_its_real
 
     def without_mesh(*overrides: str) -> object:
         found = fingerprint_of(load_recipe(folder, *overrides), "sft")
-        return _drop_mesh({"value": found.value, "ingredients": found.ingredients})
+        return _ingredients_without_mesh({"value": found.value, "ingredients": found.ingredients})
 
     assert without_mesh() == without_mesh(*mesh) != without_mesh(*mesh, "train.seed=1")

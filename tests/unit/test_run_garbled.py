@@ -14,11 +14,11 @@ import pytest
 
 from cosmos_core import cli
 from cosmos_core.errors import CosmosError
-from cosmos_core.observe.report import build
+from cosmos_core.observe.report import build_report
 from cosmos_core.run.directory import Run, create_run, find_run, open_or_create_run
 from cosmos_core.run.files import write_json
 from cosmos_core.run.manifest import read_result
-from cosmos_core.run.progress import Metrics, Progress
+from cosmos_core.run.progress import MetricsWriter, ProgressWriter
 from cosmos_core.run.state import read_state, record_event, update_state
 from tests.unit.run_folder import counting_run, finish
 
@@ -34,9 +34,9 @@ def whole_run(folder: Path) -> Run:
         path = finish(run, name, loss=0.5)
         (path / "logs").mkdir()
         (path / "logs/attempt_1.log").write_text("a line\n")
-        Progress(path / "progress.json").step(3, 4, loss=0.5)
-        Metrics(path / "metrics.jsonl").log(1, {"loss": 2.0})
-        Metrics(path / "metrics.jsonl").log(2, {"loss": 1.0})
+        ProgressWriter(path / "progress.json").step(3, 4, loss=0.5)
+        MetricsWriter(path / "metrics.jsonl").log(1, {"loss": 2.0})
+        MetricsWriter(path / "metrics.jsonl").log(2, {"loss": 1.0})
         record_event(path, "started", "attempt 1")
         write_json(path / "best.json", {"step": 1, "metric": "validation/loss", "value": 0.5})
         write_json(path / "facts.json", [{"host": "h", "gpus": ["H100"], "threads": 2, "versions": {}}])
@@ -111,7 +111,7 @@ def test_no_damage_to_a_run_directory_ends_in_a_traceback(
         said = answer(monkeypatch, *commands[number % len(commands)])
         assert "Traceback" not in said and len(said) < 20_000, damaged
         if number % 10 == 0:  # it draws curves, which takes a while
-            build(run.path)
+            build_report(run.path)
         for file in damaged:
             shutil.copy2(kept / file, outputs / file)
 

@@ -14,7 +14,7 @@ import pytest
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.errors import ConfigError, DataError, StageFailed
 from cosmos_core.run.directory import create_run
-from cosmos_core.run.manifest import Result, adopt, commit, find_damage, read_result
+from cosmos_core.run.manifest import Result, adopt_result, commit_manifest, find_damage, read_result
 from cosmos_core.run.plan import decide_from_results, plan_stages
 from cosmos_core.types import Outcome
 from tests.unit.run_folder import counting_run, fingerprint_of, finish, load_recipe, make_inputs
@@ -27,7 +27,7 @@ def made(folder: Path) -> Path:
     (folder / "out" / ".b.txt.7.tmp").write_text("half")
     (folder / "c.txt").write_text("two")
     outcome = Outcome(outputs=("out", "c.txt"), metrics={"loss": 0.5}, info={"model": "out"})
-    commit(folder, outcome, kind="sft", fingerprint="f" * 64, inputs={})
+    commit_manifest(folder, outcome, kind="sft", fingerprint="f" * 64, inputs={})
     return folder
 
 
@@ -53,7 +53,7 @@ def digest(folder: Path, content: str, metrics: dict[str, float], info: dict[str
     folder.mkdir()
     (folder / "a").write_text(content)
     outcome = Outcome(outputs=("a",), metrics=metrics, info={**info})
-    return str(commit(folder, outcome, kind="sft", fingerprint="", inputs={})["digest"])
+    return str(commit_manifest(folder, outcome, kind="sft", fingerprint="", inputs={})["digest"])
 
 
 def test_the_digest_is_over_what_a_stage_behind_may_read_but_not_over_how_long_it_took(tmp_path: Path) -> None:
@@ -75,10 +75,10 @@ def test_figures_are_numbers_info_is_what_toml_can_say_and_outputs_were_written(
         ({}, {"x": object}, "stage 's' returned info that cannot be kept: "),
     ):
         with pytest.raises(ConfigError) as caught:
-            commit(tmp_path / "s", Outcome(metrics=metrics, info=info), kind="sft", fingerprint="", inputs={})  # type: ignore[arg-type]
+            commit_manifest(tmp_path / "s", Outcome(metrics=metrics, info=info), kind="sft", fingerprint="", inputs={})  # type: ignore[arg-type]
         assert str(caught.value).startswith(said)
     with pytest.raises(StageFailed, match=r"^stage 's' named the output 'none' but did not write it$"):
-        commit(tmp_path / "s", Outcome(outputs=("none",)), kind="sft", fingerprint="", inputs={})
+        commit_manifest(tmp_path / "s", Outcome(outputs=("none",)), kind="sft", fingerprint="", inputs={})
     assert read_result(tmp_path) is None
 
 
@@ -144,7 +144,7 @@ def test_taking_over_a_result_copies_its_files_and_either_side_survives_the_othe
     target.mkdir()
     for folder, lines in ((source, "whole"), (target, "of an attempt that was killed")):
         (folder / "metrics.jsonl").write_text(lines)
-    adopted = adopt(source, target, result_of(source))
+    adopted = adopt_result(source, target, result_of(source))
     assert adopted["reused_from"] == str(source)
     assert (target / "metrics.jsonl").read_text() == "whole", "the report shows them"
     assert (target / "out" / "a.txt").read_text() == (source / "out" / "a.txt").read_text()
@@ -164,7 +164,7 @@ def test_outputs_follow_the_umask_and_keep_what_else_their_program_allowed(tmp_p
         (tmp_path / "out" / name).chmod(mode)
     before = os.umask(0o022)
     try:
-        commit(tmp_path, Outcome(outputs=("out",)), kind="sft", fingerprint="f", inputs={})
+        commit_manifest(tmp_path, Outcome(outputs=("out",)), kind="sft", fingerprint="f", inputs={})
     finally:
         os.umask(before)
     modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
@@ -304,5 +304,5 @@ def test_what_is_taken_over_is_on_the_disk_before_its_manifest(tmp_path: Path, m
     monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), sync(file)))
     result = result_of(made(tmp_path / "s"))
     synced.clear()
-    adopt(tmp_path / "s", tmp_path / "t", result)
+    adopt_result(tmp_path / "s", tmp_path / "t", result)
     assert [Path(name).name.split(".")[1] for name in synced[:3]] == ["a", "c", "result"]

@@ -23,9 +23,9 @@ from cosmos_core.run.progress import read_progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.sample import program
 from cosmos_core.sample.endpoint import Endpoint
-from cosmos_core.sample.records import FILE, SampledPrompt, ScoredCompletion, append_records
-from cosmos_core.sample.selection import metrics_of, pass_rate, select_completions, select_pair
-from cosmos_core.tools.base import ToolCall, parse_calls
+from cosmos_core.sample.records import COMPLETIONS_FILE, SampledPrompt, ScoredCompletion, append_records
+from cosmos_core.sample.selection import compute_pass_rate, make_metrics, select_completions, select_pair
+from cosmos_core.tools.base import ToolCall, parse_tool_calls
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.types import Outcome, Prompt
 from cosmos_core.worker.program import _run_with_metrics
@@ -67,7 +67,7 @@ GROUP = SampledPrompt(
     ],
 )
 def test_completions_are_kept_by_reward_text_and_difficulty(keep: dict[str, Any], texts: str) -> None:
-    rate = pass_rate(GROUP, 1.0)
+    rate = compute_pass_rate(GROUP, 1.0)
     assert rate == 3 / 6
     assert "".join(each.text for each in select_completions(GROUP, KeepConfig(**keep), rate, 0)) == texts
 
@@ -94,7 +94,7 @@ def test_a_pair_is_the_best_that_passed_and_the_worst_of_all() -> None:
 def test_metrics_compare_the_kept_with_a_random_choice() -> None:
     other = SampledPrompt(8, [candidate("x", 0.0), candidate("y", 0.5)])
     passing = [select_completions(each, KeepConfig(best=1), None, 0) for each in (GROUP, other)]
-    metrics = metrics_of([GROUP, other], passing, [pass_rate(each, 1.0) for each in (GROUP, other)], 2)
+    metrics = make_metrics([GROUP, other], passing, [compute_pass_rate(each, 1.0) for each in (GROUP, other)], 2)
     assert metrics["sample/reward_random"] == pytest.approx((3.5 / 6 + 0.25) / 2)
     assert metrics["sample/reward_best"] == metrics["sample/reward_kept"] == 0.75
     assert metrics["sample/pass_rate"] == 0.25 and metrics["sample/solved"] == 0.5
@@ -107,7 +107,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sample")
     (folder / "reward.py").write_text(REWARD)
     stage = make_stage(folder / "task", "custom", recipe(folder))
-    arithmetic.make(stage, train_rows=10, heldout_rows=2, hidden_size=32, layers=1)
+    arithmetic.make(stage, train_rows=6, heldout_rows=2, hidden_size=32, layers=1)
     prepare.run(make_stage(folder / "prompts", "prepare", recipe(folder), folder / "task/model", folder / "task/data"))
     return folder
 
@@ -135,7 +135,7 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Stage, 
 def selecting(whole: tuple[Stage, Outcome], task: Path, path: Path, **sample: Any) -> Stage:
     """A stage that has the completions already, and selects others of them."""
     stage = stage_of(task, path, **sample)
-    shutil.copy(whole[0].path / FILE, path / FILE)
+    shutil.copy(whole[0].path / COMPLETIONS_FILE, path / COMPLETIONS_FILE)
     return stage
 
 
@@ -146,9 +146,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def test_the_rows_are_conversations_that_sft_learns(whole: tuple[Stage, Outcome], task: Path, tmp_path: Path) -> None:
     stage, outcome = whole
     found = rows(stage.path)
-    assert outcome.metrics["sample/rows"] == len(found) == 10 and outcome.info == {"data": "rows"}
+    assert outcome.metrics["sample/rows"] == len(found) == 6 and outcome.info == {"data": "rows"}
     assert outcome.metrics["sample/reward_kept"] > outcome.metrics["sample/reward_random"]
-    records = [json.loads(line) for line in (stage.path / FILE).read_text().splitlines()]
+    records = [json.loads(line) for line in (stage.path / COMPLETIONS_FILE).read_text().splitlines()]
     for row, record in zip(found, records, strict=True):
         user, assistant = row["conversations"]
         best = max(each["reward"] for each in record["candidates"])
@@ -158,7 +158,7 @@ def test_the_rows_are_conversations_that_sft_learns(whole: tuple[Stage, Outcome]
         assert row["pass_rate"] == sum(each["reward"] == 1 for each in record["candidates"]) / 6
     sft = recipe(task, {"type": "sft"})
     prepare.run(make_stage(tmp_path / "sft", "prepare", sft, task / "task/model", stage.path / "rows"))
-    assert len(open_sequences(tmp_path / "sft/data", "train")) == 10
+    assert len(open_sequences(tmp_path / "sft/data", "train")) == 6
 
 
 def test_rows_have_the_system_prompt_of_their_data_set(task: Path, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_rows_have_the_system_prompt_of_their_data_set(task: Path, tmp_path: Pat
     assert not [*made.sample.notices(StageContext(made, all_kinds()["rl"]))]
     fewer = made.train.train_policy.derive(datasets=made.train.train_policy.datasets[:1])
     stage.recipe = made.derive(train=made.train.derive(train_policy=fewer))
-    (stage.path / FILE).unlink()
+    (stage.path / COMPLETIONS_FILE).unlink()
     with pytest.raises(ConfigError, match=r"datasets has no data set 'none', of which the prepared rows .* has 'own'"):
         program.run(stage)
 
@@ -197,8 +197,10 @@ def test_more_requests_than_a_batch_has_are_told(task: Path, num_requests: int, 
 def test_a_row_has_the_tools_of_its_prompt() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     for given in (tools, json.dumps(tools)):
-        assert json.loads(program.tools_of(Prompt(0, (1,), "", "", metadata={"tools": given}))["tools"]) == tools
-    assert program.tools_of(Prompt(0, (1,), "", "", metadata={"tools": None})) == {}
+        assert (
+            json.loads(program.make_tools_column(Prompt(0, (1,), "", "", metadata={"tools": given}))["tools"]) == tools
+        )
+    assert program.make_tools_column(Prompt(0, (1,), "", "", metadata={"tools": None})) == {}
 
 
 @pytest.mark.parametrize("pairs", ["", "best-worst"])
@@ -269,7 +271,7 @@ def test_a_temperature_that_vllm_does_not_have_is_refused(endpoint: str, is_refu
 
 
 def contents(path: Path) -> list[bytes]:
-    return [(path / name).read_bytes() for name in (FILE, "rows/train.jsonl", "pass_rates.jsonl")]
+    return [(path / name).read_bytes() for name in (COMPLETIONS_FILE, "rows/train.jsonl", "pass_rates.jsonl")]
 
 
 def test_a_stopped_stage_goes_on_and_ends_with_the_same_bytes(
@@ -280,8 +282,8 @@ def test_a_stopped_stage_goes_on_and_ends_with_the_same_bytes(
     with pytest.raises(Preempted, match="the completions of 4 prompts are kept"):
         program.run(stage)
     stage.stop_requested = False
-    with (stage.path / FILE).open("a") as file:  # killed while it wrote the next batch
-        file.write((whole[0].path / FILE).read_text().splitlines()[4] + '\n{"id": 5, "candi')
+    with (stage.path / COMPLETIONS_FILE).open("a") as file:  # killed while it wrote the next batch
+        file.write((whole[0].path / COMPLETIONS_FILE).read_text().splitlines()[4] + '\n{"id": 5, "candi')
     program.run(stage)
     assert contents(stage.path) == contents(whole[0].path)
     (task / "reward.py").rename(task / "moved.py")
@@ -291,7 +293,7 @@ def test_a_stopped_stage_goes_on_and_ends_with_the_same_bytes(
 
 
 def test_a_selection_without_rows_is_one_line(whole: tuple[Stage, Outcome], task: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"leaves no row of 60 completions: the highest reward is .*lower sample.keep"):
+    with pytest.raises(DataError, match=r"leaves no row of 36 completions: the highest reward is .*lower sample.keep"):
         program.run(selecting(whole, task, tmp_path / "sample", keep={"min_reward": 2.0}))
 
 
@@ -302,11 +304,11 @@ def test_invalid_rewards_are_one_line_and_are_not_taken_again(task: Path, tmp_pa
     stage = make_stage(tmp_path / "sample", "sample", made, task / "task/model", task / "prompts/data")
     with pytest.raises(RewardError, match=r"all 24 rewards of the first batch are invalid; the first: .*no such key"):
         program.run(stage)
-    assert not (stage.path / FILE).exists()
+    assert not (stage.path / COMPLETIONS_FILE).exists()
     (tmp_path / "broken.py").write_text("def broken(**_):\n    raise ConnectionError('it is away')\n")
-    with pytest.raises(RewardError, match="all 60 rewards are invalid; the first: "):
+    with pytest.raises(RewardError, match="all 36 rewards are invalid; the first: "):
         program.run(stage)
-    assert not (stage.path / FILE).exists()
+    assert not (stage.path / COMPLETIONS_FILE).exists()
 
 
 def test_some_invalid_rewards_are_a_warning_of_the_stage(task: Path, tmp_path: Path) -> None:
@@ -317,7 +319,7 @@ def test_some_invalid_rewards_are_a_warning_of_the_stage(task: Path, tmp_path: P
     made = recipe(task, policy, keep={"finished": False})
     stage = make_stage(tmp_path / "sample", "sample", made, task / "task/model", task / "prompts/data")
     num_invalid = _run_with_metrics(stage, program.run).metrics["sample/invalid"]
-    expected = f"{num_invalid:.0f} of 60 rewards are invalid, and these completions are left out; the first: "
+    expected = f"{num_invalid:.0f} of 36 rewards are invalid, and these completions are left out; the first: "
     progress = read_progress(stage.path)
     assert progress is not None and num_invalid > 0
     assert [text for text in progress.warnings if text.startswith(expected) and "no digit" in text]
@@ -329,7 +331,7 @@ def test_an_endpoint_completes_the_prompts(task: Path, tmp_path: Path, monkeypat
         stage = stage_of(task, tmp_path / "sample", endpoint=url, endpoint_model="m")
         program.run(stage)
     assert {request["key"] for request in requests} == {"Bearer secret-key"}
-    assert len(requests) == 62 and len({request["seed"] for request in requests}) == 60
+    assert len(requests) == 38 and len({request["seed"] for request in requests}) == 36
     assert all(request["max_tokens"] == 4 and request["model"] == "m" for request in requests)
     [first] = [row for row in rows(stage.path) if row["prompt_id"] == 0]
     asked = next(request for request in requests if request["seed"] == first["seed"] % (1 << 31))
@@ -370,7 +372,7 @@ def test_an_endpoint_gets_the_tools_of_a_row_and_its_calls_are_text(task: Path, 
         complete_one(task, tmp_path / "none", url, turns)
     assert requests[0]["tools"] == [{"type": "function", "function": add}] and "tools" not in requests[1]
     assert requests[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"b": 2}'
-    assert parse_calls(completion.text) == [ToolCall("add", {"a": 1})] and completion.finish_reason == "stop"
+    assert parse_tool_calls(completion.text) == [ToolCall("add", {"a": 1})] and completion.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(

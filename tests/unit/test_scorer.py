@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cosmos_core.models import scorer as scorers
 from cosmos_core.models.recompute import recompute_activations
-from cosmos_core.models.scorer import RequestedOutputs, Scorer, chunk_bytes
+from cosmos_core.models.scorer import RequestedOutputs, Scorer, default_chunk_bytes
 from tests.unit.trainers import sequence_logprobs
 
 SIZES: dict[str, Any] = {
@@ -140,7 +140,7 @@ def guessed(guess: str) -> Tensor | None:
 @pytest.mark.parametrize("guess", GUESSES)
 def test_a_guess_of_the_derivative_changes_no_gradient(model: hf.PreTrainedModel, guess: str) -> None:
     wants = RequestedOutputs(0.7, entropy="value")
-    found = scorer_of(model)(inputs(), CHOSEN, request=wants, dtype=torch.float64, derivative_N=guessed(guess))
+    found = scorer_of(model)(inputs(), CHOSEN, request=wants, dtype=torch.float64, loss_gradient_N=guessed(guess))
     assert found["logprobs"].requires_grad and not found["entropy"].requires_grad, "it is for a metric"
     theirs = whole(model, EVERYTHING)
     assert_close(found, {name: theirs[name] for name in ("logprobs", "entropy")})
@@ -154,7 +154,7 @@ def test_a_right_guess_saves_the_second_run_of_the_head(model: hf.PreTrainedMode
     scorer = scorer_of(model)
     scorer(inputs(), CHOSEN)
     model.get_output_embeddings().register_forward_hook(lambda *_: runs.append(1))
-    settings: dict[str, Any] = {"dtype": torch.float64, "derivative_N": guessed(guess)}
+    settings: dict[str, Any] = {"dtype": torch.float64, "loss_gradient_N": guessed(guess)}
     # Eight tokens are three chunks.
     for wants, count in ((RequestedOutputs(), 3 if guess == "right" else 6), (RequestedOutputs(top_k=2), 6)):
         runs.clear()
@@ -179,13 +179,13 @@ def test_a_label_is_at_the_top_where_the_whole_logits_have_their_largest_value_a
 
 def test_without_gradient_nothing_is_kept(model: hf.PreTrainedModel) -> None:
     with torch.no_grad():
-        found = scorer_of(model)(inputs(), CHOSEN, derivative_N=DERIVATIVE)
+        found = scorer_of(model)(inputs(), CHOSEN, loss_gradient_N=DERIVATIVE)
     assert list(found) == ["logprobs"] and not found["logprobs"].requires_grad
 
 
 def test_no_chosen_token_is_no_gradient(model: hf.PreTrainedModel) -> None:
     wants = RequestedOutputs(entropy="gradient", top_k=3, is_top=True)
-    found = scorer_of(model)(inputs(), CHOSEN[:0], request=wants, dtype=torch.float64, derivative_N=DERIVATIVE[:0])
+    found = scorer_of(model)(inputs(), CHOSEN[:0], request=wants, dtype=torch.float64, loss_gradient_N=DERIVATIVE[:0])
     assert {name: (tuple(value.shape), value.dtype) for name, value in found.items()} == {
         "logprobs": ((0,), torch.float64), "entropy": ((0,), torch.float64), "top_logprobs": ((0, 3), torch.float64),
         "top_ids": ((0, 3), torch.int64), "is_top": ((0,), torch.float64),
@@ -242,7 +242,7 @@ def test_half_precision_compute_is_that_of_autocast(model: hf.PreTrainedModel) -
     for is_known in (False, True):
         expected = torch.full((len(CHOSEN),), -0.25) if is_known else None
         with torch.autocast("cpu", torch.bfloat16):
-            logprobs = scorer(inputs(), CHOSEN, derivative_N=expected)["logprobs"]
+            logprobs = scorer(inputs(), CHOSEN, loss_gradient_N=expected)["logprobs"]
         found[is_known] = gradients(model, -0.25 * logprobs.sum())
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(**inputs()).logits[:, :-1].reshape(-1, 500)[CHOSEN].float()
@@ -275,7 +275,7 @@ def test_the_head_is_cast_once_whatever_the_number_of_chunks() -> None:
     for expected, count in ((torch.full((len(CHOSEN),), -0.25), 1), (None, 2)):
         with Casts() as casts:
             with torch.autocast("cpu", torch.bfloat16):
-                logprobs = scorer(inputs(), CHOSEN, derivative_N=expected)["logprobs"]
+                logprobs = scorer(inputs(), CHOSEN, loss_gradient_N=expected)["logprobs"]
             (-0.25 * logprobs.sum()).backward()
         assert casts.count == count
 
@@ -307,7 +307,7 @@ def test_a_trained_head_in_half_precision_sums_its_chunks_in_float32() -> None:
 def test_the_size_of_a_chunk_follows_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for gib, mib in ((2, 64), (8, 128), (24, 256), (31.5, 256), (32, 512), (500, 1024)):
         monkeypatch.setattr(scorers.psutil, "virtual_memory", lambda gib=gib: SimpleNamespace(total=int(gib * 2**30)))
-        assert chunk_bytes(torch.device("cpu")) == mib << 20
+        assert default_chunk_bytes(torch.device("cpu")) == mib << 20
 
 
 def test_the_first_pass_runs_where_its_tokens_are() -> None:

@@ -17,13 +17,14 @@ from transformers import GenerationConfig
 from cosmos_core.models.hf import load_model, named_weights
 from cosmos_core.models.sharded_load import _allocate_shards, init_on_meta, load_sharded
 from cosmos_core.parallel.fsdp import reshard
+from tests.unit.test_model_families import ALIKE
 from tests.unit.tiny_families import FAMILIES, save_family
 from tests.unit.tiny_model import save_tiny_model
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(n, marks=[pytest.mark.full] * (n in ALIKE)) for n in FAMILIES])
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=["float32", "bfloat16"]
 )

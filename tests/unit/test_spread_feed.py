@@ -21,10 +21,10 @@ from cosmos_core.data.order import epoch_order
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
 from cosmos_core.rollout.groups import StepGroups, SyncGroupSource
-from cosmos_core.run.progress import Progress
+from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.feeds import unused_rows_message
-from cosmos_core.train.rollout_feed import PromptOrder, sync_source, training_sampling
-from cosmos_core.train.spread_feed import CarriedSamples, SpreadRolloutFeed
+from cosmos_core.train.rollout_feed import PromptOrder, make_sync_source, training_sampling
+from cosmos_core.train.spread_feed import SampleQueue, SpreadRolloutFeed
 from cosmos_core.types import Completion, Group, ImageRef, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, recipe
 from tests.unit.replicas import Drawing, Threaded, fleet_of, source_of, weights
@@ -32,6 +32,12 @@ from tests.unit.replicas import Drawing, Threaded, fleet_of, source_of, weights
 PROMPTS = [Prompt(i, (i, 7), "", "") for i in range(5)]
 SEED = {**GRPO, "train.seed": 3, "rollout.backend": "hf"}
 SHAPES = [(2, 6), (6, 4), (3, 4), (7, 4), (11, 3)]
+APART = {(3, 4), (11, 3)}
+"""Of each kind one: steps that are smaller than a group, and larger."""
+PLACES = [
+    pytest.param(*shape, is_separate, marks=[pytest.mark.full] * (is_separate and shape not in APART))
+    for is_separate in (False, True) for shape in SHAPES
+]  # fmt: skip
 
 
 class Numbering(Drawing):
@@ -100,12 +106,14 @@ def _feed(
     if not is_separate:
         engine: Any = Numbering()
         engine.version = step
-        sync = SyncGroupSource(order, engine, score, sampling, Progress(folder / "p.json"), 2)
+        sync = SyncGroupSource(order, engine, score, sampling, ProgressWriter(folder / "p.json"), 2)
         publish = lambda version: setattr(engine, "version", version)  # noqa: E731
-        return SpreadRolloutFeed(PROMPTS, sync_source(sync, order, config), Grpo(GrpoConfig()), config), publish
+        return SpreadRolloutFeed(PROMPTS, make_sync_source(sync, order, config), Grpo(GrpoConfig()), config), publish
     fleet = stack.enter_context(fleet_of(Threaded(Numbering)))
     fleet.load_weights(step, weights(step))
-    source = source_of(fleet, folder, take=order.take_prompts, steps=groups, score=score, max_lag=0, max_steps_ahead=1)
+    source = source_of(
+        fleet, folder, take_prompts=order.take_prompts, steps=groups, score=score, max_lag=0, max_steps_ahead=1
+    )
     source.sampling = sampling
     stack.callback(source.close)
     feed = SpreadRolloutFeed(PROMPTS, source, Grpo(GrpoConfig()), config)
@@ -122,8 +130,7 @@ def test_a_group_belongs_to_the_first_step_that_has_one_of_its_completions(batch
         assert list(range(steps.first(step), steps.first(step + 1))) == new and steps.count(step) == len(new)
 
 
-@pytest.mark.parametrize("is_separate", [False, True], ids=["in turns", "apart"])
-@pytest.mark.parametrize(("batch", "size"), SHAPES)
+@pytest.mark.parametrize(("batch", "size", "is_separate"), PLACES)
 def test_every_completion_is_trained_once_and_a_kill_at_any_step_changes_nothing(
     batch: int, size: int, is_separate: bool, tmp_path: Path
 ) -> None:
@@ -175,7 +182,7 @@ def test_a_truncated_completion_that_is_not_trained_keeps_its_position(excludes:
         segments = [Segment((10 * g + k, 1), True, (-1.0, -1.0), 0) for k in range(3)]
         made = tuple(Completion((segment,), why, "") for segment, why in zip(segments, reasons[g], strict=True))
         groups.append(ScoredGroup(Group(PROMPTS[g], made, 0), tuple(map(Score, values[g]))))
-    carried = CarriedSamples()
+    carried = SampleQueue()
     carried.add(groups, *Grpo(GrpoConfig(mask_truncated_completions=excludes)).credit(groups))
     steps = [[int(each.input_ids[2]) for each in carried.take_samples(2, 0)[0]] for _ in range(3)]
     assert steps == ([[0], [2], [11, 12]] if excludes else [[0, 1], [2], [11, 12]])
@@ -184,7 +191,7 @@ def test_a_truncated_completion_that_is_not_trained_keeps_its_position(excludes:
 def test_samples_that_cannot_be_told_apart_are_refused_with_the_remedy() -> None:
     group = Group(PROMPTS[0], (Completion((Segment((1,), True, (-1.0,), 0),), "stop", ""),) * 3, 0)
     with pytest.raises(ConfigError, match=r"1 samples of 3 completions .* a multiple of rollout\.n_generation"):
-        CarriedSamples().add([ScoredGroup(group, (Score(1.0),) * 3)], [None], {})
+        SampleQueue().add([ScoredGroup(group, (Score(1.0),) * 3)], [None], {})
 
 
 def test_batches_are_steps_of_their_own_size() -> None:
@@ -198,7 +205,7 @@ def test_samples_that_show_images_are_kept_as_they_are() -> None:
     ids, mask = np.array([3, 4, 5]), np.array([0, 0, 1], dtype=np.uint8)
     sample = Sample(ids, mask, 0.5, 1.0, np.array([np.nan], dtype=np.float32), images=images)
     group = Group(PROMPTS[0], (Completion((Segment((5,), True, (-1.0,), 7),), "stop", ""),) * 2, 7)
-    carried, again = CarriedSamples(), CarriedSamples()
+    carried, again = SampleQueue(), SampleQueue()
     carried.add([ScoredGroup(group, (Score(1.0), Score(None)))], [sample], {"reward/mean": 1.0})
     again.load_state_dict(saved(carried.state_dict()))
     [found], said = again.take_samples(2, 9)

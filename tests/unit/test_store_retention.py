@@ -15,7 +15,7 @@ from cosmos_core.run.bucket import Bucket
 from cosmos_core.run.files import write_json
 from cosmos_core.upload.artifact_store import ArtifactStore
 from cosmos_core.upload.lease import LeaseHolder
-from cosmos_core.upload.store_retention import Retention
+from cosmos_core.upload.store_retention import StoreRetention
 from tests.conftest import next_second
 from tests.store import Proxy
 
@@ -62,8 +62,8 @@ def keys() -> set[str]:
     return {each.key.removeprefix("retention/") for each in Bucket("models").list_objects("retention/")}
 
 
-def retention(keep: int, older_than_seconds: float = 0.0) -> Retention:
-    return Retention(STORE, num_kept=keep, older_than_seconds=older_than_seconds, min_seconds=0.0)
+def retention(keep: int, older_than_seconds: float = 0.0) -> StoreRetention:
+    return StoreRetention(STORE, num_kept=keep, older_than_seconds=older_than_seconds, min_age_seconds=0.0)
 
 
 def test_what_no_run_that_stays_has_goes_and_the_rest_can_be_fetched(store: ArtifactStore, tmp_path: Path) -> None:
@@ -89,37 +89,43 @@ def test_what_no_run_that_stays_has_goes_and_the_rest_can_be_fetched(store: Arti
     assert retention(keep=1).remove() == (0, 0)
 
 
-def test_the_checkpoints_of_a_stopped_training_stay_with_its_run(store: ArtifactStore, tmp_path: Path) -> None:
-    stage = tmp_path / "b1" / "stages" / "rl"
+def test_the_checkpoints_and_the_runs_in_trackers_of_a_stopped_training_stay_with_its_run(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
+    """On another machine too, to which it moves."""
+    stage, there = (tmp_path / machine / "stages" / "rl" for machine in ("b1", "there"))
+    for sink in ("wandb", "mlflow", "trackio"):
+        (stage / sink).mkdir(parents=True)
+        (stage / sink / "id").write_text(f"of {sink}")
+    store.record("b1", stage, "here").push()
+    store.record("b1", there, "there").pull()
+    assert {file.parent.name: file.read_text() for file in there.glob("*/id")} == {
+        "wandb": "of wandb", "mlflow": "of mlflow", "trackio": "of trackio",
+    }  # fmt: skip
     (policy := stage / "checkpoints" / "step_5" / "policy").mkdir(parents=True)
     write_json(policy / "manifest.json", {"files": {}})
     write_json(stage / "fingerprint.json", {"value": "f-rl"})
     assert store.checkpoints("f-rl", stage).push() == ["step_5"]
     store.record("b1", stage, "here").push()
     retention(keep=1).remove()
-    assert store.checkpoints("f-rl", stage).names() == ["step_5"]
+    assert store.checkpoints("f-rl", stage).list_names() == ["step_5"]
     retention(keep=0).remove()
-    assert store.checkpoints("f-rl", stage).names() == []
+    assert store.checkpoints("f-rl", stage).list_names() == []
 
 
-def test_a_training_that_moves_to_another_machine_has_the_same_runs_in_trackers(
-    store: ArtifactStore, tmp_path: Path
-) -> None:
-    here, there = (tmp_path / machine / "stages" / "rl" for machine in ("b1", "there"))
-    for sink in ("wandb", "mlflow", "trackio"):
-        (here / sink).mkdir(parents=True)
-        (here / sink / "id").write_text(f"of {sink}")
-    store.record("b1", here, "here").push()
-    store.record("b1", there, "there").pull()
-    assert {file.parent.name: file.read_text() for file in there.glob("*/id")} == {
-        "wandb": "of wandb", "mlflow": "of mlflow", "trackio": "of trackio",
-    }  # fmt: skip
+def test_what_is_young_stays_as_the_command_says_and_a_stage_that_is_made_now_stops_it(store: ArtifactStore) -> None:
+    def cosmos(*arguments: str) -> str:
+        return CliRunner().invoke(app, ["clean", "--store", *arguments], catch_exceptions=False).output
 
-
-def test_what_is_young_stays_and_a_stage_that_is_made_now_stops_it(store: ArtifactStore) -> None:
     before = keys()
+    listed = cosmos(STORE, "--keep", "1")
+    assert "a1  a, " in listed and "stays: not old enough" in listed
+    assert listed.splitlines()[-1] == "0 of 3 runs may be removed, 0 B"
+    assert cosmos(STORE, "--keep", "1", "--yes").splitlines()[-1] == "removed 0 of 3 runs, 0 B"
+    with pytest.raises(ConfigError, match="there is no such bucket"):
+        cosmos("s3://nothing-here/x")
     assert retention(keep=0, older_than_seconds=3600).remove() == (0, 0)
-    assert Retention(STORE, num_kept=0, older_than_seconds=0.0).remove() == (0, 0), "nothing of the last day goes"
+    assert StoreRetention(STORE, num_kept=0, older_than_seconds=0.0).remove() == (0, 0), "nothing of the last day goes"
     lease = store.lease_result("f-new", LeaseHolder("trainer-7", 1, 1.0), lambda holder: False)
     lease.acquire(lambda holder: None)
     with pytest.raises(ConfigError, match=r"^s3://models/retention: a stage is made now on trainer-7; clean when no"):
@@ -128,15 +134,3 @@ def test_what_is_young_stays_and_a_stage_that_is_made_now_stops_it(store: Artifa
     assert keys() == before
     gone, _ = retention(keep=0).remove()
     assert gone == 3 and not keys(), "nobody keeps anything"
-
-
-def test_the_command_lists_and_removes_and_says_what_is_wrong() -> None:
-    def cosmos(*arguments: str) -> str:
-        return CliRunner().invoke(app, ["clean", "--store", *arguments], catch_exceptions=False).output
-
-    listed = cosmos(STORE, "--keep", "1")
-    assert "a1  a, " in listed and "stays: not old enough" in listed
-    assert listed.splitlines()[-1] == "0 of 3 runs may be removed, 0 B"
-    assert cosmos(STORE, "--keep", "1", "--yes").splitlines()[-1] == "removed 0 of 3 runs, 0 B"
-    with pytest.raises(ConfigError, match="there is no such bucket"):
-        cosmos("s3://nothing-here/x")

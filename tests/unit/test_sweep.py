@@ -16,15 +16,15 @@ from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, GateFailed
-from cosmos_core.launch.slots import branch_slots, hold_slot
+from cosmos_core.launch.slots import hold_semaphore, make_branch_semaphores
 from cosmos_core.observe.record import read_run
-from cosmos_core.observe.report import build
+from cosmos_core.observe.report import build_report
 from cosmos_core.observe.sections import sweep_tables
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.stage import Stage
 from cosmos_core.upload.base import open_target
-from flows.retrain import starting_from_published
+from flows.retrain import make_start_overrides
 from tasks.kinds import all_kinds
 from tasks.stage import run_stage
 from tasks.stages import select
@@ -264,7 +264,7 @@ def test_no_more_stages_of_branches_run_at_once_than_may(tmp_path: Path) -> None
     most, running, lock = [], [0], threading.Lock()
 
     def body(slot: threading.Semaphore) -> None:
-        with hold_slot(slot):
+        with hold_semaphore(slot):
             with lock:
                 running[0] += 1
                 most.append(running[0])
@@ -273,7 +273,7 @@ def test_no_more_stages_of_branches_run_at_once_than_may(tmp_path: Path) -> None
                 running[0] -= 1
 
     for given, expected in (("max_parallel = 2, ", 2), ("", 1)):
-        slots = branch_slots(swept(tmp_path, f'{given}grid = {{ "train.seed" = [1, 2, 3] }}, {MEASURED}'))
+        slots = make_branch_semaphores(swept(tmp_path, f'{given}grid = {{ "train.seed" = [1, 2, 3] }}, {MEASURED}'))
         assert len(slots) == 6
         threads = [threading.Thread(target=body, args=(slot,)) for slot in slots.values()]
         most.clear()
@@ -281,7 +281,7 @@ def test_no_more_stages_of_branches_run_at_once_than_may(tmp_path: Path) -> None
         [thread.join() for thread in threads]
         assert max(most) == expected
     elsewhere = swept(tmp_path, f'grid = {{ "train.seed" = [1, 2] }}, {MEASURED}', "sft.work_pool=gpu")
-    assert set(branch_slots(elsewhere)) == {"measure-seed-1", "measure-seed-2"}
+    assert set(make_branch_semaphores(elsewhere)) == {"measure-seed-1", "measure-seed-2"}
 
 
 def test_the_report_has_a_table_of_all_branches_the_best_first(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_the_report_has_a_table_of_all_branches_the_best_first(tmp_path: Path) -
     assert [(row["name"], row["settings"], row["value"], row["is_chosen"]) for row in table["rows"]] == [
         ("sft-optm_lr-0_5", (0.5,), 0.25, True), ("sft-optm_lr-1e-5", (1e-5,), 0.75, False),
     ]  # fmt: skip
-    page = build(run.path)
+    page = build_report(run.path)
     assert "<h2>Sweep sft</h2>" in page
     assert page.index("<td>0.5</td>") < page.index("<td>1e-05</td>")
 
@@ -310,4 +310,4 @@ def test_retraining_starts_each_branch_from_the_published_model_by_the_name_in_t
         f'target = "{tmp_path}/published"\n'
     )
     pipeline = swept(tmp_path, f"grid = {{ {RATES} }}, {MEASURED}", more=upload)
-    assert starting_from_published(pipeline) == [f"sft.policy.model_name_or_path={tmp_path}/published/v1"]
+    assert make_start_overrides(pipeline) == [f"sft.policy.model_name_or_path={tmp_path}/published/v1"]

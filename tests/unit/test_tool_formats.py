@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from cosmos_core.data.chat import PromptRendering, ToolText
+from cosmos_core.data.chat import PromptRendering, ToolResultTokens
 from cosmos_core.errors import ModelError
 from tests.unit.tiny_model import save_tiny_model
 
@@ -23,8 +23,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
     return found
 
 
-def opened(tokenizer: PreTrainedTokenizerBase, call: str) -> ToolText:
-    return ToolText(tokenizer, PromptRendering(template=TEMPLATE.replace("CALL", call)), [tokenizer.eos_token_id])
+def opened(tokenizer: PreTrainedTokenizerBase, call: str) -> ToolResultTokens:
+    return ToolResultTokens(
+        tokenizer, PromptRendering(template=TEMPLATE.replace("CALL", call)), [tokenizer.eos_token_id]
+    )
 
 
 @pytest.mark.parametrize(

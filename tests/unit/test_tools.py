@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.tools.base import ToolCall, parse_calls
+from cosmos_core.tools.base import ToolCall, parse_tool_calls
 from cosmos_core.tools.runner import ToolRunner
 
 TOOLS = '''
@@ -81,7 +81,7 @@ def runner(file: Path) -> Iterator[ToolRunner]:
     paths = [f"{file}:{name}" for name in ("add", "later", "act")]
     with (
         pytest.MonkeyPatch.context() as patch,
-        ToolRunner(paths, timeout_seconds=0.6, env=["SHOWN"], num_workers=2) as opened,
+        ToolRunner(paths, timeout_seconds=60, env=["SHOWN"], num_workers=2) as opened,
     ):
         patch.setenv("SHOWN", "seen")
         patch.setenv("SERVICE_KEY", "abcdefgh")
@@ -96,21 +96,21 @@ def call(name: str, arguments: str) -> str:
 def test_calls_are_read_in_their_order_with_words_around_them() -> None:
     nested = call("add", '{"a": 1, "b": [2, {"c": null}]}')
     text = f"Let me see. {nested} and {call('later', '{}')}<|im_end|>"
-    assert parse_calls(text) == [ToolCall("add", {"a": 1, "b": [2, {"c": None}]}), ToolCall("later")]
-    assert parse_calls("No call, not even </tool_call>.") == []
-    assert parse_calls('<tool_call>{"name":"add"}</tool_call>') == [ToolCall("add")]
-    assert parse_calls(call("add", '"{\\"a\\": 1}"')) == [ToolCall("add", {"a": 1})]
+    assert parse_tool_calls(text) == [ToolCall("add", {"a": 1, "b": [2, {"c": None}]}), ToolCall("later")]
+    assert parse_tool_calls("No call, not even </tool_call>.") == []
+    assert parse_tool_calls('<tool_call>{"name":"add"}</tool_call>') == [ToolCall("add")]
+    assert parse_tool_calls(call("add", '"{\\"a\\": 1}"')) == [ToolCall("add", {"a": 1})]
 
 
 def test_a_call_may_hold_its_own_marks() -> None:
     inner = '{"word": "</tool_call><tool_call>{}"}'
     expected = [ToolCall("later", {"word": "</tool_call><tool_call>{}"}), ToolCall("add")]
-    assert parse_calls(call("later", inner) + call("add", "{}")) == expected
+    assert parse_tool_calls(call("later", inner) + call("add", "{}")) == expected
 
 
 def test_what_is_thought_of_is_not_called() -> None:
-    assert parse_calls(f"<think>{call('add', '{}')}</think>12") == []
-    assert parse_calls(f"<think>{call('add', '{}')}</think>{call('later', '{}')}") == [ToolCall("later")]
+    assert parse_tool_calls(f"<think>{call('add', '{}')}</think>12") == []
+    assert parse_tool_calls(f"<think>{call('add', '{}')}</think>{call('later', '{}')}") == [ToolCall("later")]
 
 
 @pytest.mark.parametrize(
@@ -132,21 +132,21 @@ def test_what_is_thought_of_is_not_called() -> None:
     ],
 )  # fmt: skip
 def test_a_call_that_cannot_be_read_says_why(text: str, error: str) -> None:
-    calls = parse_calls(text)
+    calls = parse_tool_calls(text)
     assert calls and all(found.error and "\n" not in found.error for found in calls)
     assert error in calls[0].error
 
 
 def test_tools_are_called_beside_each_other_and_answer_in_order(runner: ToolRunner) -> None:
     calls = [ToolCall("add", {"a": i, "b": 1}) for i in range(20)] + [ToolCall("later", {"word": "ä"})]
-    results = runner.results(calls)
+    results = runner.run_calls(calls)
     assert [result.text for result in results] == [*(str(i + 1) for i in range(20)), '{"said": "ä"}']
     assert not any(result.is_error for result in results)
-    assert runner.results([]) == []
+    assert runner.run_calls([]) == []
 
 
 def test_what_goes_wrong_is_the_text_of_its_call_alone(runner: ToolRunner) -> None:
-    ways = ["hang", "raise", "exit", "sys.exit", "kill"]
+    ways = ["raise", "exit", "sys.exit", "kill"]
     calls = [ToolCall("act", {"how": how}) for how in ways]
     calls += [
         ToolCall("nobody"),
@@ -154,20 +154,25 @@ def test_what_goes_wrong_is_the_text_of_its_call_alone(runner: ToolRunner) -> No
         ToolCall("add", {"a": 1}),
         ToolCall("add", {"a": 1, "b": 1}),
     ]
-    texts = [result.text for result in runner.results(calls)]
-    assert texts[:5] == [
-        "Error: not done in 0.6 s",
+    texts = [result.text for result in runner.run_calls(calls)]
+    assert texts[:4] == [
         "Error: KeyError: 'no such\\nthing'",
         "Error: its process exited with code 3",
         "Error: SystemExit: enough",
         "Error: its process was killed by signal 9",
     ]
-    assert texts[5:7] == ["Error: there is no tool 'nobody'; there are: add, later, act", "Error: no JSON"]
-    assert "missing 1 required positional argument: 'b'" in texts[7] and texts[8] == "2"
+    assert texts[4:6] == ["Error: there is no tool 'nobody'; there are: add, later, act", "Error: no JSON"]
+    assert "missing 1 required positional argument: 'b'" in texts[6] and texts[7] == "2"
+
+
+def test_a_call_that_hangs_is_ended(file: Path) -> None:
+    with ToolRunner([f"{file}:act"], timeout_seconds=0.6, num_workers=1) as opened:
+        [result] = opened.run_calls([ToolCall("act", {"how": "hang"})])
+    assert result.is_error and result.text == "Error: not done in 0.6 s"
 
 
 def test_results_are_bounded_text_and_tools_see_no_secret(runner: ToolRunner) -> None:
-    long, half, shown, secret = runner.results(
+    long, half, shown, secret = runner.run_calls(
         [ToolCall("act", {"how": how}) for how in ("long", "half", "SHOWN", "SERVICE_KEY")]
     )
     assert len(long.text) == (1 << 16) + 3

@@ -24,7 +24,7 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.hf import load_model
-from cosmos_core.run.progress import Progress, read_metrics
+from cosmos_core.run.progress import ProgressWriter, read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import train
@@ -84,7 +84,9 @@ def samples(task: Path, count: int) -> list[Sample]:
 
 
 def rank_of(task: Path, tmp_path: Path, config: Recipe, dtype: torch.dtype = torch.float64) -> Trainer:
-    rank = trainer_of(load_model(str(task / "task/model"), dtype=dtype), config.train, 0, Progress(tmp_path / "p.json"))
+    rank = trainer_of(
+        load_model(str(task / "task/model"), dtype=dtype), config.train, 0, ProgressWriter(tmp_path / "p.json")
+    )
     score_in(rank, dtype)
     return rank
 
@@ -212,14 +214,14 @@ BY_TOKEN = {**TEACHER, "kl_discount_factor": 0.9, "max_token_len_per_mini_batch"
 BY_TOP_K = {**TEACHER, "top_k": 8, "jsd_beta": 0.5, "include_prompt": True, "sequence_packing": True}
 TAUGHT = {"type": "grpo", "mini_batch": 8, "rollout_correction": "truncate", "mu_iterations": 2}
 TRAININGS = {
-    "sft": ("sft", recipe(SFT, train_batch_per_replica=8, max_num_steps=7, epoch=2, ckpt=SAVED)),
+    "sft": ("sft", recipe(SFT, train_batch_per_replica=8, max_num_steps=5, epoch=2, ckpt=SAVED)),
     "grpo": ("rl", recipe(GRPO, train_batch_per_replica=16, max_num_steps=5, optm_lr=3e-3, ckpt={"save_mode": "sync"})),
-    "groups over several steps": ("rl", recipe({**GRPO, "mini_batch": 2}, train_batch_per_replica=6, max_num_steps=7)),
+    "groups over several steps": ("rl", recipe({**GRPO, "mini_batch": 2}, train_batch_per_replica=6, max_num_steps=5)),
     "dapo": ("rl", recipe(DAPO, train_batch_per_replica=16, max_num_steps=5, ckpt=SAVED)),
     "gspo": ("rl", recipe(GSPO, train_batch_per_replica=16, max_num_steps=5)),
-    "aipo with a data term": ("rl", recipe(AIPO, train_batch_per_replica=16, max_num_steps=5)),
+    "aipo with a data term": ("rl", recipe(AIPO, train_batch_per_replica=16, max_num_steps=4)),
     "distilled by token": ("rl", recipe(TAUGHT, distillation=BY_TOKEN, train_batch_per_replica=16, max_num_steps=5)),
-    "distilled by top k": ("rl", recipe(TAUGHT, distillation=BY_TOP_K, train_batch_per_replica=16, max_num_steps=5)),
+    "distilled by top k": ("rl", recipe(TAUGHT, distillation=BY_TOP_K, train_batch_per_replica=16, max_num_steps=4)),
 }
 SHORT = {"sft", "groups over several steps", "aipo with a data term", "distilled by top k"}
 """Those with state of each kind: of the feed, of unfinished groups, of a second feed, of a teacher."""

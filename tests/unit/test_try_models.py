@@ -92,4 +92,4 @@ def test_a_pipeline_of_the_hub_draws_and_a_language_model_of_the_hub_completes(
 
 
 def test_two_pipelines_fit_a_gpu_in_half_precision_as_two_language_models_do() -> None:
-    assert [try_models.dtype_on(torch.device(kind)) for kind in ("cpu", "cuda")] == [torch.float32, torch.bfloat16]
+    assert [try_models.select_dtype(torch.device(kind)) for kind in ("cpu", "cuda")] == [torch.float32, torch.bfloat16]

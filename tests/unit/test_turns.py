@@ -17,13 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.algorithms.grpo import make_sample
 from cosmos_core.config.schema.rollout import RolloutConfig
-from cosmos_core.data.chat import PromptRendering, ToolText
+from cosmos_core.data.chat import PromptRendering, ToolResultTokens
 from cosmos_core.errors import ModelError
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout.base import Engine, EngineSettings, completion, generate, request_seed
 from cosmos_core.rollout.groups import turn_metrics
 from cosmos_core.rollout.registry import make_engine
-from cosmos_core.rollout.turns import Turns, turn_request_id
+from cosmos_core.rollout.turns import MultiTurnEngine, turn_request_id
 from cosmos_core.tools.base import ToolResult
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
 from tests.unit.data_tokenizers import CHATML, FORGETS_THOUGHTS, MISTRAL, PLAIN_WORDS
@@ -128,13 +128,13 @@ class Scripted:
 @pytest.fixture
 def talk(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
     """Have a scripted conversation."""
-    opened: list[Turns] = []
+    opened: list[MultiTurnEngine] = []
 
     def have(
         *scripts: Sequence[str], max_model_len: int = 1000, sampling: Sampling = SAMPLING, **settings: Any
     ) -> tuple[tuple[Completion, ...], Scripted]:
         inner: Any = Scripted(tokenizer, *scripts)
-        turns = Turns(inner, engine_settings(folder, model, max_model_len, **settings))
+        turns = MultiTurnEngine(inner, engine_settings(folder, model, max_model_len, **settings))
         opened.append(turns)
         prompt = Prompt(7, tuple(tokenizer(ASKED, add_special_tokens=False)["input_ids"]), ASKED, "5")
         [group] = generate(turns, [prompt], replace(sampling, num_completions=len(scripts)), step=3)
@@ -213,7 +213,7 @@ def test_what_goes_wrong_is_told_to_the_policy(talk: Any, tokenizer: Any) -> Non
 def test_the_text_of_a_turn_has_the_special_tokens_that_mark_its_calls(folder: Path, model: PreTrainedModel) -> None:
     settings, said = engine_settings(folder, model, 1000), call("add", a=2, b=3)
     settings.tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
-    turns = Turns(Scripted(settings.tokenizer, [f"{said}<|im_end|>", "5<|im_end|>"]), settings)
+    turns = MultiTurnEngine(Scripted(settings.tokenizer, [f"{said}<|im_end|>", "5<|im_end|>"]), settings)
     [group] = generate(turns, [Prompt(7, (1, 2), "", "")], SAMPLING, step=3)
     turns.close()
     assert [turn.text for turn in group.completions[0].turns] == [said, "5", "5"]
@@ -257,7 +257,7 @@ def test_a_turn_without_a_token_is_a_completion_without_any(folder: Path, model:
         name="", weight_format="shared", ranks_per_engine=1, submit=lambda *asked: None, close=lambda: None,
         completed=iter([[Group(prompt, (empty, empty), 3)], []]).__next__,
     )  # fmt: skip
-    turns = Turns(inner, engine_settings(folder, model, 100, enable_tools=False))
+    turns = MultiTurnEngine(inner, engine_settings(folder, model, 100, enable_tools=False))
     [group] = generate(turns, [prompt], replace(SAMPLING, num_completions=2), step=3)
     turns.close()
     assert group.version == 4 and [made.token_ids for made in group.completions] == [(), ()]
@@ -271,7 +271,7 @@ def test_trainer_and_engine_agree_on_every_drawn_token_of_a_conversation(
     end_ids = [tokenizer.eos_token_id, *range(60, 85)]
     monkeypatch.setattr(model.generation_config, "eos_token_id", end_ids)
     engine: Any = make_engine(engine_settings(folder, model, 200, max_assistant_turns=3))
-    monkeypatch.setattr("cosmos_core.rollout.turns.parse_calls", lambda text: parse_any(text))
+    monkeypatch.setattr("cosmos_core.rollout.turns.parse_tool_calls", lambda text: parse_any(text))
     prompts = [Prompt(i, tuple(range(10 + i, 30 + 2 * i)), "", "") for i in range(3)]
     sampling = Sampling(temperature=0.7, max_tokens=110, num_completions=3, seed=1)
     groups = [group for step in range(2) for group in generate(engine, prompts, sampling, step)]
@@ -308,8 +308,8 @@ QWEN3 = (
 
 
 def text_of(tokenizer: Any, template: str, **settings: Any) -> str:
-    text = ToolText(tokenizer, PromptRendering(template=template, **settings), [tokenizer.eos_token_id])
-    return decoded(tokenizer, text.ids([("add", ToolResult("5")), ("add", ToolResult("6"))]))
+    text = ToolResultTokens(tokenizer, PromptRendering(template=template, **settings), [tokenizer.eos_token_id])
+    return decoded(tokenizer, text.tokenise_results([("add", ToolResult("5")), ("add", ToolResult("6"))]))
 
 
 def test_only_what_the_template_writes_behind_a_turn_is_put_there(tokenizer: Any) -> None:
@@ -360,7 +360,7 @@ def test_passes_and_aborts_are_those_of_conversations(
     asks, last = call("add", a=1, b=1) + "<|im_end|>", "2<|im_end|>"
     beats: list[str] = []
     settings = replace(engine_settings(folder, model, 1000), beat=lambda: beats.append("waits for tools"))
-    engine: Any = Turns(InSteps(tokenizer, [asks, asks, asks, last]), settings)
+    engine: Any = MultiTurnEngine(InSteps(tokenizer, [asks, asks, asks, last]), settings)
     beats.clear()
     prompt = Prompt(7, tuple(tokenizer(ASKED, add_special_tokens=False)["input_ids"]), ASKED, "5")
     engine.submit([prompt], SAMPLING, 0)

@@ -21,7 +21,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.target import absolute_target, split_target
 from cosmos_core.errors import ConfigError, UploadError
-from cosmos_core.run.manifest import commit, read_result
+from cosmos_core.run.manifest import commit_manifest, read_result
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 from cosmos_core.upload.base import check_targets, open_target
@@ -309,7 +309,7 @@ def upload_stage(folder: Path, *, reference: str = "stage:export") -> Stage:
     source = folder / "20250101000000" / "stages" / "export"
     model(source / "model")
     outcome = Outcome(outputs=("model",), metrics={"validation/accuracy": 0.75}, info={"model": "model"})
-    commit(source, outcome, kind="export", fingerprint="e" * 64, inputs={})
+    commit_manifest(source, outcome, kind="export", fingerprint="e" * 64, inputs={})
     result = read_result(source)
     assert result is not None
     (source.parent / "publish").mkdir(exist_ok=True)

@@ -42,7 +42,7 @@ def model(folder: Path, text: str = "weights") -> tuple[Path, dict[str, Any]]:
 
 
 def target(location: str = "team/sums") -> HubTarget:
-    return HubTarget(location, wait_seconds=0.01)
+    return HubTarget(location, retry_wait_seconds=0.01)
 
 
 def test_a_version_is_one_commit_of_a_private_repository_with_a_tag_and_a_card(tmp_path: Path, server: Hub) -> None:

@@ -94,7 +94,7 @@ def test_a_store_that_refuses_every_conditional_write_ends_a_publication(
     tmp_path: Path, target: S3Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, record = model(tmp_path / "m")
-    monkeypatch.setattr(target.bucket, "exchange", lambda key, data, etag: "")
+    monkeypatch.setattr(target.bucket, "replace_if_unchanged", lambda key, data, etag: "")
     with pytest.raises(UploadError, match=r"latest.json: the store refused 50 writes .*; the pointer was not moved"):
         target.publish(folder, "v1", record)
 

@@ -10,7 +10,7 @@ import pytest
 
 from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.run.directory import supersede_stage
-from cosmos_core.run.manifest import commit
+from cosmos_core.run.manifest import commit_manifest
 from cosmos_core.run.state import update_state
 from cosmos_core.types import Outcome
 from cosmos_core.upload.file import FileTarget
@@ -130,7 +130,7 @@ def test_a_stage_that_has_published_publishes_again_where_there_is_a_reason(tmp_
     else:
         model(stage.path.parent / "export" / "model", "others")
         export, outcome = stage.path.parent / "export", Outcome(outputs=("model",))
-        stage.inputs["export"] |= commit(export, outcome, kind="export", fingerprint="e" * 64, inputs={})
+        stage.inputs["export"] |= commit_manifest(export, outcome, kind="export", fingerprint="e" * 64, inputs={})
     assert upload.run(stage).info["published"] == str(first)
     assert target.history() == [first.name, "v2", first.name]
     assert (first / "model.safetensors").read_text() == ("others" if why == "another model" else "weights")

@@ -17,8 +17,8 @@ def test_it_gives_its_memory_to_the_training_from_the_start_and_after_a_validati
 ) -> None:
     slept: list[int] = []
     engine = SimpleNamespace(sleep=lambda level: slept.append(level), wake=lambda: None)
-    generation: Any = SimpleNamespace(engine=engine, score=lambda *rewards: None, publish=lambda step: None)
+    generation: Any = SimpleNamespace(engine=engine, make_scorer=lambda *rewards: None, publish=lambda step: None)
     stage: Any = SimpleNamespace(recipe=recipe(settings))
-    monkeypatch.setattr(setup.Completions, "log_metrics", lambda self, step, groups: {})
+    monkeypatch.setattr(setup.measure.CompletionValidation, "log_metrics", lambda self, step, groups: {})
     setup._completion_metrics_fn([], generation, stage)(1)  # type: ignore[arg-type]
     assert slept == levels

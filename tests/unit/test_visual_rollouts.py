@@ -25,14 +25,19 @@ from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.models.processor import ImageReader, load_processor
 from cosmos_core.rollout.base import EngineSettings, generate
 from cosmos_core.rollout.registry import make_engine
-from cosmos_core.run.progress import Progress, read_metrics
+from cosmos_core.run.progress import ProgressWriter, read_metrics
 from cosmos_core.train.setup import train
 from cosmos_core.types import Sampling
 from tests.unit.test_train import make_stage
 from tests.unit.tiny_vlms import picture, save_vlm
 from tests.unit.trainers import curve, logprobs, train_until, trainer_of
 
-FAMILIES = ["llava", "llava-next", "qwen2.5-vl", "qwen3-vl", "internvl", "gemma3-vlm", "mllama"]
+ALIKE = {"llava-next", "qwen2.5-vl", "internvl"}
+"""Families whose prompts and images go through the engine as those of another one."""
+FAMILIES = [
+    pytest.param(each, marks=[pytest.mark.full] * (each in ALIKE))
+    for each in ("llava", "llava-next", "qwen2.5-vl", "qwen3-vl", "internvl", "gemma3-vlm", "mllama")
+]
 REWARD = """
 def bright(completion, reference):
     return len(set(completion)) / 10 + (reference == "light")
@@ -135,7 +140,7 @@ def test_engine_and_trainer_agree_on_completions_of_prompts_with_images(family: 
     groups = generate(engine, prompts, sampling, 0)
     assert [group.prompt for group in groups] == prompts
     config = TrainConfig.model_validate({"param_dtype": "float32", "compile": False})
-    trainer = trainer_of(model, config, int(tokenizer.pad_token_id), Progress(folder / "p.json"), vision=vision)
+    trainer = trainer_of(model, config, int(tokenizer.pad_token_id), ProgressWriter(folder / "p.json"), vision=vision)
     samples = [make_sample(group.prompt, made, 1.0, 1.0) for group in groups for made in group.completions]
     for sample, row in zip(samples, logprobs(trainer, samples), strict=True):
         learned = np.flatnonzero(sample.loss_mask[1:])

@@ -16,7 +16,7 @@ import transformers
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.parallel import mesh
 from cosmos_core.rollout import vllm, vllm_logits
-from cosmos_core.rollout.base import Receiver
+from cosmos_core.rollout.base import WeightReceiver
 from cosmos_core.rollout.vllm import VllmEngine
 
 SOURCE = importlib.util.find_spec("vllm")
@@ -58,7 +58,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def engine(calls: list[str]) -> VllmEngine:
     made: Any = object.__new__(VllmEngine)
     made._llm, made._adapter, made._has_ranks, made._convert_bucket = Recorder(calls), None, False, list
-    made._receiver, made._in_flight, made._asleep_tags, made._version, made.sleep_level = Receiver(), {}, [], 0, 0
+    made._receiver, made._in_flight, made._asleep_tags, made._version, made.sleep_level = WeightReceiver(), {}, [], 0, 0
     made.link = made._vision = None
     return made
 
@@ -228,4 +228,4 @@ def test_vllm_knows_the_arguments_and_variables_that_we_set() -> None:
     known = source("envs.py")
     ours = {**vllm._ENVIRONMENT, **vllm._CPU_ENVIRONMENT, **vllm._OWN_GPU_ENVIRONMENT}
     assert [name for name in ours if f'"{name}"' not in known] == []
-    assert all(f'"{tag}"' in source("v1/worker/gpu_worker.py") for tag in (vllm._WEIGHTS, vllm._KV_CACHE))
+    assert all(f'"{tag}"' in source("v1/worker/gpu_worker.py") for tag in (vllm._WEIGHTS_TAG, vllm._KV_CACHE_TAG))

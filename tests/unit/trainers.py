@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,9 +22,9 @@ from cosmos_core.models.balance import load_balancing_settings
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.processor import ImageReader
-from cosmos_core.models.scorer import LOGPROBS, RequestedOutputs, Scorer
+from cosmos_core.models.scorer import LOGPROBS_ONLY, RequestedOutputs, Scorer
 from cosmos_core.parallel.mesh import Mesh
-from cosmos_core.run.progress import Progress, read_metrics
+from cosmos_core.run.progress import ProgressWriter, read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import train
 from cosmos_core.train.trainer import Trainer
@@ -34,7 +35,7 @@ def trainer_of(  # noqa: PLR0913 - each with a default
     model: PreTrainedModel,
     train: TrainConfig,
     pad_id: int,
-    progress: Progress,
+    progress: ProgressWriter,
     mesh: Mesh | None = None,
     vision: ImageReader | None = None,
     balance: float = 0.0,
@@ -46,8 +47,10 @@ def trainer_of(  # noqa: PLR0913 - each with a default
 def score_in(trainer: Trainer, dtype: torch.dtype) -> None:
     """Compute log-probabilities in a dtype that no recipe may ask for, such as float64."""
     adapter: Any = trainer.adapter
-    for part in (adapter, *adapter.runner.roots):
+    for part in (adapter, *adapter.runner.root_modules):
         part._dtype = dtype
+    if hasattr(adapter.runner, "_run_forward"):
+        adapter.runner._run_forward = partial(adapter.runner.root_modules[0].score_batch, dtype=dtype)
 
 
 def logprobs(trainer: Trainer, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:
@@ -121,7 +124,7 @@ class Given:
     def evaluate(
         self,
         samples: Sequence[Any],
-        wants: RequestedOutputs = LOGPROBS,
+        wants: RequestedOutputs = LOGPROBS_ONLY,
         *,
         weights: str = "policy",
         size: int | None = None,

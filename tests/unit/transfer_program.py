@@ -78,7 +78,7 @@ def ranks_of_two_engines() -> list[tuple[int, int, int]]:
     IPCWeightTransferInitInfo(**IpcTransport().prepare(1, 1)[0])
     header, _ = split_bucket([("a", torch.ones(2)), ("b", torch.tensor(1.0))])
     NCCLWeightTransferUpdateInfo(**header.update_info())
-    sent = header._replace(extra={"ipc_handles": {"GPU": (1,)}, "tensor_sizes": [8, 4]})
+    sent = header._replace(transport_fields={"ipc_handles": {"GPU": (1,)}, "tensor_sizes": [8, 4]})
     IPCWeightTransferUpdateInfo(**sent.update_info())
     return made
 
@@ -135,7 +135,7 @@ class Loads:
 
 
 def by_host_without_probe(publisher: WeightPublisher) -> WeightPublisher:
-    publisher._probed_levels = {0}
+    publisher._probed_sleep_levels = {0}
     publisher.probe_interval = 1 << 30
     return publisher
 
@@ -153,7 +153,7 @@ class Cutting(EngineWrapper):
                 self._wire.is_cut = i == 1
                 yield bucket
 
-        return self._inner.load_weights(version, noted())
+        return self._engine.load_weights(version, noted())
 
 
 class Counting(VllmEngine):
@@ -193,16 +193,18 @@ def transferred(folder: str, model: PreTrainedModel, tokenizer: Any) -> dict[str
     loads = Loads(handle, model)
 
     def fleet(transport: Transport) -> Fleet:
-        made = Fleet(lambda: [handle], max_groups=4, timeout_seconds=600.0, native=NativeTransfer(transport, 1))
+        made = Fleet(
+            lambda: [handle], max_groups=4, timeout_seconds=600.0, native_transfer=NativeTransfer(transport, 1)
+        )
         replace_gpu(wire, memory)
         return made
 
     packed = fleet(QueueTransport(wire))
     for _ in range(2):
         loads.compare(packed, "packed")
-    seconds, transfer._BUCKET_SECONDS = transfer._BUCKET_SECONDS, 1.0
+    seconds, transfer._BUCKET_TIMEOUT_SECONDS = transfer._BUCKET_TIMEOUT_SECONDS, 1.0
     loads.compare(packed, "cut off", cut=wire)
-    transfer._BUCKET_SECONDS = seconds
+    transfer._BUCKET_TIMEOUT_SECONDS = seconds
     loads.compare(packed, "after it")
     packed.close()
     for name, transport in (("unpacked", QueueTransport(wire, packed=False)), ("ipc", memory)):

@@ -29,7 +29,7 @@ from cosmos_core.models.lora import add_adapter
 from cosmos_core.rollout.base import Bucket, Engine, EngineSettings, LoadReceipt, generate
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.registry import make_engine
-from cosmos_core.rollout.vllm_adapter import adapter_of
+from cosmos_core.rollout.vllm_adapter import open_adapter
 from cosmos_core.types import Group, Prompt, Sampling
 from tests.unit.trainers import sequence_logprobs
 
@@ -214,7 +214,7 @@ def adapted(folder: str, tokenizer: Any) -> dict[str, Any]:
     found["second"] = [difference(model, last, 0.7), tokens(last)]
     found["partial"] = message(lambda: engine.load_weights(3, [list(factors.items())[1:]]))
     merged = EngineSettings(model, tokenizer, folder, RolloutConfig(quantization="fp8"), 256, torch.float32)
-    found["quantised"] = adapter_of(merged) is None
+    found["quantised"] = open_adapter(merged) is None
     engine.close()
     return found
 

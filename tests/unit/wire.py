@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cosmos_core.rollout.base import Bucket, LoadReceipt
-from cosmos_core.rollout.link import BucketHeader, TransferFailed, call_within
+from cosmos_core.rollout.link import BucketHeader, TransferFailed, with_timeout
 from cosmos_core.rollout.transport import IpcTransport, NcclTransport
 from tests.unit.replicas import Drawing
 
@@ -125,9 +125,9 @@ class MemoryTransport(IpcTransport):
     def stream(self) -> Any:
         return STREAM
 
-    def export(self) -> dict[str, tuple[Any, ...]]:
-        assert self.staged is not None
-        self.exported.append(self.staged)
+    def export_buffer(self) -> dict[str, tuple[Any, ...]]:
+        assert self.send_buffer is not None
+        self.exported.append(self.send_buffer)
         return {self.uuid: (len(self.exported) - 1, 0, 0, 0, 0, 0, "device of the sender")}
 
 
@@ -159,11 +159,11 @@ class QueueLink:
             for tensor in tensors.values():
                 end.broadcast(tensor, 0)
 
-        call_within(seconds, read, abort=end.destroy)
+        with_timeout(seconds, read, abort=end.destroy)
         self._bucket = header.bucket(tensors)
         self.received.append([name for name, _ in self._bucket])
 
-    def take(self) -> Bucket:
+    def take_bucket(self) -> Bucket:
         return self._bucket
 
 
@@ -175,5 +175,5 @@ class Linked(Drawing):
         self.link = QueueLink(wire)
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-        whole = (self.link.take() if bucket[0][1].is_meta else bucket for bucket in buckets)
+        whole = (self.link.take_bucket() if bucket[0][1].is_meta else bucket for bucket in buckets)
         return super().load_weights(version, whole)

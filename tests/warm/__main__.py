@@ -15,7 +15,7 @@ import weakref
 from pydantic import BaseModel
 from sqlalchemy.orm import configure_mappers
 
-from cosmos_core.observe.report import environment
+from cosmos_core.observe.report import open_template_environment
 from tests.warm import spawner  # noqa: F401
 from tests.warm.process import serve
 from tests.warm.programs import READ, import_all
@@ -50,7 +50,7 @@ def _prepare() -> None:
         classes += each.__subclasses__()
         if not each.__pydantic_complete__ and each.__module__.startswith(("cosmos_core.", "prefect.")):
             each.model_rebuild(raise_errors=False, _types_namespace={})
-    templates = environment()
+    templates = open_template_environment()
     for page in templates.list_templates(extensions=["html", "svg", "css"]):
         templates.get_template(page)
 

@@ -48,6 +48,7 @@ IMPORTED = (
     "diffusers", "torch.distributed.checkpoint", "pydantic_settings", "fastapi", "uvicorn", "sqlalchemy.ext.asyncio",
     "alembic.config", "docket", "httpx", "cyclopts", "dateparser", "apprise", "datasets",
     "cosmos_core.models.verify_export", "cosmos_core.models.verify_pipeline_export", "ray",
+    "diffusers.models.transformers", "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
 )  # fmt: skip
 LATER = ("prefect", "flows.post_train", "flows.retrain", "flows.stage", "prefect.server.database.orm_models")
 """What reads Prefect's settings when it is imported, as a program does once it has chosen them."""

@@ -11,7 +11,7 @@ import random
 import string
 from typing import Any
 
-from cosmos_core.run.files import replaced_folder
+from cosmos_core.run.files import replace_folder
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
@@ -59,7 +59,7 @@ def make(stage: Stage, *, seed: int = 0) -> Outcome:
     train = [_row(text, country) for text in _QUESTIONS for country in _countries()[_NUM_HELD_OUT:]]
     random.Random(seed).shuffle(train)
     rows = {"train": train, "validation": held_out()}
-    with replaced_folder(stage.path / "data") as folder:
+    with replace_folder(stage.path / "data") as folder:
         for name, each in rows.items():
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in each)
             (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")

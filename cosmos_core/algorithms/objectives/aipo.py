@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings, capped_fraction, probability_ratio
+from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings, capped_metrics, probability_ratio
 
 SCALES_WITH_ADVANTAGE = True
 
@@ -14,4 +14,4 @@ def aipo(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metr
     assert terms.rollout_log_ratio_BT is not None, "AIPO needs the log-probabilities of the rollouts"
     ratio_BT = probability_ratio(terms.rollout_log_ratio_BT)
     loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * terms.advantages_B1 * terms.logprobs_BT
-    return loss_BT, capped_fraction(ratio_BT, terms, settings)
+    return loss_BT, capped_metrics(ratio_BT, terms, settings)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings, capped_fraction, probability_ratio
+from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings, capped_metrics, probability_ratio
 
 SCALES_WITH_ADVANTAGE = True
 
@@ -12,4 +12,4 @@ def aipo_clamped(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tens
     """Return the clamped AIPO loss per token, -min(rho, ratio_cap) A, with rho = pi / pi_old and advantage A."""
     ratio_BT = probability_ratio(terms.log_ratio_BT)
     loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * terms.advantages_B1
-    return loss_BT, capped_fraction(ratio_BT, terms, settings)
+    return loss_BT, capped_metrics(ratio_BT, terms, settings)

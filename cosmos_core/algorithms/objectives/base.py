@@ -46,14 +46,14 @@ class ObjectiveInputs:
     log_ratio_BT: Tensor
     """Log-ratios of the policy to the old policy, log pi - log pi_old, with gradient."""
     rollout_log_ratio_BT: Tensor | None
-    """Log-ratios log pi - log mu without gradient, mu being the distribution that the tokens were sampled from; None:
-    the log-probabilities under mu are unknown."""
+    """Log-ratios log pi - log mu without gradient, where mu is the distribution that was sampled from; None:
+    unknown."""
     advantages_B1: Tensor
     """Advantage of each sequence; shape BT if it differs between tokens of a sequence."""
     mask_BT: Tensor
 
 
-def capped_fraction(ratio_BT: Tensor, terms: ObjectiveInputs, settings: PolicySettings) -> Metrics:
+def capped_metrics(ratio_BT: Tensor, terms: ObjectiveInputs, settings: PolicySettings) -> Metrics:
     """Return metrics: the fraction of tokens whose ratio exceeds `ratio_cap`, in total and by sign of the advantage."""
     is_capped_BT = ratio_BT > settings.ratio_cap
     return {

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings, capped_fraction, probability_ratio
+from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings, capped_metrics, probability_ratio
 
 SCALES_WITH_ADVANTAGE = True
 
@@ -13,4 +13,4 @@ def cispo(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Met
     stops the gradient of the weight, so every token keeps the gradient of log pi. Weights have no lower bound."""
     ratio_BT = probability_ratio(terms.log_ratio_BT.detach())
     loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * terms.advantages_B1 * terms.logprobs_BT
-    return loss_BT, capped_fraction(ratio_BT, terms, settings)
+    return loss_BT, capped_metrics(ratio_BT, terms, settings)

@@ -13,8 +13,8 @@ SCALES_WITH_ADVANTAGE = True
 
 def clip(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the clipped PPO loss per token, -min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A), with rho = pi
-    / pi_old and advantage A. For A < 0 the loss is at most -lower_bound_ratio A (dual clip). A negative epsilon
-    disables clipping on its side."""
+    / pi_old and advantage A; at most -lower_bound_ratio A for A < 0 (dual clip). A negative epsilon disables its
+    bound."""
     ratio_BT, advantages_B1 = probability_ratio(terms.log_ratio_BT), terms.advantages_B1
     loss_BT, metrics = clipped_loss(ratio_BT, terms, settings)
     dual_clip_bound_B1 = -settings.lower_bound_ratio * advantages_B1

@@ -1,12 +1,12 @@
-"""Divergence proximal policy optimization (arXiv 2602.04879) with the KL divergence of a binary event: the sampled
-token or any other token."""
+"""DPPO (divergence proximal policy optimization, arXiv 2602.04879) with a binary KL divergence: sampled token or
+not."""
 
 import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
 from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings
-from cosmos_core.algorithms.objectives.dppo_tv import largest_divergences, probabilities, trust_region_loss
+from cosmos_core.algorithms.objectives.dppo_tv import divergence_bounds, token_probabilities, trust_region_loss
 
 _EPSILON = 1e-8
 """Value added to the total probability of all tokens other than the sampled one before the logarithm, as in verl."""
@@ -18,10 +18,10 @@ def dppo_kl(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, M
     """Return the DPPO loss per token, which is 0 outside the trust region of a small KL(old policy || policy). The
     bound is epsilon_high if the advantage is above 0 and the token's probability has risen, and epsilon_low if the
     advantage is not above 0 and the probability has fallen. All other tokens are inside the region."""
-    probability_BT, old_probability_BT = probabilities(terms)
+    probability_BT, old_probability_BT = token_probabilities(terms)
     other_log_ratio_BT = torch.log((1 - old_probability_BT + _EPSILON) / (1 - probability_BT + _EPSILON))
     kl_BT = -old_probability_BT * terms.log_ratio_BT.detach() + (1 - old_probability_BT) * other_log_ratio_BT
-    max_kl_of_fall, max_kl_of_rise = largest_divergences(settings)
+    max_kl_of_fall, max_kl_of_rise = divergence_bounds(settings)
     is_in_trust_region_BT = torch.where(
         terms.advantages_B1 > 0,
         (kl_BT <= max_kl_of_rise) | (probability_BT <= old_probability_BT),

@@ -6,17 +6,17 @@ read these declarations rather than the name of the algorithm.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.clean import CleanConfig
 from cosmos_core.config.schema.data_term import DataTermConfig
 from cosmos_core.config.schema.dataset import DatasetConfig, SourceConfig
-from cosmos_core.config.schema.marks import NamedThing, NoResult, OmittedIfEmpty, UnitMark
+from cosmos_core.config.schema.marks import OmittedIfEmpty, ReferenceKind, ResultNeutral, UnitMark
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.value_types import NameOrImportPath, Rows
+from cosmos_core.config.schema.value_types import NameOrImportPath, RowCount
 from cosmos_core.types import FlowSampling
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class AlgorithmConfig(Table):
     `cosmos_core/data/kinds/`."""
     sequences_per_row: ClassVar[int] = 1
     """Number of token sequences in a row."""
-    completes_held_out: ClassVar[bool] = True
-    """Whether held-out rows can be completed and scored by reward functions."""
+    completes_held_out_rows: ClassVar[bool] = True
+    """Whether a model can complete held-out rows, so that reward functions score the completions."""
     reports_rewards: ClassVar[bool] = True
     """Whether validation may report rewards even if `[validation]` names no reward functions."""
     modalities: ClassVar[tuple[str, ...]] = ("causal_lm",)
@@ -56,16 +56,16 @@ class AlgorithmConfig(Table):
     datasets: Annotated[tuple[SourceConfig, ...], Field(strict=False), OmittedIfEmpty] = ()
     """Data sets that are mixed by weight, in place of `dataset`, for models of text. An epoch has as many rows as they
     have together; one whose weight asks for more rows than it has is repeated, in a new order each time."""
-    data_packer: Annotated[NameOrImportPath | Literal[""], NamedThing.CODE] = ""
+    data_packer: Annotated[NameOrImportPath | Literal[""], ReferenceKind.CODE] = ""
     """User class `path/file.py:Class` that converts a row of the data set: its `get_rollout_input(item)` returns the
     prompt of a row, its `sft_process_sample(item)` the tokens or turns; empty: rows are used unchanged."""
-    mini_batch: Rows = 2
+    mini_batch: RowCount = 2
     """Rows per forward pass; changes speed and memory, not results."""
     dataloader_shuffle: bool = True
     """Shuffle the rows in another order in each epoch; False: keep the order of the file."""
     dataloader_seed: int | None = None
     """Seed of the order of rows; None: `train.seed`."""
-    dataloader_num_workers: Annotated[int, UnitMark("processes"), NoResult] = 0
+    dataloader_num_workers: Annotated[int, UnitMark("processes"), ResultNeutral] = 0
     """Number of processes that tokenise rows in the `prepare` stage; 0 or less: one. Images and videos are decoded by
     as many threads; 0 or less: four."""
     dataloader_batch_size: int = 1
@@ -74,24 +74,24 @@ class AlgorithmConfig(Table):
     """Number of batches that a data loader prefetches."""
 
     @property
-    def sources(self) -> dict[str, Self]:
-        """Return a copy of this table for each data set of training rows, with the settings of that data set, by the
-        key of the data set."""
+    def tables_by_dataset(self) -> dict[str, Self]:
+        """Return a copy of this table for each data set of training rows, by the key of the data set. In the copy, the
+        settings of the data set replace those of the algorithm."""
         if not self.datasets:
             return {"train.train_policy.dataset": self}
-        tables = (self.derive(datasets=(), dataset=each, **self._dataset_overrides(each)) for each in self.datasets)
+        tables = (self.derive(datasets=(), dataset=each, **self._settings_of_dataset(each)) for each in self.datasets)
         return {f"train.train_policy.datasets.{i}": table for i, table in enumerate(tables)}
 
     @staticmethod
-    def _dataset_overrides(source: SourceConfig) -> dict[str, Any]:
-        """Return the settings of this table that a data set replaces."""
+    def _settings_of_dataset(source: SourceConfig) -> dict[str, Any]:
+        """Return the settings of a data set that replace those of the algorithm, by key of the algorithm."""
         settings: dict[str, Any] = {f"{name}_column_name": column for name, column in source.columns.items()}
         if source.system_prompt is not None:
             settings["system_prompt"] = source.system_prompt
         return settings | ({"reward_function": source.reward_function} if source.reward_function else {})
 
     def system_prompt_of(self, source: str) -> str:
-        """Return the system prompt for rows of a data set of a mixture; for other rows that of the algorithm."""
+        """Return the system prompt of the data set with the label `source`, by default that of the algorithm."""
         system_prompt = {each.label: each.system_prompt for each in self.datasets}.get(source)
         return str(getattr(self, "system_prompt", "")) if system_prompt is None else system_prompt
 
@@ -107,7 +107,7 @@ class AlgorithmConfig(Table):
 
     @property
     def supervised_rows(self) -> DataTermConfig | None:
-        """Return the settings of SFT rows that are trained on in addition to text rollouts; None: no such rows."""
+        """Return the settings of SFT rows that are trained on in addition to text rollouts; None: only rollouts."""
         return None
 
     @property
@@ -121,42 +121,42 @@ class AlgorithmConfig(Table):
         return self.rewards
 
     @property
-    def remote_rewards(self) -> RemoteRewardConfig | None:
+    def remote_reward_config(self) -> RemoteRewardConfig | None:
         """Return the settings of a reward service that replaces reward functions; None: no service."""
         return None
 
     @property
-    def reward_seconds(self) -> float:
+    def reward_limit_seconds(self) -> float:
         """Return the time limit of one call of a reward function, in seconds."""
         return REWARD_TIMEOUT_SECONDS
 
     @property
-    def rewards_by_group(self) -> bool:
+    def calls_rewards_per_group(self) -> bool:
         """Return whether a user's own reward functions take all completions of a prompt at once."""
         return False
 
     @property
     def reward_keyword_values(self) -> dict[str, Any]:
         """Return the values of this table that reward functions may take as keyword arguments; see
-        `rewards.base.KEYWORDS`."""
+        `rewards.base.REWARD_PARAMETERS`."""
         return {}
 
     @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
-        """Return the rule that drops groups: the reward metrics that must differ within a group (empty: the total
+        """Return the reward metrics that must differ within a group, which is dropped otherwise (empty: the total
         reward), and the maximum number of rounds that sample replacements (0: unlimited); None: no group is dropped."""
         return None
 
     @property
-    def compares_in_group(self) -> bool:
-        """Return whether an advantage is a difference between completions of one prompt."""
+    def has_group_relative_advantages(self) -> bool:
+        """Return whether advantages compare the completions of a prompt, so that equal rewards teach nothing."""
         return True
 
     @property
-    def lookahead(self) -> tuple[int, int, int | None]:
-        """Return how far rollouts may run ahead of the training: the maximum age of their weights in train steps, the
-        number of additional prompts, and the maximum number of train steps whose prompts are in flight at a time (None:
-        no bound)."""
+    def rollout_lookahead(self) -> tuple[int, int, int | None]:
+        """Return how far generation may run ahead of training: the maximum age of the weights of a rollout in train
+        steps, the number of prompts in addition to those of these steps, and the maximum number of train steps whose
+        prompts are in flight at a time (None: unlimited)."""
         return 0, 0, None
 
     @property
@@ -170,12 +170,12 @@ class AlgorithmConfig(Table):
 
     @property
     def saves_reference_logprobs(self) -> bool:
-        """Whether training saves the reference log-probabilities of held-out rows, for stages that measure later."""
+        """Whether training saves the reference log-probabilities of held-out rows, which later validate stages read."""
         return self.scores_rows_once and "reference" in self.named_weights
 
     @property
     def named_weights(self) -> tuple[str, ...]:
-        """Return the names of the weights that the algorithm needs in addition to the policy's."""
+        """Return the names of the models that the algorithm needs besides the policy, such as `reference`."""
         return ()
 
     @field_validator("dataloader_num_workers")
@@ -185,8 +185,8 @@ class AlgorithmConfig(Table):
 
     @field_validator("dataloader_prefetch_factor")
     @classmethod
-    def _require_workers_for_prefetch(cls, batches: int | None, info: ValidationInfo) -> int | None:
-        return batches if info.data.get("dataloader_num_workers") else None
+    def _require_workers_for_prefetch(cls, num_batches: int | None, info: ValidationInfo) -> int | None:
+        return num_batches if info.data.get("dataloader_num_workers") else None
 
     @model_validator(mode="after")
     def _check_datasets(self) -> Self:
@@ -194,17 +194,17 @@ class AlgorithmConfig(Table):
             raise ValueError("datasets takes the place of dataset; name all data sets in datasets, or leave it out")
         if self.datasets and self.clean is not None:
             raise ValueError("clean searches the rows of one dataset, not of datasets; leave one of them out")
-        labels = [source_config.label for source_config in self.datasets]
-        if repeated_label := [label for label in labels if labels.count(label) > 1]:
-            raise ValueError(f"datasets: two are called {repeated_label[0]!r} in metrics; give each a label")
-        if len({source_config.weight is None for source_config in self.datasets}) > 1:
+        labels = [dataset.label for dataset in self.datasets]
+        if repeated_labels := [label for label in labels if labels.count(label) > 1]:
+            raise ValueError(f"datasets: two are called {repeated_labels[0]!r} in metrics; give each a label")
+        if len({dataset.weight is None for dataset in self.datasets}) > 1:
             raise ValueError("datasets: some have a weight and others none; give each a weight, or none of them")
         explicit_values = {name: getattr(self, name) for name in self.model_fields_set - {"datasets"}}
         for i, source in enumerate(self.datasets):
-            settings = self._dataset_overrides(source)
+            settings = self._settings_of_dataset(source)
             if unknown_keys := [name for name in settings if name not in type(self).model_fields]:
                 raise ValueError(f"datasets.{i}: {self.algorithm} has no {unknown_keys[0]}; leave it out")
-            if "reward_function" in settings and self.remote_rewards is not None:
+            if "reward_function" in settings and self.remote_reward_config is not None:
                 raise ValueError(f"datasets.{i}.reward_function excludes use_remote_reward; leave one of them out")
             try:
                 type(self).model_validate({**explicit_values, **settings})
@@ -215,10 +215,9 @@ class AlgorithmConfig(Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_keys_of_others(cls, values: Any) -> Any:
+    def _refuse_keys_of_other_algorithms(cls, values: Any) -> Any:
         """Refuse a key of another algorithm with a message that names that algorithm."""
-        names = [] if not isinstance(values, dict) else [name for name in values if name not in cls.model_fields]
-        for name in names:
+        for name in (name for name in values if name not in cls.model_fields) if isinstance(values, dict) else ():
             for other_table in _algorithm_tables():
                 if other_table.__base__ in {cls, cls.__base__} and name in other_table.model_fields:
                     raise ValueError(
@@ -229,22 +228,21 @@ class AlgorithmConfig(Table):
 
 
 def algorithm_of(values: Any) -> str:
-    """Return the algorithm of a `[train.train_policy]`: its `trainer_type`, otherwise (as for user code) its `type`."""
+    """Return the algorithm of a `[train.train_policy]`: its `trainer_type` or, for user code, its `type`."""
     if isinstance(values, AlgorithmConfig):
         return values.algorithm
-    type_value, name = str(values.get("type")), values.get("trainer_type")
-    algorithms = [table.algorithm for table in _algorithm_tables() if type_value in _type_values(table)]
-    return name if name in algorithms else type_value
+    policy_type, name = str(values.get("type")), values.get("trainer_type")
+    algorithms = [table.algorithm for table in _algorithm_tables() if policy_type in _allowed_types(table)]
+    return name if name in algorithms else policy_type
 
 
-def kinds() -> list[str]:
+def policy_types() -> list[str]:
     """Return the values that `train.train_policy.type` accepts, sorted."""
-    return sorted({kind for table in _algorithm_tables() for kind in _type_values(table)})
+    return sorted({policy_type for table in _algorithm_tables() for policy_type in _allowed_types(table)})
 
 
-def _type_values(table: type[AlgorithmConfig]) -> tuple[str, ...]:
-    values: tuple[str, ...] = table.model_fields["type"].annotation.__args__  # type: ignore[union-attr]
-    return values
+def _allowed_types(table: type[AlgorithmConfig]) -> tuple[str, ...]:
+    return get_args(table.model_fields["type"].annotation)
 
 
 def _algorithm_tables(base_class: type[AlgorithmConfig] = AlgorithmConfig) -> list[type[AlgorithmConfig]]:

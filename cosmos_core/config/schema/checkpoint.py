@@ -4,41 +4,41 @@ from typing import Annotated, Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from cosmos_core.config.schema.marks import NoResult, RequiresEnabledField, UnitMark
+from cosmos_core.config.schema.marks import EnabledBy, ResultNeutral, UnitMark
 from cosmos_core.config.schema.table import Table
 
 
 class CheckpointConfig(Table):
     """`[train.ckpt]`: checkpoints of a training, and the publication of its model."""
 
-    enable_checkpoint: Annotated[bool, NoResult] = False
+    enable_checkpoint: Annotated[bool, ResultNeutral] = False
     """Save checkpoints during training, also of the best step by validation, which is kept and named in `best.json`.
     The final state and the state at a stop signal are saved in any case."""
-    save_freq: Annotated[int, UnitMark("train steps"), NoResult] = 20
+    save_freq: Annotated[int, UnitMark("train steps"), ResultNeutral] = 20
     """Number of train steps between two checkpoints; 0 or less: by `save_freq_in_epoch`."""
-    save_freq_in_epoch: Annotated[int, UnitMark("epochs"), NoResult] = 0
+    save_freq_in_epoch: Annotated[int, UnitMark("epochs"), ResultNeutral] = 0
     """Number of epochs between two checkpoints, in place of `save_freq`; 0 or less: off."""
-    save_mode: Annotated[Literal["sync", "async"], NoResult] = "async"
+    save_mode: Annotated[Literal["sync", "async"], ResultNeutral] = "async"
     """Mode of saving. `async`: training continues while a checkpoint is written, and at most one is written at a time.
     `sync`: training waits."""
-    max_keep: Annotated[int, UnitMark("checkpoints"), NoResult] = 5
+    max_keep: Annotated[int, UnitMark("checkpoints"), ResultNeutral] = 5
     """Number of newest checkpoints to keep in addition to the best; -1: all."""
-    export_safetensors: Annotated[bool, NoResult] = True
+    export_safetensors: Annotated[bool, ResultNeutral] = True
     """End the pipeline with an export in safetensors format that is verified to load (a recipe without stages gets an
     `export` stage)."""
-    upload_hf: Annotated[bool, NoResult] = False
+    upload_hf: Annotated[bool, ResultNeutral] = False
     """Publish the export of the last training on the Hugging Face Hub, in a stage `NAME-hub` after it. A new repository
     is private; each run is a commit with a tag. The token is `HF_TOKEN` in the environment."""
-    hf_repo_name: Annotated[str, RequiresEnabledField("upload_hf"), NoResult] = "Comos-Reason1"
+    hf_repo_name: Annotated[str, EnabledBy("upload_hf"), ResultNeutral] = "Comos-Reason1"
     """Repository on the Hub, `OWNER/NAME`, or `NAME` in the account of the token; the default is spelt as in
     Cosmos-RL."""
-    upload_s3: Annotated[bool | str, NoResult] = False
+    upload_s3: Annotated[bool | str, ResultNeutral] = False
     """Publish in an S3-compatible store: false, `final` (the export, in a stage `NAME-s3` after it) or `all` (also each
     checkpoint during the training). Credentials are environment variables: `PROD_S3_CHECKPOINT_*`, as in Cosmos-RL, or
     those of AWS, including `AWS_ENDPOINT_URL`."""
-    s3_bucket: Annotated[str | None, RequiresEnabledField("upload_s3"), NoResult] = None
+    s3_bucket: Annotated[str | None, EnabledBy("upload_s3"), ResultNeutral] = None
     """Bucket of the S3-compatible store; None: no upload."""
-    s3_prefix: Annotated[str, RequiresEnabledField("upload_s3"), NoResult] = "outputs"
+    s3_prefix: Annotated[str, EnabledBy("upload_s3"), ResultNeutral] = "outputs"
     """Prefix of keys in the bucket, before the names of pipeline and stage."""
 
     def s3_url(self, *names: str) -> str:
@@ -46,9 +46,9 @@ class CheckpointConfig(Table):
         url_parts = (self.s3_bucket or "", self.s3_prefix.strip("/"), *names)
         return f"s3://{'/'.join(filter(None, url_parts))}" if self.upload_s3 else ""
 
-    def targets(self, *names: str, is_last: bool) -> dict[str, str]:
-        """Return the URLs to which a training's model is published, by `s3` and `hub`, the suffixes of the names of the
-        publishing stages. Only the model of the last training is published on the Hub."""
+    def upload_urls(self, *names: str, is_last: bool) -> dict[str, str]:
+        """Return the URLs to which a model is published, by the suffix (`s3` or `hub`) of the upload stage's name. Only
+        the last model of a pipeline (`is_last`) is published on the Hub."""
         hub_url = f"hub://{self.hf_repo_name}" if self.upload_hf and is_last else ""
         return {stage_suffix: url for stage_suffix, url in {"s3": self.s3_url(*names), "hub": hub_url}.items() if url}
 

@@ -6,26 +6,26 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.marks import NamedThing, NoResult, UnitMark
+from cosmos_core.config.schema.marks import ReferenceKind, ResultNeutral, UnitMark
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import Fraction, PositiveInt, Splits
+from cosmos_core.config.schema.value_types import Fraction, PositiveInt, SplitNames
 
-BENCHMARKS = "train.train_policy.clean.decontaminate_against"
-"""Key of the benchmarks of a recipe."""
+BENCHMARKS_KEY = "train.train_policy.clean.decontaminate_against"
+"""Key of the benchmarks whose text training rows must not contain."""
 
 
 class BenchmarkRowsConfig(Table):
     """`[[train.train_policy.clean.decontaminate_against]]`: rows of a benchmark."""
 
-    # `repr=False` keeps the name out of the fingerprint, which includes the content of the rows.
-    name: Annotated[str, NoResult, NamedThing.PATH, Field(min_length=1, repr=False)]
+    # `repr=False`, because the repr enters the fingerprint, which includes the content of the rows but not their name.
+    name: Annotated[str, ResultNeutral, ReferenceKind.PATH, Field(min_length=1, repr=False)]
     """Path, URL or Hub id of the rows, as in `dataset.name`, or `stage:NAME` of a stage that makes rows of text; every
     text in every column is compared."""
     subset: str = ""
     """Configuration name of the data set on the Hub; empty: the default configuration."""
     revision: str = ""
     """Commit, tag or branch of the data set on the Hub; empty: the newest commit."""
-    split: Splits = ("train",)
+    split: SplitNames = ("train",)
     """Split, or list of splits to concatenate; a benchmark on the Hub usually has `test`."""
 
     @property
@@ -34,7 +34,7 @@ class BenchmarkRowsConfig(Table):
         return DatasetConfig(name=self.name, subset=self.subset, revision=self.revision, split=self.split)
 
 
-def _names_to_tables(values: Any) -> Any:
+def _convert_names_to_tables(values: Any) -> Any:
     names = [values] if isinstance(values, str) else values
     return [{"name": each} if isinstance(each, str) else each for each in names] if isinstance(names, list) else names
 
@@ -45,7 +45,7 @@ class CleanConfig(Table):
 
     decontaminate_against: Annotated[
         tuple[BenchmarkRowsConfig, ...],
-        BeforeValidator(_names_to_tables, json_schema_input_type=str | list[str | BenchmarkRowsConfig]),
+        BeforeValidator(_convert_names_to_tables, json_schema_input_type=str | list[str | BenchmarkRowsConfig]),
         Field(strict=False),
     ] = ()
     """Benchmarks whose text must not be trained on: names, or tables with `name`, `subset`, `revision` and `split`."""
@@ -63,6 +63,5 @@ class CleanConfig(Table):
     out."""
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
-        """Yield an error for a diffusion model: only rows of text are compared."""
         if stage.recipe.policy.is_diffusers:
             yield "train.train_policy.clean: only rows of text are compared; leave it out for a diffusion model"

@@ -3,9 +3,9 @@
 from typing import Annotated
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.marks import NamedThing, NoResult
+from cosmos_core.config.schema.marks import ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, Rows, Splits
+from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, RowCount, SplitNames
 
 
 class DataTermConfig(Table):
@@ -13,14 +13,14 @@ class DataTermConfig(Table):
     algorithm and variant. The seed and the step number determine the rows of a step, so a resumed run uses the same
     rows."""
 
-    name: Annotated[str, NoResult, NamedThing.PATH] = ""
+    name: Annotated[str, ResultNeutral, ReferenceKind.PATH] = ""
     """Path, URL or Hub id of a data set of conversations or texts, as in `dataset.name`; empty: no supervised loss is
     added."""
     subset: str = ""
     """Configuration name of the data set on the Hub; empty: the default configuration."""
     revision: str = ""
     """Commit, tag or branch of the data set on the Hub; empty: the newest commit."""
-    split: Splits = ("train",)
+    split: SplitNames = ("train",)
     """Split or list of splits of the data set, concatenated in this order."""
     max_skipped_fraction: Fraction = 0.01
     """Maximum fraction of rows that may be skipped because they cannot be read or the chat template refuses them."""
@@ -29,7 +29,7 @@ class DataTermConfig(Table):
     docs/reference/columns.md lists. `system_prompt` is added to conversations without a system turn."""
     weight: NonNegativeFloat = 0.0
     """Weight of the mean SFT loss per token relative to the loss of the rollouts; 0: no SFT loss."""
-    batch_size: Rows = 8
+    batch_size: RowCount = 8
     """Number of supervised rows per optimizer step; every row is used once before any row is used again."""
 
     @property

@@ -6,24 +6,24 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from cosmos_core.config.conditions import parse_range
-from cosmos_core.config.schema.marks import NamedThing, NoResult, OmittedIfEmpty
+from cosmos_core.config.conditions import parse_pass_rate_range
+from cosmos_core.config.schema.marks import OmittedIfEmpty, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import Fraction, PositiveFloat, RewardWeights, Splits
+from cosmos_core.config.schema.value_types import Fraction, PositiveFloat, RewardWeights, SplitNames
 
-_TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
-_PACKED = (".gz", ".bz2", ".xz")
-DATA_SUFFIXES = (*_TEXTS, ".parquet", ".arrow", *(f"{text}{packed}" for text in _TEXTS for packed in _PACKED))
+_TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+_COMPRESSED_SUFFIXES = tuple(f"{text}{suffix}" for text in _TEXT_SUFFIXES for suffix in (".gz", ".bz2", ".xz"))
+DATA_SUFFIXES = (*_TEXT_SUFFIXES, ".parquet", ".arrow", *_COMPRESSED_SUFFIXES)
 """Suffixes of the names of data files."""
-GENERATED = "reasoning-gym:"
+GENERATOR_PREFIX = "reasoning-gym:"
 """Prefix of the names of data sets that the package `reasoning-gym` generates."""
-PASS_RATES = "pass_rates.jsonl"
+PASS_RATES_FILE = "pass_rates.jsonl"
 """Name of the file in which stages that complete prompts record the pass rate of each prompt."""
 
 
-def generator_of(name: str) -> str:
+def reasoning_gym_generator(name: str) -> str:
     """Return the `reasoning-gym` generator, such as `chain_sum`, of a data set name; empty if there is none."""
-    return name.removeprefix(GENERATED) if name.startswith(GENERATED) else ""
+    return name.removeprefix(GENERATOR_PREFIX) if name.startswith(GENERATOR_PREFIX) else ""
 
 
 def data_suffix(name: str) -> str:
@@ -34,7 +34,7 @@ def data_suffix(name: str) -> str:
 class RowsConfig(Table):
     """Keys of every data set of rows."""
 
-    name: Annotated[str, NoResult, NamedThing.PATH] = ""
+    name: Annotated[str, ResultNeutral, ReferenceKind.PATH] = ""
     """Path of a file of rows (.jsonl or .ndjson, .json, .csv, .tsv, also compressed as .gz, .bz2 or .xz, .parquet,
     .arrow), a folder of such files, a `save_to_disk` folder, a URL of one of these in a store (`s3://BUCKET/KEY`), a
     Hub id, a user's data set class, `path/file.py:Class`, or a generator of the package `reasoning-gym`, such as
@@ -47,7 +47,7 @@ class RowsConfig(Table):
     configuration, or the only sub-folder with data files of a folder that has none."""
     revision: str = ""
     """Commit, tag or branch of the data set on the Hub; empty: the newest commit."""
-    split: Splits = ("train",)
+    split: SplitNames = ("train",)
     """Split or list of splits, concatenated in this order; empty: `train`, the only split of a single local file.
     `train[:48]`, `train[100:]` and `train[:10%]` select a part, as in `datasets`."""
     test_size: int | float | None = None
@@ -60,22 +60,22 @@ class RowsConfig(Table):
     """Range of pass rates of the rows to keep, such as `0.1 <= pass_rate <= 0.9`, from the rows' column `pass_rate` or
     from `pass_rates`; other rows are skipped and counted, an unknown rate (null) excludes no row. Rows that `test_size`
     holds out are all kept. Empty: all rows."""
-    pass_rates: Annotated[str, NoResult, NamedThing.PATH] = ""
+    pass_rates: Annotated[str, ResultNeutral, ReferenceKind.PATH] = ""
     """File of the pass rates of prompts for `keep`, or `stage:NAME` of a stage that learns from rollouts or samples and
     renders the same prompts; prompts that it does not have count as rows that cannot be read. Empty: the column."""
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> Self:
+    def _check_keep_and_arguments(self) -> Self:
         if self.keep:
-            parse_range(self.keep)
+            parse_pass_rate_range(self.keep)
         elif self.pass_rates:
             raise ValueError("pass_rates needs keep = '0.1 <= pass_rate <= 0.9' or another range; set it")
-        if self.arguments and not generator_of(self.name):
-            raise ValueError(f"arguments are for a generator, name = '{GENERATED}NAME', not {self.name!r}; remove them")
+        if self.arguments and not reasoning_gym_generator(self.name):
+            example = f"name = '{GENERATOR_PREFIX}NAME'"
+            raise ValueError(f"arguments are for a generator, {example}, not {self.name!r}; remove them")
         return self
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
-        """Yield errors for rows that have no pass rates."""
         if self.keep and stage.recipe.policy.is_diffusers:
             yield "dataset.keep: only prompts of text have pass rates; leave it out for a diffusion model"
         if self.pass_rates and not stage.recipe.train.train_policy.has_rollouts:
@@ -92,7 +92,7 @@ class RowsConfig(Table):
 class DatasetConfig(RowsConfig):
     """Data set: a local file or folder, or the name of a data set on the Hugging Face Hub."""
 
-    local_dir: Annotated[str, NoResult, NamedThing.PATH] = ""
+    local_dir: Annotated[str, ResultNeutral, ReferenceKind.PATH] = ""
     """Diffusion models: folder of prompts (`*.json`) and media, in place of `name`; empty: `name`. `name` may also be
     such a folder, a folder with `metas` and `videos`, webdataset shards, rows with a column of images, rows of prompts,
     or a built-in list of prompts: `ocr`, `pickscore`, `geneval` or `dance_grpo_t2v`."""
@@ -124,11 +124,11 @@ class SourceConfig(RowsConfig):
 
     @model_validator(mode="after")
     def _set_label(self) -> Self:
-        """Check name and label, and set an empty label: prepared rows hold it, and fingerprints omit names."""
+        """Check `name` and `label`, and derive an empty label from the name, which fingerprints do not include."""
         if not self.name.strip():
             raise ValueError("name is empty; give a file, a folder or a Hub id")
         if re.fullmatch(r"[\w.-]*", self.label) is None:
             raise ValueError(f"label = {self.label!r} must consist of letters, digits, '.', '_' and '-'")
-        name = generator_of(self.name) or self.name.rstrip("/").rpartition("/")[2]
+        name = reasoning_gym_generator(self.name) or self.name.rstrip("/").rpartition("/")[2]
         name = name[: len(name) - len(data_suffix(name))].rpartition(":")[2]
         return self.derive(label=self.label or re.sub(r"[^\w.-]+", "-", name))

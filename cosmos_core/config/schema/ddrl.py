@@ -1,5 +1,4 @@
-"""`[train.train_policy]` with `trainer_type = "ddrl"`: FlowGRPO with a diffusion loss on real clips (arXiv
-2512.04332)."""
+"""`[train.train_policy]` with `trainer_type = "ddrl"`: FlowGRPO with a diffusion loss (arXiv 2512.04332)."""
 
 from typing import ClassVar, Literal
 
@@ -17,5 +16,5 @@ class DdrlConfig(FlowGrpoConfig):
 
     @property
     def rows(self) -> str:  # type: ignore[override]
-        """Return the kind of rows, always `media`; `learns_data` has no effect with DDRL."""
+        """Return the kind of rows, `media`: DDRL always learns from real clips, whatever the key `learns_data` says."""
         return "media"

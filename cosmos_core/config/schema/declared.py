@@ -1,7 +1,7 @@
 """Build pydantic fields for the configuration keys that `unused.toml` declares.
 
-A declaration has `is` (a name in `TYPES`) or `of` (the allowed values), `default` (none: the key may be left out),
-`unit` and `means` (the description).
+A declaration has `is` (a name in `TYPES_BY_NAME`) or `of` (the allowed values), `default` (without it the key may be
+left out), `unit` and `means` (the description).
 """
 
 from typing import Annotated, Any, Literal
@@ -9,16 +9,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from cosmos_core.config.schema.marks import UnitMark
-from cosmos_core.config.schema.value_types import Names, NonNegativeFloat, PositiveInt
+from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveInt, StringOrList
 
-TYPES: dict[str, Any] = {
-    "switch": bool, "text": str, "integer": int, "count": PositiveInt, "not below 0": NonNegativeFloat, "names": Names,
+TYPES_BY_NAME: dict[str, Any] = {
+    "switch": bool, "text": str, "integer": int, "count": PositiveInt, "not below 0": NonNegativeFloat,
+    "names": StringOrList,
 }  # fmt: skip
 
 
-def field_of(declaration: dict[str, Any], types: dict[str, Any] = TYPES) -> tuple[Any, Any]:
-    """Return the type and the default of a key, in the form that pydantic expects."""
-    value_type: Any = Literal[tuple(declaration["of"])] if "of" in declaration else types[declaration["is"]]
+def field_definition(declaration: dict[str, Any], types_by_name: dict[str, Any] = TYPES_BY_NAME) -> tuple[Any, Any]:
+    """Return the type and the default of the pydantic field for a declared key."""
+    value_type: Any = Literal[tuple(declaration["of"])] if "of" in declaration else types_by_name[declaration["is"]]
     default_value = declaration.get("default", ... if declaration.get("required") else None)
     if isinstance(default_value, list | dict):
         default_value = TypeAdapter(value_type).validate_python(default_value)

@@ -68,6 +68,6 @@ class DiffusersConfig(Table):
     """Settings of FlowGRPO and DDRL."""
 
     @model_validator(mode="after")
-    def _check_given_frames(self) -> Self:
+    def _check_frame_range(self) -> Self:
         check_order(self, "min_given_frames", "max_given_frames")
         return self

@@ -11,7 +11,7 @@ from cosmos_core.types import FlowSampling
 if TYPE_CHECKING:
     from cosmos_core.config.schema.diffusers import DiffusersConfig
 
-OLD_POLICY = "old"
+OLD_POLICY_WEIGHTS = "old"
 """Name of the weights of the old policy, which generates rollouts of DiffusionNFT and follows the trained policy."""
 
 
@@ -29,10 +29,10 @@ class DiffusionNftConfig(FlowPolicyConfig):
 
     @property
     def named_weights(self) -> tuple[str, ...]:
-        return (OLD_POLICY, *super().named_weights)
+        return (OLD_POLICY_WEIGHTS, *super().named_weights)
 
     def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling:
-        return replace(super().flow_sampling(diffusers), weights=OLD_POLICY)
+        return replace(super().flow_sampling(diffusers), weights=OLD_POLICY_WEIGHTS)
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
         yield from super().refusals(stage)

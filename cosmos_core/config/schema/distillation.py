@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 
 from pydantic import ValidationInfo, field_validator
 
-from cosmos_core.config.schema.marks import RequiresEnabledField, UnitMark
+from cosmos_core.config.schema.marks import EnabledBy, UnitMark
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import DType, Fraction, ModelName, NonNegativeFloat, Rows, Tokens
+from cosmos_core.config.schema.value_types import DType, Fraction, ModelName, NonNegativeFloat, RowCount, TokenCount
 
 
 class TeacherParallelismConfig(Table):
@@ -19,7 +19,7 @@ class DistillationConfig(Table):
     """`[distillation]`: on-policy distillation, which has an effect on algorithms that train on completions (arXiv
     2306.13649)."""
 
-    switch = "enable"
+    enabling_field = "enable"
 
     enable: bool = False
     """Train on the log-probabilities of a teacher in place of rewards: forces `bypass_reward`; validation keeps its
@@ -43,12 +43,12 @@ class DistillationConfig(Table):
     fsdp_reshard_after_forward: Literal["always", "never", "default"] = "never"
     """Whether the gathered weights of a teacher's block are freed after its forward pass; with `never` they are freed
     when all samples of a train step are scored."""
-    max_token_len_per_mini_batch: Tokens | None = None
+    max_token_len_per_mini_batch: TokenCount | None = None
     """Maximum number of tokens of a micro-batch of the teacher, padding included, in place of `mini_batch`; None:
     `mini_batch` sequences."""
     sequence_packing: bool = False
     """Concatenate the sequences of a micro-batch of the teacher without padding."""
-    mini_batch: Rows = 1
+    mini_batch: RowCount = 1
     """Number of sequences per forward pass of the teacher."""
     kl_penalty_coef: NonNegativeFloat = 1.0
     """Weight of the teacher's penalty in the advantage, or with `top_k` of the divergence in the loss."""
@@ -62,7 +62,7 @@ class DistillationConfig(Table):
     """Number of tokens of the teacher's distribution in the loss. 0 or less: the advantage of a token decreases by log
     policy - log teacher (reverse KL). Otherwise the loss is the Jensen-Shannon divergence over this many tokens and one
     event for all other tokens."""
-    jsd_beta: Annotated[Fraction, RequiresEnabledField("top_k")] = 0.5
+    jsd_beta: Annotated[Fraction, EnabledBy("top_k")] = 0.5
     """Mixture weight of the Jensen-Shannon divergence with `top_k`: 0 is the forward KL, 1 the reverse KL."""
     trainer_token_ids_from_teacher: bool = True
     """Take the `top_k` tokens that are most likely under the teacher; False: those that are most likely under the
@@ -75,8 +75,8 @@ class DistillationConfig(Table):
 
     @field_validator("trainer_token_ids_from_teacher")
     @classmethod
-    def _disable_teacher_ids_without_top_k(cls, is_from_teacher: bool, info: ValidationInfo) -> bool:
-        return is_from_teacher and info.data.get("top_k", 0) > 0
+    def _disable_teacher_ids_without_top_k(cls, takes_teacher_ids: bool, info: ValidationInfo) -> bool:
+        return takes_teacher_ids and info.data.get("top_k", 0) > 0
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
         policy = stage.recipe.train.train_policy

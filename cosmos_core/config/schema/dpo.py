@@ -7,9 +7,9 @@ from pydantic import Field, field_validator, model_validator
 
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import Names, NonNegativeFloat, PositiveFloat
+from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveFloat, StringOrList
 
-LossType = Literal[
+DpoLossType = Literal[
     "sigmoid", "bco_pair", "sft", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm", "simpo", "orpo"
 ]  # fmt: skip
 _LOSSES_WITHOUT_REFERENCE = {"sft", "simpo", "orpo"}
@@ -23,7 +23,7 @@ class DpoLossConfig(Table):
     beta: PositiveFloat = 0.1
     """Factor beta in the reward of a response, beta x (its log-probability - that under the reference); in `ipo` the
     regularisation tau, in `orpo` the weight of the odds ratio, in `simpo` about 2."""
-    loss_type: Names = ("sigmoid",)
+    loss_type: StringOrList = ("sigmoid",)
     """With rewards c of the chosen and r of the rejected response: `sigmoid` is -log sigmoid(c - r), `bco_pair` -log
     sigmoid(c) - log sigmoid(-r), `sft` the mean of -log p over the chosen responses' tokens, `robust` `sigmoid` without
     the bias of labels of which `label_smoothing` are wrong (arXiv 2403.00409), `hinge` max(0, 1 - c + r) (2305.10425),
@@ -44,9 +44,9 @@ class DpoLossConfig(Table):
     @field_validator("loss_type")
     @classmethod
     def _check_loss_types(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        unknown_loss_types = [name for name in names if name not in get_args(LossType)]
+        unknown_loss_types = [name for name in names if name not in get_args(DpoLossType)]
         if unknown_loss_types or not names:
-            raise ValueError(f"loss_type = {list(names)} must be of {', '.join(get_args(LossType))}")
+            raise ValueError(f"loss_type = {list(names)} must be of {', '.join(get_args(DpoLossType))}")
         return names
 
     @model_validator(mode="after")
@@ -69,7 +69,7 @@ class DpoConfig(SupervisedConfig):
     algorithm: ClassVar[str] = "dpo"
     rows: ClassVar[str] = "pairs"
     sequences_per_row: ClassVar[int] = 2
-    completes_held_out: ClassVar[bool] = False
+    completes_held_out_rows: ClassVar[bool] = False
     scores_rows_once: ClassVar[bool] = True
 
     trainer_type: Literal["dpo"] = "dpo"

@@ -6,24 +6,24 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cosmos_core.config.schema.marks import NamedThing, NoResult, OmittedIfEmpty, RequiresEnabledField, UnitMark
+from cosmos_core.config.schema.marks import EnabledBy, OmittedIfEmpty, ReferenceKind, ResultNeutral, UnitMark
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import Names, NonNegativeInt, PositiveInt, Tokens
+from cosmos_core.config.schema.value_types import NonNegativeInt, PositiveInt, StringOrList, TokenCount
 
-_TEXT_KEYS = (
+_LANGUAGE_MODEL_KEYS = (
     "tasks", "include_path", "num_fewshot", "apply_chat_template", "max_length", "engine", "confirm_run_unsafe_code"
 )  # fmt: skip
-_DIFFUSION_KEYS = ("prompts", "rewards", "samples_per_prompt")
+_DIFFUSION_MODEL_KEYS = ("prompts", "rewards", "samples_per_prompt")
 
 
 class EvaluateConfig(Table):
     """`[evaluate]`: what a stage of kind `evaluate` measures. A language model runs benchmarks, with the settings of
     lm-eval's command line; a diffusion model samples prompt sets, whose images or videos rewards score."""
 
-    tasks: Names = ()
+    tasks: StringOrList = ()
     """Names of benchmarks: tasks, groups and tags of lm-eval (`lm-eval ls tasks`), or tasks of `include_path`; a
     pattern such as `mmlu_*` stands for all matching names."""
-    include_path: Annotated[str, NamedThing.PATH, NoResult] = ""
+    include_path: Annotated[str, ReferenceKind.PATH, ResultNeutral] = ""
     """Folder with YAML files of your own tasks, which take precedence over those of lm-eval. Its files, and the local
     files of rows that a task names, are inputs of the stage. Empty: none."""
     num_fewshot: NonNegativeInt | None = None
@@ -32,12 +32,12 @@ class EvaluateConfig(Table):
     """Maximum number of items of each task, or of prompts of each prompt set, from the first; None: all."""
     apply_chat_template: bool = False
     """Render prompts as conversations with the model's chat template; False: plain text."""
-    fewshot_as_multiturn: Annotated[bool, RequiresEnabledField("apply_chat_template")] = True
+    fewshot_as_multiturn: Annotated[bool, EnabledBy("apply_chat_template")] = True
     """Render each solved example as a user turn and an assistant turn; False: all examples are part of a single user
     turn."""
     batch_size: Annotated[PositiveInt | None, UnitMark("prompts")] = None
     """Prompts per forward pass, per call of vLLM, or per call of a diffusion pipeline; None: 1, and 256 with vLLM."""
-    max_length: Tokens | None = None
+    max_length: TokenCount | None = None
     """Maximum number of tokens of prompt and completion together; a longer prompt loses its beginning. None: the
     maximum of the model."""
     seed: Annotated[NonNegativeInt, Field(lt=2**32)] | None = None
@@ -48,10 +48,10 @@ class EvaluateConfig(Table):
     `hf`."""
     confirm_run_unsafe_code: bool = False
     """Allow tasks that execute code which the model wrote, without a sandbox."""
-    prompts: Annotated[Names, NamedThing.PATH, NoResult] = ()
+    prompts: Annotated[StringOrList, ReferenceKind.PATH, ResultNeutral] = ()
     """Prompt sets of a diffusion model: files with a prompt per line (`.txt`), files of rows with a column `prompt`,
     folders, or known sets such as `geneval`. The name of a set in metrics is that of its file without the suffix."""
-    rewards: Annotated[Names, NamedThing.CODE, OmittedIfEmpty] = ()
+    rewards: Annotated[StringOrList, ReferenceKind.CODE, OmittedIfEmpty] = ()
     """Rewards that score each image or video of a diffusion model, each as a metric `evaluation/PROMPT_SET/REWARD`:
     names such as `clip_score`, or your own as `file.py:function`."""
     samples_per_prompt: Annotated[PositiveInt | None, UnitMark("images or videos"), OmittedIfEmpty] = None
@@ -66,10 +66,11 @@ class EvaluateConfig(Table):
         if stage.kind.table != "evaluate":
             return
         is_diffusion = stage.recipe.policy.is_diffusers
-        if wrong_keys := [key for key in (_TEXT_KEYS if is_diffusion else _DIFFUSION_KEYS) if self.is_set(key)]:
+        keys_of_others = _LANGUAGE_MODEL_KEYS if is_diffusion else _DIFFUSION_MODEL_KEYS
+        if inapplicable_keys := list(filter(self.is_set, keys_of_others)):
             remedy_text = "name evaluate.prompts and evaluate.rewards" if is_diffusion else "name evaluate.tasks"
             yield (
-                f"evaluate.{wrong_keys[0]} is for {'language' if is_diffusion else 'diffusion'} models, and "
+                f"evaluate.{inapplicable_keys[0]} is for {'language' if is_diffusion else 'diffusion'} models, and "
                 f"policy.is_diffusers = {str(is_diffusion).lower()}; {remedy_text}"
             )
         elif is_diffusion and not (self.prompts and all(self.prompts)):

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from cosmos_core.config.schema.table import StageContext, Table
 
-Format = Literal["bf16", "fp8", "int8", "w4a16", "gguf"]
+ExportFormat = Literal["bf16", "fp8", "int8", "w4a16", "gguf"]
 UNQUANTIZED_FORMAT = "bf16"
 """Format without quantisation, from which all other formats are made."""
 
@@ -15,7 +15,7 @@ UNQUANTIZED_FORMAT = "bf16"
 class ExportConfig(Table):
     """`[export]`: formats of an exported model."""
 
-    formats: Annotated[tuple[Format, ...], Field(strict=False)] = ()
+    formats: Annotated[tuple[ExportFormat, ...], Field(strict=False)] = ()
     """Formats to write, each in its own folder. `bf16`: the model itself, with which all others are compared. `fp8`:
     8-bit floating-point weights and activations. `int8`: 8-bit integer weights and activations. `w4a16`: 4-bit integer
     weights in groups of 128. Weights have a scale per output channel or group, activations one per token; only linear
@@ -27,12 +27,11 @@ class ExportConfig(Table):
     refuse such a format."""
 
     @property
-    def quantized(self) -> tuple[Format, ...]:
+    def quantized(self) -> tuple[ExportFormat, ...]:
         """Return the quantised formats, each once, in the order of `formats`."""
         return tuple(dict.fromkeys(name for name in self.formats if name != UNQUANTIZED_FORMAT))
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
-        """Yield errors for formats that a stage of kind `export` does not support."""
         if stage.kind.table != "export" or not self.formats:
             return
         dtype = stage.recipe.train.param_dtype

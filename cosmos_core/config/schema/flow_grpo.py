@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from cosmos_core.config.schema.flow_rl import FlowPolicyConfig
-from cosmos_core.config.schema.flow_sampling import window_of
+from cosmos_core.config.schema.flow_sampling import stochastic_window
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.types import FlowSampling
 
@@ -35,8 +35,8 @@ class FlowGrpoConfig(FlowPolicyConfig):
         return replace(
             sampling,
             kernel=sampling.kernel or "flow",
-            window=window_of(flow_rl, sampling.num_steps),
-            trained_on=tuple(steps) if flow_rl.window_size else tuple(i for i in flow_rl.train_on if i in steps),
+            window=stochastic_window(flow_rl, sampling.num_steps),
+            trained_steps=tuple(steps) if flow_rl.window_size else tuple(i for i in flow_rl.train_on if i in steps),
             keeps_means=flow_rl.guard,
             same_noise=flow_rl.use_same_seed,
         )
@@ -51,14 +51,14 @@ class FlowGrpoConfig(FlowPolicyConfig):
             )
         if not diffusers.sample.noise_level:
             yield "policy.diffusers.sample.noise_level = 0 leaves FlowGRPO nothing to learn from; raise it"
-        window = window_of(diffusers.flow_rl, diffusers.sample.num_steps)
+        window = stochastic_window(diffusers.flow_rl, diffusers.sample.num_steps)
         if window and window.end - window.first < window.size:
             yield (
                 f"policy.diffusers.flow_rl.window_size = {window.size}: there are {max(0, window.end - window.first)} "
                 f"such steps in window_range below the last of policy.diffusers.sample.num_steps = "
                 f"{diffusers.sample.num_steps}; lower it, or move the range"
             )
-        if not diffusers.flow_rl.window_size and not self.flow_sampling(diffusers).trained_on:
+        if not diffusers.flow_rl.window_size and not self.flow_sampling(diffusers).trained_steps:
             yield (
                 f"policy.diffusers.flow_rl.train_on has no step below the last of policy.diffusers.sample.num_steps = "
                 f"{diffusers.sample.num_steps}; name one"

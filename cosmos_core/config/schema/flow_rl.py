@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import field_validator
 
-from cosmos_core.config.schema.flow_sampling import KERNELS
+from cosmos_core.config.schema.flow_sampling import STOCHASTIC_SOLVERS
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.config.schema.value_types import Fraction
@@ -15,12 +15,12 @@ from cosmos_core.types import FlowSampling
 if TYPE_CHECKING:
     from cosmos_core.config.schema.diffusers import DiffusersConfig
 
-_TEXT_KEYS = ("prompt_column_name", "system_prompt", "data_packer")
+_TEXT_ROW_KEYS = ("prompt_column_name", "system_prompt", "data_packer")
 """Keys of `train.train_policy`, outside of `GrpoConfig`, that determine how rows of text are read."""
 
 
 class FlowPolicyConfig(GrpoConfig):
-    """Keys that DiffusionNFT and FlowGRPO share: groups of images or videos of a prompt are scored and compared."""
+    """Keys of the algorithms that score and compare the images or videos of a prompt: DiffusionNFT and FlowGRPO."""
 
     modalities: ClassVar[tuple[str, ...]] = ("diffusion",)
     used_keys: ClassVar[tuple[str, ...]] = (
@@ -53,7 +53,7 @@ class FlowPolicyConfig(GrpoConfig):
 
     @field_validator("mu_iterations")
     @classmethod
-    def _require_one_pass(cls, num_passes: int) -> int:
+    def _require_one_mu_iteration(cls, num_passes: int) -> int:
         if num_passes != 1:
             raise ValueError(
                 f"mu_iterations = {num_passes}: rollouts of diffusion models are learned once; set it to 1"
@@ -62,17 +62,17 @@ class FlowPolicyConfig(GrpoConfig):
 
     def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling:
         """Return the sampler settings with which rollouts of images and videos are generated."""
-        sample = diffusers.sample
+        sample, flow_rl = diffusers.sample, diffusers.flow_rl
         return FlowSampling(
             num_steps=sample.num_steps,
             guidance_scale=sample.guidance_scale,
             solver="dpm2" if sample.solver == "dpm2" else "euler",
-            kernel=sample.solver if sample.solver in KERNELS and not sample.deterministic_sampling else "",
+            kernel=sample.solver if sample.solver in STOCHASTIC_SOLVERS and not sample.deterministic_sampling else "",
             eta=sample.noise_level,
             schedule=sample.sigma_schedule,
             size=diffusers.inference_size,
             num_frames=diffusers.inference_frames,
-            given_frame_range=(diffusers.flow_rl.min_conditional_frames, diffusers.flow_rl.max_conditional_frames),
+            conditioning_frame_range=(flow_rl.min_conditional_frames, flow_rl.max_conditional_frames),
         )
 
     def notices(self, stage: StageContext) -> Iterator[str]:
@@ -95,15 +95,15 @@ class FlowPolicyConfig(GrpoConfig):
         diffusers = stage.recipe.policy.diffusers
         data_beta, max_given_frames = diffusers.flow_rl.data_beta, diffusers.flow_rl.max_conditional_frames
         if self.rows == "media" and max_given_frames:
-            needs_clips = f"rollouts start from policy.diffusers.flow_rl.max_conditional_frames = {max_given_frames}"
+            reason = f"rollouts start from policy.diffusers.flow_rl.max_conditional_frames = {max_given_frames}"
             if diffusers.train_frames != diffusers.inference_frames:
                 yield (
-                    f"policy.diffusers.train_frames = {diffusers.train_frames}: {needs_clips} frames of clips, which "
+                    f"policy.diffusers.train_frames = {diffusers.train_frames}: {reason} frames of clips, which "
                     f"must be as long as theirs; set it to inference_frames = {diffusers.inference_frames}"
                 )
             if self.dataset.aspect_ratio_buckets:
                 yield (
-                    f"train.train_policy.dataset.aspect_ratio_buckets = true: {needs_clips} frames of clips, which "
+                    f"train.train_policy.dataset.aspect_ratio_buckets = true: {reason} frames of clips, which "
                     f"must have the size of theirs; set it to false"
                 )
         if self.rows == "media" and not data_beta:
@@ -123,7 +123,7 @@ class FlowPolicyConfig(GrpoConfig):
                 f"train.train_policy.bypass_reward = true makes all rewards equal, of which {self.trainer_type} learns "
                 f"nothing; leave it out"
             )
-        unused_keys = {*GrpoConfig.__annotations__, *_TEXT_KEYS} - {*self.used_keys, "trainer_type"}
+        unused_keys = {*GrpoConfig.__annotations__, *_TEXT_ROW_KEYS} - {*self.used_keys, "trainer_type"}
         unused_keys |= set() if self.variant in {"grpo", "dapo"} else {"variant"}
         for name in sorted(self.model_fields_set & unused_keys & set(GrpoConfig.model_fields)):
             if getattr(self, name) != GrpoConfig.model_fields[name].default:

@@ -4,12 +4,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cosmos_core.config.schema.marks import RequiresEnabledField, UnitMark
+from cosmos_core.config.schema.marks import EnabledBy, UnitMark
 from cosmos_core.config.schema.table import Table, check_order
 from cosmos_core.config.schema.value_types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from cosmos_core.types import StepWindow
 
-KERNELS = ("flow", "dance", "ddim", "cps")
+STOCHASTIC_SOLVERS = ("flow", "dance", "ddim", "cps")
 _DenoisingSteps = Annotated[PositiveInt, UnitMark("denoising steps")]
 
 
@@ -55,11 +55,11 @@ class FlowRLConfig(Table):
         tuple[NonNegativeInt, PositiveInt] | None,
         Field(strict=False),
         UnitMark("denoising steps"),
-        RequiresEnabledField("window_size"),
+        EnabledBy("window_size"),
     ] = None
     """Range in which the stochastic window may lie: its first step, and the step after its last one; None: the first
     half of the steps."""
-    window_moves_every: Annotated[NonNegativeInt, UnitMark("train steps"), RequiresEnabledField("window_size")] = 0
+    window_moves_every: Annotated[NonNegativeInt, UnitMark("train steps"), EnabledBy("window_size")] = 0
     """Number of train steps after which the stochastic window moves by one step towards the data (MixGRPO, arXiv
     2507.21802); 0: its position is sampled in each train step."""
     guard: bool = False
@@ -77,14 +77,14 @@ class FlowRLConfig(Table):
     """Replace the advantage A by -exp(-A) before it is clipped."""
     data_beta: NonNegativeFloat = 0.0
     """Weight of the diffusion loss on real images or clips, the regulariser of DDRL; 0: no such loss."""
-    data_on_first_only: Annotated[bool, RequiresEnabledField("use_rl_sigma_and_noise")] = False
+    data_on_first_only: Annotated[bool, EnabledBy("use_rl_sigma_and_noise")] = False
     """Compute the diffusion loss on real clips only in the first trained step of a rollout."""
     use_rl_sigma_and_noise: bool = True
     """Compute the diffusion loss on real clips at the rollout's noise level and with its noise; False: noise level and
     noise are sampled as in SFT."""
 
     @model_validator(mode="after")
-    def _check_ranges(self) -> Self:
+    def _check_frame_and_window_ranges(self) -> Self:
         check_order(self, "min_conditional_frames", "max_conditional_frames")
         if self.window_size and self.window_range and self.window_range[1] - self.window_range[0] < self.window_size:
             raise ValueError(
@@ -93,7 +93,7 @@ class FlowRLConfig(Table):
         return self
 
 
-def window_of(config: FlowRLConfig, num_steps: int) -> StepWindow | None:
+def stochastic_window(config: FlowRLConfig, num_steps: int) -> StepWindow | None:
     """Return the window of stochastic steps in a rollout of `num_steps` denoising steps; None: all are stochastic."""
     if config.window_size is None:
         return None

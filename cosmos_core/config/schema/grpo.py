@@ -6,13 +6,19 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.data_term import DataTermConfig
-from cosmos_core.config.schema.marks import NamedThing, RequiresEnabledField, SupportedValues
+from cosmos_core.config.schema.marks import EnabledBy, ReferenceKind, SupportedValues
 from cosmos_core.config.schema.rl import RlConfig
-from cosmos_core.config.schema.table import StageContext, warn
-from cosmos_core.config.schema.value_types import NameOrImportPath, NonNegativeFloat, PositiveFloat, StepCount, Tokens
-from cosmos_core.registry import is_code
+from cosmos_core.config.schema.table import StageContext, add_notice
+from cosmos_core.config.schema.value_types import (
+    NameOrImportPath,
+    NonNegativeFloat,
+    PositiveFloat,
+    StepCount,
+    TokenCount,
+)
+from cosmos_core.registry import is_user_code
 
-Algo = Literal["grpo", "rloo", "batch-std", "reinforce++", "reinforce++-baseline", "maxrl", "gdpo"]
+AdvantageRule = Literal["grpo", "rloo", "batch-std", "reinforce++", "reinforce++-baseline", "maxrl", "gdpo"]
 _TRAINERS = SupportedValues(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True)
 RolloutCorrection = Literal["", "none", "truncate", "mask", "sequence-truncate", "sequence-mask"]
 
@@ -22,7 +28,7 @@ class GrpoConfig(RlConfig):
 
     algorithm: ClassVar[str] = "grpo"
 
-    trainer_type: Annotated[NameOrImportPath, _TRAINERS, NamedThing.CODE] = "grpo"
+    trainer_type: Annotated[NameOrImportPath, _TRAINERS, ReferenceKind.CODE] = "grpo"
     """Algorithm: `grpo`, or a user class `path/file.py:Class`."""
 
     epsilon_low: float = 0.2
@@ -41,13 +47,13 @@ class GrpoConfig(RlConfig):
     """Bound of the dual clip: the loss of a negative advantage A is at most -A times this value (arXiv 1912.09729)."""
     loss_type: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"] = "token-mean"
     """Rule by which token losses are averaged over the optimizer step."""
-    unbiased_loss_max_tokens: Tokens | None = None
+    unbiased_loss_max_tokens: TokenCount | None = None
     """With `seq-mean-token-mean`: number of tokens by which the loss of a sequence is divided instead of its length
     (Dr. GRPO, arXiv 2503.20783); None: its length."""
     unbiased_advantage: bool = False
     """Subtract only the group's mean from a reward, without division by the group's standard deviation (Dr. GRPO);
     False: subtract and divide."""
-    algo: Algo = "grpo"
+    algo: AdvantageRule = "grpo"
     """Rule that turns the rewards of a group into advantages: r - mean over the std of the group (`grpo`), r - mean of
     the other completions (`rloo`, arXiv 2402.14740), r - mean over the std of the step (`batch-std`, 2508.08221), r
     whitened over the trained tokens of the step (`reinforce++`, 2501.03262), r - mean whitened in that way
@@ -56,10 +62,10 @@ class GrpoConfig(RlConfig):
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty towards the reference model, from which the stage started; 0: no penalty, and no
     reference model in memory."""
-    kl_in_reward: Annotated[bool, RequiresEnabledField("kl_beta")] = False
+    kl_in_reward: Annotated[bool, EnabledBy("kl_beta")] = False
     """Take `kl_beta` * log(old policy / reference) from the reward of each token, whose advantage is then its whitened
     return, as in the paper of `algo = "reinforce++"` (arXiv 2501.03262), instead of adding the KL to the loss."""
-    unbiased_kl_estimate: Annotated[bool, RequiresEnabledField("kl_beta")] = False
+    unbiased_kl_estimate: Annotated[bool, EnabledBy("kl_beta")] = False
     """Multiply the k3 estimator of the KL by the probability ratio, which makes its gradient that of the reverse KL
     (arXiv 2512.02556)."""
     kl_estimator: Literal["k2", "k3"] = "k3"
@@ -85,7 +91,7 @@ class GrpoConfig(RlConfig):
     aipo_rho: PositiveFloat | None = None
     """Maximum importance weight of AIPO, which weights tokens by policy / rollout policy in place of clipping (arXiv
     2505.24034); None: off."""
-    aipo_form: Annotated[Literal["weighted", "clamped"], RequiresEnabledField("aipo_rho")] = "weighted"
+    aipo_form: Annotated[Literal["weighted", "clamped"], EnabledBy("aipo_rho")] = "weighted"
     """Form of AIPO. `weighted`: as in the paper, every token has a gradient. `clamped`: as in Cosmos-RL, a token with a
     ratio policy / old policy above `aipo_rho` has no gradient."""
     entropy_coeff: float = 0.0
@@ -93,16 +99,16 @@ class GrpoConfig(RlConfig):
     log_entropy: bool = True
     """Compute the policy's entropy for the metrics, which takes about a tenth of the time of a train step at a
     vocabulary of 150,000 tokens."""
-    min_filter_prefix_tokens: Tokens | None = None
+    min_filter_prefix_tokens: TokenCount | None = None
     """Minimum length of a shared prefix to leave out of the loss: a prefix that completions with different rewards
     share; None: no prefix is left out."""
     reference_reset_interval: StepCount | None = None
     """Number of train steps after which the current policy becomes the new reference of the KL penalty; None: never."""
-    reset_optimizer_with_reference: Annotated[bool, RequiresEnabledField("reference_reset_interval")] = True
+    reset_optimizer_with_reference: Annotated[bool, EnabledBy("reference_reset_interval")] = True
     """Also reset the optimizer's moments when the reference policy is reset; the learning rate schedule continues."""
     use_decoupled_loss: bool = False
     """Weight tokens by old policy / rollout policy, and clip against the old policy (arXiv 2505.24298)."""
-    behav_imp_weight_cap: Annotated[PositiveFloat | None, RequiresEnabledField("use_decoupled_loss")] = None
+    behav_imp_weight_cap: Annotated[PositiveFloat | None, EnabledBy("use_decoupled_loss")] = None
     """With `use_decoupled_loss`: tokens whose weight old policy / rollout policy exceeds this value get weight 0; None:
     no cap."""
     use_rollout_logprobs_for_loss: bool = False
@@ -112,7 +118,7 @@ class GrpoConfig(RlConfig):
     """Importance weights w = old policy / rollout policy: `truncate` them at `rollout_correction_high` (TIS), `mask`
     tokens outside low and high (IcePop), or apply either to the product over a sequence; `none`: w = 1. Empty:
     `truncate` if rollouts may be older than the policy or are sampled from another distribution, otherwise 1."""
-    rollout_correction_low: Annotated[NonNegativeFloat, RequiresEnabledField("rollout_correction")] = 0.5
+    rollout_correction_low: Annotated[NonNegativeFloat, EnabledBy("rollout_correction")] = 0.5
     """Smallest importance weight that `rollout_correction` does not mask."""
     rollout_correction_high: PositiveFloat = 2.0
     """Largest importance weight of `rollout_correction`, above which a weight is truncated or masked."""
@@ -175,13 +181,13 @@ class GrpoConfig(RlConfig):
     def _default_gspo_loss_type(cls, values: Any, info: ValidationInfo) -> Any:
         variant = values.get("variant") if isinstance(values, dict) and values.get("aipo_rho") is None else None
         if variant in {"gspo", "sapo"} and "loss_type" not in values:
-            warn(info, f"train.train_policy.loss_type: seq-mean-token-mean, as in the paper of variant = {variant!r}; "
-                f"set it to have another")  # fmt: skip
+            reason = f"as in the paper of variant = {variant!r}; set it to have another"
+            add_notice(info, f"train.train_policy.loss_type: seq-mean-token-mean, {reason}")
             return values | {"loss_type": "seq-mean-token-mean"}
         return values
 
     @model_validator(mode="after")
-    def _weights(self) -> Self:
+    def _check_exclusive_settings(self) -> Self:
         if self._has_rollout_correction and (self.use_decoupled_loss or self.use_rollout_logprobs_for_loss):
             raise ValueError(
                 "rollout_correction excludes use_decoupled_loss and use_rollout_logprobs_for_loss: each says what the "
@@ -235,7 +241,7 @@ class GrpoConfig(RlConfig):
         return self.rollout_correction not in {"", "none"}
 
     @model_validator(mode="after")
-    def _refuse_second_weight(self, info: ValidationInfo) -> Self:
+    def _refuse_second_importance_weight(self, info: ValidationInfo) -> Self:
         """Refuse or switch off a second importance weight if AIPO already weights tokens by policy / rollout policy."""
         if self.aipo_rho is None or self.aipo_form != "weighted":
             return self
@@ -245,16 +251,16 @@ class GrpoConfig(RlConfig):
                 f"them by policy / rollout policy; set one of them, or aipo_form = 'clamped'"
             )
         if self.use_decoupled_loss:
-            warn(info, "train.train_policy.use_decoupled_loss: false, because aipo_rho weights tokens by policy / "
-                "rollout policy already")  # fmt: skip
+            reason = "aipo_rho weights tokens by policy / rollout policy already"
+            add_notice(info, f"train.train_policy.use_decoupled_loss: false, because {reason}")
             return self.derive(use_decoupled_loss=False)
         return self
 
     @model_validator(mode="after")
     def _check_combined_losses(self, info: ValidationInfo) -> Self:
         if self.aipo_rho is not None and self.variant not in {"grpo", "dapo"}:
-            warn(info, f"train.train_policy.variant = {self.variant!r} has no effect on the loss, because aipo_rho is "
-                "set")  # fmt: skip
+            name = "train.train_policy.variant"
+            add_notice(info, f"{name} = {self.variant!r} has no effect on the loss, because aipo_rho is set")
         if self.use_decoupled_loss and self.use_rollout_logprobs_for_loss:
             raise ValueError(
                 "use_decoupled_loss and use_rollout_logprobs_for_loss exclude each other: one recomputes the old "
@@ -263,7 +269,7 @@ class GrpoConfig(RlConfig):
         return self
 
     @model_validator(mode="after")
-    def _collect_needed_logprobs(self) -> Self:
+    def _enable_rollout_logprobs(self) -> Self:
         """Switch on the rollout log-probabilities that the losses with importance weights need."""
         if self.use_decoupled_loss:
             return self.derive(rollout_as_token_ids=True, collect_rollout_logprobs=True)
@@ -280,7 +286,7 @@ class GrpoConfig(RlConfig):
             yield f"{key}.weight = {data_term_config.weight} names no rows: set {key}.name, or leave it out"
         if data_term_config.name and not data_term_config.weight:
             yield f"{key}.weight = 0 leaves out the rows of {key}.name; set it to about 0.1"
-        if is_code(data_term_config.name):
+        if is_user_code(data_term_config.name):
             yield (
                 f"{key}.name = {data_term_config.name!r}: a data set class of your own gives prompts; write the rows "
                 f"to a file"
@@ -289,7 +295,7 @@ class GrpoConfig(RlConfig):
             yield f"policy.parallelism.pp_size excludes {key}; set it to 1"
 
     @property
-    def compares_in_group(self) -> bool:
+    def has_group_relative_advantages(self) -> bool:
         return self.algo != "reinforce++" and not self.bypass_reward
 
     @property

@@ -5,9 +5,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cosmos_core.config.schema.marks import NoResult, UnitMark
+from cosmos_core.config.schema.marks import ResultNeutral, UnitMark
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveFloat, PositiveInt, Tokens
+from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveFloat, PositiveInt, TokenCount
 
 
 class JudgeConfig(Table):
@@ -26,17 +26,16 @@ class JudgeConfig(Table):
     """Highest score that the judge may give, by which its score is divided to give the reward."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature of the judge."""
-    max_tokens: Tokens = 512
+    max_tokens: TokenCount = 512
     """Maximum number of tokens of the judge's reply."""
     timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds")] = 300.0
     """Time limit of the judge for all completions of one prompt, with the time that requests wait at the server;
     completions without a score are then invalid. It takes the place of `reward_timeout_seconds`."""
-    key_env: Annotated[str, NoResult] = "OPENAI_API_KEY"
+    key_env: Annotated[str, ResultNeutral] = "OPENAI_API_KEY"
     """Environment variable that holds the key of the server, if it needs one."""
-    cache: Annotated[bool, NoResult] = True
+    cache: Annotated[bool, ResultNeutral] = True
     """Keep replies in the cache folder of the user, so that the same completion is not judged twice."""
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
-        """Yield an error if the reward `judge` is used without `endpoint` or `model`."""
         if stage.kind.scores and stage.recipe.uses_judge and not (self.endpoint and self.model):
             yield "the reward judge needs judge.endpoint, the URL of a server, and judge.model, the name of its model"

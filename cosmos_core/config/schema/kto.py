@@ -9,8 +9,8 @@ from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveFloa
 
 
 class KtoLossConfig(Table):
-    """Loss of a labelled response in KTO. The reward of a response is beta x (its log-probability - that under the
-    reference)."""
+    """Loss of a labelled response in KTO, by its reward: beta x (log-probability under the policy - log-probability
+    under the reference)."""
 
     beta: PositiveFloat = 0.1
     """Factor of the KTO reward; the higher, the closer the policy stays to the reference."""
@@ -30,7 +30,7 @@ class KtoConfig(SftConfig):
 
     algorithm: ClassVar[str] = "kto"
     rows: ClassVar[str] = "labelled"
-    completes_held_out: ClassVar[bool] = False
+    completes_held_out_rows: ClassVar[bool] = False
     reports_rewards: ClassVar[bool] = True
 
     trainer_type: Literal["kto"] = "kto"  # type: ignore[assignment]

@@ -4,12 +4,12 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.schema.marks import NamedThing, NoResult
+from cosmos_core.config.schema.marks import ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.value_types import NameOrImportPath, StepCount
-from cosmos_core.registry import is_import_path, offered_names
+from cosmos_core.registry import is_import_path, list_defined_names
 
-CONSOLE = "console"
+CONSOLE_SINK = "console"
 """Name of the metric destination that is the terminal of the command; it shows every run."""
 SINKS_FOLDER = "cosmos_core.observe.sinks"
 
@@ -17,33 +17,35 @@ SINKS_FOLDER = "cosmos_core.observe.sinks"
 class LoggingConfig(Table):
     """`[logging]`: metric sinks, and names of runs on Weights & Biases, MLflow and trackio."""
 
-    logger: Annotated[tuple[NameOrImportPath, ...], Field(strict=False), NoResult, NamedThing.CODE] = ("console",)
+    logger: Annotated[tuple[NameOrImportPath, ...], Field(strict=False), ResultNeutral, ReferenceKind.CODE] = (
+        "console",
+    )
     """Metric sinks in addition to the run directory: `console`, `wandb` (one run on Weights & Biases for each stage
     with metrics), `mlflow` and `trackio` (likewise), `tensorboard` (event files in the stage's folder `tensorboard/`),
-    a user's class, `path/file.py:Class`, with the methods of `Sink`, or a function `f(data, step)`."""
-    log_completions: Annotated[bool, NoResult] = True
+    a user's class, `path/file.py:Class`, with the methods of `MetricSink`, or a function `f(data, step)`."""
+    log_completions: Annotated[bool, ResultNeutral] = True
     """Write completions of training with their rewards to `completions/` of the stage, which `cosmos samples` shows. Of
     each step, 8 completions of each of 4 prompts at most, including the best and the worst (of images and videos 4 of
     each of 2); only the newest 1,000 steps are kept, and at most 1 GiB of images and videos."""
-    multi_modal_log_interval: Annotated[StepCount | None, NoResult] = None
+    multi_modal_log_interval: Annotated[StepCount | None, ResultNeutral] = None
     """Number of steps between validations whose generated images and videos are sent to Weights & Biases; None: those
     of each validation are sent."""
-    project_name: Annotated[str, NoResult] = "cosmos_rl"
+    project_name: Annotated[str, ResultNeutral] = "cosmos_rl"
     """Name of the project on Weights & Biases and trackio, and of the experiment on MLflow."""
-    group_name: Annotated[str | None, NoResult] = None
+    group_name: Annotated[str | None, ResultNeutral] = None
     """Name of the group on Weights & Biases and trackio, the tag `cosmos.group` on MLflow; None: the stages of one run
     form a group `<experiment_name>-<run id>`."""
-    experiment_name: Annotated[str | None, NoResult] = None
+    experiment_name: Annotated[str | None, ResultNeutral] = None
     """First part of the name of a run on Weights & Biases, MLflow and trackio, `<experiment_name>-<run id>-<stage>`;
     None: the name of the pipeline."""
-    report_mfu: Annotated[bool, NoResult] = False
+    report_mfu: Annotated[bool, ResultNeutral] = False
     """Report the metric `throughput/mfu`: the FLOP/s of train steps relative to those of a large matrix product in
     `param_dtype`, measured on the ranks' devices at the start of the training."""
 
     @field_validator("logger")
     @classmethod
     def _check_sinks(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        known_sinks = (CONSOLE, *offered_names(SINKS_FOLDER, "Sink"))
+        known_sinks = (CONSOLE_SINK, *list_defined_names(SINKS_FOLDER, "Sink"))
         lower_names = tuple(name if is_import_path(name) else name.lower() for name in names)
         for name in lower_names:
             if name not in known_sinks and not is_import_path(name):

@@ -6,19 +6,19 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.schema.marks import NamedThing, NoResult
+from cosmos_core.config.schema.marks import ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import Fraction, PositiveFloat, PositiveInt, Strings
+from cosmos_core.config.schema.value_types import Fraction, PositiveFloat, PositiveInt, StringList
 
-_INIT_METHODS = {"gaussian", "eva", "olora", "pissa"}
+_LORA_INIT_METHODS = {"gaussian", "eva", "olora", "pissa"}
 
 
 class LoraConfig(Table):
-    """`[policy.lora]`: the table's presence turns LoRA on."""
+    """`[policy.lora]`: settings of LoRA, which is enabled if the recipe has this table."""
 
     r: PositiveInt = 8
     """Rank of the adapters."""
-    lora_path: Annotated[str | None, NoResult, NamedThing.PATH] = None
+    lora_path: Annotated[str | None, ResultNeutral, ReferenceKind.PATH] = None
     """Folder of a PEFT adapter from which training starts, with the adapter's settings (the fingerprint includes its
     content); None: a new adapter. Declared but not read in Cosmos-RL."""
     lora_alpha: PositiveFloat = 8.0
@@ -31,7 +31,7 @@ class LoraConfig(Table):
     with gate and up projection gets twice the rank. `cosmos check` lists the adapted layers."""
     use_rslora: bool = False
     """Scale the output of the adapters by alpha / sqrt(r) instead of alpha / r (arXiv 2312.03732)."""
-    modules_to_save: Strings | None = None
+    modules_to_save: StringList | None = None
     """Suffixes of the names of modules that are trained fully; None: no modules."""
     alpha_pattern: dict[str, float] | None = None
     """Alpha by a regular expression of module names; None: `lora_alpha` for all modules."""
@@ -54,10 +54,11 @@ class LoraConfig(Table):
 
     @field_validator("init_lora_weights")
     @classmethod
-    def _check_initialisation(cls, start: bool | str) -> bool | str:
-        if isinstance(start, str) and start not in _INIT_METHODS and not re.fullmatch(r"pissa_niter_\d+", start):
+    def _check_initialisation(cls, init_method: bool | str) -> bool | str:
+        is_known = not isinstance(init_method, str) or init_method in _LORA_INIT_METHODS
+        if not is_known and not re.fullmatch(r"pissa_niter_\d+", str(init_method)):
             raise ValueError(
-                f"init_lora_weights = {start!r} must be true, false, {', '.join(sorted(_INIT_METHODS))} or "
+                f"init_lora_weights = {init_method!r} must be true, false, {', '.join(sorted(_LORA_INIT_METHODS))} or "
                 f"pissa_niter_N"
             )
-        return start
+        return init_method

@@ -1,4 +1,4 @@
-"""Marks of fields: properties of a key in addition to its type."""
+"""Marks in the `Annotated` metadata of a field: properties of a key in addition to its type."""
 
 import types
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from cosmos_core.registry import offered_names
+from cosmos_core.registry import list_defined_names
 
 StatusName = Literal["used", "no effect", "planned", "unsupported"]
 
 
 @dataclass(frozen=True)
-class Status:
+class KeyStatus:
     """Support of a field in this version, as declared in `config/status.toml`."""
 
     name: StatusName
@@ -23,17 +23,17 @@ class Status:
 
 @dataclass(frozen=True)
 class IntroducedIn:
-    """Generation of recipes that introduced the key: the `first` reference version of Cosmos-RL, a `later` version of
-    it, or `ours`, this project."""
+    """Generation of recipes that introduced a key: the `first` version of Cosmos-RL that is supported, a `later`
+    version of it, or `ours`, a version of this project."""
 
     generation: Literal["first", "later", "ours"]
 
 
 @dataclass(frozen=True)
-class RequiresEnabledField:
-    """Mark of a field that has an effect only while the field `switch` of the same table is set."""
+class EnabledBy:
+    """Mark of a field that has an effect only while another field of the same table, `enabling_field`, is set."""
 
-    switch: str
+    enabling_field: str
 
 
 @dataclass(frozen=True)
@@ -51,22 +51,22 @@ class SupportedValues:
         return value in self.values or (self.takes_import_paths and isinstance(value, str) and ":" in value)
 
 
-class NamedThing(Enum):
-    """Kind of thing outside the recipe that a text field names. Paths in such fields are made absolute, so that a run
-    can be resumed from any folder, and the content that they name enters the fingerprint."""
+class ReferenceKind(Enum):
+    """Mark of a text field that names something outside the recipe, by kind. Paths in such fields are made absolute, so
+    that a run can be resumed from any folder; the content that the field names enters the fingerprint."""
 
     PATH = "path"
     """A file or folder, or a model or data set that is not a local path: `stage:NAME`, a name on the Hub."""
     CODE = "code"
     """Code: the name of a module in a folder of this package, or a user's `module:thing` or `path/file.py:thing`."""
-    PUBLISHED = "published"
+    PUBLICATION_TARGET = "publication target"
     """Publication target: a folder that may not exist yet, a URL, or user code."""
 
 
-def accepts_registered(folder: str, suffix: str) -> SupportedValues:
-    """Return the `Annotated` metadata of a field whose value names a class in a folder of this package (see
-    `registry.offered_names`) or user code."""
-    names = tuple(offered_names(folder, suffix))
+def known_classes(folder: str, suffix: str) -> SupportedValues:
+    """Return the mark of a field that accepts user code and the names of the classes whose names end with `suffix` in a
+    folder of this package (see `registry.list_defined_names`)."""
+    names = tuple(list_defined_names(folder, suffix))
     advice = "take one of them, or a class of your own, path/file.py:Class"
     return SupportedValues(names, f"this version has {', '.join(map(repr, names))}; {advice}", takes_import_paths=True)
 
@@ -80,14 +80,14 @@ class UnitMark:
 
 @dataclass(frozen=True)
 class AffectsResult:
-    """Whether a used field enters the fingerprint of the stages that read it."""
+    """Mark that says whether a field enters the fingerprint of the stages that read it."""
 
     value: bool
     omits_empty: bool = False
     """Whether a fingerprint omits an empty value, as it does in versions without the field."""
 
 
-NoResult = AffectsResult(False)
+ResultNeutral = AffectsResult(False)
 """Mark of a field that changes how a run is shown or stored, never what it computes."""
 OmittedIfEmpty = AffectsResult(True, omits_empty=True)
 """Mark of a field that is left out of fingerprints while it is empty."""
@@ -108,5 +108,5 @@ no other object gets the same `id`."""
 
 def _marks_in_union(annotation: Any) -> list[Any]:
     """Return the marks inside a union, such as those of `Annotated[int, ...] | None`."""
-    members = get_args(annotation) if get_origin(annotation) in {Union, types.UnionType} else ()
-    return [mark for each in members if get_origin(each) is Annotated for mark in get_args(each)[1:]]
+    union_members = get_args(annotation) if get_origin(annotation) in {Union, types.UnionType} else ()
+    return [mark for each in union_members if get_origin(each) is Annotated for mark in get_args(each)[1:]]

@@ -25,7 +25,6 @@ class MergeConfig(Table):
     """Fraction of the differences to keep in each tensor; not for `linear`."""
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
-        """Yield errors for recipes that a stage of kind `merge` does not support."""
         if stage.kind.table != "merge":
             return
         if stage.recipe.policy.is_diffusers:

@@ -4,20 +4,19 @@ from dataclasses import dataclass
 
 from cosmos_core.config.schema.dataset import DATA_SUFFIXES
 
-ALL: tuple[str, ...] = ("*",)
+ALL_FILES: tuple[str, ...] = ("*",)
 TOKENIZER_FILES = (
     "tokenizer*", "vocab*", "merges*", "*.jinja", "special_tokens_map.json", "added_tokens.json",
     "*processor_config.json", "chat_template.json", "*.model",
 )  # fmt: skip
-"""Patterns of the files that tokenisation depends on. They include no weights, so prepared rows stay valid when only
-weights change."""
-DATA_FILES = tuple(f"*{suffix}" for suffix in DATA_SUFFIXES)
-_IMAGES = ("*.png", "*.jpg", "*.jpeg", "*.webp", "*.bmp", "*.gif", "*.tif", "*.tiff", "*.PNG", "*.JPG", "*.JPEG")
+"""Patterns of the files that tokenisation depends on; prepared rows stay valid when only weights change."""
+DATA_FILE_PATTERNS = tuple(f"*{suffix}" for suffix in DATA_SUFFIXES)
+_IMAGE_FILES = ("*.png", "*.jpg", "*.jpeg", "*.webp", "*.bmp", "*.gif", "*.tif", "*.tiff", "*.PNG", "*.JPG", "*.JPEG")
 
 
 @dataclass(frozen=True)
 class Modality:
-    """Properties of all models of one modality; `run.content.matches_patterns` defines the file patterns."""
+    """Properties of all models of one modality; see `run.content.matches_patterns` for the syntax of file patterns."""
 
     name: str
     """Name of the modality in the declarations of algorithms and stage kinds; also the name of the modules that open
@@ -30,26 +29,25 @@ class Modality:
     """Patterns of the files of a media folder that are read."""
     decodes_media: bool
     """Whether a check of the first rows decodes media, which takes long."""
-    names_prompt_sets: bool
+    accepts_prompt_set_names: bool
     """Whether the name of a data set may be that of a built-in list of prompts, see `config.prompt_sets`."""
-    has_engines_of_text: bool
+    has_text_engines: bool
     """Whether rollout engines generate text and may run in processes of their own."""
-    is_estimated: bool
+    supports_estimates: bool
     """Whether `cosmos plan --estimate` supports the modality."""
     evaluation_libraries: tuple[str, ...]
     """Packages that evaluations of the modality need in addition to common packages."""
 
 
 CAUSAL_LM = Modality(
-    "causal_lm", TOKENIZER_FILES, DATA_FILES, _IMAGES,
-    decodes_media=False, names_prompt_sets=False, has_engines_of_text=True, is_estimated=True,
+    "causal_lm", TOKENIZER_FILES, DATA_FILE_PATTERNS, _IMAGE_FILES,
+    decodes_media=False, accepts_prompt_set_names=False, has_text_engines=True, supports_estimates=True,
     evaluation_libraries=(),
 )  # fmt: skip
 _DENOISER_FOLDERS = ("transformer", "transformer_2", "unet", "scheduler", "lora")
-# A diffusion model reads media, prompts and embeddings, which have many file types: no file of a data folder is left
-# out.
+# All files of a data folder are inputs of a diffusion model, because media, prompts and embeddings have many types.
 DIFFUSION = Modality(
-    "diffusion", tuple(f"!{part}/*" for part in _DENOISER_FOLDERS), ALL, ALL,
-    decodes_media=True, names_prompt_sets=True, has_engines_of_text=False, is_estimated=False,
+    "diffusion", tuple(f"!{folder}/*" for folder in _DENOISER_FOLDERS), ALL_FILES, ALL_FILES,
+    decodes_media=True, accepts_prompt_set_names=True, has_text_engines=False, supports_estimates=False,
     evaluation_libraries=("diffusers",),
 )  # fmt: skip

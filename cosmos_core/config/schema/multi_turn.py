@@ -5,17 +5,17 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresEnabledField, UnitMark
-from cosmos_core.config.schema.table import StageContext, Table, warn
-from cosmos_core.config.schema.value_types import NameOrImportPath, Names, PositiveFloat, PositiveInt
+from cosmos_core.config.schema.marks import EnabledBy, ReferenceKind, ResultNeutral, UnitMark
+from cosmos_core.config.schema.table import StageContext, Table, add_notice
+from cosmos_core.config.schema.value_types import NameOrImportPath, PositiveFloat, PositiveInt, StringOrList
 
-_KEY = "rollout.multi_turn_config"
+_TABLE_KEY = "rollout.multi_turn_config"
 
 
 class MultiTurnRolloutConfig(Table):
     """`[rollout.multi_turn_config]`: conversations of several turns, and tools."""
 
-    switch: ClassVar[str] = "enable"
+    enabling_field: ClassVar[str] = "enable"
 
     enable: bool = False
     """Allow completions with more than one assistant turn, and apply the settings of this table to prompts."""
@@ -23,19 +23,19 @@ class MultiTurnRolloutConfig(Table):
     """Execute the tool calls that end an assistant turn, in the format of Hermes (`<tool_call>{...}</tool_call>`), and
     insert their results before the next turn."""
     tools: Annotated[
-        tuple[NameOrImportPath, ...], Field(strict=False), RequiresEnabledField("enable_tools"), NamedThing.CODE
+        tuple[NameOrImportPath, ...], Field(strict=False), EnabledBy("enable_tools"), ReferenceKind.CODE
     ] = ()
     """Tools that the policy may call: functions decorated with `@tool` of `cosmos_core.tools.base`, as
     `path/file.py:function` or `module:function`. A column `tools` of a row replaces the descriptions of the tools in
     its prompt."""
-    tool_timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds"), RequiresEnabledField("enable_tools")] = 10.0
+    tool_timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds"), EnabledBy("enable_tools")] = 10.0
     """Time limit of a tool call, after which it is killed; its result is then an error message for the policy."""
-    tool_env: Annotated[Names, NoResult, RequiresEnabledField("enable_tools")] = ()
+    tool_env: Annotated[StringOrList, ResultNeutral, EnabledBy("enable_tools")] = ()
     """Names of environment variables that tools receive, such as the key of a service, in addition to those that any
     program needs; their values are masked in logs."""
     enable_thinking: bool = False
     """Value of `enable_thinking` for the chat template."""
-    custom_chat_template_path: Annotated[str | None, NoResult, NamedThing.PATH] = None
+    custom_chat_template_path: Annotated[str | None, ResultNeutral, ReferenceKind.PATH] = None
     """Jinja file of the chat template that renders prompts and tool results; None: the tokenizer's template. Exports
     keep the tokenizer's template."""
     max_assistant_turns: Annotated[PositiveInt, UnitMark("turns")] = 5
@@ -54,19 +54,19 @@ class MultiTurnRolloutConfig(Table):
 
     @field_validator("continue_final_message")
     @classmethod
-    def _disable_continued_message(cls, may_continue: bool, info: ValidationInfo) -> bool:
-        if not (may_continue and info.data.get("enable_tools") and info.data.get("add_generation_prompt")):
-            return may_continue
-        warn(info, f"{_KEY}.continue_final_message: false, because enable_tools and add_generation_prompt are set")
+    def _disable_message_continuation(cls, continues_message: bool, info: ValidationInfo) -> bool:
+        if not (continues_message and info.data.get("enable_tools") and info.data.get("add_generation_prompt")):
+            return continues_message
+        reason = "enable_tools and add_generation_prompt are set"
+        add_notice(info, f"{_TABLE_KEY}.continue_final_message: false, because {reason}")
         return False
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
         if self.continue_final_message and self.add_generation_prompt:
-            yield f"{_KEY}.continue_final_message excludes add_generation_prompt; set that to false"
+            yield f"{_TABLE_KEY}.continue_final_message excludes add_generation_prompt; set that to false"
 
     def notices(self, stage: StageContext) -> Iterator[str]:
-        """Yield notices about settings that end every conversation after one turn, or let every tool call fail."""
         if not self.enable_tools:
-            yield f"{_KEY}.enable: without enable_tools every conversation ends with its first assistant turn"
+            yield f"{_TABLE_KEY}.enable: without enable_tools every conversation ends with its first assistant turn"
         elif not self.tools:
-            yield f"{_KEY}.enable_tools: every call fails, because no function is named in {_KEY}.tools"
+            yield f"{_TABLE_KEY}.enable_tools: every call fails, because no function is named in {_TABLE_KEY}.tools"

@@ -7,7 +7,7 @@ from pydantic import field_validator
 
 from cosmos_core.config.schema.marks import UnitMark
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import PositiveInt, Ranks
+from cosmos_core.config.schema.value_types import PositiveInt, RankCount
 
 
 class ParallelismConfig(Table):
@@ -15,21 +15,21 @@ class ParallelismConfig(Table):
 
     n_init_replicas: Annotated[PositiveInt, UnitMark("replicas")] = 1
     """Number of copies of the whole mesh, each with its own ranks."""
-    tp_size: Ranks = 1
+    tp_size: RankCount = 1
     """Number of tensor-parallel ranks (Cosmos-RL: 2 by default)."""
-    cp_size: Ranks = 1
+    cp_size: RankCount = 1
     """Number of context-parallel ranks, which share one sequence."""
-    ep_size: Ranks = 1
+    ep_size: RankCount = 1
     """Number of expert-parallel ranks."""
     dp_shard_size: Annotated[int, UnitMark("ranks")] = 1
     """Number of ranks that shard the parameters (FSDP); -1: the ranks that the other sizes leave."""
-    pp_size: Ranks = 1
+    pp_size: RankCount = 1
     """Number of pipeline-parallel ranks."""
     pp_dynamic_shape: bool = False
     """Allow pipeline micro-batches of different lengths."""
     pp_micro_batch_size: Annotated[PositiveInt, UnitMark("rows")] = 1
     """Number of rows of one pipeline micro-batch."""
-    dp_replicate_size: Ranks = 1
+    dp_replicate_size: RankCount = 1
     """Number of replicas of the sharded group (HSDP)."""
     pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "Interleaved1F1B"
     """Pipeline schedule: the order of forward and backward passes."""
@@ -48,7 +48,7 @@ class ParallelismConfig(Table):
         """Return the number of ranks of one replica; dp_shard_size -1 counts as 1."""
         return self.tp_size * self.cp_size * abs(self.dp_shard_size) * self.pp_size * self.dp_replicate_size
 
-    def num_stages(self, num_layers: int) -> int:
+    def num_pipeline_stages(self, num_layers: int) -> int:
         """Return the number of pipeline stages of a model: one per rank, or under `Interleaved1F1B` so
         many that no stage has more than `pp_layers_per_stage` layers."""
         if self.pp_schedule != "Interleaved1F1B" or self.pp_size == 1:
@@ -63,7 +63,7 @@ class RolloutParallelismConfig(ParallelismConfig):
     n_init_replicas: Annotated[PositiveInt, UnitMark("replicas")] = 1
     """Number of engines in separate processes (see `mode`); engines in the trainer's processes are as many as the ranks
     allow."""
-    tp_size: Ranks = 1
+    tp_size: RankCount = 1
     """Number of ranks of one engine (Cosmos-RL: 2 by default): a divisor of the ranks of `policy.parallelism`; with
     `mode = "colocated_separated"`, processes on the GPUs of as many ranks on one machine; with `mode =
     "disaggregated"`, processes on as many separate GPUs of one machine."""
@@ -76,21 +76,21 @@ class PolicyParallelismConfig(ParallelismConfig):
     n_init_replicas: Annotated[PositiveInt, UnitMark("replicas")] = 1
     """Number of copies of the mesh, each with `train_batch_per_replica` rows per step; equivalent to a
     `dp_replicate_size` and a number of rows that are larger by this factor."""
-    tp_size: Ranks = 1
+    tp_size: RankCount = 1
     """Number of tensor-parallel ranks, which split the model by the plan that the model declares (Cosmos-RL: 2 by
     default)."""
-    cp_size: Ranks = 1
+    cp_size: RankCount = 1
     """Number of context-parallel ranks, which share one sequence of packed rows (Ulysses), or with SANA-Video the
     tokens of a clip."""
     dp_shard_size: Annotated[int, UnitMark("ranks")] = 1
     """Number of ranks that shard the parameters (FSDP); -1: the ranks that the other sizes leave of `pipeline.gpus`, or
     of this machine's GPUs."""
-    dp_replicate_size: Ranks = 1
+    dp_replicate_size: RankCount = 1
     """Number of replicas of the sharded group (HSDP)."""
-    ep_size: Ranks = 1
+    ep_size: RankCount = 1
     """Number of ranks, out of dp_shard_size x cp_size, over which the experts of every layer are distributed; each of
     these ranks has its own rows."""
-    pp_size: Ranks = 1
+    pp_size: RankCount = 1
     """Number of pipeline-parallel ranks, each of which has some of the layers."""
     pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "Interleaved1F1B"
     """Pipeline schedule: the order of forward and backward passes. `1F1B` and `GPipe` form one stage from each rank's
@@ -102,9 +102,9 @@ class PolicyParallelismConfig(ParallelismConfig):
     """Number of rows of one pipeline micro-batch; `mini_batch` rows pass through the pipeline between two
     synchronisations."""
 
-    def require_data_parallel_only(self, setting: str, *, allows_tp: bool = False) -> Iterator[str]:
-        """Yield an error for each parallel axis that a setting excludes, because the setting needs whole layers; with
-        `allows_tp` it supports layers that tensor parallelism splits."""
+    def excluded_axis_errors(self, setting: str, *, allows_tp: bool = False) -> Iterator[str]:
+        """Yield an error for each parallel axis above 1 that the setting `setting` does not support, because it needs
+        whole layers on each rank; `allows_tp`: it supports layers that tensor parallelism splits."""
         for axis in ("cp_size", "pp_size", "ep_size") if allows_tp else ("tp_size", "cp_size", "pp_size", "ep_size"):
             if getattr(self, axis) > 1:
                 yield f"{setting} excludes policy.parallelism.{axis} = {getattr(self, axis)} here; set it to 1"
@@ -120,15 +120,13 @@ class PolicyParallelismConfig(ParallelismConfig):
             )
 
     def notices(self, stage: StageContext) -> Iterator[str]:
-        """Yield notices about a batch size with another meaning in Cosmos-RL, and about ranks that are mostly idle."""
-        ranks, rows = abs(self.dp_shard_size) * self.dp_replicate_size, stage.recipe.train.train_batch_per_replica
-        policy = stage.recipe.train.train_policy
-        if not policy.has_rollouts and ranks > 1:
+        train, num_dp_ranks = stage.recipe.train, abs(self.dp_shard_size) * self.dp_replicate_size
+        policy, num_rows = train.train_policy, train.train_batch_per_replica
+        if not policy.has_rollouts and num_dp_ranks > 1:
             yield (
-                f"train.train_batch_per_replica = {rows}: rows of an optimizer step, of all {ranks} data-parallel "
-                f"ranks together (Cosmos-RL: of each)"
+                f"train.train_batch_per_replica = {num_rows}: rows of an optimizer step, of all {num_dp_ranks} "
+                f"data-parallel ranks together (Cosmos-RL: of each)"
             )
-        train = stage.recipe.train
         if train.compile and "compile" in train.model_fields_set and self.tp_size > 1 and stage.kind.has_mesh:
             yield (
                 f"train.compile = true: the blocks run as they are, because torch does not compile weights that "

@@ -7,24 +7,24 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from cosmos_core.config.conditions import parse_condition
-from cosmos_core.config.schema.marks import NamedThing, NoResult, UnitMark
+from cosmos_core.config.schema.marks import ReferenceKind, ResultNeutral, UnitMark
 from cosmos_core.config.schema.sweep import SweepConfig
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import Fraction, Names, NonNegativeInt, PositiveFloat, PositiveInt
+from cosmos_core.config.schema.value_types import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, StringOrList
 from cosmos_core.config.target import TARGETS_FOLDER, split_target
-from cosmos_core.registry import is_import_path, offered_names
+from cosmos_core.registry import is_import_path, list_defined_names
 
 _DURATION_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-STAGE_NAME_LENGTH = 64
+STAGE_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+MAX_STAGE_NAME_LENGTH = 64
 BUDGET_KEYS = frozenset({"price_per_gpu_hour", "budget"})
 """Keys of `[pipeline]` that may change while a run exists."""
-BLOCK = "block:"
+BLOCK_PREFIX = "block:"
 """Prefix of a value that names a Prefect block."""
 
 
-def seconds(duration: str) -> float:
+def duration_in_seconds(duration: str) -> float:
     """Return the number of seconds of a duration such as `90s`, `15m`, `12h`, `2d`.
 
     Raises:
@@ -49,9 +49,9 @@ class StageConfig(Table):
     overrides: dict[str, Any] = {}
     """Recipe tables for this stage only; they take precedence over `recipe`, which takes precedence over the tables of
     this file."""
-    after: Names = ()
+    after: StringOrList = ()
     """Names of the stages that must be done before this stage starts."""
-    model: Annotated[str, NamedThing.PATH] = ""
+    model: Annotated[str, ReferenceKind.PATH] = ""
     """Model that the stage starts from: `stage:NAME` for the export of that stage, or a folder; empty:
     `policy.model_name_or_path`."""
     checkpoint: str = ""
@@ -60,11 +60,11 @@ class StageConfig(Table):
     format: Literal["", "bf16", "fp8", "int8", "w4a16"] = ""
     """Kinds evaluate and upload: the format to read of the export that `model` names, one of its `export.formats`;
     empty: the model without quantisation."""
-    data: Annotated[str, NamedThing.PATH] = ""
+    data: Annotated[str, ReferenceKind.PATH] = ""
     """Rows of the stage: `stage:NAME` for the rows that a stage of kind prepare, sample or custom wrote; empty: the
     recipe's dataset. Kind export: the prepared rows with which formats are compared; empty: those of the training
     before it."""
-    reward_service: Annotated[str, NamedThing.PATH] = ""
+    reward_service: Annotated[str, ReferenceKind.PATH] = ""
     """Kinds rl, sft, sample, validate and custom: configuration file of a reward service to run during the stage
     (`cosmos reward-service`), or `block:NAME` for a running service, whose address and token are in a Prefect block;
     empty: the service at `REMOTE_REWARD_ENQUEUE_URL`."""
@@ -79,14 +79,14 @@ class StageConfig(Table):
     """Maximum number of consecutive attempts without progress before the stage fails. Preemptions do not count."""
     timeout: str = ""
     """Time limit of one attempt, e.g. `12h`; empty: no limit."""
-    entry: Annotated[str, NamedThing.CODE] = ""
+    entry: Annotated[str, ReferenceKind.CODE] = ""
     """Kind custom: the function, `module:function` or `path/file.py:function`, called with the stage."""
     arguments: dict[str, Any] = {}
     """Kind custom: keyword arguments of the function in `entry`."""
-    env: Names = ()
+    env: StringOrList = ()
     """Kind custom: names of environment variables that the function receives, such as the key of a service, in addition
     to those that any program needs; their values are masked in logs."""
-    require: Names = ()
+    require: StringOrList = ()
     """Kind gate: conditions that the model must meet, such as `validation/accuracy >= 0.6`, `validation/accuracy >=
     published - 0.01` or `evaluation/*/acc not worse than published by 0.02`, where `*` stands for every metric that
     matches. If several stages report a metric, that of the last stage in `after` counts; `STAGE.METRIC` names another
@@ -96,17 +96,17 @@ class StageConfig(Table):
     the noise of both measurements in 95 of 100 cases. Available for accuracy, pass@k and reward, and for a metric that
     is reported with a metric `NAME_stderr`. Benchmarks of which both models have the results of the same items are
     compared per item. 0: values are compared directly."""
-    target: Annotated[str, NamedThing.PUBLISHED] = ""
+    target: Annotated[str, ReferenceKind.PUBLICATION_TARGET] = ""
     """Kinds upload and gate: where models are published: a folder, `s3://BUCKET/PREFIX`, `hub://OWNER/NAME` (or
     `hub://OWNER/NAME@BRANCH`), a registered model of MLflow, `mlflow://MODEL`, or a class of your own,
-    `path/file.py:Class` or `path/file.py:Class://LOCATION`, with the methods of `Target`."""
+    `path/file.py:Class` or `path/file.py:Class://LOCATION`, with the methods of `PublicationTarget`."""
 
     sweep: SweepConfig | None = None
     """Run the stage once for each point of a grid, in parallel; stages after it use the best branch. None: once."""
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
         name, _ = split_target(self.target)
-        target_names = offered_names(TARGETS_FOLDER, "Target")
+        target_names = list_defined_names(TARGETS_FOLDER, "Target")
         if not is_import_path(name) and name not in target_names:
             yield (
                 f"target = {self.target!r}: this version does not publish there; give a folder, a URL of "
@@ -115,47 +115,47 @@ class StageConfig(Table):
 
     @field_validator("name")
     @classmethod
-    def _check_name(cls, name: str) -> str:
-        if not STAGE_NAME.fullmatch(name) or len(name) > STAGE_NAME_LENGTH:
+    def _check_stage_name(cls, name: str) -> str:
+        if not STAGE_NAME_PATTERN.fullmatch(name) or len(name) > MAX_STAGE_NAME_LENGTH:
             raise ValueError(
-                f"stage name {name!r} must be at most {STAGE_NAME_LENGTH} letters, digits, - and _, and start "
+                f"stage name {name!r} must be at most {MAX_STAGE_NAME_LENGTH} letters, digits, - and _, and start "
                 "with a letter or digit"
             )
         return name
 
     @field_validator("reward_service_pool")
     @classmethod
-    def _require_service_file(cls, pool: str, info: ValidationInfo) -> str:
+    def _require_service_file(cls, service_pool: str, info: ValidationInfo) -> str:
         reward_service = info.data.get("reward_service", "")
-        if pool and (not reward_service or reward_service.startswith(BLOCK)):
-            raise ValueError(f"reward_service_pool = {pool!r} needs the file of a service in reward_service")
-        return pool
+        if service_pool and (not reward_service or reward_service.startswith(BLOCK_PREFIX)):
+            raise ValueError(f"reward_service_pool = {service_pool!r} needs the file of a service in reward_service")
+        return service_pool
 
     @field_validator("checkpoint")
     @classmethod
-    def _check_checkpoint(cls, selection: str) -> str:
-        if selection not in {"", "best"} and not (selection.isascii() and selection.isdigit() and int(selection)):
-            raise ValueError(f"checkpoint = {selection!r} must be 'best' or the number of a train step")
-        return selection
+    def _check_checkpoint_name(cls, checkpoint: str) -> str:
+        if checkpoint not in {"", "best"} and not (checkpoint.isascii() and checkpoint.isdigit() and int(checkpoint)):
+            raise ValueError(f"checkpoint = {checkpoint!r} must be 'best' or the number of a train step")
+        return checkpoint
 
     @field_validator("timeout")
     @classmethod
     def _check_timeout(cls, timeout: str) -> str:
-        if timeout and not seconds(timeout):
+        if timeout and not duration_in_seconds(timeout):
             raise ValueError(f"timeout = {timeout!r} must be above 0; leave it out for no limit")
         return timeout
 
     @field_validator("require")
     @classmethod
-    def _check_conditions(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
-        for condition in texts:
+    def _check_conditions(cls, conditions: tuple[str, ...]) -> tuple[str, ...]:
+        for condition in conditions:
             parse_condition(condition)
-        return texts
+        return conditions
 
     @property
     def timeout_seconds(self) -> float | None:
         """Return the time limit of one attempt in seconds; None: no limit."""
-        return seconds(self.timeout) if self.timeout else None
+        return duration_in_seconds(self.timeout) if self.timeout else None
 
 
 class PipelineConfig(Table):
@@ -168,37 +168,37 @@ class PipelineConfig(Table):
     threads: PositiveInt | None = None
     """Number of CPU threads of a stage's worker; None: all cores. The fingerprint includes it, because the order of
     sums changes the last bit."""
-    gpus: Annotated[PositiveInt | None, UnitMark("GPUs"), NoResult] = None
+    gpus: Annotated[PositiveInt | None, UnitMark("GPUs"), ResultNeutral] = None
     """Maximum number of GPUs of one stage; None: not checked."""
-    gpus_per_node: Annotated[PositiveInt, UnitMark("GPUs"), NoResult] = 8
+    gpus_per_node: Annotated[PositiveInt, UnitMark("GPUs"), ResultNeutral] = 8
     """Number of GPUs of one machine, for `plan --estimate`."""
-    gpu_memory: Annotated[PositiveFloat | None, UnitMark("GiB"), NoResult] = None
+    gpu_memory: Annotated[PositiveFloat | None, UnitMark("GiB"), ResultNeutral] = None
     """Memory of one GPU, with which `plan --estimate` decides whether a stage fits. None: the memory of the GPU of
     `--on`, otherwise of this machine's GPU, or the host memory if it has no GPU."""
-    gpu_tflops: Annotated[PositiveFloat | None, UnitMark("TFLOP/s"), NoResult] = None
+    gpu_tflops: Annotated[PositiveFloat | None, UnitMark("TFLOP/s"), ResultNeutral] = None
     """Sustained throughput of one GPU in training, for `plan --estimate` of a stage that was never run. None: 40 % of
     the data sheet value of the GPU that `--on` names, otherwise half of the throughput of a matrix product on this
     machine."""
-    price_per_gpu_hour: Annotated[PositiveFloat | None, NoResult] = None
+    price_per_gpu_hour: Annotated[PositiveFloat | None, ResultNeutral] = None
     """Price of one GPU for an hour, in any currency, with which `plan --estimate`, `runs --cost`, the report and the
     card of a run show costs. What counts is the time for which a stage holds GPUs, in all its attempts; on a machine
     without GPUs each rank and each engine with a GPU of its own in the placement counts as one. None: no cost is
     shown."""
-    budget: Annotated[PositiveFloat | None, NoResult] = None
+    budget: Annotated[PositiveFloat | None, ResultNeutral] = None
     """Maximum cost of a run, in the currency of `price_per_gpu_hour`: a run that reaches it saves a checkpoint and
     stops with exit code 75; `cosmos resume RUN --budget AMOUNT` continues it. Stages without GPUs are not stopped.
     None: no limit."""
-    grace_seconds: Annotated[PositiveFloat, NoResult] = 20.0
+    grace_seconds: Annotated[PositiveFloat, ResultNeutral] = 20.0
     """Time in seconds between SIGTERM and SIGKILL, in which a worker saves its checkpoint. The duration of the longest
     step so far is added, because the worker first finishes its step; when the flow itself is killed, its workers have
     at most 10 s."""
-    python: Annotated[str, NoResult] = ""
+    python: Annotated[str, ResultNeutral] = ""
     """Path of the Python interpreter of the workers; empty: the interpreter of the command."""
-    artifact_store: Annotated[str, Field(pattern=r"^(s3://[^/\s#]+(/[^\s#]+)?)?$"), NoResult] = ""
+    artifact_store: Annotated[str, Field(pattern=r"^(s3://[^/\s#]+(/[^\s#]+)?)?$"), ResultNeutral] = ""
     """URL of a shared store, `s3://BUCKET/PREFIX`, for machines that share no disk: outputs of stages and checkpoints
     of trainings are pushed there under content hashes, and pulled by the stages that read them. Empty: the machines of
     all work pools share the folder of runs."""
-    private: Annotated[bool | None, NoResult] = None
+    private: Annotated[bool | None, ResultNeutral] = None
     """Restrict the run to its user. True: only the user can read the run directory (0700) and the files of its workers,
     and no samples are sent to the Prefect server. False: the umask decides. None: true if the umask allows no other
     reader when the run starts; the choice then holds on every machine of the run."""

@@ -8,11 +8,11 @@ from pydantic import field_validator, model_validator
 
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.lora import LoraConfig
-from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresEnabledField
+from cosmos_core.config.schema.marks import EnabledBy, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.modality import CAUSAL_LM, DIFFUSION, Modality
 from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
-from cosmos_core.config.schema.table import StageContext, Table, as_toml
-from cosmos_core.config.schema.value_types import ModelName, NameOrImportPath, NonNegativeFloat, Strings, Tokens
+from cosmos_core.config.schema.table import StageContext, Table, short_toml
+from cosmos_core.config.schema.value_types import ModelName, NameOrImportPath, NonNegativeFloat, StringList, TokenCount
 
 
 class PolicyConfig(Table):
@@ -20,26 +20,26 @@ class PolicyConfig(Table):
 
     parallelism: PolicyParallelismConfig = PolicyParallelismConfig()
     """Device mesh of the trainer."""
-    diffusers: Annotated[DiffusersConfig, RequiresEnabledField("is_diffusers")] = DiffusersConfig()
+    diffusers: Annotated[DiffusersConfig, EnabledBy("is_diffusers")] = DiffusersConfig()
     """Settings of diffusion models; they have an effect only with `is_diffusers`."""
     is_diffusers: bool = False
     """Whether the model is a pipeline of the library diffusers."""
-    model_class: Annotated[NameOrImportPath | None, NamedThing.CODE] = None
+    model_class: Annotated[NameOrImportPath | None, ReferenceKind.CODE] = None
     """User class of a family of diffusion models, `path/file.py:Class`; None: the family of the pipeline's class."""
     model_name_or_path: ModelName = "Qwen/Qwen2.5-VL-7B-Instruct"
     """Model that is trained: a folder in Hugging Face format, its URL in a store (`s3://BUCKET/PREFIX`; `/latest` at
     the end selects the published version), or a Hub id (the fingerprint includes the content, not the name); in a
     pipeline `model = "stage:NAME"` replaces it."""
-    model_safetensor_path: Annotated[str | None, NoResult, NamedThing.PATH] = None
+    model_safetensor_path: Annotated[str | None, ResultNeutral, ReferenceKind.PATH] = None
     """Folder or .safetensors file with the weights, if they are not in the folder of config.json (the fingerprint takes
     its content); None: the folder of config.json."""
     model_revision: str | None = None
     """Revision of the model on the Hub; None: the newest."""
-    chat_template: Annotated[str | None, NoResult, NamedThing.PATH] = None
+    chat_template: Annotated[str | None, ResultNeutral, ReferenceKind.PATH] = None
     """Chat template that replaces the tokenizer's own, also in exports: a Jinja file, `chatml`, or `plain`, with turns
     `User: ...` and `Assistant: ...` and the end token (the fingerprint includes the content). None: the tokenizer's
     template."""
-    model_max_length: Tokens = 4096
+    model_max_length: TokenCount = 4096
     """Maximum number of tokens of a sequence: longer SFT rows are truncated on the right, and prompt and completion
     together never exceed it."""
     model_gradient_checkpointing: bool | Literal["selective"] = True
@@ -51,9 +51,9 @@ class PolicyConfig(Table):
     trainable_map: dict[str, bool] | None = None
     """Map from the name of a module or parameter to whether it is trained; an inner name takes precedence over an outer
     name. It applies after the patterns. None: all parameters that the patterns leave."""
-    freeze_pattern: Strings | None = None
+    freeze_pattern: StringList | None = None
     """Regular expressions, matched anywhere in a name, of parameters that are not trained; None: no such parameters."""
-    trainable_pattern: Strings | None = None
+    trainable_pattern: StringList | None = None
     """Regular expressions of the only parameters that are trained; None: all."""
     enable_liger_kernel: bool = False
     """Use Liger's kernels for norms, rotary embedding and activation, on an NVIDIA GPU; not yet measured on a GPU."""
@@ -71,13 +71,13 @@ class PolicyConfig(Table):
         algorithm = stage.recipe.train.train_policy
         if stage.kind.trains_model and self.modality.name not in algorithm.modalities:
             yield (
-                f"policy.is_diffusers = {as_toml(self.is_diffusers)}: train.train_policy.trainer_type = "
+                f"policy.is_diffusers = {short_toml(self.is_diffusers)}: train.train_policy.trainer_type = "
                 f"{algorithm.trainer_type!r} does not train such models; "
                 f"{'give one that does' if self.is_diffusers else 'set it to true'}"
             )
         yield from self._diffusion_errors(stage) if self.is_diffusers else ()
         if self.enable_liger_kernel and stage.kind.has_mesh:
-            yield from self.parallelism.require_data_parallel_only("policy.enable_liger_kernel = true")
+            yield from self.parallelism.excluded_axis_errors("policy.enable_liger_kernel = true")
         for axis in ("tp_size", "cp_size", "pp_size") if self.aux_loss_coeff and stage.kind.trains_model else ():
             if (size := getattr(self.parallelism, axis)) > 1:
                 yield (
@@ -123,7 +123,7 @@ class PolicyConfig(Table):
 
     @field_validator("freeze_pattern", "trainable_pattern")
     @classmethod
-    def _check_patterns(cls, patterns: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    def _check_regular_expressions(cls, patterns: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for pattern in patterns or ():
             try:
                 re.compile(pattern)

@@ -11,13 +11,13 @@ _ScaleGranularity = Literal["rowwise", "tensorwise"]
 class FP4Config(Table):
     """`[train.fp4]`: linear layers in 4-bit floating point; the table has no effect."""
 
-    switch = "enable_fp4"
+    enabling_field = "enable_fp4"
 
 
 class FP8Config(Table):
     """`[train.fp8]`: linear layers in 8-bit floating point during training."""
 
-    switch = "enable_fp8"
+    enabling_field = "enable_fp8"
 
     enable_fp8: bool = False
     """Compute the matrix products of the linear layers of the blocks in fp8, with torchao, on an NVIDIA GPU of
@@ -34,4 +34,4 @@ class FP8Config(Table):
             yield f"train.fp8.enable_fp8 = true needs train.param_dtype = 'bfloat16', not {dtype!r}"
         if stage.kind.has_mesh:
             mesh = stage.recipe.policy.parallelism
-            yield from mesh.require_data_parallel_only("train.fp8.enable_fp8 = true", allows_tp=True)
+            yield from mesh.excluded_axis_errors("train.fp8.enable_fp8 = true", allows_tp=True)

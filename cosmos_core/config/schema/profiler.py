@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cosmos_core.config.schema.marks import NoResult, RequiresEnabledField, UnitMark
+from cosmos_core.config.schema.marks import EnabledBy, ResultNeutral, UnitMark
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.value_types import NonNegativeInt, PositiveInt
 
@@ -12,30 +12,30 @@ from cosmos_core.config.schema.value_types import NonNegativeInt, PositiveInt
 class SubProfilerConfig(Table):
     """`[profiler.sub_profiler_config]`: which steps and ranks are traced, and what is recorded."""
 
-    do_profile: Annotated[bool, NoResult] = False
+    do_profile: Annotated[bool, ResultNeutral] = False
     """Record from the beginning of an attempt; False: only after `cosmos profile RUN`."""
-    active_steps: Annotated[PositiveInt, UnitMark("train steps"), NoResult] = 1
+    active_steps: Annotated[PositiveInt, UnitMark("train steps"), ResultNeutral] = 1
     """Number of train steps that are recorded."""
-    warmup_steps: Annotated[NonNegativeInt, UnitMark("train steps"), NoResult] = 1
+    warmup_steps: Annotated[NonNegativeInt, UnitMark("train steps"), ResultNeutral] = 1
     """Number of train steps that are traced before the recorded steps and discarded, because the first events take
     longer."""
-    wait_steps: Annotated[NonNegativeInt, UnitMark("train steps"), NoResult] = 1
+    wait_steps: Annotated[NonNegativeInt, UnitMark("train steps"), ResultNeutral] = 1
     """Number of steps before the warm-up that are not traced."""
-    rank_filter: Annotated[tuple[NonNegativeInt, ...], Field(strict=False), NoResult] = ()
+    rank_filter: Annotated[tuple[NonNegativeInt, ...], Field(strict=False), ResultNeutral] = ()
     """Ranks that record a trace; empty: rank 0."""
-    record_shape: Annotated[bool, NoResult] = False
+    record_shape: Annotated[bool, ResultNeutral] = False
     """Record the input shapes of each operator."""
-    profile_memory: Annotated[bool, NoResult] = False
+    profile_memory: Annotated[bool, ResultNeutral] = False
     """Record the memory that each operator allocates."""
-    with_stack: Annotated[bool, NoResult] = False
+    with_stack: Annotated[bool, ResultNeutral] = False
     """Record the Python stack of each operator."""
 
 
 class ProfilerConfig(Table):
     """`[profiler]`: traces of train steps by torch.profiler."""
 
-    enable_profiler: Annotated[bool, NoResult] = False
+    enable_profiler: Annotated[bool, ResultNeutral] = False
     """Record `profile/steps_A-B_rank_R.json.gz` in the stage, which Perfetto (ui.perfetto.dev) opens, and the operators
     that took longest, which the report shows."""
-    sub_profiler_config: Annotated[SubProfilerConfig, RequiresEnabledField("enable_profiler")] = SubProfilerConfig()
+    sub_profiler_config: Annotated[SubProfilerConfig, EnabledBy("enable_profiler")] = SubProfilerConfig()
     """Train steps and ranks that the profiler records."""

@@ -1,11 +1,11 @@
-"""Recipe: the settings of one training, in the format of Cosmos-RL. Rules that concern several tables are here."""
+"""Recipe: the settings of one training, in the format of Cosmos-RL, and the rules that involve several tables."""
 
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.clean import BENCHMARKS
+from cosmos_core.config.schema.clean import BENCHMARKS_KEY
 from cosmos_core.config.schema.dataset import RowsConfig
 from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.distillation import DistillationConfig
@@ -19,7 +19,7 @@ from cosmos_core.config.schema.profiler import ProfilerConfig
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.sample import SampleStageConfig
-from cosmos_core.config.schema.table import Table, warn
+from cosmos_core.config.schema.table import Table, add_notice
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.config.schema.validation import ValidationConfig
 
@@ -75,14 +75,14 @@ class Recipe(Table):
 
     @property
     def has_cosmos_rl_keys(self) -> bool:
-        """Return True if the recipe has keys that only recipes written for Cosmos-RL have."""
+        """Return True if the recipe was written for Cosmos-RL, by the keys that only such recipes have."""
         meshes = (self.policy.parallelism, self.rollout.parallelism)
         return bool(self.redis) or all("n_init_replicas" in mesh.model_fields_set for mesh in meshes)
 
     @property
-    def completes_held_out(self) -> bool:
+    def completes_held_out_rows(self) -> bool:
         """Return whether held-out rows are prompts that the model completes, not texts whose loss is measured."""
-        has_rewards = self.validation.reward_function or self.validation.remote_rewards
+        has_rewards = self.validation.reward_function or self.validation.remote_reward_config
         return self.train.train_policy.has_rollouts or bool(has_rewards)
 
     @property
@@ -106,12 +106,12 @@ class Recipe(Table):
     def datasets(self) -> dict[str, RowsConfig]:
         """Return the data sets of training, supervised and held-out rows and benchmarks, by the key of their table."""
         policy = self.train.train_policy
-        datasets: dict[str, RowsConfig] = {key: source.dataset for key, source in policy.sources.items()}
+        datasets: dict[str, RowsConfig] = {key: source.dataset for key, source in policy.tables_by_dataset.items()}
         if policy.supervised_rows:
             datasets["train.train_policy.data_term"] = policy.supervised_rows.dataset
         datasets["validation.dataset"] = self.validation.dataset
         for i, benchmark in enumerate(policy.clean.decontaminate_against if policy.clean else ()):
-            datasets[f"{BENCHMARKS}.{i}"] = benchmark.dataset
+            datasets[f"{BENCHMARKS_KEY}.{i}"] = benchmark.dataset
         return datasets
 
     @property
@@ -120,12 +120,12 @@ class Recipe(Table):
         has_teacher = self.distillation.enable and isinstance(self.train.train_policy, RlConfig)
         return self.distillation if has_teacher else None
 
-    def teacher_of(self, kind: "StageKind") -> DistillationConfig | None:
-        """Return the settings of the teacher of a stage of this kind; None: no teacher."""
+    def stage_teacher(self, kind: "StageKind") -> DistillationConfig | None:
+        """Return the settings of the teacher if a stage of this kind queries it; None: no teacher."""
         return self.teacher if kind.feed == "rollouts" else None
 
-    def obstacle_to_images(self, kind: "StageKind") -> str:
-        """Return why a stage of this kind cannot read rows with images; empty if it can."""
+    def describe_image_obstacle(self, kind: "StageKind") -> str:
+        """Return the reason why a stage of this kind cannot read rows with images; empty if it can."""
         for key in ("tp_size", "cp_size", "pp_size", "ep_size"):
             if (size := getattr(self.policy.parallelism, key)) > 1:
                 return (
@@ -137,7 +137,7 @@ class Recipe(Table):
                 "train.train_policy.enable_dp_load_balancing = true: rows with images go apart from rows without, "
                 "whatever their length; set it to false"
             )
-        if self.teacher_of(kind):
+        if self.stage_teacher(kind):
             return (
                 "distillation.enable = true: this version shows images to the policy alone, not to a teacher; set it "
                 "to false, or take rows without images"
@@ -145,12 +145,12 @@ class Recipe(Table):
         return ""
 
     @property
-    def reward_constants(self) -> dict[str, Any]:
+    def reward_keyword_constants(self) -> dict[str, Any]:
         """Return the values of the recipe that every reward function may take as keyword arguments; see
-        `rewards.base.KEYWORDS`."""
-        constants = self.train.train_policy.reward_keyword_values
-        max_tokens = self.rollout.max_response_length
-        return {"custom": self.custom, "max_tokens": max_tokens, "judge_config": self.judge.model_dump(), **constants}
+        `rewards.base.REWARD_PARAMETERS`."""
+        policy, max_tokens = self.train.train_policy, self.rollout.max_response_length
+        values = {"custom": self.custom, "max_tokens": max_tokens, "judge_config": self.judge.model_dump()}
+        return values | policy.reward_keyword_values
 
     @property
     def uses_judge(self) -> bool:
@@ -164,7 +164,7 @@ class Recipe(Table):
         return tuple(dict.fromkeys((*self.train.train_policy.reward_env_names, *self.validation.reward_env)))
 
     @property
-    def secret_env(self) -> tuple[str, ...]:
+    def secret_env_names(self) -> tuple[str, ...]:
         """Return the names of environment variables whose values are masked: those of rewards, and the judge's key."""
         return (*self.reward_env, self.judge.key_env) if self.uses_judge else self.reward_env
 
@@ -183,23 +183,23 @@ class Recipe(Table):
         if policy_table.get("type") != "sft" or not isinstance(name, str) or not (name == "sft" or ":" in name):
             return values
         algorithm: Any = {**policy_table, "trainer_type": "diffusion_sft"}
-        if name != "sft":  # for user code, `algorithm_of` would select the table of `sft`
-            with suppress(ValidationError):  # the validation of `train` reports it, with the whole key
+        if name != "sft":  # a user's class: `algorithm_of` would select `SftConfig` by the type
+            with suppress(ValidationError):  # the validation of `train` reports the error with the full key
                 algorithm = DiffusionSftConfig.model_validate(policy_table)
         return {**values, "train": {**train, "train_policy": algorithm}}
 
     @model_validator(mode="after")
-    def _convert_replicas(self, info: ValidationInfo) -> Self:
-        """Replace replicas of the trainer by data-parallel replicas of one mesh, and multiply the rows per step by
-        their number."""
+    def _convert_replicas_to_data_parallel(self, info: ValidationInfo) -> Self:
+        """Replace `n_init_replicas` copies of the trainer by data-parallel replicas of one mesh; a train step then has
+        as many times the rows."""
         mesh, train = self.policy.parallelism, self.train
         num_replicas, policy = mesh.n_init_replicas, train.train_policy
         if num_replicas == 1:
             return self
         num_dp_replicas = mesh.dp_replicate_size * num_replicas
         rows_per_step = train.train_batch_per_replica * num_replicas
-        warn(info, f"policy.parallelism.n_init_replicas = {num_replicas}: dp_replicate_size = {num_dp_replicas}, and a "
-            f"train step has {rows_per_step} rows")  # fmt: skip
+        change = f"dp_replicate_size = {num_dp_replicas}, and a train step has {rows_per_step} rows"
+        add_notice(info, f"policy.parallelism.n_init_replicas = {num_replicas}: {change}")
         if isinstance(policy, RlConfig) and policy.batch_size_per_optimize:
             policy = policy.derive(batch_size_per_optimize=policy.batch_size_per_optimize * num_replicas)
         mesh = mesh.derive(n_init_replicas=1, dp_replicate_size=num_dp_replicas)
@@ -208,15 +208,14 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _set_diffusion_engine(self) -> Self:
-        """Replace a text engine by the backend `flow_sampler` for diffusion models, whose training ranks also
-        generate."""
+        """Select the backend `flow_sampler` for a diffusion model, which generates on the ranks that train it."""
         if not self.policy.is_diffusers or self.rollout.backend not in {"vllm", "hf"}:
             return self
         return self.derive(rollout=self.rollout.derive(backend="flow_sampler"))
 
     @model_validator(mode="after")
-    def _check_pipeline_batch(self) -> Self:
-        """Check the batch sizes that pipeline parallelism requires (Cosmos-RL has the same rule)."""
+    def _check_pipeline_parallelism(self) -> Self:
+        """Refuse settings that pipeline parallelism does not support (Cosmos-RL has the same rules)."""
         mesh, train_config = self.policy.parallelism, self.train
         if mesh.pp_size == 1:
             return self
@@ -232,7 +231,7 @@ class Recipe(Table):
         return self
 
     def should_compile_blocks(self, device: str) -> bool:
-        """Return whether torch.compile is applied to blocks on a device type, `cuda` or `cpu`."""
+        """Return whether torch.compile is applied to the blocks of the model on a device of type `cuda` or `cpu`."""
         if self.train.compile is not None or device != "cuda":
             return bool(self.train.compile)
         mesh, policy = self.policy.parallelism, self.policy
@@ -259,19 +258,19 @@ class Recipe(Table):
         teacher, policy = info.data.get("distillation"), train.train_policy
         if teacher is None or not teacher.enable or not isinstance(policy, RlConfig):
             return train
-        return train.derive(train_policy=policy.without_rewards().derive(rollout_as_token_ids=True))
+        return train.derive(train_policy=policy.with_bypassed_rewards().derive(rollout_as_token_ids=True))
 
     @field_validator("validation")
     @classmethod
-    def _inherit_from_training(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
-        """Fill settings of validation that are taken from training."""
+    def _inherit_remote_rewards(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
+        """Take the reward service of validation from training where `[validation]` leaves it out."""
         train = info.data.get("train")
         policy = train.train_policy if train else None
         if not isinstance(policy, RlConfig):
             return validation
         setting, remote_reward = validation.use_remote_reward, validation.remote_reward or policy.remote_reward
-        is_remote = policy.use_remote_reward if setting is None else setting
-        return validation.derive(use_remote_reward=is_remote, remote_reward=remote_reward)
+        uses_reward_service = policy.use_remote_reward if setting is None else setting
+        return validation.derive(use_remote_reward=uses_reward_service, remote_reward=remote_reward)
 
     @model_validator(mode="after")
     def _check_rows_and_service(self) -> Self:

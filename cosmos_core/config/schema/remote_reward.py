@@ -5,9 +5,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.marks import NamedThing, NoResult, UnitMark
+from cosmos_core.config.schema.marks import ReferenceKind, ResultNeutral, UnitMark
 from cosmos_core.config.schema.table import Table, check_order
-from cosmos_core.config.schema.value_types import Completions, NonNegativeInt, PositiveFloat, PositiveInt
+from cosmos_core.config.schema.value_types import CompletionCount, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class RewardFunctionConfig(Table):
@@ -34,7 +34,7 @@ class RewardFunctionConfig(Table):
         check_order(self, "clip_min", "clip_max")
         return self
 
-    def clipped(self, score: float) -> float:
+    def clip_score(self, score: float) -> float:
         """Return a score clipped to `clip_min` and `clip_max`."""
         return min(max(score, self.clip_min), self.clip_max)
 
@@ -52,18 +52,18 @@ class RemoteRewardConfig(Table):
     """Lower bound to which the weighted sum of the scores is clipped."""
     reward_clip_max: float = 5.0
     """Upper bound to which the weighted sum of the scores is clipped."""
-    batch_size: Completions = 1
+    batch_size: CompletionCount = 1
     """Number of completions per request to the reward service."""
     timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds")] = 600.0
     """Time limit of a score in seconds, after which it counts as missing."""
-    max_in_flight: Annotated[PositiveInt, UnitMark("requests"), NoResult] = 64
+    max_in_flight: Annotated[PositiveInt, UnitMark("requests"), ResultNeutral] = 64
     """Maximum number of requests that wait for their scores at a time."""
     missing_score: Literal["retry", "drop_group", "fail"] = "retry"
     """Behaviour for a missing score: request the scores again, up to `retries` times, and then drop the groups; drop
     the groups at once; or fail the stage. A missing score is never treated as 0."""
     retries: NonNegativeInt = 2
     """With missing_score = 'retry': maximum number of times that completions without a score are sent again."""
-    video_vae: Annotated[str, NamedThing.PATH] = ""
+    video_vae: Annotated[str, ReferenceKind.PATH] = ""
     """Wan VAE (a folder or Hub id in the format of diffusers, or the file Wan2.1_VAE.pth) that encodes videos into
     latents before they are sent, as Cosmos-RL's client does and its service requires; empty: pixels are sent."""
 
@@ -72,8 +72,8 @@ class RemoteRewardConfig(Table):
     def _check_repeated_functions(cls, functions: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
         if not functions:
             raise ValueError("reward_fns is empty; name at least one function of the service")
-        pairs = [(function.name, function.score_key) for function in functions]
-        if repeated_name := next((name for name, key in pairs if pairs.count((name, key)) > 1), None):
+        name_key_pairs = [(function.name, function.score_key) for function in functions]
+        if repeated_name := next((name for name, key in name_key_pairs if name_key_pairs.count((name, key)) > 1), None):
             raise ValueError(f"reward_fns has {repeated_name!r} twice with the same score_key; name it once")
         return functions
 
@@ -85,11 +85,11 @@ class RemoteRewardConfig(Table):
     @property
     def metric_names(self) -> dict[RewardFunctionConfig, str]:
         """Return the metric name of each function: its `name`, or `name/score_key` if several have that name."""
-        counts = Counter(each.name for each in self.reward_fns)
-        return {f: f.name if counts[f.name] == 1 else f"{f.name}/{f.score_key}" for f in self.reward_fns}
+        num_functions_by_name = Counter(each.name for each in self.reward_fns)
+        return {f: f.name if num_functions_by_name[f.name] == 1 else f"{f.name}/{f.score_key}" for f in self.reward_fns}
 
     @property
-    def max_total(self) -> float:
+    def max_total_reward(self) -> float:
         """Return the total reward of a completion for which each function returns 1."""
-        weighted_sum = sum(each.weight * each.clipped(1.0) for each in self.reward_fns)
+        weighted_sum = sum(each.weight * each.clip_score(1.0) for each in self.reward_fns)
         return self.scale * min(max(weighted_sum, self.reward_clip_min), self.reward_clip_max)

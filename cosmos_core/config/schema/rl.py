@@ -6,37 +6,37 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
-from cosmos_core.config.schema.dataset import generator_of
-from cosmos_core.config.schema.marks import NoResult, RequiresEnabledField, UnitMark
+from cosmos_core.config.schema.dataset import reasoning_gym_generator
+from cosmos_core.config.schema.marks import EnabledBy, ResultNeutral, UnitMark
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
-from cosmos_core.config.schema.table import StageContext, Table, warn
+from cosmos_core.config.schema.table import StageContext, Table, add_notice
 from cosmos_core.config.schema.value_types import (
-    Completions,
-    Names,
+    CompletionCount,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     RewardWeights,
-    Tokens,
+    StringOrList,
+    TokenCount,
 )
-from cosmos_core.config.source_weights import SourceWeights
+from cosmos_core.config.source_weights import RewardWeightsBySource
 
-DAPO_FETCH = 128
-GENERATED_REWARD = "reasoning_gym"
+_DAPO_MAX_EXTRA_PROMPTS = 128
+REASONING_GYM_REWARD = "reasoning_gym"
 """Reward function of rows that a generator of `reasoning-gym` makes."""
 
 
 def _is_generated_dataset(dataset: Any) -> bool:
-    """Return whether a data set, as given in a recipe, is a generator of `reasoning-gym`."""
+    """Return whether a data set, a table or `DatasetConfig`, is a generator of `reasoning-gym`."""
     name = dataset.get("name") if isinstance(dataset, dict) else getattr(dataset, "name", "")
-    return bool(generator_of(str(name or "")))
+    return bool(reasoning_gym_generator(str(name or "")))
 
 
 class OverlongRewardConfig(Table):
-    """`[train.train_policy.overlong_reward]`: read by the reward `overlong`."""
+    """`[train.train_policy.overlong_reward]`: settings of the reward `overlong`."""
 
-    buffer_length: Tokens = 4096
+    buffer_length: TokenCount = 4096
     """Length of the ramp before `rollout.max_response_length` over which the penalty grows from 0 to
     `penalty_factor`."""
     penalty_factor: NonNegativeFloat = 1.0
@@ -57,7 +57,7 @@ class RlConfig(AlgorithmConfig):
     never removes a token's gradient (`cispo`, 2506.13585), weighted by a gate that closes gradually (`sapo`,
     2511.20347), or without the tokens whose total variation or KL divergence is too large (`dppo_tv`, `dppo_kl`,
     2602.04879)."""
-    mini_batch: Completions = 2
+    mini_batch: CompletionCount = 2
     """Number of completions per forward pass; changes speed and memory, not results. On a CPU a forward pass may have
     more completions of a long prompt, which is then run only once, but not more tokens."""
     prompt_column_name: str = ""
@@ -74,14 +74,14 @@ class RlConfig(AlgorithmConfig):
     the generator's own scoring."""
     reward_timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds")] = 10.0
     """Time limit of one call of a reward function, after which it is killed; its completion is then invalid."""
-    reward_env: Annotated[Names, NoResult] = ()
+    reward_env: Annotated[StringOrList, ResultNeutral] = ()
     """Names of environment variables that reward functions receive, such as the key of a service, in addition to those
     of every subprocess; their values are masked in logs."""
     use_remote_reward: bool = False
     """Take rewards from a reward service in place of `reward_function`."""
-    remote_reward: Annotated[RemoteRewardConfig, RequiresEnabledField("use_remote_reward")] = RemoteRewardConfig()
+    remote_reward: Annotated[RemoteRewardConfig, EnabledBy("use_remote_reward")] = RemoteRewardConfig()
     """Requests to the reward service."""
-    filter_reward_metric: Names = ()
+    filter_reward_metric: StringOrList = ()
     """With variant = 'dapo': reward metrics that must differ within a group for it to be trained on; the total reward
     if empty, or if the group's rewards report none of them. A reward of weight 0 in `reward_function` can serve only
     this purpose."""
@@ -116,12 +116,12 @@ class RlConfig(AlgorithmConfig):
     """Pass the token ids of completions to the trainer in place of text."""
     collect_rollout_logprobs: bool = False
     """Pass the engine's log-probabilities of the sampled tokens to the trainer."""
-    batch_size_per_optimize: Completions | None = None
+    batch_size_per_optimize: CompletionCount | None = None
     """Maximum number of completions of an optimizer step; the completions of a train step are distributed evenly over
     as few optimizer steps as this allows. None: one optimizer step for all."""
     mu_iterations: Annotated[PositiveInt, UnitMark("passes")] = 1
     """Number of passes over each batch of rollouts."""
-    max_token_len_per_mini_batch: Tokens | None = None
+    max_token_len_per_mini_batch: TokenCount | None = None
     """Maximum number of tokens of a micro-batch, padding included, in place of `mini_batch`; None: `mini_batch`
     completions. Changes speed and memory, not results."""
 
@@ -129,22 +129,21 @@ class RlConfig(AlgorithmConfig):
     def rewards(self) -> dict[str, float]:
         if self.bypass_reward or self.use_remote_reward or not self.datasets:
             return {} if self.bypass_reward or self.use_remote_reward else self.reward_function
-        sources = zip(self.datasets, self.sources.values(), strict=True)
-        weights = {each.label: table.reward_function for each, table in sources}
-        return SourceWeights({"": self.reward_function} | weights)
+        labelled_tables = zip(self.datasets, self.tables_by_dataset.values(), strict=True)
+        weights = {each.label: table.reward_function for each, table in labelled_tables}
+        return RewardWeightsBySource({"": self.reward_function} | weights)
 
     @property
     def held_out_rewards(self) -> dict[str, float]:
-        """Return the reward functions of validation; `bypass_reward` does not remove a `reward_function` that the
-        recipe sets."""
+        """Return the reward functions of validation; `bypass_reward` keeps a `reward_function` that the recipe sets."""
         return self.reward_function if self.bypass_reward else self.rewards
 
     @property
-    def remote_rewards(self) -> RemoteRewardConfig | None:
+    def remote_reward_config(self) -> RemoteRewardConfig | None:
         return self.remote_reward if self.use_remote_reward and not self.bypass_reward else None
 
     @property
-    def rewards_by_group(self) -> bool:
+    def calls_rewards_per_group(self) -> bool:
         return self.group_reward_calculation
 
     @property
@@ -153,12 +152,12 @@ class RlConfig(AlgorithmConfig):
 
     @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
-        if self.variant != "dapo" or self.bypass_reward:  # without rewards all groups would be dropped as equal
+        if self.variant != "dapo" or self.bypass_reward:  # without rewards, no group would differ
             return None
         return self.filter_reward_metric, max(0, self.max_retry_for_on_policy)
 
     @property
-    def lookahead(self) -> tuple[int, int, int | None]:
+    def rollout_lookahead(self) -> tuple[int, int, int | None]:
         num_extra_prompts = 0 if self.on_policy else max(0, self.outdated_rollout_fetch_batch_size)
         return self.allowed_outdated_steps, num_extra_prompts, self.max_inflight_steps
 
@@ -167,11 +166,10 @@ class RlConfig(AlgorithmConfig):
         return self.reward_env
 
     @property
-    def reward_seconds(self) -> float:
+    def reward_limit_seconds(self) -> float:
         return self.reward_timeout_seconds
 
     def notices(self, stage: StageContext) -> Iterator[str]:
-        """Yield notices about settings that Cosmos-RL accepts silently."""
         if self.variant == "dapo" and self.bypass_reward and stage.kind.trains_model:
             yield "train.train_policy.variant = 'dapo' drops no group here, because every reward is 0"
         temperature = stage.recipe.rollout.sampling_config.temperature
@@ -194,53 +192,53 @@ class RlConfig(AlgorithmConfig):
         """Set the reward function `reasoning_gym` for generated rows unless the recipe sets another."""
         if not isinstance(values, dict) or "reward_function" in values:
             return values
-        datasets, reward = values.get("datasets") or (), {"reward_function": GENERATED_REWARD}
+        datasets, reward = values.get("datasets") or (), {"reward_function": REASONING_GYM_REWARD}
         if not isinstance(datasets, list | tuple):
             return values
         if all(_is_generated_dataset(each) for each in datasets or (values.get("dataset"),)):
             values = values | reward
         if any(map(_is_generated_dataset, datasets)):
-            has_reward = [isinstance(each, dict) and _is_generated_dataset(each) for each in datasets]
-            pairs = zip(datasets, has_reward, strict=True)
+            is_generated = [isinstance(each, dict) and _is_generated_dataset(each) for each in datasets]
+            pairs = zip(datasets, is_generated, strict=True)
             values = values | {"datasets": [reward | each if has_default else each for each, has_default in pairs]}
         return values
 
     @model_validator(mode="after")
-    def _resolve_rewards(self) -> Self:
+    def _apply_bypass_reward(self) -> Self:
         if not self.reward_function and not self.bypass_reward:
             raise ValueError("reward_function is empty; name at least one reward")
         if self.uncentralized_training and self.variant != "grpo":
             raise ValueError(f"uncentralized_training needs variant = 'grpo', not {self.variant!r}")
-        return self.without_rewards() if self.bypass_reward else self
+        return self.with_bypassed_rewards() if self.bypass_reward else self
 
-    def without_rewards(self) -> Self:
-        """Return a copy with `bypass_reward` and without the default of `reward_function`, which validation would use
-        in a process that reads the recipe again."""
+    def with_bypassed_rewards(self) -> Self:
+        """Return a copy with `bypass_reward`, whose `reward_function` is empty unless the user has set it: the default
+        would count as set by the user in a process that reads the resolved recipe, and validation would use it."""
         is_default = "reward_function" not in self.model_fields_set
         return self.derive(bypass_reward=True, reward_function={} if is_default else self.reward_function)
 
     @field_validator("dataloader_batch_size")
     @classmethod
-    def _clamp_batch_size(cls, size: int) -> int:
+    def _clamp_dataloader_batch_size(cls, size: int) -> int:
         return max(0, size)
 
     @model_validator(mode="before")
     @classmethod
     def _warn_outdated_steps(cls, values: Any, info: ValidationInfo) -> Any:
         if isinstance(values, dict) and values.get("on_policy") is True and values.get("allowed_outdated_steps"):
-            warn(info, f"train.train_policy.allowed_outdated_steps = {values['allowed_outdated_steps']}: 0, because "
-                f"on_policy is set")  # fmt: skip
+            key, steps = "train.train_policy.allowed_outdated_steps", values["allowed_outdated_steps"]
+            add_notice(info, f"{key} = {steps}: 0, because on_policy is set")
         return values
 
     @field_validator("allowed_outdated_steps")
     @classmethod
-    def _reset_outdated_steps(cls, steps: int, info: ValidationInfo) -> int:
-        return 0 if info.data.get("on_policy") else steps
+    def _forbid_outdated_steps_on_policy(cls, num_steps: int, info: ValidationInfo) -> int:
+        return 0 if info.data.get("on_policy") else num_steps
 
     @field_validator("outdated_rollout_fetch_batch_size")
     @classmethod
-    def _default_fetch_size(cls, prompts: int, info: ValidationInfo) -> int:
-        return DAPO_FETCH if info.data.get("variant") == "dapo" and prompts <= 0 else prompts
+    def _default_fetch_size(cls, num_prompts: int, info: ValidationInfo) -> int:
+        return _DAPO_MAX_EXTRA_PROMPTS if info.data.get("variant") == "dapo" and num_prompts <= 0 else num_prompts
 
     @field_validator("max_inflight_steps")
     @classmethod
@@ -248,5 +246,6 @@ class RlConfig(AlgorithmConfig):
         min_steps = info.data.get("allowed_outdated_steps", 0) + 1
         if steps is None or steps >= min_steps:
             return steps
-        warn(info, f"train.train_policy.max_inflight_steps = {steps}: {min_steps}, which is allowed_outdated_steps + 1")
+        key = "train.train_policy.max_inflight_steps"
+        add_notice(info, f"{key} = {steps}: {min_steps}, which is allowed_outdated_steps + 1")
         return int(min_steps)

@@ -5,25 +5,24 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresEnabledField, UnitMark, accepts_registered
+from cosmos_core.config.schema.marks import EnabledBy, ReferenceKind, ResultNeutral, UnitMark, known_classes
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
-from cosmos_core.config.schema.table import StageContext, Table, warn
+from cosmos_core.config.schema.table import StageContext, Table, add_notice
 from cosmos_core.config.schema.value_types import (
-    Completions,
+    CompletionCount,
     Fraction,
     NameOrImportPath,
     NonNegativeFloat,
-    Nucleus,
     PositiveFloat,
     PositiveInt,
-    Tokens,
+    TokenCount,
     TopK,
+    TopP,
 )
 
 VLLM_TEMPERATURES = (0.01, 2.0)
-"""Range of temperatures at which vLLM samples: below it vLLM silently samples at 0.01, above it vLLM raises an
-error."""
+"""Range of temperatures at which vLLM samples: it silently raises a lower temperature and refuses a higher one."""
 _VLLM_MESH_KEYS = {"n_init_replicas", "tp_size", "pp_size", "dp_shard_size"}
 
 
@@ -32,7 +31,7 @@ class SamplingConfig(Table):
 
     temperature: NonNegativeFloat = 1.0
     """Softmax temperature; 0: greedy. Should equal `train.train_policy.temperature`."""
-    top_p: Nucleus = 1.0
+    top_p: TopP = 1.0
     """Probability mass of nucleus sampling; below 1 tokens are sampled from another distribution than the policy's, and
     the loss corrects this by importance weights (`cosmos_core/algorithms/correction.py`)."""
     top_k: TopK = -1
@@ -55,7 +54,7 @@ class RolloutConfig(Table):
 
     parallelism: RolloutParallelismConfig = RolloutParallelismConfig()
     """Device mesh of one engine."""
-    backend: Annotated[NameOrImportPath, accepts_registered("cosmos_core.rollout", "Engine"), NamedThing.CODE] = "vllm"
+    backend: Annotated[NameOrImportPath, known_classes("cosmos_core.rollout", "Engine"), ReferenceKind.CODE] = "vllm"
     """Engine that generates completions: `vllm`, also for Cosmos-RL's `trtllm` and `vllm_async`; `hf`, a sampling loop
     on the trainer's modules, which also replaces a vLLM that cannot be imported, with a warning; `flow_sampler`, the
     denoiser of the trainer, for every diffusion model and Cosmos-RL's `diffusion_nft_rollout`; or a user class
@@ -64,12 +63,12 @@ class RolloutConfig(Table):
     """Rule for the number of prompts that an engine in a separate process generates for at a time: `batch_size`, or
     with `async` `async_config.max_concurrent_requests`. An engine in the trainer's processes always has
     `batch_size`."""
-    max_response_length: Tokens = 2048
+    max_response_length: TokenCount = 2048
     """Maximum number of tokens of a completion. A completion is shorter if its prompt leaves fewer tokens of
     `policy.model_max_length`; a prompt that leaves none is skipped."""
-    n_generation: Completions = 16
+    n_generation: CompletionCount = 16
     """Number of completions per prompt: the group size."""
-    n_generation_mini_batch: Completions | None = None
+    n_generation_mini_batch: CompletionCount | None = None
     """Maximum number of completions of one prompt that are generated at once, which bounds memory and changes no token;
     None: all. vLLM generates `batch_size` times as many sequences at a time."""
     batch_size: Annotated[PositiveInt, UnitMark("prompts")] = 1
@@ -82,19 +81,19 @@ class RolloutConfig(Table):
     """Seed of sampling; None: `train.seed`."""
     sampling_config: SamplingConfig = SamplingConfig()
     """How tokens are sampled in training."""
-    enforce_eager: Annotated[bool, NoResult] = False
+    enforce_eager: Annotated[bool, ResultNeutral] = False
     """Run vLLM without CUDA graphs, which saves their memory and the time to capture them (Cosmos-RL: true by default);
     no effect on CPU."""
-    gpu_memory_utilization: Annotated[Fraction, Field(gt=0), NoResult] = 0.8
+    gpu_memory_utilization: Annotated[Fraction, Field(gt=0), ResultNeutral] = 0.8
     """Fraction of a GPU's memory that vLLM may use; no effect on CPU."""
-    probe_interval: Annotated[PositiveInt, UnitMark("train steps"), NoResult] = 50
+    probe_interval: Annotated[PositiveInt, UnitMark("train steps"), ResultNeutral] = 50
     """Number of train steps between two comparisons of the log-probabilities of engine and trainer. They are also
     compared when an engine receives its first weights, and at its first load after each level of sleep; a difference
     beyond rounding ends the stage."""
-    stop_on_alarm: Annotated[bool, NoResult] = False
+    stop_on_alarm: Annotated[bool, ResultNeutral] = False
     """End the stage if the completions of a step show that an engine does not compute the same as the trainer
     (`watch/alarm`); its next attempt restarts the engines, from the last checkpoint."""
-    engine_timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds"), NoResult] = 600.0
+    engine_timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds"), ResultNeutral] = 600.0
     """Time without a forward pass, while there are prompts, after which an engine in a separate process is killed and
     restarted; other engines take over its prompts."""
     multi_turn_config: MultiTurnRolloutConfig = MultiTurnRolloutConfig()
@@ -106,24 +105,24 @@ class RolloutConfig(Table):
     completions continue with the new weights. `inference`: all buckets are received while the engine generates, then
     loaded between two passes. `generation`: as `inference`, but loaded after all completions in flight have ended, so
     that each completion is sampled from one version of the weights."""
-    weight_transfer: Annotated[Literal["host", "native"], NoResult] = "host"
+    weight_transfer: Annotated[Literal["host", "native"], ResultNeutral] = "host"
     """How weights reach engines in separate processes. `host`: through host memory. `native`: by vLLM's own weight
     transfer, which is an NCCL broadcast with `mode = "disaggregated"` and CUDA IPC with `colocated_separated`; it has
     never run on a GPU. A load that fails, and one to engines that cannot do it (on CPU, without NCCL, of another
     backend), continues through host memory, with a line in the log."""
     prefetch_rollout: bool = False
     """Prefetch the next prompts during generation."""
-    prefetch_queue_maxsize: Annotated[PositiveInt, UnitMark("batches"), RequiresEnabledField("prefetch_rollout")] = 2
+    prefetch_queue_maxsize: Annotated[PositiveInt, UnitMark("batches"), EnabledBy("prefetch_rollout")] = 2
     """Maximum number of prefetched batches of prompts."""
 
     @property
-    def groups_in_flight(self) -> int:
+    def max_prompts_in_flight(self) -> int:
         """Return the number of prompts that an engine in a separate process generates for at a time."""
         return self.async_config.max_concurrent_requests if self.mode == "async" else self.batch_size
 
     @property
-    def native_obstacles(self) -> list[str]:
-        """Return the settings that prevent weight transfer with `weight_transfer = "native"`."""
+    def native_transfer_obstacles(self) -> list[str]:
+        """Return the settings, as text, with which `weight_transfer = "native"` has no effect."""
         obstacle_by_setting = {
             f"backend = {self.backend!r}": self.backend != "vllm",
             f"quantization = {self.quantization!r}": self.quantization == "mxfp4",
@@ -132,7 +131,7 @@ class RolloutConfig(Table):
         return [f"rollout.{setting}" for setting, is_obstacle in obstacle_by_setting.items() if is_obstacle]
 
     def _engine_notices(self, stage: StageContext) -> Iterator[str]:
-        """Yield notices about settings of engines in separate processes if there are no such engines."""
+        """Yield notices about settings of engines in separate processes if the recipe has no such engines."""
         if stage.kind.feed != "rollouts" or stage.recipe.mode != "colocated":
             return
         keys = [f"rollout.{name}" for name in ("mode", "async_r2r_sync", "weight_transfer") if self.is_set(name)]
@@ -148,7 +147,7 @@ class RolloutConfig(Table):
         """Yield notices about native weight transfer to engines in separate processes."""
         if self.weight_transfer == "host" or stage.kind.feed != "rollouts" or stage.recipe.mode == "colocated":
             return
-        obstacles = [*self.native_obstacles, *(["policy.lora"] if stage.recipe.policy.lora is not None else [])]
+        obstacles = self.native_transfer_obstacles + ["policy.lora"] * (stage.recipe.policy.lora is not None)
         if obstacles:
             yield (
                 f"rollout.weight_transfer = 'native' has no effect with {obstacles[0]}: weights travel through host "
@@ -164,7 +163,7 @@ class RolloutConfig(Table):
         yield from self._temperature_errors(stage)
         train_config = stage.recipe.train
         if stage.kind.feed == "rollouts":
-            if self.n_generation < 2 and train_config.train_policy.compares_in_group:
+            if self.n_generation < 2 and train_config.train_policy.has_group_relative_advantages:
                 yield "rollout.n_generation = 1: advantages compare completions of one group; make it at least 2"
             elif self.n_generation < 2 and train_config.train_policy.dynamic_sampling is not None:
                 yield "rollout.n_generation = 1: variant = 'dapo' trains on groups that differ; make it at least 2"
@@ -175,8 +174,13 @@ class RolloutConfig(Table):
                     f"{self.n_generation}"
                 )
             yield from self._greedy_sampling_errors(stage)
-        if stage.kind.feed == "rollouts" and stage.recipe.mode != "colocated":
-            yield from self._disaggregated_errors(stage)
+        has_separate_engines = stage.kind.feed == "rollouts" and stage.recipe.mode != "colocated"
+        if has_separate_engines and train_config.ema_enable and stage.recipe.validation.enable:
+            yield (
+                f"mode = {stage.recipe.mode!r}: validation measures the moving average of train.ema_enable, whose "
+                f"weights would reach completions in flight; set validation.enable = false and add a stage of kind "
+                f"\"validate\", or take mode = 'colocated'"
+            )
         if self.quantization != "none" and self.backend != "vllm":
             yield (
                 f"rollout.quantization = {self.quantization!r}: backend {self.backend!r} computes with the trainer's "
@@ -200,7 +204,7 @@ class RolloutConfig(Table):
         has_endpoint = stage.kind.table == "sample" and bool(stage.recipe.sample.endpoint)
         if stage.kind.completes_prompts and not has_endpoint:
             temperatures["rollout.sampling_config.temperature"] = self.sampling_config.temperature
-        if stage.measures_held_out and stage.recipe.completes_held_out:
+        if stage.measures_held_out_rows and stage.recipe.completes_held_out_rows:
             temperatures["validation.temperature"] = stage.recipe.validation.temperature
         min_temperature, max_temperature = VLLM_TEMPERATURES
         for key, temperature in temperatures.items():
@@ -210,21 +214,10 @@ class RolloutConfig(Table):
                     f"for greedy; or set rollout.backend = 'hf'"
                 )
 
-    def _disaggregated_errors(self, stage: StageContext) -> Iterator[str]:
-        """Yield errors for settings that engines in separate processes do not support."""
-        mode_text, train_config = f"mode = {stage.recipe.mode!r}", stage.recipe.train
-        if train_config.ema_enable and stage.recipe.validation.enable:
-            yield (
-                f"{mode_text}: validation measures the moving average of train.ema_enable, whose weights would reach "
-                f'completions in flight; set validation.enable = false and add a stage of kind "validate", or take '
-                f"mode = 'colocated'"
-            )
-
     def _greedy_sampling_errors(self, stage: StageContext) -> Iterator[str]:
-        """Yield errors for sampling settings with which all completions of a prompt are equal, which gives no learning
-        signal."""
+        """Yield errors for sampling settings with which all completions of a prompt are equal (nothing is learned)."""
         sampling = self.sampling_config
-        if stage.recipe.policy.is_diffusers or not stage.recipe.train.train_policy.compares_in_group:
+        if stage.recipe.policy.is_diffusers or not stage.recipe.train.train_policy.has_group_relative_advantages:
             return
         for name, value, greedy_value in (("temperature", sampling.temperature, 0.0), ("top_k", sampling.top_k, 1)):
             if value == greedy_value:
@@ -234,8 +227,6 @@ class RolloutConfig(Table):
                 )
 
     def notices(self, stage: StageContext) -> Iterator[str]:
-        """Yield notices about rollout settings, such as sampling settings with which completions are not sampled from
-        the policy."""
         yield from self._engine_notices(stage)
         yield from self._native_transfer_notices(stage)
         model_max_length = stage.recipe.policy.model_max_length
@@ -263,7 +254,7 @@ class RolloutConfig(Table):
 
     @property
     def checks_generation_config(self) -> bool:
-        """Return whether the engine refuses a model whose generation_config.json transformers would not save."""
+        """Return whether the engine refuses a model with a generation_config.json that transformers refuses to save."""
         return self.backend == "vllm"
 
     @field_validator("backend")
@@ -273,7 +264,7 @@ class RolloutConfig(Table):
             return "flow_sampler"
         if name not in {"vllm_async", "trtllm"}:
             return name
-        warn(info, f"rollout.backend = {name!r}: 'vllm', which generates instead")
+        add_notice(info, f"rollout.backend = {name!r}: 'vllm', which generates instead")
         return "vllm"
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cosmos_core.config.schema.marks import NoResult, RequiresEnabledField
+from cosmos_core.config.schema.marks import EnabledBy, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table, check_order
 from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -42,20 +42,19 @@ class SampleStageConfig(Table):
     pairs: Literal["", "best-worst"] = ""
     """Format of the rows. Empty: a conversation for SFT. `best-worst`: a pair for DPO, of the best completion that
     passes `keep` and the worst completion of the same prompt."""
-    min_margin: Annotated[NonNegativeFloat, RequiresEnabledField("pairs")] = 0.0
+    min_margin: Annotated[NonNegativeFloat, EnabledBy("pairs")] = 0.0
     """With `pairs`: difference of rewards that the two completions of a pair must exceed."""
     endpoint: Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")] = ""
     """URL of an OpenAI-compatible server that completes the prompts, such as `http://host:8000/v1`; the model of the
     stage then only supplies the tokenizer. Empty: the model of the stage completes them."""
     endpoint_model: str = ""
     """With `endpoint`: name of the model on that server."""
-    endpoint_key_env: Annotated[str, RequiresEnabledField("endpoint"), NoResult] = "OPENAI_API_KEY"
+    endpoint_key_env: Annotated[str, EnabledBy("endpoint"), ResultNeutral] = "OPENAI_API_KEY"
     """With `endpoint`: environment variable that holds the key of the server, if it needs one."""
-    endpoint_requests: Annotated[PositiveInt, RequiresEnabledField("endpoint"), NoResult] = 32
+    endpoint_requests: Annotated[PositiveInt, EnabledBy("endpoint"), ResultNeutral] = 32
     """With `endpoint`: maximum number of requests at a time."""
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
-        """Yield errors for recipes that a stage of kind `sample` does not support."""
         policy = stage.recipe.train.train_policy
         if stage.kind.table != "sample":
             return
@@ -73,7 +72,6 @@ class SampleStageConfig(Table):
             )
 
     def notices(self, stage: StageContext) -> Iterator[str]:
-        """Yield notices about settings that have no effect."""
         recipe = stage.recipe
         num_completions = recipe.rollout.batch_size * recipe.rollout.n_generation * recipe.policy.parallelism.world_size
         has_endpoint_requests = self.endpoint and self.is_set("endpoint_requests")

@@ -5,10 +5,10 @@ from typing import Annotated, Literal, Self
 from pydantic import model_validator
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
-from cosmos_core.config.schema.marks import RequiresEnabledField, UnitMark
-from cosmos_core.config.schema.value_types import PositiveInt, Tokens
+from cosmos_core.config.schema.marks import EnabledBy, UnitMark
+from cosmos_core.config.schema.value_types import PositiveInt, TokenCount
 
-_IfBalanced = RequiresEnabledField("enable_dp_load_balancing")
+_RequiresLoadBalancing = EnabledBy("enable_dp_load_balancing")
 
 
 class SupervisedConfig(AlgorithmConfig):
@@ -29,15 +29,15 @@ class SupervisedConfig(AlgorithmConfig):
     enable_dp_load_balancing: bool = False
     """Fill micro-batches up to a number of tokens rather than of rows; `train_batch_per_replica` and
     `dataloader_drop_last` then have no effect."""
-    load_balanced_pool_size: Annotated[PositiveInt, UnitMark("rows"), _IfBalanced] = 32
+    load_balanced_pool_size: Annotated[PositiveInt, UnitMark("rows"), _RequiresLoadBalancing] = 32
     """Number of waiting rows among which the next row of a micro-batch is selected."""
-    load_balanced_max_tokens_for_batch: Annotated[Tokens | None, _IfBalanced] = None
+    load_balanced_max_tokens_for_batch: Annotated[TokenCount | None, _RequiresLoadBalancing] = None
     """Maximum number of tokens of a micro-batch, including padding unless `sequence_packing`; a longer row forms its
     own micro-batch. None: `mini_batch` x `policy.model_max_length`."""
-    load_balanced_batching_strategy: Annotated[str, _IfBalanced] = "prefer_closest"
+    load_balanced_batching_strategy: Annotated[str, _RequiresLoadBalancing] = "prefer_closest"
     """Rule that selects the next row of a micro-batch among rows of equal cost: `prefer_first` takes the row that has
     waited longest, `prefer_closest` the row nearest in length to the longest row of the micro-batch."""
-    load_balanced_batches_per_optimizer_step: Annotated[int, UnitMark("micro-batches"), _IfBalanced] = 1
+    load_balanced_batches_per_optimizer_step: Annotated[int, UnitMark("micro-batches"), _RequiresLoadBalancing] = 1
     """Number of micro-batches of one optimizer step, all ranks together; the last step of an epoch may have fewer."""
 
     @property
@@ -50,7 +50,7 @@ class SupervisedConfig(AlgorithmConfig):
     @model_validator(mode="after")
     def _refuse_repeated_columns(self) -> Self:
         prompt_column = getattr(self, "prompt_column_name", "")
-        # A resolved recipe sets every key, so only another value than the default counts as set by the user.
+        # A resolved recipe sets every key, so a value counts as set by the user only if it is not the default.
         default_column = type(self).model_fields["conversation_column_name"].default
         if prompt_column and self.conversation_column_name != default_column:
             raise ValueError(

@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.schema.marks import NoResult
-from cosmos_core.config.schema.table import Table, flat_keys
-from cosmos_core.config.schema.value_types import Names, PositiveInt
+from cosmos_core.config.schema.marks import ResultNeutral
+from cosmos_core.config.schema.table import Table, flatten_nonempty_tables
+from cosmos_core.config.schema.value_types import PositiveInt, StringOrList
 
 _MAX_BRANCHES = 256
 
@@ -14,10 +14,10 @@ _MAX_BRANCHES = 256
 class SweepBranch(Table):
     """`[[pipeline.stages.sweep.branches]]`: one branch of a sweep."""
 
-    stages: Annotated[Names, Field(min_length=1)]
+    stages: Annotated[StringOrList, Field(min_length=1)]
     """Stages of the branch, in order: the branch is judged by the metrics of all its stages, and its model is that of
     the last stage which makes one."""
-    settings: Annotated[dict[str, Any], NoResult] = {}
+    settings: Annotated[dict[str, Any], ResultNeutral] = {}
     """Values of the grid in this branch; set automatically."""
 
 
@@ -32,9 +32,9 @@ class SweepConfig(Table):
     reports it."""
     mode: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value is the best; among equal values the first branch wins."""
-    through: Names = ()
+    through: StringOrList = ()
     """Later stages that each branch also has, with all stages in between, such as a `validate` stage."""
-    max_parallel: Annotated[PositiveInt | None, NoResult] = None
+    max_parallel: Annotated[PositiveInt | None, ResultNeutral] = None
     """Maximum number of branch stages that run concurrently; None: one, or with a `work_pool` the limit of the pool."""
     branches: Annotated[tuple[SweepBranch, ...], Field(strict=False)] = ()
     """Kind select: the branches to choose from; empty: each stage in its `after` is a branch. Set automatically for a
@@ -43,7 +43,7 @@ class SweepConfig(Table):
     @field_validator("grid")
     @classmethod
     def _flatten_grid(cls, grid: dict[str, Any]) -> dict[str, Any]:
-        flat_grid = flat_keys(grid)
+        flat_grid = flatten_nonempty_tables(grid)
         num_combinations = 1
         for key, values in flat_grid.items():
             if not isinstance(values, list) or not values:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationInfo
 from pydantic.fields import FieldInfo
 
-from cosmos_core.config.schema.declared import field_of
+from cosmos_core.config.schema.declared import field_definition
 from cosmos_core.config.schema.marks import (
     AffectsResult,
+    EnabledBy,
     IntroducedIn,
-    NamedThing,
-    RequiresEnabledField,
-    Status,
+    KeyStatus,
+    ReferenceKind,
     StatusName,
     find_mark,
 )
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 
 _STATUS_NOTES: dict[str, Any] = tomllib.loads(files("cosmos_core.config").joinpath("status.toml").read_text("utf-8"))
-_UNUSED_KEYS: dict[str, Any] = tomllib.loads(files(__package__).joinpath("unused.toml").read_text("utf-8"))
+_UNUSED_KEY_DECLARATIONS: dict[str, Any] = tomllib.loads(files(__package__).joinpath("unused.toml").read_text("utf-8"))
 
 
 def _notes_by_key(section_name: str) -> dict[tuple[str, str], str]:
-    """Return the notes in the section `section_name` of `status.toml`, each by the name of a table's class and a key of
-    the table; the key "*" stands for all keys of the table."""
+    """Return the notes in the section `section_name` of `status.toml` by class name of a table and key of the table;
+    the key "*" stands for all keys of the table."""
     return {
         (table, name): note
         for note, tables in _STATUS_NOTES.get(section_name, {}).items()
-        for table in tables
-        for name in tables[table].split()
+        for table, names in tables.items()
+        for name in names.split()
     }
 
 
 _STATUS_MARKS: dict[tuple[str, str], Any] = {
-    at: Status(kind, note) for kind in get_args(StatusName)[1:] for at, note in _notes_by_key(kind).items()
+    key: KeyStatus(name, note) for name in get_args(StatusName)[1:] for key, note in _notes_by_key(name).items()
 }
 _GENERATION_MARKS: dict[tuple[str, str], Any] = {at: IntroducedIn(note) for at, note in _notes_by_key("since").items()}  # type: ignore[arg-type]
 
@@ -57,27 +57,27 @@ class StageContext:
     kind: StageKind
 
     @property
-    def measures_held_out(self) -> bool:
+    def measures_held_out_rows(self) -> bool:
         """Return whether the stage measures a model on held-out rows."""
         return self.kind.makes == "metrics" or (self.kind.trains_model and self.recipe.validation.enable)
 
 
 class Table(BaseModel):
-    """One TOML table: unknown keys refused, values immutable, types not coerced."""
+    """TOML table as a pydantic model that refuses unknown keys, does not coerce types, and is immutable."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True, defer_build=True
     )
 
-    switch: ClassVar[str] = ""
-    """Field that enables the whole table; while it is off the other fields have no effect. Empty: always enabled."""
+    enabling_field: ClassVar[str] = ""
+    """Name of the field that enables the table; while it is off, other fields have no effect. Empty: always enabled."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Add the keys that `unused.toml` declares for the table, after its other keys."""
         super().__init_subclass__(**kwargs)
         annotations = inspect.get_annotations(cls)
-        for name, attributes in _UNUSED_KEYS.get(cls.__name__, {}).items():
-            annotations[name], default = field_of(attributes)
+        for name, attributes in _UNUSED_KEY_DECLARATIONS.get(cls.__name__, {}).items():
+            annotations[name], default = field_definition(attributes)
             setattr(cls, name, default)
         cls.__annotations__ = annotations
 
@@ -102,7 +102,7 @@ class Table(BaseModel):
     def is_set(self, name: str) -> bool:
         """Return True if a field was set to another value than its default."""
         value, default = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
-        # A field whose default is None takes its value from another table if it is None; False then means the same.
+        # A default of None may have been replaced by False of another table, so that False does not count as set.
         return name in self.model_fields_set and value != default and not (default is None and value is False)
 
     def derive(self, **values: Any) -> Self:
@@ -112,19 +112,19 @@ class Table(BaseModel):
 
 
 TableT = TypeVar("TableT", bound=Table)
-_USED_STATUS = Status("used")
+_USED_STATUS = KeyStatus("used")
 
 
-def status(field: FieldInfo) -> Status:
+def support_status(field: FieldInfo) -> KeyStatus:
     """Return the support status of a field in this version."""
-    status_mark: Status | None = find_mark(field, Status)
+    status_mark: KeyStatus | None = find_mark(field, KeyStatus)
     return status_mark or _USED_STATUS
 
 
 def affects_result(field: FieldInfo) -> bool:
     """Return whether a field enters the fingerprint of the stages that read it."""
     effect_mark = find_mark(field, AffectsResult)
-    return status(field) == _USED_STATUS and (effect_mark is None or effect_mark.value)
+    return support_status(field) == _USED_STATUS and (effect_mark is None or effect_mark.value)
 
 
 def is_table(annotation: Any) -> bool:
@@ -149,38 +149,38 @@ def all_fields(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type
 
 def active_tables(table: Table) -> Iterator[Table]:
     """Yield the table and every nested table that has an effect with the present values."""
-    if table.switch and not getattr(table, table.switch):
+    if table.enabling_field and not getattr(table, table.enabling_field):
         return
     yield table
     for _, field, value in _iterate_active_fields(table):
-        if isinstance(value, Table) and status(field) == _USED_STATUS:
+        if isinstance(value, Table) and support_status(field) == _USED_STATUS:
             yield from active_tables(value)
 
 
 def _iterate_active_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yield (name, field, value) of each field that neither the table's switch nor the field's own switch disables."""
-    is_enabled = not table.switch or getattr(table, table.switch)
+    """Yield (name, field, value) of each field that is not disabled by the enabling field of the table or of itself."""
+    is_enabled = not table.enabling_field or getattr(table, table.enabling_field)
     for name, field in type(table).model_fields.items():
-        mark: RequiresEnabledField | None = find_mark(field, RequiresEnabledField)
-        if (mark is None or getattr(table, mark.switch)) and (is_enabled or name == table.switch):
+        mark: EnabledBy | None = find_mark(field, EnabledBy)
+        if (mark is None or getattr(table, mark.enabling_field)) and (is_enabled or name == table.enabling_field):
             yield name, field, getattr(table, name)
 
 
-def unused_settings(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield (dotted path, value, name of the switch) of every key that was set but has no effect, because its switch,
-    the key that enables it, is off."""
-    if table.switch and not getattr(table, table.switch):
-        yield from ((key, value, table.switch) for key, value in _changed_settings(table, prefix))
+def disabled_settings(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yield (dotted path, value, name of the enabling field) of every key that was set but has no effect, because the
+    field that enables it is off."""
+    if table.enabling_field and not getattr(table, table.enabling_field):
+        yield from ((key, value, table.enabling_field) for key, value in _changed_settings(table, prefix))
         return
     for name, field in type(table).model_fields.items():
-        value, enabling_mark = getattr(table, name), find_mark(field, RequiresEnabledField)
-        if not enabling_mark or getattr(table, enabling_mark.switch):
-            yield from unused_settings(value, f"{prefix}{name}.") if isinstance(value, Table) else ()
+        value, enabled_by = getattr(table, name), find_mark(field, EnabledBy)
+        if not enabled_by or getattr(table, enabled_by.enabling_field):
+            yield from disabled_settings(value, f"{prefix}{name}.") if isinstance(value, Table) else ()
         elif isinstance(value, Table):
             changes = _changed_settings(value, f"{prefix}{name}.") if name in table.model_fields_set else ()
-            yield from ((key, item, enabling_mark.switch) for key, item in changes)
+            yield from ((key, item, enabled_by.enabling_field) for key, item in changes)
         elif table.is_set(name):
-            yield f"{prefix}{name}", value, enabling_mark.switch
+            yield f"{prefix}{name}", value, enabled_by.enabling_field
 
 
 def _changed_settings(table: Table, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -195,11 +195,11 @@ def _changed_settings(table: Table, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def active_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
     """Yield every key that has an effect with the present values, as (dotted path, field, value, whether it was set and
-    differs from its default). The keys of a table that a rule has copied from another table do not count as set."""
+    differs from its default). Keys of a table that validation copied from another table do not count as set."""
     for name, field, value in _iterate_active_fields(table):
-        if isinstance(value, Table) and status(field) == _USED_STATUS:
-            for key, inner_field, inner_value, is_set in active_fields(value, f"{prefix}{name}."):
-                yield key, inner_field, inner_value, is_set and name in table.model_fields_set
+        if isinstance(value, Table) and support_status(field) == _USED_STATUS:
+            for key, nested_field, item, is_set in active_fields(value, f"{prefix}{name}."):
+                yield key, nested_field, item, is_set and name in table.model_fields_set
         elif _are_tables(value):
             for i, subtable in enumerate(value):
                 yield from active_fields(subtable, f"{prefix}{name}.{i}.")
@@ -219,7 +219,7 @@ def result_values(table: Table) -> dict[str, Any]:
         omits_empty = getattr(find_mark(field, AffectsResult), "omits_empty", False)
         if not affects_result(field) or (not value and omits_empty):
             continue
-        if omits_empty and _are_tables(value):  # grouped by key, because a stage kind may read only some keys
+        if omits_empty and _are_tables(value):  # lists by key, because a stage kind may read only some of the keys
             rows = [result_values(subtable) for subtable in value]
             keys = dict.fromkeys(key for row in rows for key in row)
             values[name] = {key: [row.get(key) for row in rows] for key in keys}
@@ -230,44 +230,41 @@ def result_values(table: Table) -> dict[str, Any]:
     return values
 
 
-def convert_named_things(table: TableT, convert: Callable[[NamedThing, str], str]) -> TableT:
-    """Return a table, nested tables included, with the values of fields marked `NamedThing` replaced by `convert`."""
+def convert_references(table: TableT, convert_reference: Callable[[ReferenceKind, str], str]) -> TableT:
+    """Return a table with the values of its fields marked `ReferenceKind` converted, nested tables included."""
     converted_values: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
-        value, named_thing = getattr(table, name), find_mark(field, NamedThing)
+        value, reference_kind = getattr(table, name), find_mark(field, ReferenceKind)
         if isinstance(value, Table):
-            converted_values[name] = convert_named_things(value, convert)
+            converted_values[name] = convert_references(value, convert_reference)
         elif _are_tables(value):
-            converted_values[name] = tuple(convert_named_things(subtable, convert) for subtable in value)
-        elif named_thing and isinstance(value, str):
-            converted_values[name] = convert(named_thing, value)
-        elif named_thing and isinstance(value, tuple):
-            converted_values[name] = tuple(convert(named_thing, item) for item in value)
-        elif named_thing and isinstance(value, dict):
-            converted_values[name] = {convert(named_thing, key): item for key, item in value.items()}
+            converted_values[name] = tuple(convert_references(each, convert_reference) for each in value)
+        elif reference_kind and isinstance(value, str):
+            converted_values[name] = convert_reference(reference_kind, value)
+        elif reference_kind and isinstance(value, tuple):
+            converted_values[name] = tuple(convert_reference(reference_kind, item) for item in value)
+        elif reference_kind and isinstance(value, dict):
+            converted_values[name] = {convert_reference(reference_kind, key): item for key, item in value.items()}
     return table.derive(**converted_values) if converted_values else table
 
 
-def flat_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_nonempty_tables(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested tables as one flat dict with dotted keys; empty tables are left out."""
-    flattened: dict[str, Any] = {}
+    flat_values: dict[str, Any] = {}
     for key, value in values.items():
-        flattened |= flat_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flattened
+        is_nested = isinstance(value, Mapping)
+        flat_values |= flatten_nonempty_tables(value, f"{prefix}{key}.") if is_nested else {prefix + key: value}
+    return flat_values
 
 
-def check_order(table: Table, low: str, high: str) -> None:
-    """Refuse a table whose field `low` is above its field `high`.
-
-    Raises:
-        ValueError: `low` is above `high`.
-    """
-    low_value, high_value = getattr(table, low), getattr(table, high)
-    if low_value > high_value:
-        raise ValueError(f"{low} = {low_value} must not be above {high} = {high_value}")
+def check_order(table: Table, low_name: str, high_name: str) -> None:
+    """Raise `ValueError` if the field `low_name` of a table is above its field `high_name`."""
+    low, high = getattr(table, low_name), getattr(table, high_name)
+    if low > high:
+        raise ValueError(f"{low_name} = {low} must not be above {high_name} = {high}")
 
 
-def as_toml(value: object) -> str:
+def short_toml(value: object) -> str:
     """Return the text of a value for a message, in TOML notation, shortened to 60 characters."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -275,7 +272,7 @@ def as_toml(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def warn(info: ValidationInfo, text: str) -> None:
+def add_notice(info: ValidationInfo, text: str) -> None:
     """Record a notice to the user about an accepted value, which `load.parse` collects."""
     if info.context is not None:
         info.context["notices"].append(text)

@@ -1,5 +1,4 @@
-"""`[train]`: optimizer, learning rate schedule, batch size and precision. `[train.train_policy]` and `[train.ckpt]`
-have separate files."""
+"""`[train]`: optimizer, learning rate schedule, batch size and precision; its tables have separate files."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -7,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.algorithm import AlgorithmConfig, algorithm_of, kinds
+from cosmos_core.config.schema.algorithm import AlgorithmConfig, algorithm_of, policy_types
 from cosmos_core.config.schema.checkpoint import CheckpointConfig
 from cosmos_core.config.schema.ddrl import DdrlConfig
 from cosmos_core.config.schema.diffusion_nft import DiffusionNftConfig
@@ -17,11 +16,11 @@ from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.hooks import HooksConfig
 from cosmos_core.config.schema.kto import KtoConfig
-from cosmos_core.config.schema.marks import NamedThing, NoResult, RequiresEnabledField, SupportedValues, UnitMark
+from cosmos_core.config.schema.marks import EnabledBy, ReferenceKind, ResultNeutral, SupportedValues, UnitMark
 from cosmos_core.config.schema.precision import FP4Config, FP8Config
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.sft import SftConfig
-from cosmos_core.config.schema.table import StageContext, Table, as_toml, warn
+from cosmos_core.config.schema.table import StageContext, Table, add_notice, short_toml
 from cosmos_core.config.schema.value_types import (
     DType,
     Fraction,
@@ -29,16 +28,16 @@ from cosmos_core.config.schema.value_types import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Rows,
+    RowCount,
     StepCount,
-    Strings,
+    StringList,
 )
 
 DEFAULT_SEED = 42
 _BetaDecay = Annotated[float, Field(ge=0, lt=1)]
 _OptimizerImpl = Literal["fused", "foreach", "for-loop"]
-_UNSCALED = "this version does not scale losses, so gradients vanish; use 'bfloat16'"
-_UNCATCHABLE_SIGNALS = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # SIGCHLD arrives at the end of every child process
+_NO_LOSS_SCALING_ADVICE = "this version does not scale losses, so gradients vanish; use 'bfloat16'"
+_UNCATCHABLE_SIGNALS = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # SIGCHLD is sent at the end of every child process
 _GRPO_ONLY_KEYS = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
 
 AlgorithmTable = Annotated[
@@ -61,7 +60,7 @@ class TrainConfig(Table):
     """Number of passes over the training rows."""
     max_num_steps: StepCount | None = None
     """Maximum number of train steps, over which the learning rate schedule then extends; None: until the epochs end."""
-    train_batch_per_replica: Rows = 8
+    train_batch_per_replica: RowCount = 8
     """Number of rows per step: with SFT rows per optimizer step, all ranks together (Cosmos-RL: per data-parallel
     rank); with GRPO completions per train step."""
     sequence_packing: bool | None = None
@@ -90,25 +89,23 @@ class TrainConfig(Table):
     optm_warmup_steps: Annotated[int | float, UnitMark("train steps or fraction")] = 20
     """Length of the warm-up of the learning rate: a number of steps, or as a float up to 1.0 a fraction of all
     steps."""
-    optm_warmup_start_factor: Annotated[Fraction, RequiresEnabledField("optm_warmup_steps")] = 0.0
+    optm_warmup_start_factor: Annotated[Fraction, EnabledBy("optm_warmup_steps")] = 0.0
     """Factor of the learning rate at the start of the warm-up; the first step has one increment more, so that its
     factor is never 0."""
-    optm_decay_ratio: Annotated[Fraction | None, RequiresEnabledField("optm_decay_type")] = None
+    optm_decay_ratio: Annotated[Fraction | None, EnabledBy("optm_decay_type")] = None
     """Fraction of all steps in which the learning rate decays; None: all steps after the warm-up."""
     optm_decay_type: Literal["none", "linear", "cosine", "sqrt"] | None = None
     """Shape of the decay of the learning rate; None or `none`: constant learning rate."""
-    optm_min_lr_factor: Annotated[Fraction, RequiresEnabledField("optm_decay_type")] = 0.0
+    optm_min_lr_factor: Annotated[Fraction, EnabledBy("optm_decay_type")] = 0.0
     """Factor of the learning rate at the end of the decay."""
     optm_grad_norm_clip: float = 1.0
     """Maximum global gradient norm, to which gradients are clipped; 0 or less: the norm is only measured."""
     ema_enable: bool = False
     """Keep a moving average of the trained weights in float32, which is validated and exported."""
-    ema_decay: Annotated[Fraction, RequiresEnabledField("ema_enable")] = 0.9999
+    ema_decay: Annotated[Fraction, EnabledBy("ema_enable")] = 0.9999
     """Largest decay of the moving average; after n optimizer steps the decay is min((1 + n) / (10 + n),
     `ema_decay`)."""
-    ema_update_step_interval: Annotated[
-        NonNegativeInt, UnitMark("optimizer steps"), RequiresEnabledField("ema_enable")
-    ] = 0
+    ema_update_step_interval: Annotated[NonNegativeInt, UnitMark("optimizer steps"), EnabledBy("ema_enable")] = 0
     """Number of optimizer steps between two updates of the moving average, the first after N - 1, as in Flow-GRPO and
     DiffusionNFT; 0 and 1: every step."""
 
@@ -116,7 +113,7 @@ class TrainConfig(Table):
         DType, SupportedValues(("float32", "bfloat16"), "float16 cannot hold optimizer state; use 'float32'")
     ] = "float32"
     """Dtype of the weights and of the optimizer state."""
-    param_dtype: Annotated[DType, SupportedValues(("float32", "bfloat16"), _UNSCALED)] = "bfloat16"
+    param_dtype: Annotated[DType, SupportedValues(("float32", "bfloat16"), _NO_LOSS_SCALING_ADVICE)] = "bfloat16"
     """Dtype of the forward and backward pass, and of the export; an `export` stage whose recipe leaves it out has the
     dtype of the stage whose model it exports."""
     transfer_dtype: DType | None = None
@@ -167,31 +164,31 @@ class TrainConfig(Table):
     """When checkpoints are saved and where the model is published."""
     hooks: HooksConfig = HooksConfig()
     """User functions that are called at points of a training."""
-    resume: Annotated[bool | str, NoResult, NamedThing.PATH] = False
+    resume: Annotated[bool | str, ResultNeutral, ReferenceKind.PATH] = False
     """Checkpoint from which training starts: true for the newest checkpoint below `output_dir` of a run with the same
     settings and inputs, on any device mesh, or the path of a `.../step_N/policy` folder; false: none. `cosmos resume`
     continues a run itself."""
-    save_ckpt_at_exit: Annotated[bool, NoResult] = True
+    save_ckpt_at_exit: Annotated[bool, ResultNeutral] = True
     """Save a checkpoint when a signal requests a stop; False: stop without saving."""
-    signal_to_handle: Annotated[Strings, NoResult] = ("SIGUSR1",)
+    signal_to_handle: Annotated[StringList, ResultNeutral] = ("SIGUSR1",)
     """Signals that request saving and stopping, in addition to SIGTERM."""
-    output_dir: Annotated[str, NoResult] = "./outputs"
+    output_dir: Annotated[str, ResultNeutral] = "./outputs"
     """Folder of all runs; the run id is appended."""
-    timestamp: Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?$"), NoResult] = ""
+    timestamp: Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?$"), ResultNeutral] = ""
     """Id of the run; empty: the local time as YYYYmmddHHMMSS."""
 
     def refusals(self, stage: StageContext) -> Iterator[str]:
         if isinstance(self.optm_lr, tuple):
-            yield f"train.optm_lr = {as_toml(self.optm_lr)}: a model is one part here; give rates by module path"
+            yield f"train.optm_lr = {short_toml(self.optm_lr)}: a model is one part here; give rates by module path"
         if isinstance(self.optm_impl, tuple):
-            yield f"train.optm_impl = {as_toml(self.optm_impl)}: this version has one optimizer; give one name"
+            yield f"train.optm_impl = {short_toml(self.optm_impl)}: this version has one optimizer; give one name"
         if self.optm_name.endswith("8bit") and stage.recipe.policy.parallelism.world_size > 1:
             yield f"train.optm_name = {self.optm_name!r}: this version has 8-bit moments on one rank alone; use 'AdamW'"
         if self.optm_name == "Muon" and stage.recipe.policy.parallelism.world_size > 1:
             yield "train.optm_name = 'Muon' needs whole matrices, which this version has on one rank alone; use 'AdamW'"
         if self.master_dtype == "bfloat16" and self.param_dtype == "float32":
             yield "train.param_dtype = 'float32' is wider than train.master_dtype = 'bfloat16'; make them equal"
-        if not self.train_policy.completes_held_out and stage.recipe.validation.reward_function:
+        if not self.train_policy.completes_held_out_rows and stage.recipe.validation.reward_function:
             yield (
                 f"validation.reward_function: held-out rows are {self.train_policy.rows}, and nothing is generated; "
                 "leave it out"
@@ -210,36 +207,36 @@ class TrainConfig(Table):
     @field_validator("train_policy")
     @classmethod
     def _derive_policy_settings(cls, policy: AlgorithmConfig, info: ValidationInfo) -> AlgorithmConfig:
-        """Fill settings that follow from the batch size and from the transfer of weights."""
+        """Make `mini_batch` divide the batch size, and allow rollouts as old as the interval between weight syncs."""
         batch_size, sync_interval = info.data.get("train_batch_per_replica"), info.data.get("sync_weight_interval", 1)
         if batch_size and "mini_batch" not in policy.model_fields_set:
             policy = policy.derive(mini_batch=math.gcd(batch_size, policy.mini_batch))
         if isinstance(policy, RlConfig) and not policy.on_policy and policy.allowed_outdated_steps + 1 < sync_interval:
-            warn(info, f"train.train_policy.allowed_outdated_steps = {policy.allowed_outdated_steps}: "
-                f"{sync_interval - 1}, which is sync_weight_interval - 1")  # fmt: skip
-            policy = policy.derive(allowed_outdated_steps=sync_interval - 1)
+            key, steps = "train.train_policy.allowed_outdated_steps", sync_interval - 1
+            add_notice(info, f"{key} = {policy.allowed_outdated_steps}: {steps}, which is sync_weight_interval - 1")
+            policy = policy.derive(allowed_outdated_steps=steps)
         return policy
 
     @field_validator("coalesce_weight_sync")
     @classmethod
-    def _disable_coalescing(cls, is_joined: bool, info: ValidationInfo) -> bool:
+    def _disable_coalesced_sync(cls, is_enabled: bool, info: ValidationInfo) -> bool:
         policy = info.data.get("train_policy")
-        if not is_joined or not isinstance(policy, RlConfig):
-            return is_joined
+        if not is_enabled or not isinstance(policy, RlConfig):
+            return is_enabled
         if policy.on_policy or not policy.allowed_outdated_steps:
-            warn(info, "train.coalesce_weight_sync: false, because rollouts may not be outdated")
+            add_notice(info, "train.coalesce_weight_sync: false, because rollouts may not be outdated")
             return False
         return True
 
     @field_validator("resume")
     @classmethod
-    def _normalise_resume(cls, where: bool | str) -> bool | str:
-        return False if where in {"", "None", "False"} else where
+    def _normalise_resume(cls, checkpoint: bool | str) -> bool | str:
+        return False if checkpoint in {"", "None", "False"} else checkpoint
 
     @field_validator("optm_lr", "optm_impl")
     @classmethod
-    def _take_single_item(cls, value: Any) -> Any:
-        """Return the item of a one-item list, since a model has one part; return any other value unchanged."""
+    def _unwrap_single_item(cls, value: Any) -> Any:
+        """Return the item of a list of one item, since a model has one part; return any other value unchanged."""
         if isinstance(value, dict) and "global" not in value:
             raise ValueError(f"optm_lr = {value} must have the key 'global', the rate of all modules not named")
         if value == ():
@@ -265,7 +262,7 @@ class TrainConfig(Table):
 
     @property
     def order_seed(self) -> int:
-        """Return the seed of the order of rows: `train_policy.dataloader_seed`, or `seed` if that is None."""
+        """Return the seed of the order of rows: `train_policy.dataloader_seed` or, if that is None, `seed`."""
         seed = self.seed if self.train_policy.dataloader_seed is None else self.train_policy.dataloader_seed
         assert seed is not None
         return seed
@@ -273,7 +270,7 @@ class TrainConfig(Table):
     @model_validator(mode="before")
     @classmethod
     def _infer_policy_type(cls, values: Any) -> Any:
-        """Set a missing `type` of `train_policy`, as in Cosmos-RL: `grpo` if the table has a key that only GRPO has."""
+        """Set a missing `type` of `train_policy` as Cosmos-RL does: `grpo` if the table has a key of GRPO only."""
         policy = values.get("train_policy") if isinstance(values, dict) else None
         if policy is not None and not isinstance(policy, dict | Table):
             raise ValueError(f"train_policy = {policy!r}: must be a table")
@@ -281,13 +278,13 @@ class TrainConfig(Table):
             raise ValueError("train_policy.type = 'dpo': write type = 'sft' and trainer_type = 'dpo'")
         if isinstance(policy, dict) and "type" not in policy:
             values = {**values, "train_policy": {**policy, "type": inferred_type(policy)}}
-        elif isinstance(policy, dict) and policy["type"] not in kinds():
-            known_types = ", ".join(map(repr, kinds()))
+        elif isinstance(policy, dict) and policy["type"] not in policy_types():
+            known_types = ", ".join(map(repr, policy_types()))
             raise ValueError(f"train_policy.type = {policy['type']!r}: must be one of {known_types}")
         return values
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> Self:
+    def _check_exclusive_settings(self) -> Self:
         policy = self.train_policy
         if self.train_batch_per_replica % policy.mini_batch:
             raise ValueError(

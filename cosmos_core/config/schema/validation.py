@@ -6,20 +6,20 @@ from typing import Annotated, Self
 from pydantic import ValidationInfo, model_validator
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.marks import NoResult, RequiresEnabledField
+from cosmos_core.config.schema.marks import EnabledBy, ResultNeutral
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
-from cosmos_core.config.schema.table import StageContext, Table, warn
+from cosmos_core.config.schema.table import StageContext, Table, add_notice
 from cosmos_core.config.schema.value_types import (
-    Completions,
-    Names,
+    CompletionCount,
     NonNegativeFloat,
-    Nucleus,
     PositiveFloat,
     RewardWeights,
-    Rows,
+    RowCount,
     StepCount,
-    Tokens,
+    StringOrList,
+    TokenCount,
     TopK,
+    TopP,
 )
 
 
@@ -39,47 +39,46 @@ class ValidationConfig(Table):
     """Run validation also before the first step."""
     freq: StepCount = 20
     """Number of optimizer steps (SFT) or train steps (RL) between two validations."""
-    batch_size: Rows | None = None
+    batch_size: RowCount | None = None
     """Number of rows per forward pass, or of prompts per generation call; None: as in training."""
     dataset: HeldOutConfig = HeldOutConfig()
     """Data set of the held-out rows; empty name: `test_size` rows of the training data."""
-    max_rows: Rows | None = None
+    max_rows: RowCount | None = None
     """Maximum number of held-out rows, from the first; None: all. `dataset.split = "test[:200]"` selects other rows."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature of validation; 0: greedy."""
-    top_p: Nucleus | None = None
+    top_p: TopP | None = None
     """Probability mass of nucleus sampling; None: as in `rollout.sampling_config`."""
     top_k: TopK = 1
     """Number of most likely tokens from which a token is sampled; -1: all."""
     repetition_penalty: PositiveFloat = 1.0
     """Penalty on the logits of repeated tokens, which above 1 become less likely; 1: off."""
-    n_generation: Completions = 1
+    n_generation: CompletionCount = 1
     """Number of completions per prompt; accuracy is averaged over them, and with 2 or more the metrics
     `validation/pass@2`, `@4` and so on are reported."""
-    max_response_length: Tokens | None = None
+    max_response_length: TokenCount | None = None
     """Maximum number of tokens of a completion; None: as in `rollout`."""
     reward_function: RewardWeights = {}
     """Reward functions of validation; empty: those of training. With SFT, held-out rows are completed and scored with
     these functions in addition to the loss."""
-    reward_env: Annotated[Names, NoResult] = ()
+    reward_env: Annotated[StringOrList, ResultNeutral] = ()
     """Names of environment variables that reward functions receive in addition to those of
     `train.train_policy.reward_env`."""
     use_remote_reward: bool | None = None
     """Use the reward service; None: as in training, the only allowed value."""
-    remote_reward: Annotated[RemoteRewardConfig | None, RequiresEnabledField("use_remote_reward")] = None
+    remote_reward: Annotated[RemoteRewardConfig | None, EnabledBy("use_remote_reward")] = None
     """Requests to the reward service; None: as in training."""
 
     @model_validator(mode="after")
     def _check_greedy_sampling(self, info: ValidationInfo) -> Self:
         if self.top_k == 1 and self.temperature > 0:
-            warn(info, f"validation.temperature: {self.temperature:g} changes nothing, because top_k = 1 takes the "
-                "most likely token; set validation.top_k = -1 to draw")  # fmt: skip
+            reason = "top_k = 1 takes the most likely token; set validation.top_k = -1 to draw"
+            add_notice(info, f"validation.temperature: {self.temperature:g} changes nothing, because {reason}")
         return self
 
     def notices(self, stage: StageContext) -> Iterator[str]:
-        """Yield notices about completions that cannot differ, that may be too long, or that a default reward scores."""
         max_response_tokens, model_max_length = self.max_response_length or 0, stage.recipe.policy.model_max_length
-        has_prompts = stage.measures_held_out and stage.recipe.completes_held_out
+        has_prompts = stage.measures_held_out_rows and stage.recipe.completes_held_out_rows
         if has_prompts and not stage.recipe.policy.is_diffusers and max_response_tokens >= model_max_length:
             yield (
                 f"validation.max_response_length = {max_response_tokens}: a completion gets the tokens that its prompt "
@@ -101,6 +100,6 @@ class ValidationConfig(Table):
             )
 
     @property
-    def remote_rewards(self) -> RemoteRewardConfig | None:
+    def remote_reward_config(self) -> RemoteRewardConfig | None:
         """Return the settings of a reward service; None: no service."""
         return self.remote_reward if self.use_remote_reward else None

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from cosmos_core.config.schema.marks import NamedThing, NoResult, UnitMark
+from cosmos_core.config.schema.marks import ReferenceKind, ResultNeutral, UnitMark
 from cosmos_core.registry import is_import_path
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -16,12 +16,12 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 StepCount = Annotated[int, Field(gt=0), UnitMark("train steps")]
-Tokens = Annotated[int, Field(gt=0), UnitMark("tokens")]
-Rows = Annotated[int, Field(gt=0), UnitMark("rows")]
-Completions = Annotated[int, Field(gt=0), UnitMark("completions")]
-Ranks = Annotated[int, Field(gt=0), UnitMark("ranks")]
+TokenCount = Annotated[int, Field(gt=0), UnitMark("tokens")]
+RowCount = Annotated[int, Field(gt=0), UnitMark("rows")]
+CompletionCount = Annotated[int, Field(gt=0), UnitMark("completions")]
+RankCount = Annotated[int, Field(gt=0), UnitMark("ranks")]
 
-Nucleus = Annotated[float, Field(gt=0, le=1)]
+TopP = Annotated[float, Field(gt=0, le=1)]
 """Probability mass of nucleus sampling; 1: all tokens."""
 
 
@@ -49,9 +49,9 @@ def _check_import_path(name: str) -> str:
 
 NameOrImportPath = Annotated[str, Field(min_length=1), AfterValidator(_check_import_path)]
 """Name of a built-in class or function, or the import path of user code, `module:thing` or `path/file.py:thing`; a
-field of this type is marked `NamedThing.CODE`."""
+field of this type is marked `ReferenceKind.CODE`."""
 
-Names = Annotated[
+StringOrList = Annotated[
     tuple[str, ...], BeforeValidator(_as_tuple, json_schema_input_type=str | tuple[str, ...]), Field(strict=False)
 ]
 """One string or a list of strings; an empty string is an empty list."""
@@ -61,9 +61,9 @@ def _default_to_train_split(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if name) or ("train",)
 
 
-Splits = Annotated[Names, AfterValidator(_default_to_train_split)]
+SplitNames = Annotated[StringOrList, AfterValidator(_default_to_train_split)]
 """Names of the splits of a data set; empty: `train`."""
-Strings = Annotated[tuple[str, ...], Field(strict=False)]
+StringList = Annotated[tuple[str, ...], Field(strict=False)]
 """List of strings."""
 
 
@@ -80,10 +80,9 @@ def _parse_reward_weights(value: Any) -> Any:
 RewardWeights = Annotated[
     dict[str, float],
     BeforeValidator(_parse_reward_weights, json_schema_input_type=str | list[str] | dict[str, float]),
-    NamedThing.CODE,
+    ReferenceKind.CODE,
 ]
-"""Weight of each reward function by its name or import path `module:function`; a string or a list of strings means
-weight 1."""
+"""Weight of each reward function by its name or import path `module:function`; a string or list means weight 1."""
 
 
 def _require_model_name(name: str) -> str:
@@ -92,5 +91,5 @@ def _require_model_name(name: str) -> str:
     return name
 
 
-ModelName = Annotated[str, AfterValidator(_require_model_name), NoResult, NamedThing.PATH]
+ModelName = Annotated[str, AfterValidator(_require_model_name), ResultNeutral, ReferenceKind.PATH]
 """Name of a model in a key `model_name_or_path`, such as a folder or a Hub id; an empty name is refused."""

@@ -19,40 +19,40 @@ import pyarrow as pa
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.data.messages import ReadRow, Row
+from cosmos_core.data.messages import Row, TrackedRow
 from cosmos_core.data.order import Mixture
 from cosmos_core.types import Outcome, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from cosmos_core.data.records import Job, Record
+    from cosmos_core.data.records import Record, RecordSpec
     from cosmos_core.run.stage import Stage
 
-TRAIN, VALIDATION = "train", "validation"
+TRAIN_SPLIT, VALIDATION_SPLIT = "train", "validation"
 """Names of the splits with the training rows and with the held-out rows."""
 LOCATION_COLUMN = "place"
 """Name of the column with the location that a row was read from."""
 COMPARED_ROWS = 256
 """Number of rows per batch when log-probabilities are compared with a reference policy. The number is fixed, because
 padding (and therefore rounding) and the mismatched responses of labelled rows depend on the batch."""
-Seed = tuple[int, int] | None
+StepSeed = tuple[int, int] | None
 """Seed of the data order and number of the train step; random values such as noise are derived from them. None: the
 rows are held out, and the random values are the same in each call."""
-IDS, MASK = pa.list_(pa.int32()), pa.list_(pa.uint8())
+IDS_TYPE, MASK_TYPE = pa.list_(pa.int32()), pa.list_(pa.uint8())
 _IMAGE_TYPE = pa.struct({"path": pa.string(), "content": pa.large_binary(), "sha256": pa.string()})
-IMAGE_ROOT = b"images below"
+IMAGE_ROOT_KEY = b"images below"
 """Key in the schema's metadata, whose value is the folder that image paths are relative to."""
 
 
-class HeldOutRows(ABC):
-    """Prepared rows of a split to train or validate on, which are read on access."""
+class PreparedRows(ABC):
+    """Prepared rows of a split, for training or validation; a row is read from its file on access."""
 
     has_reference_pair: ClassVar[bool] = False
     """Whether a held-out row has two samples, whose log-probabilities are compared with the reference policy's."""
     is_prefetched: ClassVar[bool] = False
     """Whether reading a row takes so long that the rows of the next step are read in advance."""
-    reference: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
     """Log-probabilities of both samples of each row under the reference policy, (rows, 2); None: there is none."""
     path: Path
     """Path of the file with the prepared rows."""
@@ -61,14 +61,14 @@ class HeldOutRows(ABC):
 
     def source(self, row: int) -> str:
         """Return the name of the data set of a row in a mixture; empty if there is one data set."""
-        return self.mixture.label_of(row) if self.mixture else ""
+        return self.mixture.source_label(row) if self.mixture else ""
 
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of rows."""
 
     @abstractmethod
-    def samples(self, positions: Sequence[int], seed: Seed = None, micro_batch: int | None = None) -> list[Any]:
+    def samples(self, positions: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None) -> list[Any]:
         """Return the samples of the rows at `positions`, with random values that are derived from `seed`. `micro_batch`
         is the number of the micro-batch that all these samples belong to; None: the trainer divides them."""
 
@@ -81,10 +81,10 @@ class HeldOutRows(ABC):
         return None
 
 
-class HeldOut(NamedTuple):
+class HeldOutSet(NamedTuple):
     """Held-out rows: texts or media to learn, prompts to complete, or both."""
 
-    rows: HeldOutRows | None
+    rows: PreparedRows | None
     prompts: Sequence[Prompt] | None
 
 
@@ -106,38 +106,36 @@ class RowKind(ABC):
         return pa.schema({**self.columns, LOCATION_COLUMN: pa.string()}, metadata={b"rows": self.name.encode()})
 
     @property
-    def visual_schema(self) -> pa.Schema:
+    def schema_with_images(self) -> pa.Schema:
         """Arrow schema of prepared rows that may show images."""
         return self.schema.insert(len(self.schema) - 1, pa.field("images", pa.list_(_IMAGE_TYPE)))
 
-    def schema_of(self, root: Path | None) -> pa.Schema:
+    def make_schema(self, root: Path | None) -> pa.Schema:
         """Return the schema of rows whose image paths are relative to `root`; None: rows show no images."""
         if root is None:
             return self.schema
-        return self.visual_schema.with_metadata({**self.schema.metadata, IMAGE_ROOT: str(root).encode()})
+        return self.schema_with_images.with_metadata({**self.schema.metadata, IMAGE_ROOT_KEY: str(root).encode()})
 
     def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
-        """Return the kind of rows in each held-out split, by split; with `has_rewards`, validation scores
-        completions."""
-        return {VALIDATION: self.name}
+        """Return the kind of rows of each held-out split; with `has_rewards`, validation scores completions."""
+        return {VALIDATION_SPLIT: self.name}
 
     @abstractmethod
     def prepare(self, stage: Stage) -> Outcome:
         """Prepare the rows of a stage: the program of a `prepare` stage."""
 
-    def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> HeldOutRows:
+    def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> PreparedRows:
         """Return the rows to learn of a split in `folder`, the data folder of a `prepare` stage; errors are those of
         `open_table`. `adapter` is the adapter of the model, which only the rows of diffusion models need."""
         raise NotImplementedError(f"{self.name} are not learned")
 
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
-        """Return the rows of a split as prompts to complete, with references and clips; errors are those of
-        `open_table`."""
+        """Return the rows of a split as prompts to complete; errors are those of `open_table`."""
         raise NotImplementedError(f"{self.name} are not completed")
 
-    def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
+    def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
         """Return the held-out rows, if the validation split is of this kind; errors are those of `open_table`."""
-        return HeldOut(self.open(folder, VALIDATION, model, adapter), None)
+        return HeldOutSet(self.open(folder, VALIDATION_SPLIT, model, adapter), None)
 
 
 class TokenisedKind(RowKind):
@@ -162,15 +160,16 @@ class TokenisedKind(RowKind):
         """Return the columns of loss masks, in the order of the columns of token ids."""
         return [name for name in self.columns if name.endswith("_mask")]
 
-    def read(self, row: Row, where: str, policy: AlgorithmConfig) -> Any:
+    def read(self, row: Row, location: str, policy: AlgorithmConfig) -> Any:
         """Read a row as `prepare` does, but without opening images or tokenising. Raise DataError if the row lacks a
         column, or a column has the wrong form, and SkippedRow if the row has no content to learn."""
         assert isinstance(policy, SupervisedConfig)
         column, system_prompt = policy.conversation_column_name, policy.system_prompt
-        return self.reader(ReadRow(row, policy.column_names, where), where, column, system_prompt, with_images=True)
+        tracked_row = TrackedRow(row, policy.column_names, location)
+        return self.reader(tracked_row, location, column, system_prompt, with_images=True)
 
     @abstractmethod
-    def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
+    def make_record(self, tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, row: Row, location: str) -> Record:
         """Convert a row to the record that the prepared file holds; errors are those of `read`."""
 
     def omits_response(self, row: Row, column: str) -> bool:

@@ -10,12 +10,12 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.data.kinds.base import VALIDATION, Seed
+from cosmos_core.data.kinds.base import VALIDATION_SPLIT, StepSeed
 from cosmos_core.data.kinds.sequences import Sequences, SequencesKind
 from cosmos_core.data.messages import Row
 from cosmos_core.data.preferences import read_label, read_labelled
 from cosmos_core.data.prepared import open_table, split_path
-from cosmos_core.data.records import Job, Record
+from cosmos_core.data.records import Record, RecordSpec
 from cosmos_core.data.sample import Sample, swap_responses
 
 
@@ -30,7 +30,7 @@ class LabelledSequences(Sequences):
         """Label of each row: True if its completion is desirable."""
         self._max_tokens = max_tokens
 
-    def samples(self, positions: Sequence[int], seed: Seed = None, micro_batch: int | None = None) -> list[Sample]:
+    def samples(self, positions: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None) -> list[Sample]:
         """Return a sample for each sequence, whose reward is the row's label. For held-out rows, each sample is
         followed by a mismatched sample: the same prompt with the response of another row of `positions`."""
         indexed_samples = zip(positions, super().samples(positions, seed, micro_batch), strict=True)
@@ -39,7 +39,9 @@ class LabelledSequences(Sequences):
             return labelled_samples
         mismatched_samples = swap_responses(labelled_samples, self._max_tokens)
         pairs = [sample for pair in zip(labelled_samples, mismatched_samples, strict=True) for sample in pair]
-        logprobs = np.zeros(len(pairs)) if self.reference is None else self.reference[list(positions)].ravel()
+        logprobs = np.zeros(len(pairs))
+        if self.reference_logprobs is not None:
+            logprobs = self.reference_logprobs[list(positions)].ravel()
         return [replace(sample, reference_logprob=float(value)) for sample, value in zip(pairs, logprobs, strict=True)]
 
 
@@ -56,8 +58,8 @@ class LabelledKind(SequencesKind):
         return LabelledSequences(table, split_path(folder, split), model.model_max_length)
 
     def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
-        return {VALIDATION: self.name}
+        return {VALIDATION_SPLIT: self.name}
 
-    def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
-        label, record = read_label(row, where), super().record(tokenizer, job, row, where)
+    def make_record(self, tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, row: Row, location: str) -> Record:
+        label, record = read_label(row, location), super().make_record(tokenizer, spec, row, location)
         return record._replace(values=(label, *record.values))

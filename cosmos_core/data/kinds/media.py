@@ -9,9 +9,9 @@ import pyarrow as pa
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.data.flow_sample import FlowSample, NoiseSampler, seed_of
-from cosmos_core.data.kinds.base import VALIDATION, HeldOut, HeldOutRows, Seed
-from cosmos_core.data.kinds.media_prompts import ENTRY, MediaPromptsKind
+from cosmos_core.data.flow_sample import FlowSample, NoiseSampler, derive_seed
+from cosmos_core.data.kinds.base import VALIDATION_SPLIT, HeldOutSet, PreparedRows, StepSeed
+from cosmos_core.data.kinds.media_prompts import LOCATION_TYPE, MediaPromptsKind
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
 from cosmos_core.types import Prompt
 
@@ -19,21 +19,23 @@ _HELD_OUT_SEED_STEP = -1
 """Value that replaces the number of the train step in the seeds of held-out rows."""
 
 
-class NoisyRows(HeldOutRows):
+class NoisyRows(PreparedRows):
     """Images or clips, each at a noise level that is sampled anew for each train step."""
 
     is_prefetched = True
 
-    def __init__(self, rows: MediaRows, sampler: NoiseSampler) -> None:
-        self._rows, self._sampler = rows, sampler
+    def __init__(self, rows: MediaRows, noise_sampler: NoiseSampler) -> None:
+        self._rows, self._noise_sampler = rows, noise_sampler
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def samples(self, positions: Sequence[int], seed: Seed = None, micro_batch: int | None = None) -> list[FlowSample]:
+    def samples(
+        self, positions: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None
+    ) -> list[FlowSample]:
         """Return a sample for each row, with noise and a noise level; captions of held-out rows are never dropped."""
         seeds, dropout = ((_HELD_OUT_SEED_STEP,), 0.0) if seed is None else (seed, None)
-        return [self._sampler.sample(self._rows[i], seed_of(*seeds, i), dropout=dropout) for i in positions]
+        return [self._noise_sampler.sample(self._rows[i], derive_seed(*seeds, i), dropout=dropout) for i in positions]
 
 
 class MediaKind(MediaPromptsKind):
@@ -42,26 +44,26 @@ class MediaKind(MediaPromptsKind):
     name = "media"
     purpose = "to learn (SFT of a diffusion model)"
     columns: ClassVar[dict[str, pa.DataType]] = {
-        **MediaPromptsKind.columns, "media": ENTRY, "shape": pa.list_(pa.int32())
+        **MediaPromptsKind.columns, "media": LOCATION_TYPE, "shape": pa.list_(pa.int32())
     }  # fmt: skip
     has_media = True
 
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> NoisyRows:
         rows = open_media(folder, split)
-        return NoisyRows(rows, noise_sampler_of(rows, model.diffusers, adapter))
+        return NoisyRows(rows, make_noise_sampler(rows, model.diffusers, adapter))
 
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
         is_conditioned = policy.has_rollouts and model.diffusers.flow_rl.max_conditional_frames
         clips = open_media(folder, split) if is_conditioned else None
         return open_media_prompts(folder, split, getattr(policy, "response_column_name", ""), clips)
 
-    def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
+    def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
         """Return the prompts to sample images or clips from, and the media unless training learns from rollouts."""
-        rows = None if policy.has_rollouts else self.open(folder, VALIDATION, model, adapter)
-        return HeldOut(rows, self.prompts(folder, VALIDATION, policy, model))
+        rows = None if policy.has_rollouts else self.open(folder, VALIDATION_SPLIT, model, adapter)
+        return HeldOutSet(rows, self.prompts(folder, VALIDATION_SPLIT, policy, model))
 
 
-def noise_sampler_of(rows: MediaRows, diffusers: DiffusersConfig, adapter: Any) -> NoiseSampler:
+def make_noise_sampler(rows: MediaRows, diffusers: DiffusersConfig, adapter: Any) -> NoiseSampler:
     """Return the sampler of noise, noise levels and caption dropout for the training rows of a diffusion model."""
     model_family = adapter.family
     null_text = model_family.dropped_text(rows.null_text)

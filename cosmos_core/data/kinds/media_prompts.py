@@ -11,14 +11,14 @@ import pyarrow as pa
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.data.kinds.base import VALIDATION, HeldOut, RowKind
+from cosmos_core.data.kinds.base import VALIDATION_SPLIT, HeldOutSet, RowKind
 from cosmos_core.data.media_rows import open_media_prompts
 from cosmos_core.types import Outcome, Prompt
 
 if TYPE_CHECKING:
     from cosmos_core.run.stage import Stage
 
-ENTRY = pa.struct({"shard": pa.string(), "entry": pa.string()})
+LOCATION_TYPE = pa.struct({"shard": pa.string(), "entry": pa.string()})
 """Arrow type of the location of tensors: the shard, and the name of the entry in the shard."""
 
 
@@ -27,15 +27,15 @@ class MediaPromptsKind(RowKind):
 
     name = "media_prompts"
     purpose = "to draw from (RL and validation of a diffusion model)"
-    columns: ClassVar[dict[str, pa.DataType]] = {"prompt": pa.string(), "metadata": pa.string(), "text": ENTRY}
+    columns: ClassVar[dict[str, pa.DataType]] = {"prompt": pa.string(), "metadata": pa.string(), "text": LOCATION_TYPE}
 
     def prepare(self, stage: Stage) -> Outcome:
         """Encode the rows of a stage with the encoders of its model."""
         # Imported here, because `prepare_media` imports diffusers, which is slow.
-        return import_module("cosmos_core.data.prepare_media").run(stage)
+        return import_module("cosmos_core.data.prepare_media").prepare(stage)
 
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
         return open_media_prompts(folder, split, getattr(policy, "response_column_name", ""))
 
-    def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
-        return HeldOut(None, self.prompts(folder, VALIDATION, policy, model))
+    def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
+        return HeldOutSet(None, self.prompts(folder, VALIDATION_SPLIT, policy, model))

@@ -10,27 +10,27 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.data.conversation import continued_tokens
+from cosmos_core.data.conversation import tokenise_prompt_and_completion
 from cosmos_core.data.images import align_images
-from cosmos_core.data.kinds.base import IDS, MASK, HeldOutRows, Seed, TokenisedKind
-from cosmos_core.data.kinds.registry import row_kind
+from cosmos_core.data.kinds.base import IDS_TYPE, MASK_TYPE, PreparedRows, StepSeed, TokenisedKind
+from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.kinds.sequences import Sequences
-from cosmos_core.data.messages import Message, Row, SkippedRow, plain_text_columns, without_loss
+from cosmos_core.data.messages import Message, Row, SkippedRow, exclude_from_loss, plain_text_columns
 from cosmos_core.data.preferences import Preference, read_preference, remove_repeated_prompt
-from cosmos_core.data.prepared import mixture_of, open_table, split_path
-from cosmos_core.data.records import Job, Record, check_characters, make_conversation_record, make_text_record
+from cosmos_core.data.prepared import open_table, read_mixture, split_path
+from cosmos_core.data.records import Record, RecordSpec, check_characters, make_conversation_record, make_text_record
 from cosmos_core.data.sample import Sample
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.errors import DataError
 
 
-class Pairs(HeldOutRows):
+class Pairs(PreparedRows):
     """Pairs of completions to compare: `chosen[i]` and `rejected[i]` begin with the same prompt, which has no loss."""
 
     has_reference_pair = True
 
     def __init__(self, table: pa.Table, path: Path) -> None:
-        self.path, self.mixture = path, mixture_of(path)
+        self.path, self.mixture = path, read_mixture(path)
         self.chosen = Sequences(table, path, "chosen_ids", "chosen_mask")
         self.rejected = Sequences(table, path, "rejected_ids", "rejected_mask")
 
@@ -53,11 +53,11 @@ class Pairs(HeldOutRows):
     def _padded_lengths(self) -> np.ndarray:
         return self.token_counts(is_packed=False)
 
-    def samples(self, positions: Sequence[int], seed: Seed = None, micro_batch: int | None = None) -> list[Sample]:
+    def samples(self, positions: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None) -> list[Sample]:
         """Return the chosen, then the rejected sample of each pair, each with its reference log-probability or 0."""
         samples = []
         for i in positions:
-            logprobs = (0.0, 0.0) if self.reference is None else self.reference[i].tolist()
+            logprobs = (0.0, 0.0) if self.reference_logprobs is None else self.reference_logprobs[i].tolist()
             images = self.chosen.images(i)  # both responses share the prompt, which has all images
             for sequences, logprob in zip((self.chosen, self.rejected), logprobs, strict=True):
                 sample_arguments: dict[str, Any] = {"micro_batch": micro_batch, "source": self.source(i)}
@@ -67,7 +67,7 @@ class Pairs(HeldOutRows):
 
 def open_pairs(folder: Path, split: str) -> Pairs:
     """Return the memory-mapped pairs of a split; errors are those of `open_table`."""
-    return Pairs(open_table(folder, split, row_kind("pairs")), split_path(folder, split))
+    return Pairs(open_table(folder, split, load_row_kind("pairs")), split_path(folder, split))
 
 
 class PairsKind(TokenisedKind):
@@ -76,8 +76,8 @@ class PairsKind(TokenisedKind):
     name = "pairs"
     purpose = "to compare (DPO)"
     columns: ClassVar[dict[str, pa.DataType]] = {
-        f"{side}_{part}": form for side in ("chosen", "rejected") for part, form in (("ids", IDS), ("mask", MASK))
-    }
+        "chosen_ids": IDS_TYPE, "chosen_mask": MASK_TYPE, "rejected_ids": IDS_TYPE, "rejected_mask": MASK_TYPE
+    }  # fmt: skip
     packer_method = None
     has_one_response = False
     reader = staticmethod(read_preference)
@@ -85,32 +85,33 @@ class PairsKind(TokenisedKind):
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> Pairs:
         return open_pairs(folder, split)
 
-    def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
-        preference = self.reader(row, where, *job.conversation, with_images=job.root is not None)
+    def make_record(self, tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, row: Row, location: str) -> Record:
+        preference = self.reader(row, location, *spec.conversation, with_images=spec.root is not None)
         # As in `SequencesKind`: a processor may have the chat template, which a system prompt needs.
-        is_plain = not tokenizer.chat_template and job.root is None and not job.conversation[1]
+        is_plain = not tokenizer.chat_template and spec.root is None and not spec.conversation[1]
         if is_plain and (texts := plain_text_columns(row, ("prompt",), ("chosen",), ("rejected",))):
             preference = Preference(texts[0], *(remove_repeated_prompt(*texts) or texts[1:]))
         prompt, *completions = preference
-        tools = read_tools(row, where)
-        check_characters([prompt, *completions, tools], where)
-        if job.root is not None and isinstance(prompt, str):
-            align_images([], row, where)  # refuse images, since plain text has no turn to show an image in
+        tools = read_tools(row, location)
+        check_characters([prompt, *completions, tools], location)
+        if spec.root is not None and isinstance(prompt, str):
+            align_images([], row, location)  # refuse images, since plain text has no turn to show an image in
 
-        def make_record(completion: list[Message] | str) -> Record:
+        def make_completion_record(completion: list[Message] | str) -> Record:
             if isinstance(prompt, str) or isinstance(completion, str):
-                return make_text_record(job, continued_tokens(tokenizer, str(prompt), str(completion), where), where)
-            turns = [*without_loss(prompt), *completion]
-            return make_conversation_record(tokenizer, job, turns, tools, row, where)
+                tokens = tokenise_prompt_and_completion(tokenizer, str(prompt), str(completion), location)
+                return make_text_record(spec, tokens, location)
+            turns = [*exclude_from_loss(prompt), *completion]
+            return make_conversation_record(tokenizer, spec, turns, tools, row, location)
 
-        chosen, rejected = map(make_record, completions)
-        (chosen_ids, _, *images), (rejected_ids, _, *other_images) = chosen.values, rejected.values
-        if images != other_images:
-            raise DataError(f"{where}: chosen and rejected show different images; show them in the prompt")
+        chosen, rejected = map(make_completion_record, completions)
+        (chosen_ids, _, *images), (rejected_ids, _, *rejected_images) = chosen.values, rejected.values
+        if images != rejected_images:
+            raise DataError(f"{location}: chosen and rejected show different images; show them in the prompt")
         is_truncated = bool(chosen.counts["truncated_rows"] or rejected.counts["truncated_rows"])
         if chosen_ids == rejected_ids:
             truncation_note = " up to policy.model_max_length" if is_truncated else ""
-            raise SkippedRow(where, f"with equal chosen and rejected{truncation_note}")
+            raise SkippedRow(location, f"with equal chosen and rejected{truncation_note}")
         num_image_tokens = sum(record.counts.get("image_tokens", 0) for record in (chosen, rejected))
         counts = chosen.counts | {"truncated_rows": is_truncated, "image_tokens": num_image_tokens}
         values = (*chosen.values[:2], *rejected.values[:2], *images)

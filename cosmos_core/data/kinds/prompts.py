@@ -13,15 +13,15 @@ from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.data.conversation import tokenize_prompt, tokenize_text
-from cosmos_core.data.kinds.base import IDS, VALIDATION, HeldOut, TokenisedKind
-from cosmos_core.data.kinds.registry import row_kind
+from cosmos_core.data.conversation import tokenise_prompt, tokenise_rendered_prompt
+from cosmos_core.data.kinds.base import IDS_TYPE, VALIDATION_SPLIT, HeldOutSet, TokenisedKind
+from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.messages import (
     PROMPT_COLUMNS,
     Message,
-    ReadRow,
     Row,
+    TrackedRow,
     has_value,
     is_image_part,
     read_held_out,
@@ -29,23 +29,23 @@ from cosmos_core.data.messages import (
 )
 from cosmos_core.data.order import Mixture
 from cosmos_core.data.prepared import (
-    LEARNED_HELD_OUT,
+    HELD_OUT_SEQUENCES_SPLIT,
     IndexedSequence,
     RowImages,
     has_split,
-    mixture_of,
     open_table,
+    read_mixture,
     read_row_kind,
     split_path,
 )
-from cosmos_core.data.records import Job, Record, check_characters, processor_for, read_images, tokenise_turns
+from cosmos_core.data.records import Record, RecordSpec, check_characters, get_processor, read_images, tokenise_turns
 from cosmos_core.data.rendering import check_tools
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.data.user_dataset import RENDERED_COLUMN
-from cosmos_core.data.visual import visual_prompt
+from cosmos_core.data.visual import tokenise_visual_prompt
 from cosmos_core.types import Prompt
 
-_COLUMNS = ("prompt_ids", "prompt_text", "reference", "metadata")
+_PREPARED_COLUMNS = ("prompt_ids", "prompt_text", "reference", "metadata")
 _MEDIA_COLUMNS = ("image", "images", "video", "videos")
 
 
@@ -60,20 +60,20 @@ class Prompts(IndexedSequence[Prompt]):
         return int(self._table.num_rows)
 
     def item(self, index: int) -> Prompt:
-        ids, text, reference_response, metadata_json = (self._table[name][index].as_py() for name in _COLUMNS)
-        source = self.mixture.label_of(index) if self.mixture else ""
-        values = json.loads(metadata_json)
-        return Prompt(index, tuple(ids), text, reference_response, self._images[index], metadata=values, source=source)
+        ids, text, reference_response, metadata_json = (self._table[name][index].as_py() for name in _PREPARED_COLUMNS)
+        source = self.mixture.source_label(index) if self.mixture else ""
+        images, metadata = self._images[index], json.loads(metadata_json)
+        return Prompt(index, tuple(ids), text, reference_response, images, metadata=metadata, source=source)
 
 
 def open_prompts(folder: Path, split: str) -> Prompts:
     """Return the memory-mapped prompts of a split; errors are those of `open_table`."""
-    return Prompts(open_table(folder, split, row_kind("prompts")), mixture_of(split_path(folder, split)))
+    return Prompts(open_table(folder, split, load_row_kind("prompts")), read_mixture(split_path(folder, split)))
 
 
 def find_prompts(folder: Path, split: str) -> Prompts | None:
-    """Return the prompts of a split; None if the split does not exist, or its rows are not prompts to complete. Raise
-    DataError if the file of the split is damaged."""
+    """Return the prompts of a split; None if there is no such split, or it has other rows. Raise DataError if it is
+    damaged."""
     has_prompts = has_split(folder, split) and read_row_kind(folder, split) == PromptsKind.name
     return open_prompts(folder, split) if has_prompts else None
 
@@ -84,7 +84,7 @@ class PromptsKind(TokenisedKind):
     name = "prompts"
     purpose = "to complete (RL, validation by reward)"
     columns: ClassVar[dict[str, pa.DataType]] = {
-        "prompt_ids": IDS, "prompt_text": pa.string(), "reference": pa.string(), "metadata": pa.string()
+        "prompt_ids": IDS_TYPE, "prompt_text": pa.string(), "reference": pa.string(), "metadata": pa.string()
     }  # fmt: skip
     is_completed = True
     packer_method = "get_rollout_input"
@@ -92,62 +92,64 @@ class PromptsKind(TokenisedKind):
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
         return open_prompts(folder, split)
 
-    def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
+    def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
         """Return the held-out prompts, and the same rows as sequences with a loss if `prepare` has written them."""
-        held_out_sequences = open_sequences(folder, LEARNED_HELD_OUT) if has_split(folder, LEARNED_HELD_OUT) else None
-        return HeldOut(held_out_sequences, open_prompts(folder, VALIDATION))
+        split = HELD_OUT_SEQUENCES_SPLIT
+        sequences = open_sequences(folder, split) if has_split(folder, split) else None
+        return HeldOutSet(sequences, open_prompts(folder, VALIDATION_SPLIT))
 
-    def read(self, row: Row, where: str, policy: AlgorithmConfig) -> tuple[list[Message], str]:
+    def read(self, row: Row, location: str, policy: AlgorithmConfig) -> tuple[list[Message], str]:
         """Return the prompt of a row as turns, and its reference answer."""
-        return _read_prompt_row(row, where, policy, with_images=True)
+        return _read_prompt_row(row, location, policy, with_images=True)
 
-    def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
-        policy, has_images, render_settings = job.recipe.train.train_policy, job.root is not None, job.chat
+    def make_record(self, tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, row: Row, location: str) -> Record:
+        policy, render_settings, has_images = spec.recipe.train.train_policy, spec.rendering, spec.root is not None
         messages, reference_response = _read_prompt_row(
-            row, where, policy, with_images=has_images, keeps_last=render_settings.continue_final_message
+            row, location, policy, with_images=has_images, keeps_last_turn=render_settings.continue_final_message
         )
-        tools = read_tools(row, where)
-        check_characters([messages, reference_response, tools], where)
-        reward_columns = columns_for_rewards(
+        tools = read_tools(row, location)
+        check_characters([messages, reference_response, tools], location)
+        reward_columns = serialise_row_for_rewards(
             {name: value for name, value in row.items() if name != RENDERED_COLUMN}, messages,
             policy.prompt_column_name if isinstance(policy, RlConfig) else "",
         )  # fmt: skip
         if (rendered_prompt := row.get(RENDERED_COLUMN)) is not None:
-            ids, text = tokenize_text(tokenizer, rendered_prompt, job.max_tokens, where)
-            return Record((ids, text, reference_response, reward_columns, *job.no_images, where), False, {})
+            ids, text = tokenise_rendered_prompt(tokenizer, rendered_prompt, spec.max_tokens, location)
+            return Record((ids, text, reference_response, reward_columns, *spec.empty_images, location), False, {})
         if tools:
             render_settings = replace(render_settings, tools=tuple(tools))
-        if job.root is not None:
-            processor = processor_for(job)
-            placeholder_turns, image_refs, images = read_images(job, messages, row, where)
+        if spec.root is not None:
+            processor, max_tokens = get_processor(spec), spec.max_tokens
+            placeholder_turns, image_refs, images = read_images(spec, messages, row, location)
             (tokens, text), is_merged = tokenise_turns(
-                lambda turns: visual_prompt(processor, turns, images, job.max_tokens, where, render_settings),
+                lambda turns: tokenise_visual_prompt(processor, turns, images, max_tokens, location, render_settings),
                 placeholder_turns,
             )
-            check_tools(tools, text, where)
+            check_tools(tools, text, location)
             counts = {"images": len(image_refs), "image_tokens": tokens.num_image_tokens}
-            return Record((tokens.ids, text, reference_response, reward_columns, image_refs, where), is_merged, counts)
+            values = (tokens.ids, text, reference_response, reward_columns, image_refs, location)
+            return Record(values, is_merged, counts)
         (ids, text), is_merged = tokenise_turns(
-            lambda turns: tokenize_prompt(tokenizer, turns, job.max_tokens, where, render_settings), messages
+            lambda turns: tokenise_prompt(tokenizer, turns, spec.max_tokens, location, render_settings), messages
         )
-        check_tools(tools, text, where)
-        return Record((ids, text, reference_response, reward_columns, where), is_merged, {})
+        check_tools(tools, text, location)
+        return Record((ids, text, reference_response, reward_columns, location), is_merged, {})
 
 
 def _read_prompt_row(
-    row: Row, location: str, policy: AlgorithmConfig, *, with_images: bool, keeps_last: bool = False
+    row: Row, location: str, policy: AlgorithmConfig, *, with_images: bool, keeps_last_turn: bool = False
 ) -> tuple[list[Message], str]:
     if isinstance(policy, RlConfig):
         reader_arguments = (policy.prompt_column_name, policy.response_column_name, policy.system_prompt)
-        return read_prompt(row, location, *reader_arguments, keeps_last_turn=keeps_last, with_images=with_images)
+        return read_prompt(row, location, *reader_arguments, keeps_last_turn=keeps_last_turn, with_images=with_images)
     # a held-out row of supervised learning is rendered in the same form as the training rows
     assert isinstance(policy, SupervisedConfig)
-    if not isinstance(row, ReadRow):
-        row = ReadRow(row, policy.column_names, location)
+    if not isinstance(row, TrackedRow):
+        row = TrackedRow(row, policy.column_names, location)
     return read_held_out(row, location, policy.conversation_column_name, policy.system_prompt, with_images=with_images)
 
 
-def columns_for_rewards(row: Row, prompt: list[Message], prompt_column: str = "") -> str:
+def serialise_row_for_rewards(row: Row, prompt: list[Message], prompt_column: str = "") -> str:
     """Return the columns of a row as JSON without bytes and media columns, for reward functions. The key `prompt` holds
     the prompt: as text if the column of the prompt is that text, else as turns. `prompt_column`: see `read_prompt`."""
     column = prompt_column or next((name for name in PROMPT_COLUMNS if has_value(row, name)), "")

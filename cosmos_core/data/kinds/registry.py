@@ -3,25 +3,25 @@
 from functools import cache
 
 from cosmos_core.data.kinds.base import RowKind, TokenisedKind
-from cosmos_core.registry import load_named, offered_names
+from cosmos_core.registry import list_defined_names, load_named
 
-_FOLDER, _SUFFIX = "cosmos_core.data.kinds", "Kind"
+_PACKAGE, _CLASS_SUFFIX = "cosmos_core.data.kinds", "Kind"
 
 
 @cache
-def row_kind(name: str) -> RowKind:
+def load_row_kind(name: str) -> RowKind:
     """Return the kind of rows named `name`; raise ConfigError if no kind of rows has this name."""
-    return load_named(name, _FOLDER, _SUFFIX)()
+    return load_named(name, _PACKAGE, _CLASS_SUFFIX)()
 
 
-def tokenised_kind(name: str) -> TokenisedKind:
+def load_tokenised_kind(name: str) -> TokenisedKind:
     """Return the kind of text rows named `name`."""
-    kind = row_kind(name)
+    kind = load_row_kind(name)
     assert isinstance(kind, TokenisedKind)
     return kind
 
 
 @cache
-def known_kinds() -> tuple[str, ...]:
+def row_kind_names() -> tuple[str, ...]:
     """Return the names of all kinds of rows."""
-    return tuple(offered_names(_FOLDER, _SUFFIX))
+    return tuple(list_defined_names(_PACKAGE, _CLASS_SUFFIX))

@@ -10,35 +10,35 @@ import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.data.conversation import continued_tokens, conversation_tokens
+from cosmos_core.data.conversation import tokenise_conversation, tokenise_prompt_and_completion
 from cosmos_core.data.images import align_images
-from cosmos_core.data.kinds.base import IDS, MASK, VALIDATION, HeldOutRows, Seed, TokenisedKind
-from cosmos_core.data.kinds.registry import row_kind
+from cosmos_core.data.kinds.base import IDS_TYPE, MASK_TYPE, VALIDATION_SPLIT, PreparedRows, StepSeed, TokenisedKind
+from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.messages import Row, SkippedRow, omits_response, plain_text_columns, read_conversation
 from cosmos_core.data.prepared import (
-    LEARNED_HELD_OUT,
+    HELD_OUT_SEQUENCES_SPLIT,
     RowImages,
     damaged_file_error,
-    mixture_of,
     open_table,
+    read_mixture,
     split_path,
 )
-from cosmos_core.data.records import Job, Record, check_characters, make_conversation_record, make_text_record
+from cosmos_core.data.records import Record, RecordSpec, check_characters, make_conversation_record, make_text_record
 from cosmos_core.data.sample import Sample
 from cosmos_core.data.tool_calls import read_tools
-from cosmos_core.data.user_dataset import LABELS, TOKENS, UNTRAINED_LABEL
+from cosmos_core.data.user_dataset import IGNORED_LABEL, LABELS_COLUMN, TOKENS_COLUMN
 from cosmos_core.errors import DataError
 from cosmos_core.types import ImageRef
 
 
-class Sequences(HeldOutRows):
+class Sequences(PreparedRows):
     """Token sequences to learn; item i is `(input_ids int64, loss_mask uint8)`, copied from the memory-mapped file."""
 
     def __init__(
         self, table: pa.Table, path: Path, ids_column: str = "input_ids", mask_column: str = "loss_mask"
     ) -> None:
         """Wrap a table; `ids_column` and `mask_column` are the names of its columns with token ids and loss masks."""
-        self.path, self.mixture = path, mixture_of(path)
+        self.path, self.mixture = path, read_mixture(path)
         self._ids, self._masks = table[ids_column], table[mask_column]
         self.lengths: np.ndarray = pc.list_value_length(self._ids).to_numpy().astype(np.int64)
         """Number of tokens of each row, int64."""
@@ -62,7 +62,7 @@ class Sequences(HeldOutRows):
     def token_counts(self, *, is_packed: bool) -> np.ndarray:
         return self.lengths
 
-    def samples(self, positions: Sequence[int], seed: Seed = None, micro_batch: int | None = None) -> list[Sample]:
+    def samples(self, positions: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None) -> list[Sample]:
         """Return a sample for each sequence."""
         return [
             Sample(*self[i], images=self.images(i), micro_batch=micro_batch, source=self.source(i)) for i in positions
@@ -71,7 +71,7 @@ class Sequences(HeldOutRows):
 
 def open_sequences(folder: Path, split: str) -> Sequences:
     """Return the memory-mapped sequences of a split; errors are those of `open_table`."""
-    return Sequences(open_table(folder, split, row_kind("sequences")), split_path(folder, split))
+    return Sequences(open_table(folder, split, load_row_kind("sequences")), split_path(folder, split))
 
 
 class SequencesKind(TokenisedKind):
@@ -79,12 +79,14 @@ class SequencesKind(TokenisedKind):
 
     name = "sequences"
     purpose = "to learn (SFT)"
-    columns: ClassVar[dict[str, pa.DataType]] = {"input_ids": IDS, "loss_mask": MASK}
+    columns: ClassVar[dict[str, pa.DataType]] = {"input_ids": IDS_TYPE, "loss_mask": MASK_TYPE}
     reader = staticmethod(read_conversation)
 
     def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
         """Return the kind of each held-out split: with rewards, the rows are also prepared as prompts to complete."""
-        return {VALIDATION: "prompts", LEARNED_HELD_OUT: self.name} if has_rewards else {VALIDATION: self.name}
+        if not has_rewards:
+            return {VALIDATION_SPLIT: self.name}
+        return {VALIDATION_SPLIT: "prompts", HELD_OUT_SEQUENCES_SPLIT: self.name}
 
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> Sequences:
         return open_sequences(folder, split)
@@ -92,33 +94,34 @@ class SequencesKind(TokenisedKind):
     def omits_response(self, row: Row, column: str) -> bool:
         return omits_response(row, column)
 
-    def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
-        if TOKENS in row:
-            return make_text_record(job, _read_packed_tokens(row, where), where)
+    def make_record(self, tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, row: Row, location: str) -> Record:
+        if TOKENS_COLUMN in row:
+            return make_text_record(spec, _read_packed_tokens(row, location), location)
         texts = None if tokenizer.chat_template else plain_text_columns(row, ("prompt",), ("completion", "response"))
-        if texts and job.root is None and not job.conversation[1]:  # a system prompt needs a chat template
-            check_characters(texts, where)
+        if texts and spec.root is None and not spec.conversation[1]:  # a system prompt needs a chat template
+            check_characters(texts, location)
             if not texts[1].strip():
-                raise SkippedRow(where, "without a completion to learn")
-            tokens = continued_tokens(tokenizer, texts[0], texts[1], where)
-            return make_text_record(job, tokens, where, continued_rows=1)
-        conversation = self.reader(row, where, *job.conversation, with_images=job.root is not None)
-        tools = read_tools(row, where)
-        check_characters([conversation, tools], where)
+                raise SkippedRow(location, "without a completion to learn")
+            tokens = tokenise_prompt_and_completion(tokenizer, texts[0], texts[1], location)
+            return make_text_record(spec, tokens, location, continued_rows=1)
+        conversation = self.reader(row, location, *spec.conversation, with_images=spec.root is not None)
+        tools = read_tools(row, location)
+        check_characters([conversation, tools], location)
         if not isinstance(conversation, str):
-            return make_conversation_record(tokenizer, job, conversation, tools, row, where)
-        if job.root is not None:
-            align_images([], row, where)  # refuse images, since plain text has no turn to show an image in
-        return make_text_record(job, conversation_tokens(tokenizer, conversation, where), where, plain_rows=1)
+            return make_conversation_record(tokenizer, spec, conversation, tools, row, location)
+        if spec.root is not None:
+            align_images([], row, location)  # refuse images, since plain text has no turn to show an image in
+        tokens = tokenise_conversation(tokenizer, conversation, location)
+        return make_text_record(spec, tokens, location, plain_rows=1)
 
 
 def _read_packed_tokens(row: Row, location: str) -> tuple[list[int], list[int]]:
     """Return token ids and loss mask of a sequence that a data packer has tokenised."""
-    ids, labels = ([int(token) for token in row.get(name, ())] for name in (TOKENS, LABELS))
-    mask = [int(label != UNTRAINED_LABEL) for label in labels]
+    ids, labels = ([int(token) for token in row.get(name, ())] for name in (TOKENS_COLUMN, LABELS_COLUMN))
+    mask = [int(label != IGNORED_LABEL) for label in labels]
     if len(ids) != len(labels) or any(m and token_id != b for token_id, b, m in zip(ids, labels, mask, strict=True)):
         raise DataError(
-            f"{location}: {LABELS} must have a label for each of {TOKENS}: the token itself, or {UNTRAINED_LABEL} "
-            f"where it is not learned; there are {len(ids)} and {len(labels)}"
+            f"{location}: {LABELS_COLUMN} must have a label for each of {TOKENS_COLUMN}: the token itself, or "
+            f"{IGNORED_LABEL} where it is not learned; there are {len(ids)} and {len(labels)}"
         )
     return ids, mask

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import chain, takewhile
 from typing import Any, Protocol
 
-from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
+from cosmos_core.config.schema.logging import CONSOLE_SINK, SINKS_FOLDER
 from cosmos_core.error_handling import log_errors
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK
 from cosmos_core.registry import load_named
@@ -30,14 +30,14 @@ from cosmos_core.run.stage import Stage
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 5.0
+CLOSE_TIMEOUT_SECONDS = 5.0
 """Maximum number of seconds to wait for all metric sinks together when a stage ends."""
-STOP_SECONDS = 2.0
+STOP_TIMEOUT_SECONDS = 2.0
 """Maximum number of seconds to wait for all metric sinks when a stage ends because it was requested to stop; the rest
 of its grace period is reserved for the checkpoint."""
 
 
-class Sink(Protocol):
+class MetricSink(Protocol):
     """Interface of metric sinks, the classes that `logging.logger` names; the constructor gets the stage and the first
     step that this attempt logs. All calls may be slow or raise errors. A built-in metric sink is the class
     `SomeNameSink` in `some_name.py`, and its attribute `package` names the Python package that it needs."""
@@ -66,7 +66,7 @@ class FunctionSink:
         """Do nothing, because a user's function holds no resources."""
 
 
-SinkOpener = Callable[[Stage, int], Sink]
+SinkOpener = Callable[[Stage, int], MetricSink]
 
 
 def find_sink(name: str) -> SinkOpener:
@@ -76,23 +76,23 @@ def find_sink(name: str) -> SinkOpener:
 
 
 @contextmanager
-def send_to_sinks(stage: Stage, find: Callable[[str], SinkOpener] = find_sink) -> Iterator[None]:
+def send_to_sinks(stage: Stage, find_opener: Callable[[str], SinkOpener] = find_sink) -> Iterator[None]:
     """Send the metrics that a stage logs during the block to the metric sinks of its recipe. Each sink is opened with
     the first metric, so that a stage without metrics creates no empty run in a service."""
-    names = dict.fromkeys(name for name in stage.recipe.logging.logger if name != CONSOLE)
-    sink_threads = [_SinkThread(name, find, stage) for name in names]
+    names = dict.fromkeys(name for name in stage.recipe.logging.logger if name != CONSOLE_SINK)
+    sink_threads = [_SinkThread(name, find_opener, stage) for name in names]
     stage.metrics.watchers += [sink_thread.enqueue for sink_thread in sink_threads]
     exit_code = EXIT_CRASH
     try:
         yield
         exit_code = EXIT_OK
     finally:
-        timeout_seconds = STOP_SECONDS if stage.stop_requested else CLOSE_SECONDS
+        timeout_seconds = STOP_TIMEOUT_SECONDS if stage.stop_requested else CLOSE_TIMEOUT_SECONDS
         deadline = time.monotonic() + timeout_seconds
         for sink_thread in sink_threads:
-            sink_thread.end(exit_code)
+            sink_thread.signal_end(exit_code)
         for sink_thread in sink_threads:
-            sink_thread.wait(deadline, timeout_seconds)
+            sink_thread.wait_until_closed(deadline, timeout_seconds)
 
 
 class _SinkThread:
@@ -102,7 +102,7 @@ class _SinkThread:
     def __init__(self, name: str, find_opener: Callable[[str], SinkOpener], stage: Stage) -> None:
         self._name, self._find_opener, self._stage = name, find_opener, stage
         self._line_queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        # Read now, because a training that resumes removes the lines of later steps.
+        # Read the file now, because a training that resumes removes lines of later steps from it.
         lines = read_metrics(stage.metrics.path)
         self._validated_steps = {line["step"] for line in lines if len(_keep_validation_metrics(line)) > 2}
         self._exit_code = EXIT_CRASH
@@ -116,18 +116,18 @@ class _SinkThread:
         elif self._thread.is_alive():
             self._line_queue.put(line)
 
-    def end(self, exit_code: int) -> None:
+    def signal_end(self, exit_code: int) -> None:
         """Signal to the thread of the metric sink that no further line of metrics follows."""
         self._exit_code = exit_code
         self._line_queue.put(None)
 
-    def wait(self, deadline: float, seconds: float) -> None:
-        """Wait until the metric sink is closed, or until `deadline` (monotonic), `seconds` after the stage's end."""
+    def wait_until_closed(self, deadline: float, timeout_seconds: float) -> None:
+        """Wait until the metric sink is closed or the monotonic time `deadline`; a warning names `timeout_seconds`."""
         if self._thread is None:
             return
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._log_warning(f"not done {seconds:g} s after the end; it may lack the last steps")
+            self._log_warning(f"not done {timeout_seconds:g} s after the end; it may lack the last steps")
 
     def _run(self, first: dict[str, Any]) -> None:
         with log_errors(lambda error: self._log_warning(f"{type(error).__name__}: {error}")):
@@ -159,15 +159,15 @@ def _keep_validation_metrics(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name in {"step", "time"} or name.startswith("validation/")}
 
 
-def numbers(line: dict[str, Any]) -> dict[str, float]:
+def numeric_metrics(line: dict[str, Any]) -> dict[str, float]:
     """Return the numeric metrics of a line of `metrics.jsonl`."""
     metrics = {name: value for name, value in line.items() if name not in {"step", "time"}}
     return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
 
 
-def names_of_run(stage: Stage, sink: str) -> tuple[str, str, str, str]:
-    """Return project, group, name and identifier of a stage's run in a tracking service (W&B, MLflow, trackio). The
-    identifier, saved in the subfolder `sink` of the stage, is the same in all attempts and new if it is made again."""
+def tracking_run_names(stage: Stage, sink: str) -> tuple[str, str, str, str]:
+    """Return project, group, name and identifier of a stage's run in a tracking service (W&B, MLflow, trackio). All
+    attempts of the stage have the same identifier, which is saved in its subfolder `sink`."""
     config, start_info = stage.recipe.logging, read_start_info(stage.run_path) or RunStartInfo()
     title = f"{config.experiment_name or start_info.pipeline or 'cosmos'}-{stage.run_path.name}"
     path = stage.path / sink / "id"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from cosmos_core.config.difference import flat
+from cosmos_core.config.difference import flatten_tables
 from cosmos_core.errors import EXIT_OK
-from cosmos_core.observe.sinks.base import names_of_run, numbers
-from cosmos_core.run.mlflow import keyed_run, metric_name, open_client
+from cosmos_core.observe.sinks.base import numeric_metrics, tracking_run_names
+from cosmos_core.run.mlflow import get_or_create_run, open_client, sanitize_metric_name
 from cosmos_core.run.stage import Stage
 
 _NEWEST_STEP_METRIC = "step"
@@ -24,27 +24,27 @@ class MlflowSink:
     package = "mlflow-skinny"
 
     def __init__(self, stage: Stage, first_step: int) -> None:
-        self._client, (project, group, name, key) = open_client(), names_of_run(stage, "mlflow")
+        self._client, (project, group, name, key) = open_client(), tracking_run_names(stage, "mlflow")
         from mlflow.entities import Param
 
         tags = {"cosmos.run": stage.run_path.name, "cosmos.stage": stage.name, "cosmos.kind": stage.kind.name}
-        run = keyed_run(self._client, project, key, name, {**tags, "cosmos.group": group})
+        run = get_or_create_run(self._client, project, key, name, {**tags, "cosmos.group": group})
         self._run_id = run.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
-        settings = flat(stage.recipe.model_dump(mode="json"))
+        settings = flatten_tables(stage.recipe.model_dump(mode="json"))
         # MLflow refuses to change parameters of a resumed run.
-        new_settings = {each: value for each, value in settings.items() if metric_name(each) not in run.data.params}
-        params = [Param(metric_name(each), str(value)[:_MAX_VALUE_CHARACTERS]) for each, value in new_settings.items()]
+        texts = [(sanitize_metric_name(name), str(value)[:_MAX_VALUE_CHARACTERS]) for name, value in settings.items()]
+        params = [Param(name, text) for name, text in texts if name not in run.data.params]
         for batch_start in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._run_id, params=params[batch_start : batch_start + _MAX_PARAMS])
         self.starting_step = int(run.data.metrics.get(_NEWEST_STEP_METRIC, -1)) + 1
 
     def log(self, line: dict[str, Any]) -> None:
-        """Send one line of `metrics.jsonl` with its own time and step."""
         from mlflow.entities import Metric
 
         step, milliseconds = line["step"], int(line["time"] * 1000)
-        values = {metric_name(name): value for name, value in numbers(line).items()} | {_NEWEST_STEP_METRIC: step}
+        values = {sanitize_metric_name(name): value for name, value in numeric_metrics(line).items()}
+        values[_NEWEST_STEP_METRIC] = step
         metrics = [Metric(name, value, milliseconds, step) for name, value in values.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from cosmos_core.observe import gallery
-from cosmos_core.observe.sinks.base import names_of_run, numbers
+from cosmos_core.observe.sinks.base import numeric_metrics, tracking_run_names
 from cosmos_core.run.stage import Stage
 
-_INIT_SECONDS = 30.0
+_INIT_TIMEOUT_SECONDS = 30.0
 
 
 class WandbSink:
@@ -26,13 +26,13 @@ class WandbSink:
         import wandb
 
         self._stage_path, self._media_log_interval = stage.path, stage.recipe.logging.multi_modal_log_interval
-        project, group, name, key = names_of_run(stage, "wandb")
+        project, group, name, key = tracking_run_names(stage, "wandb")
         self._run = wandb.init(
             project=project, group=group, job_type=stage.kind.name, name=name, id=key,
             resume="allow", config=stage.recipe.model_dump(), dir=str(stage.path),
             settings=wandb.Settings(
                 silent=True, console="off", disable_git=True, disable_code=True, save_code=False, x_disable_stats=True,
-                x_disable_machine_info=True, x_save_requirements=False, init_timeout=_INIT_SECONDS,
+                x_disable_machine_info=True, x_save_requirements=False, init_timeout=_INIT_TIMEOUT_SECONDS,
             ),
         )  # fmt: skip
         self.starting_step = self._newest_step = int(self._run.starting_step)
@@ -43,7 +43,8 @@ class WandbSink:
         step = line["step"]
         validation_step = {"validation/step": step} if step < self._newest_step else {}
         self._newest_step = max(self._newest_step, step)
-        self._run.log({**numbers(line), **validation_step, **self._load_validation_media(step)}, step=self._newest_step)
+        metrics = {**numeric_metrics(line), **validation_step, **self._load_validation_media(step)}
+        self._run.log(metrics, step=self._newest_step)
 
     def _load_validation_media(self, step: int) -> dict[str, Any]:
         """Return the images and videos that were generated from held-out prompts after a train step; empty if none were
@@ -54,7 +55,7 @@ class WandbSink:
         if (self._media_log_interval and step % self._media_log_interval) or not (folder / gallery.GRID_FILE).is_file():
             return {}
         media: dict[str, Any] = {"validation/drawings": wandb.Image(str(folder / gallery.GRID_FILE))}
-        if videos := sorted(folder.glob(f"*{gallery.VIDEO}")):
+        if videos := sorted(folder.glob(f"*{gallery.VIDEO_SUFFIX}")):
             media["validation/videos"] = [wandb.Video(str(path), format="mp4") for path in videos]
         return media
 

@@ -15,7 +15,7 @@ from cosmos_core.environment import mask_secrets
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, CosmosError
 from cosmos_core.rewards.service.app import HttpInterface
 from cosmos_core.rewards.service.config import ServiceConfig, read_config
-from cosmos_core.rewards.service.connection import Connection
+from cosmos_core.rewards.service.connection import LimitedConnection
 from cosmos_core.rewards.service.engine import Engine
 from cosmos_core.run.files import write_text
 
@@ -47,15 +47,16 @@ def main() -> int:
 
 async def serve(config: ServiceConfig, ready_file: Path | None = None) -> int:
     """Serve requests until a signal, then finish the accepted requests."""
-    token = config.token()
+    token = config.read_token()
     for setting in config.ineffective_settings:
         log.warning("%s has no effect in this service", setting)
     engine = Engine(config)
     http_interface = HttpInterface(engine, token)
     server = _Server(
         uvicorn.Config(
-            http_interface.app(), config.host, config.port, access_log=False, log_config=None, timeout_keep_alive=30,
-            server_header=False, timeout_graceful_shutdown=5, lifespan="off", backlog=512, http=Connection, ws="none",
+            http_interface.build_app(), config.host, config.port, access_log=False, log_config=None,
+            timeout_keep_alive=30, server_header=False, timeout_graceful_shutdown=5, lifespan="off", backlog=512,
+            http=LimitedConnection, ws="none",
         ),
         engine,
     )  # fmt: skip
@@ -100,11 +101,11 @@ class _Server(uvicorn.Server):
         """Begin to finish the requests; uvicorn calls this method on a signal."""
         if self._drain_future is None and self.started:
             log.info("%s: finishing %d requests", signal.Signals(sig).name, len(self._engine.pending))
-            self._drain_future = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
+            self._drain_future = asyncio.run_coroutine_threadsafe(self._drain_and_exit(), self._loop)
         else:
             self.should_exit = self.force_exit = True
 
-    async def _drain(self) -> None:
+    async def _drain_and_exit(self) -> None:
         await self._engine.drain()
         self.should_exit = True
 

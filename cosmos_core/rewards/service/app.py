@@ -26,7 +26,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.rewards import protocol
-from cosmos_core.rewards.protocol import IDEMPOTENCY_KEY, STATE_HEADER, ProtocolError
+from cosmos_core.rewards.protocol import IDEMPOTENCY_HEADER, STATE_HEADER, ProtocolError
 from cosmos_core.rewards.service import page
 from cosmos_core.rewards.service.connection import RefusalResponse
 from cosmos_core.rewards.service.engine import CapacityExceeded, Engine, ShuttingDown
@@ -48,7 +48,7 @@ _METRIC_DESCRIPTIONS: dict[Any, dict[str, str]] = {
 }  # fmt: skip
 log = logging.getLogger(__name__)
 
-Handler = Callable[[Request], Awaitable[Response]]
+RouteHandler = Callable[[Request], Awaitable[Response]]
 
 
 class HttpInterface:
@@ -60,29 +60,31 @@ class HttpInterface:
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
-    def app(self) -> FastAPI:
+    def build_app(self) -> FastAPI:
         """Return the FastAPI application with all routes of the service."""
         app = FastAPI(title="Reward service", docs_url=None, redoc_url=None, openapi_url=None)
         for method, path, handler in (
-            ("POST", protocol.ENQUEUE, self.enqueue), ("POST", protocol.PULL_PATH, self.pull),
-            ("POST", protocol.PING, self.ping), ("POST", protocol.LATENT_ATTR, self.latent_attr),
+            ("POST", protocol.ENQUEUE_PATH, self.enqueue), ("POST", protocol.PULL_PATH, self.pull),
+            ("POST", protocol.PING_PATH, self.ping), ("POST", protocol.LATENT_ATTR_PATH, self.latent_attr),
             ("GET", "/metrics", self.metrics), ("GET", "/", self.page),
         ):  # fmt: skip
-            app.add_route(path, self._guard_handler(handler), methods=[method])
+            app.add_route(path, self._wrap_handler(handler), methods=[method])
         app.add_route("/health", self.health, methods=["GET"])
         return app
 
     async def enqueue(self, request: Request) -> Response:
         """Accept a request and return its uuid."""
-        idempotency_key = request.headers.get(IDEMPOTENCY_KEY, "")
+        idempotency_key = request.headers.get(IDEMPOTENCY_HEADER, "")
         if idempotency_key and not _is_uuid(idempotency_key):
-            raise ProtocolError(f"{IDEMPOTENCY_KEY} must be a uuid, drawn for each request: clients share the service")
+            raise ProtocolError(
+                f"{IDEMPOTENCY_HEADER} must be a uuid, drawn for each request: clients share the service"
+            )
         if not self.engine.is_ready:
             return _refusal_response(503, "the rewards are loading", retry_after=2)
         body_size = _content_length(request, self.engine.config.max_body_bytes)
         request_id = idempotency_key.lower() or str(uuid.uuid4())
         with self.engine.reserve_capacity(body_size):
-            await self.engine.accept(request_id, await _read_body(request, body_size))
+            await self.engine.accept_request(request_id, await _read_body(request, body_size))
         return JSONResponse({"uuid": request_id} | ({"replica_id": self.engine.replica} if self.engine.replica else {}))
 
     async def pull(self, request: Request) -> Response:
@@ -103,7 +105,7 @@ class HttpInterface:
         return JSONResponse({"message": f"Not found scores for {key}"}, 400, headers={STATE_HEADER: state})
 
     async def ping(self, request: Request) -> Response:
-        """Confirm that the service is running, and that it serves the rewards that the field `info_data` names."""
+        """Return status 200 if the service serves the rewards that the field `info_data` names, otherwise 422."""
         form = await _read_form(request)
         try:
             request_info = json.loads(form.get("info_data") or "{}")
@@ -117,7 +119,7 @@ class HttpInterface:
         return JSONResponse({"message": "Ping request received"})
 
     async def latent_attr(self, request: Request) -> Response:
-        """Confirm that the service can decode latents with the attributes in the request."""
+        """Return status 200 if the service can decode latents with the attributes in the request, otherwise 400."""
         form, fields = await _read_form(request), None
         with suppress(ValueError, RecursionError):
             fields = json.loads(form.get("fields", ""))
@@ -140,7 +142,7 @@ class HttpInterface:
 
     async def page(self, request: Request) -> Response:
         """Return an HTML page with the state of the service."""
-        return HTMLResponse(page.render(self.engine, self.statuses), headers=page.HEADERS)
+        return HTMLResponse(page.render_page(self.engine, self.statuses), headers=page.RESPONSE_HEADERS)
 
     def collect(self) -> Any:
         """Yield the metrics; prometheus_client calls this method."""
@@ -163,7 +165,7 @@ class HttpInterface:
             responses.add_metric([path, str(status)], count)
         yield responses
 
-    def _guard_handler(self, handler: Handler) -> Handler:
+    def _wrap_handler(self, handler: RouteHandler) -> RouteHandler:
         """Return a handler that authenticates the request first, and turns errors into a response of one line."""
 
         async def guarded_handler(request: Request) -> Response:

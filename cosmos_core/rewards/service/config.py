@@ -10,12 +10,12 @@ from pydantic import Field, field_validator
 
 from cosmos_core.config.load import parse, read_toml
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveFloat, PositiveInt, Strings
+from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveFloat, PositiveInt, StringList
 from cosmos_core.errors import ConfigError
 
-_VIDEO_REWARDS = {"cosmos_reason1", "dance_grpo"}
-_PUBLISHED_VAE = "https://huggingface.co/Wan-AI/Wan2.1-T2V-1.3B/resolve/main/Wan2.1_VAE.pth"
-_UNUSED_KEYS = ("chunk_duration", "temporal_window", "load_mean_std", "wan2pt2_model_path", "wan2pt2_credential_path")
+VIDEO_REWARDS = {"cosmos_reason1", "dance_grpo"}
+_PUBLISHED_VAE_URL = "https://huggingface.co/Wan-AI/Wan2.1-T2V-1.3B/resolve/main/Wan2.1_VAE.pth"
+_IGNORED_KEYS = ("chunk_duration", "temporal_window", "load_mean_std", "wan2pt2_model_path", "wan2pt2_credential_path")
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -40,13 +40,13 @@ class RewardArgs(Table):
     """Dtype of the weights of the reward's model."""
     device: str = "cuda"
     """Device of the reward; `cuda` falls back to `cpu` on a machine without a GPU."""
-    devices: Strings = ()
+    devices: StringList = ()
     """Devices of the reward, with one process each; empty: `device`."""
     endpoint_url: str = ""
     """URL of a server that runs the reward's model; empty: the reward needs no server."""
     endpoint_api_key: str = ""
     """API key for the server at `endpoint_url`; `$NAME` reads the key from the environment."""
-    env: Strings = ()
+    env: StringList = ()
     """Environment variables that the reward's processes receive in addition to standard ones."""
     options: dict[str, Any] = {}
     """Further settings, which depend on the reward."""
@@ -64,12 +64,12 @@ class RewardArgs(Table):
     """Folder for temporary files of the reward's processes; empty: the system default."""
 
     @property
-    def interpreter(self) -> str:
+    def python_interpreter(self) -> str:
         """Return the Python interpreter of the reward's processes."""
         return sys.executable if self.venv_python in {"", "python"} else self.venv_python
 
     @property
-    def all_devices(self) -> tuple[str, ...]:
+    def process_devices(self) -> tuple[str, ...]:
         """Return the device of each process."""
         return self.devices or (self.device,)
 
@@ -164,14 +164,15 @@ class ServiceConfig(Table):
         """Return the path of the VAE that decodes latents; empty: latents are refused."""
         if self.no_latent_decoder or self.decode_args.no_latent_decoder:
             return ""
-        has_video_reward = any(not reward.entry and reward.reward_type in _VIDEO_REWARDS for reward in self.rewards)
-        return self.decode_args.model_path or (_PUBLISHED_VAE if has_video_reward else "")
+        has_video_reward = any(not reward.entry and reward.reward_type in VIDEO_REWARDS for reward in self.rewards)
+        return self.decode_args.model_path or (_PUBLISHED_VAE_URL if has_video_reward else "")
 
     @property
     def ineffective_settings(self) -> list[str]:
         """Return the settings of Cosmos-RL in the file that have no effect in this service."""
         decode_args, default_args = self.decode_args, DecodeArgs()
-        keys = [f"decode_args.{key}" for key in _UNUSED_KEYS if getattr(decode_args, key) != getattr(default_args, key)]
+        changed_keys = [key for key in _IGNORED_KEYS if getattr(decode_args, key) != getattr(default_args, key)]
+        keys = [f"decode_args.{key}" for key in changed_keys]
         return keys + [f"reward_args.{each.reward_type}.setup_script" for each in self.rewards if each.setup_script]
 
     @property
@@ -184,8 +185,8 @@ class ServiceConfig(Table):
         except ValueError:
             return False
 
-    def token(self) -> str:
-        """Return the token that requests need, if any; raise `ConfigError` if a required one is missing or invalid."""
+    def read_token(self) -> str:
+        """Return the token that requests need, or ""; raise `ConfigError` if a required token is missing or invalid."""
         token = os.environ.get(self.token_env, "")
         if self.authentication == "off":
             return ""

@@ -5,51 +5,48 @@ uvicorn's other parser (httptools) has no limit for headers, and neither parser 
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from typing import Any
 
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _MAX_DISCARD_SECONDS, _MAX_DISCARDED_BYTES, _READ_TIMEOUT_SECONDS = 30.0, 2**30, 2.0
 
-Message = MutableMapping[str, Any]
 
-
-class Connection(H11Protocol):
+class LimitedConnection(H11Protocol):
     """Connection that closes if no request arrives in time."""
 
-    head_seconds = 10.0
+    head_timeout_seconds = 10.0
     """Seconds after which a connection without a complete request head is closed."""
-    _waiting: asyncio.TimerHandle | None = None
+    _timeout_handle: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timeout of a new connection; asyncio calls this method."""
         super().connection_made(transport)
-        self._watch()
+        self._update_timeout()
 
     def data_received(self, data: bytes) -> None:
         """Parse received data, and stop the timeout if the head of a request is complete."""
         super().data_received(data)
-        self._watch()
+        self._update_timeout()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timeout of a closed connection."""
         super().connection_lost(exc)
-        self._stop()
+        self._cancel_timeout()
 
-    def _watch(self) -> None:
-        """Start the timeout if no request is in progress; bytes of an incomplete request head do not extend it."""
+    def _update_timeout(self) -> None:
+        """Start the timeout for a request head, or cancel it during a request; further bytes do not restart it."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self._stop()
-        elif self._waiting is None:
-            self._waiting = self.loop.call_later(self.head_seconds, self.transport.close)
+            self._cancel_timeout()
+        elif self._timeout_handle is None:
+            self._timeout_handle = self.loop.call_later(self.head_timeout_seconds, self.transport.close)
 
-    def _stop(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
+    def _cancel_timeout(self) -> None:
+        if self._timeout_handle is not None:
+            self._timeout_handle.cancel()
+            self._timeout_handle = None
 
 
 class RefusalResponse(Response):
@@ -62,9 +59,7 @@ class RefusalResponse(Response):
         super().__init__(response.body, response.status_code)
         self.raw_headers = response.raw_headers
 
-    async def __call__(
-        self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response at once, and end it after the request body; ASGI prescribes the signature."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})

@@ -21,12 +21,12 @@ from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.rewards.protocol import ProtocolError
 from cosmos_core.rewards.service.config import RewardArgs, ServiceConfig
-from cosmos_core.rewards.service.pool import Job, Pool, ProcessLost, Program
-from cosmos_core.rewards.service.request import Request, parse_request
+from cosmos_core.rewards.service.pool import Job, ProcessLost, ProcessSettings, RewardPool
+from cosmos_core.rewards.service.request import ScoreRequest, parse_request
 from cosmos_core.rewards.service.store import MemoryStore, RedisStore, Store
 
 log = logging.getLogger(__name__)
-QUEUE = "COSMOS_REWARD_QUEUE"
+QUEUE_OWNER_VARIABLE = "COSMOS_REWARD_QUEUE"
 """Environment variable with the name under which a service without `replica_id` finds its requests in Redis."""
 _RATE_WINDOW_SECONDS = 60.0
 
@@ -48,10 +48,10 @@ class Engine:
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
-        self.pools: dict[str, Pool] = {}
-        self.decoder: Pool | None = None
+        self.pools: dict[str, RewardPool] = {}
+        self.decoder: RewardPool | None = None
         self.is_ready = self.is_draining = self._has_drained = False
-        self.pending: dict[str, Request] = {}
+        self.pending: dict[str, ScoreRequest] = {}
         self.pending_bytes = self.decoded_bytes = self._num_reserved_requests = 0
         self.num_accepted = 0
         self._finished_counts: deque[tuple[float, int]] = deque()
@@ -60,10 +60,11 @@ class Engine:
 
     async def start(self) -> None:
         """Load every reward, then resume unfinished requests of an earlier process of the service. Raise `RewardError`
-        if a reward cannot be loaded, and `StageFailed` if a process was killed or timed out, or the queue is away."""
-        self.pools = {each.reward_type: Pool(self.program(each), self._store_result) for each in self.config.rewards}
+        if a reward cannot be loaded, and `StageFailed` if a process was killed or timed out, or the store fails."""
+        for reward in self.config.rewards:
+            self.pools[reward.reward_type] = RewardPool(self.process_settings(reward), self._store_result)
         if self.config.vae:
-            self.decoder = Pool(self._decoder_program(), self._handle_decoded)
+            self.decoder = RewardPool(self._decoder_settings(), self._handle_decoded_video)
         pools_to_load = self.pools if self.decoder is None else {**self.pools, "decode_args": self.decoder}
         for name, pool in pools_to_load.items():
             try:
@@ -110,7 +111,7 @@ class Engine:
         if len(self.pending) + self._num_reserved_requests >= self.config.max_pending or (
             self.pending_bytes + num_bytes > self.config.max_pending_bytes and not is_only_request
         ):
-            items_per_second = self.rate()
+            items_per_second = self.items_per_second()
             num_waiting_items = sum(request.count for request in self.pending.values())
             seconds = round(num_waiting_items / items_per_second / 4) if items_per_second else 1
             raise CapacityExceeded(min(30, max(1, seconds)))
@@ -122,10 +123,10 @@ class Engine:
             self.pending_bytes -= num_bytes
             self._num_reserved_requests -= 1
 
-    async def accept(self, uuid: str, body: bytes | bytearray) -> None:
-        """Store a request and queue it for scoring; a request that is already known is not scored again, unless its
-        acceptance was interrupted after it was stored. Raise `ProtocolError` if the body is not a valid request, and
-        `ShuttingDown` if the service has finished its accepted requests."""
+    async def accept_request(self, uuid: str, body: bytes | bytearray) -> None:
+        """Store a request and queue it for scoring. A stored request with the same uuid is not scored again, unless it
+        was stored but never queued. Raise `ProtocolError` if the body is not a valid request, and `ShuttingDown` if the
+        service has finished its accepted requests."""
         if uuid in self.pending:
             return
         if await self.store.is_known(uuid) and not await self.store.is_unfinished(uuid):
@@ -137,18 +138,18 @@ class Engine:
         if self._has_drained:
             raise ShuttingDown
         self._add_pending(request)
-        with cleanup_on_error(partial(self._drop, request)):
-            await self.store.accept(uuid, bytes(body))
+        with cleanup_on_error(partial(self._remove_pending, request)):
+            await self.store.accept_request(uuid, bytes(body))
         self.num_accepted += 1
-        self._queue(request)
+        self._submit_request(request)
 
-    def _check_latents(self, request: Request) -> None:
+    def _check_latents(self, request: ScoreRequest) -> None:
         """Raise ProtocolError if this service cannot decode the latents of a request."""
         if request.media != "latent":
             return
         if self.decoder is None:
             raise ProtocolError("no decoder of latents is configured here (decode_args.model_path); send pixels")
-        num_channels = self.decoder.facts.get("latent_channels", request.array.shape[1])
+        num_channels = self.decoder.model_properties.get("latent_channels", request.array.shape[1])
         if request.array.shape[1] != num_channels:
             raise ProtocolError(
                 f"latents of {request.array.shape[1]} channels; the VAE here (decode_args.model_path) has "
@@ -160,15 +161,15 @@ class Engine:
         return uuid in self.pending or await self.store.is_known(uuid)
 
     def check_latent_attributes(self, fields: dict[str, Any]) -> None:
-        """Raise `ProtocolError` if latents with the attributes `fields` cannot be decoded, or if they name another VAE;
-        attributes that this VAE does not need are ignored."""
+        """Raise `ProtocolError` if the service decodes no latents, or if the attributes of latents in `fields` name
+        another VAE; other attributes are ignored."""
         if self.decoder is None:
             raise ProtocolError("no decoder of latents is configured here (decode_args.model_path)")
         vae_path = fields.get("vae_pth", "")
         if vae_path and vae_path != self.config.vae:
             raise ProtocolError("the VAE is that of decode_args.model_path; vae_pth cannot change it from outside")
 
-    def rate(self) -> float:
+    def items_per_second(self) -> float:
         """Return the number of items scored per second, over the last minute."""
         self._remove_old_counts()
         if not self._finished_counts:
@@ -180,16 +181,16 @@ class Engine:
         while self._finished_counts and self._finished_counts[0][0] < time.monotonic() - _RATE_WINDOW_SECONDS:
             self._finished_counts.popleft()
 
-    def _add_pending(self, request: Request) -> None:
+    def _add_pending(self, request: ScoreRequest) -> None:
         self.pending[request.uuid] = request
         self.pending_bytes += request.num_bytes
 
-    def _drop(self, request: Request) -> None:
+    def _remove_pending(self, request: ScoreRequest) -> None:
         if self.pending.pop(request.uuid, None):
             self.pending_bytes -= request.num_bytes
             self.decoded_bytes -= request.decoded_bytes
 
-    def _queue(self, request: Request) -> None:
+    def _submit_request(self, request: ScoreRequest) -> None:
         if request.media == "latent":
             assert self.decoder is not None
             self.decoder.submit(Job(request))
@@ -200,18 +201,18 @@ class Engine:
     async def _resume_request(self, uuid: str, body: bytes) -> None:
         try:
             request = await asyncio.to_thread(parse_request, uuid, body, self.pools)
-        except ProtocolError as error:  # a stored request names a reward that is no longer served
+        except ProtocolError as error:  # the service no longer serves a reward of the stored request
             log.warning("request %s is dropped: %s", uuid, error)
-            await self.store.finish(uuid)
+            await self.store.finish_request(uuid)
             return
         request.remaining_rewards = {name for name in request.names if await self.store.get(uuid, name) is None}
         if not request.remaining_rewards or (request.media == "latent" and self.decoder is None):
-            await self.store.finish(uuid)
+            await self.store.finish_request(uuid)
             return
         self._add_pending(request)
-        self._queue(request)
+        self._submit_request(request)
 
-    async def _handle_decoded(self, job: Job, result: dict[str, Any], seconds: float) -> None:
+    async def _handle_decoded_video(self, job: Job, result: dict[str, Any], seconds: float) -> None:
         request = job.request
         request.decoded_seconds = seconds
         if result.get("error"):
@@ -224,7 +225,7 @@ class Engine:
             await asyncio.sleep(0.05)  # backpressure: decoded videos wait until rewards have scored earlier ones
         self.decoded_bytes += num_bytes
         request.array, request.media, request.decoded_bytes = result["array"], "video", num_bytes
-        self._queue(request)
+        self._submit_request(request)
 
     async def _store_result(self, job: Job, result: dict[str, Any], seconds: float) -> None:
         """Store the result of one reward; while the store is not reachable, retry instead of dropping the result."""
@@ -238,14 +239,14 @@ class Engine:
         elif any(result.get("errors", [])):
             content["errors"] = result["errors"]
         self._finished_counts.append((time.monotonic(), request.count))
-        self._remove_old_counts()  # here too, because `rate` may never be called
+        self._remove_old_counts()
         request.remaining_rewards.discard(name)
         response_json = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
         # Replace an unpaired surrogate in the JSON, which cannot be encoded as UTF-8.
         await self._retry_store(self.store.put, request.uuid, name, response_json.encode(errors="replace").decode())
         if not request.remaining_rewards and request.uuid in self.pending:
-            await self._retry_store(self.store.finish, request.uuid)
-            self._drop(request)
+            await self._retry_store(self.store.finish_request, request.uuid)
+            self._remove_pending(request)
 
     async def _retry_store(self, store_method: Any, *arguments: Any) -> None:
         pause_seconds = 0.1
@@ -260,23 +261,26 @@ class Engine:
             await asyncio.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, 5.0)
 
-    def program(self, reward: RewardArgs) -> Program:
+    def process_settings(self, reward: RewardArgs) -> ProcessSettings:
         """Return the settings with which the processes of a reward are started."""
         api_key = reward.endpoint_api_key
         settings = reward.model_dump(include={"model_path", "download_path", "dtype", "endpoint_url", "options"})
         settings["endpoint_api_key"] = os.environ.get(api_key[1:], "") if api_key.startswith("$") else api_key
         start_message = {"name": reward.reward_type, "entry": reward.entry, "settings": settings, "path": [os.getcwd()]}
-        return Program(reward.reward_type, start_message, reward, self.config.batch_seconds, self.config.attempts)
+        config = self.config
+        return ProcessSettings(reward.reward_type, start_message, reward, config.batch_seconds, config.attempts)
 
-    def _decoder_program(self) -> Program:
+    def _decoder_settings(self) -> ProcessSettings:
         decode_args = self.config.decode_args
         settings = {"model_path": self.config.vae, "dtype": decode_args.dtype}
         processes = RewardArgs(reward_type="decoder", device=decode_args.device, batch_size=1)
-        return Program("", {"name": "", "entry": "", "settings": settings}, processes, 0.0, self.config.attempts)
+        start_message = {"name": "", "entry": "", "settings": settings}
+        return ProcessSettings("", start_message, processes, 0.0, self.config.attempts)
 
 
 def _open_store(config: ServiceConfig, replica_id: str) -> Store:
     if config.queue == "memory":
         return MemoryStore(config.result_seconds, config.max_results, config.max_pending_bytes)
-    owner_name = replica_id or os.environ.get(QUEUE) or f"{socket.gethostname()}:{config.host}:{config.port}"
+    default_owner = f"{socket.gethostname()}:{config.host}:{config.port}"
+    owner_name = replica_id or os.environ.get(QUEUE_OWNER_VARIABLE) or default_owner
     return RedisStore(config.redis_host, config.redis_port, config.result_seconds, owner_name)

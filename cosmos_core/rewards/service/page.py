@@ -6,12 +6,12 @@ from html import escape
 
 from cosmos_core.rewards.service.engine import Engine
 
-HEADERS = {
+RESPONSE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
 }
-_STYLE = """
+_CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1d2330;
   background: #fbfbfd }
 h1 { font-size: 1.4rem; margin-bottom: .2rem } h2 { font-size: 1.05rem; margin-top: 2rem }
@@ -22,10 +22,10 @@ th:first-child, td:first-child { text-align: left }
 .ok { color: #18794e } .bad { color: #b42318 } p { color: #4b5565 } li { font-family: ui-monospace, monospace;
   font-size: .85rem; overflow-wrap: anywhere }
 """
-_COLUMNS = ("reward", "processes", "waiting", "scoring", "items", "seconds / item", "errors", "replaced", "tried again")
+_HEADS = ("reward", "processes", "waiting", "scoring", "items", "seconds / item", "errors", "replaced", "tried again")
 
 
-def render(engine: Engine, statuses: Counter[tuple[str, int]]) -> str:
+def render_page(engine: Engine, statuses: Counter[tuple[str, int]]) -> str:
     """Return the HTML of the status page; `statuses` counts responses by route and HTTP status."""
     table_rows = "".join(_render_row(name, engine) for name in engine.pools)
     errors = sorted((text for pool in engine.pools.values() for text in pool.errors), reverse=True)[:20] or ["none"]
@@ -33,12 +33,13 @@ def render(engine: Engine, statuses: Counter[tuple[str, int]]) -> str:
     responses = ", ".join(f"{escape(path)} {status}: {count}" for (path, status), count in sorted(statuses.items()))
     state_text = "ends after what it has accepted" if engine.is_draining else "takes requests"
     pending_text = f"{len(engine.pending)} requests wait ({engine.pending_bytes / 2**20:.1f} MiB)"
-    table_header = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    table_header = "".join(f"<th>{name}</th>" for name in _HEADS)
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><meta http-equiv=refresh content=5><title>Rewards</title>"
-        f"<style>{_STYLE}</style><h1>Reward service</h1>"
-        f"<p>It {state_text}; {pending_text}; {engine.rate():.1f} items/s over the last minute; {engine.num_accepted} "
-        f"requests accepted; {escape(engine.config.queue)} queue; {time.strftime('%Y-%m-%d %H:%M:%S')}.</p>"
+        f"<style>{_CSS}</style><h1>Reward service</h1>"
+        f"<p>It {state_text}; {pending_text}; {engine.items_per_second():.1f} items/s over the last minute; "
+        f"{engine.num_accepted} requests accepted; {escape(engine.config.queue)} queue; "
+        f"{time.strftime('%Y-%m-%d %H:%M:%S')}.</p>"
         f"<table><tr>{table_header}</tr>{table_rows}</table><h2>Last errors</h2><ul>{error_items}</ul>"
         f"<h2>Responses</h2><p>{responses or 'none'}</p></html>"
     )
@@ -46,7 +47,7 @@ def render(engine: Engine, statuses: Counter[tuple[str, int]]) -> str:
 
 def _render_row(name: str, engine: Engine) -> str:
     pool = engine.pools[name]
-    counts, num_devices = pool.counts, len(pool.program.reward.all_devices)
+    counts, num_devices = pool.counts, len(pool.settings.reward.process_devices)
     processes_cell = f"<td class={'ok' if pool.ready == num_devices else 'bad'}>{pool.ready} of {num_devices}</td>"
     cell_values = (
         len(pool.queue), pool.in_flight, counts.items, f"{counts.seconds / counts.items:.4f}" if counts.items else "",

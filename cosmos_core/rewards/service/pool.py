@@ -23,10 +23,10 @@ import numpy as np
 
 from cosmos_core.environment import environment_for_user_code
 from cosmos_core.rewards.service.config import RewardArgs
-from cosmos_core.rewards.service.request import Request
+from cosmos_core.rewards.service.request import ScoreRequest
 from cosmos_core.rewards.service.worker import encode_header
 
-_START_PROGRAM = """
+_START_SCRIPT = """
 import importlib.util, runpy, sys
 package = sys.argv.pop()
 file = package + "/__init__.py"
@@ -39,7 +39,7 @@ runpy.run_module("cosmos_core.rewards.service.worker", run_name="__main__", alte
 to the service's interpreter and must not be imported by the reward's interpreter."""
 _PACKAGE_FOLDER = str(Path(__file__).parents[2])
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.2, 30.0
-_MAX_LINE_BYTES = 64 * 2**20
+_MAX_HEADER_BYTES = 64 * 2**20
 log = logging.getLogger(__name__)
 
 
@@ -47,14 +47,14 @@ log = logging.getLogger(__name__)
 class Job:
     """Request that waits to be scored by one reward or to be decoded."""
 
-    request: Request
+    request: ScoreRequest
     name: str = ""
     """Name of the reward; empty: decode the latents of the request."""
     attempts: int = 0
 
 
 @dataclass(frozen=True)
-class Program:
+class ProcessSettings:
     """Settings with which the processes of one reward are started."""
 
     name: str
@@ -67,7 +67,7 @@ class Program:
 
 
 @dataclass
-class Counts:
+class PoolCounters:
     """Counters of requests and errors of the processes of one reward."""
 
     items: int = 0
@@ -78,35 +78,36 @@ class Counts:
     seconds: float = 0.0
 
 
-Deliver = Callable[[Job, dict[str, Any], float], Awaitable[None]]
+ResultCallback = Callable[[Job, dict[str, Any], float], Awaitable[None]]
 """Callback that receives a request, its scores and errors, and the duration of its batch in seconds."""
 
 
 class ProcessLost(Exception):
-    """Error of a process that ended, hung, or could not load; `is_transient`: whether a retry may help; `is_killed`:
-    whether it was killed by a signal, which is transient and not an error of the reward itself."""
+    """Error if a process of a reward ended, hung, or could not load. `is_transient`: a retry may help; `is_killed`: a
+    signal killed the process, which is transient and not an error of the reward itself."""
 
     def __init__(self, message: str, *, is_transient: bool = False, is_killed: bool = False) -> None:
         super().__init__(message)
         self.is_transient, self.is_killed = is_transient or is_killed, is_killed
 
 
-class Pool:
+class RewardPool:
     """Pool that runs one reward in one process per device."""
 
-    def __init__(self, program: Program, deliver: Deliver) -> None:
-        self.program, self._deliver_result = program, deliver
+    def __init__(self, settings: ProcessSettings, on_result: ResultCallback) -> None:
+        self.settings, self._on_result = settings, on_result
         self.queue: deque[Job] = deque()
-        self.counts = Counts()
+        self.counts = PoolCounters()
         self.errors: deque[str] = deque(maxlen=20)
         self.ready = 0
         self.in_flight = 0
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.facts: Mapping[str, Any] = {}
+        self.model_properties: Mapping[str, Any] = {}
         """Properties of the model that a process reports after loading."""
-        self._num_load_attempts_left = program.attempts * len(program.reward.all_devices)
+        devices = settings.reward.process_devices
+        self._num_load_attempts_left = settings.attempts * len(devices)
         self._has_queued_jobs = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._keep_process_running(device)) for device in program.reward.all_devices]
+        self._tasks = [asyncio.create_task(self._keep_process_running(device)) for device in devices]
 
     def submit(self, job: Job) -> None:
         """Queue a request for the next batch."""
@@ -123,10 +124,10 @@ class Pool:
         """Keep a process running on the device `device`, and restart the process after an error."""
         pause_seconds = _MIN_PAUSE_SECONDS
         while True:
-            process = Process(self.program, device)
+            process = RewardProcess(self.settings, device)
             try:
                 await process.start()
-                pause_seconds, self.facts = _MIN_PAUSE_SECONDS, process.facts
+                pause_seconds, self.model_properties = _MIN_PAUSE_SECONDS, process.model_properties
                 if not self.loaded.done():
                     self.loaded.set_result(None)
                 self.ready += 1
@@ -135,21 +136,21 @@ class Pool:
                 finally:
                     self.ready -= 1
             except Exception as error:
-                loss = error if isinstance(error, ProcessLost) else ProcessLost(f"{type(error).__name__}: {error}")
-                if loss is not error:
-                    log.exception("reward %s", self.program.name)
+                lost = error if isinstance(error, ProcessLost) else ProcessLost(f"{type(error).__name__}: {error}")
+                if lost is not error:
+                    log.exception("reward %s", self.settings.name)
                 if not self.loaded.done() and not process.is_ready:
                     self._num_load_attempts_left -= 1
-                    if not loss.is_killed or not self._num_load_attempts_left:
-                        self.loaded.set_exception(loss)
-                self._record_error(str(loss))
+                    if not lost.is_killed or not self._num_load_attempts_left:
+                        self.loaded.set_exception(lost)
+                self._record_error(str(lost))
             finally:
                 await process.kill()
             self.counts.restarts += 1
             await asyncio.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS) if not process.is_ready else _MIN_PAUSE_SECONDS
 
-    async def _score_batches(self, process: Process) -> None:
+    async def _score_batches(self, process: RewardProcess) -> None:
         while True:
             jobs = await self._next_batch(process)
             start_time = time.monotonic()
@@ -188,16 +189,16 @@ class Pool:
             self.counts.errors += num_errors
             if num_errors:
                 self._record_error(result.get("error") or next(filter(None, result["errors"])))
-            await self._deliver_result(job, result, float(reply.get("seconds", 0.0)))
+            await self._on_result(job, result, float(reply.get("seconds", 0.0)))
 
     async def _drop_exhausted_jobs(self, reason: str) -> None:
-        for job in [job for job in self.queue if job.attempts >= self.program.attempts]:
+        for job in [job for job in self.queue if job.attempts >= self.settings.attempts]:
             self.queue.remove(job)
             self.counts.errors += job.request.count
             error_text = f"tried {job.attempts} times, each of which ended its process; the last: {reason}"
-            await self._deliver_result(job, {"error": error_text, "is_lost": True}, 0.0)
+            await self._on_result(job, {"error": error_text, "is_lost": True}, 0.0)
 
-    async def _next_batch(self, process: Process) -> list[Job]:
+    async def _next_batch(self, process: RewardProcess) -> list[Job]:
         """Wait for the next batch: several requests, or a single request that is retried."""
         jobs: list[Job] = []
         while not jobs:
@@ -205,8 +206,8 @@ class Pool:
                 self._has_queued_jobs.clear()
                 await process.wait_while_alive(self._has_queued_jobs.wait())
             num_items = sum(job.request.count for job in self.queue)
-            if self.program.batch_seconds and num_items < self.program.reward.batch_size:
-                await asyncio.sleep(self.program.batch_seconds)  # another process may take the jobs
+            if self.settings.batch_seconds and num_items < self.settings.reward.batch_size:
+                await asyncio.sleep(self.settings.batch_seconds)  # meanwhile another process may take the jobs
             while self.queue and (not jobs or self._fits_in_batch(jobs)):
                 jobs.append(self.queue.popleft())
         return jobs
@@ -214,49 +215,50 @@ class Pool:
     def _fits_in_batch(self, jobs: Sequence[Job]) -> bool:
         next_job = self.queue[0]
         num_items = sum(job.request.count for job in jobs) + next_job.request.count
-        return not jobs[0].attempts and not next_job.attempts and num_items <= self.program.reward.batch_size
+        return not jobs[0].attempts and not next_job.attempts and num_items <= self.settings.reward.batch_size
 
     def _record_error(self, text: str) -> None:
-        log.warning("reward %s: %s", self.program.name or "decoder", text)
+        log.warning("reward %s: %s", self.settings.name or "decoder", text)
         self.errors.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text[:500]}")
 
 
-class Process:
+class RewardProcess:
     """Worker process of a reward, which exchanges the messages of `worker.py` with the service."""
 
-    def __init__(self, program: Program, device: str) -> None:
-        self._program, self._device = program, device
+    def __init__(self, settings: ProcessSettings, device: str) -> None:
+        self._settings, self._device = settings, device
         self._process: asyncio.subprocess.Process | None = None
         self._batch_number = 0
         self.is_ready = False
-        self.facts: Mapping[str, Any] = {}
+        self.model_properties: Mapping[str, Any] = {}
 
     async def start(self) -> None:
         """Start the process and wait until it has loaded; raise `ProcessLost` if it could not start or load."""
-        start_message, reward = self._program.start, self._program.reward
+        start_message, reward = self._settings.start, self._settings.reward
         environment = environment_for_user_code(reward.env) | {"PYTHONUNBUFFERED": "1"}
         if reward.tmp_dir:
             environment["TMPDIR"] = reward.tmp_dir
         try:
             self._process = await asyncio.create_subprocess_exec(
-                reward.interpreter, "-c", _START_PROGRAM, _PACKAGE_FOLDER,
+                reward.python_interpreter, "-c", _START_SCRIPT, _PACKAGE_FOLDER,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
-                cwd=reward.work_dir or None, start_new_session=True, limit=_MAX_LINE_BYTES,
+                cwd=reward.work_dir or None, start_new_session=True, limit=_MAX_HEADER_BYTES,
             )  # fmt: skip
         except OSError as error:
-            raise ProcessLost(f"{reward.interpreter} cannot be started: {error}") from error
+            raise ProcessLost(f"{reward.python_interpreter} cannot be started: {error}") from error
         header = {**start_message, "settings": {**start_message["settings"], "device": self._device}}
-        reply, _ = await self._exchange(header, [], reward.load_seconds, "loaded")
+        reply, _ = await self._send_and_receive(header, [], reward.load_seconds, "loaded")
         if "ready" not in reply:
             raise ProcessLost(str(reply.get("error", "it said something else than that it is ready")))
-        self.is_ready, self.facts = True, reply
+        self.is_ready, self.model_properties = True, reply
 
     async def score(self, jobs: Sequence[Job]) -> tuple[dict[str, Any], list[np.ndarray]]:
         """Return the process's reply and arrays for a batch; raise `ProcessLost` if the process ended or timed out."""
         self._batch_number += 1
-        header = {"id": self._batch_number, "jobs": [job.request.job for job in jobs]}
+        header = {"id": self._batch_number, "jobs": [job.request.job_fields for job in jobs]}
         arrays = [job.request.array for job in jobs]
-        reply, result_arrays = await self._exchange(header, arrays, self._program.reward.timeout_seconds, "done")
+        timeout_seconds = self._settings.reward.timeout_seconds
+        reply, result_arrays = await self._send_and_receive(header, arrays, timeout_seconds, "done")
         num_results = len(jobs) if reply.get("error") else len(reply.get("results", result_arrays))
         if reply.get("id") != self._batch_number or num_results != len(jobs):
             raise ProcessLost("its process said something about another batch")
@@ -280,9 +282,9 @@ class Process:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.communicate()  # `wait` alone would not return while unread output pauses the pipe
+        await self._process.communicate()  # reads the remaining output: `wait` may block if the pipe is full
 
-    async def _exchange(
+    async def _send_and_receive(
         self, header: Mapping[str, Any], arrays: Sequence[np.ndarray], timeout_seconds: float, description: str
     ) -> tuple[dict[str, Any], list[np.ndarray]]:
         assert self._process is not None and self._process.stdin is not None
@@ -297,7 +299,7 @@ class Process:
         except TimeoutError as error:
             raise ProcessLost(f"not {description} in {timeout_seconds:g} s", is_transient=True) from error
         except asyncio.LimitOverrunError as error:
-            raise ProcessLost(f"its reply is a line of more than {_MAX_LINE_BYTES} bytes; return numbers") from error
+            raise ProcessLost(f"its reply is a line of more than {_MAX_HEADER_BYTES} bytes; return numbers") from error
         except (OSError, asyncio.IncompleteReadError, ValueError) as error:
             await asyncio.wait([asyncio.ensure_future(self._process.wait())], timeout=2)
             raise self._describe_exit() from error

@@ -19,7 +19,7 @@ _MAX_ITEMS = 65536
 
 
 @dataclass
-class Request:
+class ScoreRequest:
     """Batch of items and the names of the rewards to compute."""
 
     uuid: str
@@ -42,12 +42,12 @@ class Request:
         return len(self.fields["prompts"])
 
     @property
-    def job(self) -> dict[str, Any]:
+    def job_fields(self) -> dict[str, Any]:
         """Return the fields for a reward process, without the array."""
         return {**self.fields, "media": self.media}
 
 
-def parse_request(uuid: str, body: bytes | bytearray, served_rewards: Container[str]) -> Request:
+def parse_request(uuid: str, body: bytes | bytearray, served_rewards: Container[str]) -> ScoreRequest:
     """Return the request in a body; raise `ProtocolError` if it is invalid, or names a reward that is not served."""
     fields, array = decode_request(body)
     prompts = fields.get("prompts")
@@ -68,9 +68,9 @@ def parse_request(uuid: str, body: bytes | bytearray, served_rewards: Container[
     for name in _SCALAR_FIELDS:
         if not isinstance(fields.get(name, False), bool):
             raise ProtocolError(f"{name} must be true or false")
-    input_info = _info(media_type, array, fields)
+    input_info = _describe_input(media_type, array, fields)
     known_fields = {key: value for key, value in fields.items() if key in (*_LIST_FIELDS, *_SCALAR_FIELDS, "prompts")}
-    return Request(
+    return ScoreRequest(
         uuid, known_fields, array, media_type, reward_names, len(body), input_info, remaining_rewards=set(reward_names)
     )
 
@@ -122,7 +122,7 @@ def _check_list(name: str, values: Any, element_type: type, num_items: int) -> N
         raise ProtocolError(f"{name} must be a list of {'objects' if element_type is dict else 'strings'}")
 
 
-def _info(media_type: str, array: np.ndarray, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_input(media_type: str, array: np.ndarray, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of the input in the format of Cosmos-RL's service."""
     shape, numbers, dtype = list(array.shape), array, f"torch.{array.dtype.name}"
     if media_type == "text":

@@ -10,13 +10,12 @@ from PIL import Image, ImageDraw
 
 from cosmos_core.errors import EXIT_OK, EXIT_USAGE
 from cosmos_core.rewards.protocol import encode_request
-from cosmos_core.rewards.service.config import ServiceConfig
+from cosmos_core.rewards.service.config import VIDEO_REWARDS, ServiceConfig
 from cosmos_core.rewards.service.engine import Engine
-from cosmos_core.rewards.service.pool import Job, Pool, ProcessLost, Program
+from cosmos_core.rewards.service.pool import Job, ProcessLost, ProcessSettings, RewardPool
 from cosmos_core.rewards.service.request import parse_request
 
 _TEST_PROMPT = 'a white card with the word "HELLO" on it'
-_VIDEOS = {"dance_grpo", "cosmos_reason1"}
 _TEXT_REWARD_SAMPLES = {
     "boxed_math": (r"\boxed{42}", "42"),
     "direct_math": ("Answer: 42", "42"),
@@ -33,19 +32,19 @@ async def self_test(config: ServiceConfig) -> int:
     """Load each reward in turn, score test inputs with it, and print one line; return the exit code."""
     num_failed = 0
     for reward in config.rewards:
-        result_text = await _test_reward(reward.reward_type, Engine(config).program(reward))
+        result_text = await _test_reward(reward.reward_type, Engine(config).process_settings(reward))
         num_failed += not result_text.startswith("works")
         sys.stdout.write(f"{reward.reward_type:16} {result_text}\n")
     return EXIT_USAGE if num_failed else EXIT_OK
 
 
-async def _test_reward(name: str, program: Program) -> str:
+async def _test_reward(name: str, settings: ProcessSettings) -> str:
     result_future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
     async def set_result(job: Job, result: dict[str, Any], seconds: float) -> None:
         result_future.set_result({**result, "seconds": seconds})
 
-    pool = Pool(program, set_result)
+    pool = RewardPool(settings, set_result)
     try:
         await pool.loaded
         pool.submit(Job(parse_request("self-test", _make_test_request(name), {name}), name))
@@ -70,7 +69,7 @@ def _describe_result(result: dict[str, Any]) -> str:
 
 
 def _make_test_request(name: str) -> bytes:
-    """Return the body of a request with two items: a text, image or video that is as the prompt wants it, and noise."""
+    """Return the body of a request with two items: a text, image or video that matches the prompt, and noise."""
     fields: dict[str, Any] = {"reward_fn": {name: 1.0}}
     if name in _TEXT_REWARD_SAMPLES:  # a correct completion, and a truncated one of noise
         completion, reference = _TEXT_REWARD_SAMPLES[name]
@@ -84,7 +83,7 @@ def _make_test_request(name: str) -> bytes:
     noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
     images = np.stack([np.asarray(make_word_image("HELLO")), noise])
     fields |= {"prompts": [_TEST_PROMPT] * 2, "media_type": "image"}
-    if name in _VIDEOS:
+    if name in VIDEO_REWARDS:
         fields |= {"media_type": "video", "video_infos": [{"video_fps": 8.0}] * 2}
         return encode_request(fields, np.moveaxis(np.repeat(images[:, None], 8, axis=1), -1, 1))
     if name == "gen_eval":

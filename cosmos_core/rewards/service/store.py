@@ -9,7 +9,7 @@ from typing import Any
 
 
 class MemoryStore:
-    """In-memory store of at most `max_entries` scores and `max_bytes` bytes, which keeps each score for `seconds`."""
+    """In-memory store of at most `max_entries` scores and `max_bytes` bytes; each score expires after `seconds`."""
 
     def __init__(self, seconds: float, max_entries: int, max_bytes: int) -> None:
         self._seconds, self._max_entries, self._max_bytes = seconds, max_entries, max_bytes
@@ -19,7 +19,7 @@ class MemoryStore:
         self._scores: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
         self._counts: dict[str, int] = {}
 
-    async def accept(self, uuid: str, body: bytes) -> None:
+    async def accept_request(self, uuid: str, body: bytes) -> None:
         """Store an accepted request until `finish` is called for it."""
         self._pending.add(uuid)
 
@@ -48,8 +48,8 @@ class MemoryStore:
         expiry_and_scores = self._scores.get((uuid, name))
         return expiry_and_scores[1] if expiry_and_scores else None
 
-    async def finish(self, uuid: str) -> None:
-        """Drop a request whose scores are complete."""
+    async def finish_request(self, uuid: str) -> None:
+        """Remove an accepted request whose scores are all stored."""
         self._pending.discard(uuid)
 
     async def unfinished_requests(self) -> list[tuple[str, bytes]]:
@@ -68,8 +68,8 @@ class MemoryStore:
         now = time.monotonic()
         while self._scores:
             (uuid, name), (expires_at, scores) = next(iter(self._scores.items()))
-            has_room = self._num_bytes <= self._max_bytes or len(self._scores) == 1
-            if expires_at > now and has_room and len(self._scores) <= self._max_entries:
+            is_within_limits = self._num_bytes <= self._max_bytes or len(self._scores) == 1
+            if expires_at > now and is_within_limits and len(self._scores) <= self._max_entries:
                 return
             del self._scores[uuid, name]
             self._unfetched_keys.discard((uuid, name))
@@ -96,13 +96,13 @@ class RedisStore:
         self._seconds = max(1, int(seconds))
         self._pending = f"cosmos:reward:pending:{replica}"
 
-    async def accept(self, uuid: str, body: bytes) -> None:
-        pipe = self._redis.pipeline(transaction=True)
-        pipe.set(_BODY_KEY.format(uuid), body, ex=self._seconds)
-        pipe.set(_ACCEPTED_KEY.format(uuid), b"1", ex=self._seconds)
-        pipe.sadd(self._pending, uuid)
-        pipe.expire(self._pending, self._seconds)
-        await pipe.execute()
+    async def accept_request(self, uuid: str, body: bytes) -> None:
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.set(_BODY_KEY.format(uuid), body, ex=self._seconds)
+        pipeline.set(_ACCEPTED_KEY.format(uuid), b"1", ex=self._seconds)
+        pipeline.sadd(self._pending, uuid)
+        pipeline.expire(self._pending, self._seconds)
+        await pipeline.execute()
 
     async def is_known(self, uuid: str) -> bool:
         return bool(await self._redis.exists(_ACCEPTED_KEY.format(uuid)))
@@ -117,11 +117,11 @@ class RedisStore:
         scores = await self._redis.get(f"{uuid}_{name}")
         return scores.decode() if scores is not None else None
 
-    async def finish(self, uuid: str) -> None:
-        pipe = self._redis.pipeline(transaction=True)
-        pipe.delete(_BODY_KEY.format(uuid))
-        pipe.srem(self._pending, uuid)
-        await pipe.execute()
+    async def finish_request(self, uuid: str) -> None:
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.delete(_BODY_KEY.format(uuid))
+        pipeline.srem(self._pending, uuid)
+        await pipeline.execute()
 
     async def unfinished_requests(self) -> list[tuple[str, bytes]]:
         requests = []

@@ -17,7 +17,7 @@ import numpy as np
 from cosmos_core.errors import CosmosError
 from cosmos_core.parent import kill_with_parent
 from cosmos_core.rewards.base import error_on_one_line
-from cosmos_core.rewards.reward_model import RewardInput, Settings, load_served, replace_nonfinite
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, load_scorer, replace_nonfinite
 from cosmos_core.rewards.wan_latents import WanLatents
 
 _ITEM_FIELDS = {"references": "reference", "completions": "to_be_evaluated"}
@@ -28,7 +28,7 @@ _INFO_FIELDS = {
 
 
 def main() -> None:
-    """Load the reward, report that it is ready, and score batches until the input ends."""
+    """Load the reward, report that it is ready, and score batches until the end of standard input."""
     kill_with_parent(os.getppid())
     input_stream, output_stream = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -57,7 +57,7 @@ def main() -> None:
                 reply["results"] = _score_batch(reward, header["jobs"], arrays)
         except Exception as error:  # noqa: BLE001 - the client receives the error, and the next batch may succeed
             traceback.print_exc()
-            if "CUDA error" in str(error):  # after a CUDA error, every later call fails too
+            if "CUDA error" in str(error):  # after a CUDA error, all later CUDA calls of the process fail
                 sys.exit(1)
             reply, videos = {"error": error_on_one_line(error)}, []
         write_message(output_stream, {"id": header["id"], **reply, "seconds": time.monotonic() - start_time}, videos)
@@ -94,26 +94,25 @@ def write_message(stream: BinaryIO, header: Mapping[str, Any], arrays: Sequence[
 
 
 def _load_reward(start_header: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the reward or the decoder of latents, and properties by which the service validates requests."""
-    settings = Settings(**start_header["settings"])
+    """Return the reward or the decoder of latents, and model properties with which the service validates requests."""
+    settings = RewardModelSettings(**start_header["settings"])
     if start_header["name"] == "":
         vae = WanLatents("decode_args.model_path", settings.model_path, settings.device, settings.dtype)
         return vae, {"latent_channels": vae.num_channels}
-    return load_served(start_header["name"], start_header["entry"], settings), {}
+    return load_scorer(start_header["name"], start_header["entry"], settings), {}
 
 
 def _score_batch(reward: Any, jobs: Sequence[Mapping[str, Any]], arrays: Sequence[np.ndarray]) -> list[dict[str, Any]]:
-    """Return the scores and errors of each request of a batch."""
     items_by_job = [make_items(job, array) for job, array in zip(jobs, arrays, strict=True)]
     items = [item for job_items in items_by_job for item in job_items]
     columns, errors = replace_nonfinite(reward.score(items), len(items))
     reported_errors = getattr(reward, "errors", None) or errors
-    errors = [error or reported for error, reported in zip(errors, reported_errors, strict=True)]
-    results, start = [], 0
+    errors = [error or reward_error for error, reward_error in zip(errors, reported_errors, strict=True)]
+    results, first_index = [], 0
     for job_items in items_by_job:
-        items_of_job = slice(start, start + len(job_items))
-        results.append({"scores": _slice_columns(columns, items_of_job), "errors": errors[items_of_job]})
-        start = items_of_job.stop
+        item_slice = slice(first_index, first_index + len(job_items))
+        results.append({"scores": _slice_columns(columns, item_slice), "errors": errors[item_slice]})
+        first_index = item_slice.stop
     return results
 
 
@@ -129,16 +128,16 @@ def make_items(job: Mapping[str, Any], array: np.ndarray) -> list[RewardInput]:
         info: dict[str, Any] = {}
         for name in ("video_infos", "metadata"):
             info |= job[name][i] if name in job else {}
-        # A column of the row, such as `turns`, does not replace what the completion has.
+        # Fields of the completion, such as `turns`, take precedence over columns of the row.
         info |= {target_field: job[name][i] for name, target_field in _INFO_FIELDS.items() if name in job}
         for name in ("geneval_only_strict", "ocr_use_gpu"):
             info |= {name: job[name]} if name in job else {}
-        media = None if job["media"] == "text" else _item_media(job["media"], array[i])
+        media = None if job["media"] == "text" else _to_media(job["media"], array[i])
         items.append(RewardInput(prompt=prompt, media=media, info=info, **fields))
     return items
 
 
-def _item_media(media_type: str, pixels: np.ndarray) -> Any:
+def _to_media(media_type: str, pixels: np.ndarray) -> Any:
     """Return the image (PIL.Image) or the video (uint8 array of frames, height, width and 3) of an item."""
     if pixels.dtype != np.uint8:
         pixels = np.clip(np.nan_to_num(pixels), 0, 255).astype(np.uint8)
