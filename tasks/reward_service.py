@@ -41,14 +41,14 @@ def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
     not exist."""
     path, recipe = run.stage_path(stage.name), run.pipeline.recipes[stage.name]
     if stage.reward_service_pool:
-        service_context = _run_remote_service(stage, path)
+        running_service = _run_remote_service(stage, path)
     else:
         has_remote_rewards = recipe.train.train_policy.remote_reward_config or recipe.validation.remote_reward_config
         # The environment of this process may contain the address of a reward service.
         environment = os.environ if has_remote_rewards and run.pipeline.stage_kind(stage).scores else {}
         python, raise_if_stopping = run.pipeline.config.python, partial(sleep_unless_stopping, 0)
-        service_context = managed_service(stage.reward_service, path, python, raise_if_stopping, environment)
-    with service_context as variables:
+        running_service = managed_service(stage.reward_service, path, python, raise_if_stopping, environment)
+    with running_service as variables:
         yield variables
 
 

@@ -60,9 +60,10 @@ def diffusion_advantages(
     """Return the advantage of each completion, (reward - mean of its group) / (std + 1e-4), and metrics of the rewards.
     The advantage is None for an invalid reward and, without `keeps_equal_groups`, in groups of equal rewards."""
     rewards_by_group = [[score.value for score in scores] for scores in groups]
-    rows = _normalise_rewards(rewards_by_group, settings)
     if settings.separate_weights:
         rows = _sum_normalised_rewards(groups, settings)
+    else:
+        rows = _normalise_rewards(rewards_by_group, settings)
     advantages: list[list[float | None]] = [
         row if any(row) or settings.keeps_equal_groups else [None] * len(row) for row in rows
     ]

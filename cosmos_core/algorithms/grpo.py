@@ -20,7 +20,7 @@ from cosmos_core.algorithms.aggregate import Metrics, add_metrics, aggregate_los
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update, align_rows, equal_batches, metric_weights
 from cosmos_core.algorithms.correction import WeightCorrection, importance_weights, self_normalise
 from cosmos_core.algorithms.distillation import TeacherLoss, score_with_teacher, teacher_loss, unmask_prompt
-from cosmos_core.algorithms.idle import exclude_idle, is_zero_advantage_idle
+from cosmos_core.algorithms.idle import exclude_idle_completions, is_zero_advantage_idle
 from cosmos_core.algorithms.objectives.base import PolicySettings, probability_ratio
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll_loss
 from cosmos_core.algorithms.selection import excluded_prefix_lengths, high_entropy_masks
@@ -149,7 +149,7 @@ class Grpo(Algorithm):
         all_samples = [samples[batch] for batch in equal_batches(len(samples), self.config.batch_size_per_optimize)]
         is_scaled_by_advantage = not self.teacher and is_zero_advantage_idle(self.config, self._settings)
         may_be_idle = self.has_separate_gradients and is_scaled_by_advantage
-        samples, batches, metrics = exclude_idle(all_samples, skips_zero_advantage=may_be_idle)
+        samples, batches, metrics = exclude_idle_completions(all_samples, skips_zero_advantage=may_be_idle)
         samples = batch_within_token_limit(samples, self.config.max_token_len_per_mini_batch)
 
         def evaluate_logprobs(weights: str) -> list[Tensor]:

@@ -32,7 +32,7 @@ def is_zero_advantage_idle(config: GrpoConfig, settings: PolicySettings) -> bool
     )
 
 
-def exclude_idle(
+def exclude_idle_completions(
     steps: Sequence[Sequence[Sample]], *, skips_zero_advantage: bool
 ) -> tuple[list[Sample], list[slice], dict[str, float]]:
     """Return a list of the samples to run through the model, the slice of the list for each optimizer step, and the

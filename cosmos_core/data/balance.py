@@ -26,8 +26,9 @@ class BatchingSettings:
 
 
 def fill_batches(lengths: Sequence[int], order: Sequence[int], settings: BatchingSettings) -> list[list[int]]:
-    """Divide the rows of `order` into micro-batches, each row once. A micro-batch starts with the first row of the
-    pool. While rows fit into the token budget, the row is added that leaves the micro-batch with the fewest tokens."""
+    """Divide the rows of `order` into micro-batches, each row once. A micro-batch starts with the first remaining row.
+    While rows fit into the token budget, of the next `pool_size` rows the one is added that makes the micro-batch
+    shortest, padding included."""
     remaining_rows = iter(order)
     candidate_rows = list(islice(remaining_rows, settings.pool_size))
     batches = []

@@ -108,8 +108,8 @@ def unused_rows_notice(train_config: TrainConfig, batch_size: int, num_rows: int
     num_unused = num_rows % batch_size if policy.drops_last_rows else 0
     if not num_unused or (train_config.max_num_steps or math.inf) * batch_size <= num_rows - num_unused:
         return ""
-    is_varied = policy.dataloader_shuffle and train_config.epoch > 1
-    repetition_note = "others in each epoch" if is_varied else "the same ones"
+    changes_each_epoch = policy.dataloader_shuffle and train_config.epoch > 1
+    repetition_note = "others in each epoch" if changes_each_epoch else "the same ones"
     remedy = "lower train.train_batch_per_replica"
     if not policy.has_rollouts:
         remedy = "train.train_policy.dataloader_drop_last = false learns them in a smaller batch"

@@ -46,7 +46,8 @@ _UNSUPPORTED_METHODS = (
 
 
 class UserDatasetLoader:
-    """Loader of the data sets and packers of one recipe; a `setup` with two parameters gets the tokenizer too."""
+    """Loader of the data sets and data packers in user code that a recipe names. It calls their method `setup` with the
+    recipe and, if `setup` has two parameters, with the tokenizer."""
 
     def __init__(self, recipe: Recipe, load_tokenizer: Callable[[], Any]) -> None:
         self._recipe, self._load_tokenizer = recipe, load_tokenizer

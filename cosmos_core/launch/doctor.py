@@ -122,15 +122,17 @@ def _check_cancellation(client: Any) -> Iterator[Finding]:
 
 
 def _check_deployment_folders(client: Any) -> Iterator[Finding]:
-    pools_by_folder: dict[str, list[str]] = {}
+    work_pools_by_folder: dict[str, list[str]] = {}
     for deployment in client.read_deployments():
         is_user_flow = not str(deployment.entrypoint).startswith("flows/")  # a user's flow has a folder of its own
         for step in [] if is_user_flow else deployment.pull_steps or []:
             if folder := step.get(worker_report.WORKING_DIRECTORY_STEP, {}).get("directory"):
-                pools_by_folder.setdefault(folder, []).append(str(deployment.work_pool_name))
-    message = "; ".join(f"{folder} in {', '.join(sorted(set(pools)))}" for folder, pools in pools_by_folder.items())
+                work_pools_by_folder.setdefault(folder, []).append(str(deployment.work_pool_name))
+    message = "; ".join(
+        f"{folder} in {', '.join(sorted(set(pools)))}" for folder, pools in work_pools_by_folder.items()
+    )
     message = message or "none is deployed; prefect --no-prompt deploy --all"
-    yield Finding("deployments", message, len(pools_by_folder) == 1)
+    yield Finding("deployments", message, len(work_pools_by_folder) == 1)
 
 
 def _check_ray() -> Iterator[Finding]:

@@ -33,8 +33,8 @@ _RESPONSE_TIMEOUT_SECONDS = 10.0
 _BUSY_TIMEOUT_SECONDS = 60.0
 _CHECK_INTERVAL_SECONDS = 0.5
 _MAX_INTERVAL_SECONDS = 30.0
-# Services of Prefect that this server does not start: it has no schedules, the run directory determines which runs are
-# late or lost, and the history of task runs and events is not read, since only this run knows the password.
+# Services of Prefect that this server does not start. It has no schedules, and the run directory determines which runs
+# are late or lost. Only this run knows the server's password, so nobody reads its history of task runs and events.
 _UNUSED_SERVICES = ("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS", "TASK_RUN_RECORDER", "EVENT_PERSISTER")
 
 

@@ -242,7 +242,8 @@ def _per_sequence_attention(bounds: SequenceBounds | None, attend: Callable[...,
 
 
 def _stack_padded(states: Sequence[Tensor], length: int) -> Tensor:
-    """Stack states KPD of sequences, sorted by length, after padding each of them to `length` tokens."""
+    """Pad queries, keys or values (heads, tokens, features) of sequences to `length` tokens, and stack them. The
+    sequences are sorted by length."""
     stacks = [torch.stack(list(group)) for _, group in groupby(states, key=lambda state: state.shape[1])]
     stacks = [pad(stack, [0, 0, 0, length - stack.shape[2]]) if stack.shape[2] < length else stack for stack in stacks]
     return stacks[0] if len(stacks) == 1 else torch.cat(stacks)

@@ -142,7 +142,7 @@ class StageRecord:
 
     @property
     def status(self) -> str:
-        """Return the displayed status of the stage: `died` if it was killed, otherwise `State.status`."""
+        """Return the displayed status of the stage: `died` if it was killed, otherwise `StageState.status`."""
         return "died" if self.died_at is not None else self.state.status
 
     @cached_property

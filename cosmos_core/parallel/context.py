@@ -73,7 +73,9 @@ def shard_rows(inputs: dict[str, Any], scored_N: Tensor, mesh: DeviceMesh) -> Ro
     shard_start = mesh.get_local_rank() * shard_length
     is_local_N = (scored_N >= shard_start) & (scored_N < shard_start + shard_length)
     tensors = {"input_ids": ids_1P, "position_ids": inputs["position_ids"], "shift_labels": ids_1P.roll(-1, dims=1)}
-    shards = {name: tensor_1P[:, shard_start : shard_start + shard_length] for name, tensor_1P in tensors.items()}
+    shards = {
+        name: token_inputs_1P[:, shard_start : shard_start + shard_length] for name, token_inputs_1P in tensors.items()
+    }
     return RowShard({**inputs, **shards}, scored_N[is_local_N] - shard_start, is_local_N)
 
 

@@ -176,7 +176,7 @@ def _replace_other_stages(
     tied_modules = {head, embedding} if is_tied(model) and (is_first_stage or is_last_stage) else set()
     replaceable_modules = [(base_model, name, is_first_stage) for name in names_before_layers]
     replaceable_modules += [(base_model, name, is_last_stage) for name in names_after_layers]
-    replaceable_modules += [(model, name, is_last_stage) for name in _head_names(model)]
+    replaceable_modules += [(model, name, is_last_stage) for name in _output_head_names(model)]
     for parent_module, name, is_on_stage in replaceable_modules:
         module = parent_module._modules[name]
         assert module is not None
@@ -194,7 +194,7 @@ def _get_layers(base_model: nn.Module) -> list[nn.Module]:
     return list(base_model.get_submodule(_LAYERS_NAME).children())
 
 
-def _head_names(model: PreTrainedModel) -> list[str]:
+def _output_head_names(model: PreTrainedModel) -> list[str]:
     return [name for name, module in model._modules.items() if module is model.get_output_embeddings()]
 
 
@@ -205,9 +205,12 @@ def _check_pipeline_support(model: PreTrainedModel, error_prefix: str) -> None:
     base_model = model._modules.get(model.base_model_prefix)
     is_planned = _LAYERS_NAME in pipeline_plan and config.get_text_config() is config
     remedy = "set it to 1 and raise dp_shard_size"
-    if not is_planned or base_model is None or not _head_names(model):
+    if not is_planned or base_model is None or not _output_head_names(model):
         raise ModelError(f"{error_prefix} has no plan for a pipeline; {remedy}")
-    modules = [*map(base_model._modules.get, pipeline_plan), *(model._modules[name] for name in _head_names(model))]
+    modules = [
+        *map(base_model._modules.get, pipeline_plan),
+        *(model._modules[name] for name in _output_head_names(model)),
+    ]
     planned_parameters = {parameter for module in modules if module is not None for parameter in module.parameters()}
     if unplanned_names := [name for name, parameter in model.named_parameters() if parameter not in planned_parameters]:
         raise ModelError(f"{error_prefix}: its plan does not know {unplanned_names[0]}; {remedy}")

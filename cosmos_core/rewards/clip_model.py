@@ -47,7 +47,7 @@ class ClipModel:
         with self._torch.inference_mode():
             return _to_unit_vectors(self.model.get_text_features(**inputs))
 
-    def similarities(self, texts: Sequence[str], images: Sequence[Image.Image]) -> list[float]:
+    def text_image_similarities(self, texts: Sequence[str], images: Sequence[Image.Image]) -> list[float]:
         """Return the cosine similarity of each text and its image."""
         return (self.embed_texts(texts) * self.embed_images(images)).sum(-1).float().tolist()
 

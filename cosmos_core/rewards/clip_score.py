@@ -18,7 +18,9 @@ class ClipScoreReward:
         self._clip = ClipModel("clip_score", settings, _DEFAULT_MODEL)
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
-        cosines = self._clip.similarities([item.prompt for item in items], [middle_image(item.media) for item in items])
+        cosines = self._clip.text_image_similarities(
+            [item.prompt for item in items], [middle_image(item.media) for item in items]
+        )
         return {"clip_score": [_CLIP_SCORE_WEIGHT * max(cosine, 0.0) for cosine in cosines]}
 
 

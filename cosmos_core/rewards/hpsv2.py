@@ -21,7 +21,9 @@ class Hpsv2Reward:
 
     def __init__(self, settings: RewardModelSettings) -> None:
         is_clip_folder = bool(settings.model_path) and Path(settings.model_path, "config.json").is_file()
-        self._cosines = ClipModel("hpsv2", settings, "").similarities if is_clip_folder else _load_checkpoint(settings)
+        self._cosines = (
+            ClipModel("hpsv2", settings, "").text_image_similarities if is_clip_folder else _load_checkpoint(settings)
+        )
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         return {"hpsv2": self._cosines([item.prompt for item in items], [middle_image(item.media) for item in items])}

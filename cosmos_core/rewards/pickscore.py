@@ -19,7 +19,9 @@ class PickscoreReward:
         self._clip = ClipModel("pickscore", settings, _DEFAULT_MODEL, _DEFAULT_PROCESSOR)
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
-        cosines = self._clip.similarities([item.prompt for item in items], [middle_image(item.media) for item in items])
+        cosines = self._clip.text_image_similarities(
+            [item.prompt for item in items], [middle_image(item.media) for item in items]
+        )
         return {"pickscore": [self._clip.logit_scale * cosine / _LOGIT_DIVISOR for cosine in cosines]}
 
 

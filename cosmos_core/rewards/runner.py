@@ -132,7 +132,8 @@ class RewardRunner(WorkerPool):
 
     def _start_pool(self) -> ProcessPool:
         """Start the processes and wait until one of them has loaded the rewards. Raise `StageFailed` if loading timed
-        out, the process was killed, or the rewards were loaded successfully before; otherwise raise `RewardError`."""
+        out or the process was killed; for any other error `RewardError`, or `StageFailed` if an earlier pool of this
+        runner has loaded the same rewards."""
         names = list(self._weights)
         arguments = (names, self._constant_fields)
         pool = self._replace_pool(_start_worker, *arguments, env=self._env, num_processes=self._num_workers)

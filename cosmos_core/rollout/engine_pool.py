@@ -330,7 +330,7 @@ class EnginePool:
 
 
 def _set_error(requests: Iterable[_Request], error: BaseException) -> None:
-    """Set an error on the futures of requests that have no group yet."""
+    """Set an error on the futures of the requests whose groups of completions are not complete."""
     for request in requests:
         if not request.group.done():
             request.group.set_exception(error)

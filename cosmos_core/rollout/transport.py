@@ -97,7 +97,7 @@ class NcclTransport(Transport):
             "nccl_unique_id_b64": base64.b64encode(self._unique_id).decode(), "world_size": self._num_ranks,
             "packed": True, "packed_buffer_size_bytes": _MAX_BUFFER_BYTES,
         }  # fmt: skip
-        # vLLM's own trainer sends one offset to all engines, which then must be one `LLM` with data parallelism.
+        # vLLM's own trainer sends the same rank offset to all engines, so it supports only one `LLM`.
         return [{**common_init_info, "rank_offset": 1 + i * ranks_per_engine} for i in range(num_engines)]
 
     def connect(self) -> None:

@@ -114,13 +114,13 @@ def find_model_origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
     """Return the external model and data that a stage descends from, for a model card: `base_model` and `revision` of
     the model or `made_by`, the function whose stage created it, and `data`, the names of the rows."""
     dataset_names: dict[str, None] = {}
-    pending_stages, visited_paths = [stage], set()
+    pending_stages, visited_names = [stage], set()
     while pending_stages:
         current_stage = pending_stages.pop(0)
-        visited_paths.add(current_stage.name)
+        visited_names.add(current_stage.name)
         dataset_names |= dict.fromkeys(_dataset_names(pipeline, current_stage))
         names = map(referenced_stage, (pipeline.initial_model(current_stage), current_stage.data))
-        pending_stages += [pipeline.stage(name) for name in names if name is not None and name not in visited_paths]
+        pending_stages += [pipeline.stage(name) for name in names if name is not None and name not in visited_names]
     while (name := referenced_stage(pipeline.initial_model(stage))) is not None:
         stage = pipeline.stage(name)
     model_input = next((stage_input for stage_input in pipeline.inputs(stage) if stage_input.role == "model"), None)

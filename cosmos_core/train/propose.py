@@ -49,7 +49,7 @@ _NUM_TRAINED_IMAGES = 2000  # number of images, counted over all epochs, that a 
 _BYTES_PER_GIB = 2**30
 _STATE_BYTES = 16  # bytes per trained weight: weight, gradient and both moments of Adam, each in float32
 _STATE_FRACTION = 0.7  # fraction of memory for weights and optimizer state; the rest is for activations
-_COLUMNS = ("prompt", "response", "chosen", "rejected")
+_TEXT_COLUMN_OPTIONS = ("prompt", "response", "chosen", "rejected")
 _DATASET = "train.train_policy.dataset"
 
 
@@ -170,7 +170,7 @@ def _validation_settings(value: str) -> Iterator[Proposal]:
 def _infer_columns(options: CliOptions, method: TrainingMethod, location: str, row: Row) -> tuple[dict[str, str], str]:
     """Return the column names that differ from the defaults, and the reason; raise DataError if there is none."""
     rows_kind = load_tokenised_kind(method.rows)
-    named_columns = {name: column for name in _COLUMNS if (column := getattr(options, name))}
+    named_columns = {name: column for name in _TEXT_COLUMN_OPTIONS if (column := getattr(options, name))}
     try:
         with suppress(SkippedRow):
             rows_kind.read(row, location, _make_recipe(options, named_columns).train.train_policy)
@@ -187,7 +187,9 @@ def _infer_columns(options: CliOptions, method: TrainingMethod, location: str, r
             options_text = " and ".join(f"--{name} COLUMN" for name in names)
             message = f"--data {options.data}: the columns are {describe_columns(row)}; name them: {options_text}"
             raise DataError(message) from error
-        return dict(zip(_COLUMNS, text_columns, strict=False)), "the only two columns of text, in their order"
+        return dict(
+            zip(_TEXT_COLUMN_OPTIONS, text_columns, strict=False)
+        ), "the only two columns of text, in their order"
     return named_columns, "named by an option"
 
 

@@ -26,7 +26,7 @@ REFERENCE_WEIGHTS = "reference"
 """Name of the set of weights of the reference policy, and of the folder in the stage with the log-probabilities under
 these weights."""
 _SAVE_SECONDS = 60.0
-_COLUMNS = ("chosen", "rejected")
+_LOGPROB_COLUMNS = ("chosen", "rejected")
 """Names of the columns with the log-probabilities of a row's two samples; a row with a label has a labelled and a
 mismatched sample under the same names."""
 
@@ -93,7 +93,7 @@ def _read_saved_logprobs(file: Path, cache_key: dict[str, str], num_rows: int) -
     content = read_json(file)
     if not isinstance(content, dict) or any(content.get(name) != value for name, value in cache_key.items()):
         return np.full((num_rows, 2), np.nan)
-    return np.array([content[name] for name in _COLUMNS], dtype=np.float64).T
+    return np.array([content[name] for name in _LOGPROB_COLUMNS], dtype=np.float64).T
 
 
 def _save_logprobs(file: Path, cache_key: dict[str, str], logprobs: np.ndarray) -> None:
@@ -101,7 +101,7 @@ def _save_logprobs(file: Path, cache_key: dict[str, str], logprobs: np.ndarray) 
         return
     file.parent.mkdir(exist_ok=True)
     columns: dict[str, Any] = {
-        name: [None if np.isnan(v) else v for v in logprobs[:, i].tolist()] for i, name in enumerate(_COLUMNS)
+        name: [None if np.isnan(v) else v for v in logprobs[:, i].tolist()] for i, name in enumerate(_LOGPROB_COLUMNS)
     }
     write_json(file, cache_key | columns)
     logger.info("reference log-probabilities of %d rows in %s", int((~np.isnan(logprobs[:, 0])).sum()), file)

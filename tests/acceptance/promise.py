@@ -180,7 +180,7 @@ def _kept(place: Path, settings: dict[str, Any]) -> str:
 
 
 def _check(pipeline: Pipeline, place: Path) -> None:
-    """Look at rows and stages, as `launch.check.check_in_worker` does in workers."""
+    """Look at rows and stages, as `launch.check.check_stages_in_worker` does in workers."""
     prompts: Any = None
     for stage in pipeline.stages:
         kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]

@@ -21,10 +21,10 @@ def dppo_kl(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, M
     probability_BT, old_probability_BT = token_probabilities(terms)
     other_log_ratio_BT = torch.log((1 - old_probability_BT + _EPSILON) / (1 - probability_BT + _EPSILON))
     kl_BT = -old_probability_BT * terms.log_ratio_BT.detach() + (1 - old_probability_BT) * other_log_ratio_BT
-    max_kl_of_fall, max_kl_of_rise = divergence_bounds(settings)
+    max_kl_if_less_probable, max_kl_if_more_probable = divergence_bounds(settings)
     is_in_trust_region_BT = torch.where(
         terms.advantages_B1 > 0,
-        (kl_BT <= max_kl_of_rise) | (probability_BT <= old_probability_BT),
-        (kl_BT <= max_kl_of_fall) | (probability_BT >= old_probability_BT),
+        (kl_BT <= max_kl_if_more_probable) | (probability_BT <= old_probability_BT),
+        (kl_BT <= max_kl_if_less_probable) | (probability_BT >= old_probability_BT),
     )
     return trust_region_loss(terms, settings, is_in_trust_region_BT)

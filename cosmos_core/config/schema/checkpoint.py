@@ -61,7 +61,7 @@ class CheckpointConfig(Table):
 
     @field_validator("upload_s3")
     @classmethod
-    def _normalise_upload(cls, value: bool | str) -> bool | str:
+    def _normalise_upload_setting(cls, value: bool | str) -> bool | str:
         if value not in {False, "", "final", "all"}:
             raise ValueError(f"upload_s3 = {value!r} must be false, 'final' or 'all'")
         return value or False

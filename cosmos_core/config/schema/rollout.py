@@ -144,7 +144,7 @@ class RolloutConfig(Table):
             yield f"{key} has no effect here: with mode = 'colocated' each rank has an engine inside"
 
     def _native_transfer_notices(self, stage: StageContext) -> Iterator[str]:
-        """Yield notices about native weight transfer to engines in separate processes."""
+        """Yield a notice if weights cannot be sent by vLLM's weight transfer (`weight_transfer = "native"`)."""
         if self.weight_transfer == "host" or stage.kind.feed != "rollouts" or stage.recipe.mode == "colocated":
             return
         obstacles = self.native_transfer_obstacles + ["policy.lora"] * (stage.recipe.policy.lora is not None)

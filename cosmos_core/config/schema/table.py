@@ -253,7 +253,7 @@ def flatten_nonempty_tables(values: Mapping[str, Any], prefix: str = "") -> dict
     flat_values: dict[str, Any] = {}
     for key, value in values.items():
         is_nested = isinstance(value, Mapping)
-        flat_values |= flatten_nonempty_tables(value, f"{prefix}{key}.") if is_nested else {prefix + key: value}
+        flat_values |= flatten_nonempty_tables(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
     return flat_values
 
 
