@@ -69,7 +69,7 @@ class WorkerPool(ABC):
 
 
 class _Process(SpawnProcess):
-    """Worker process that sees the environment variables `names`, and kills its process group when it ends."""
+    """Worker process that sees the variables `environment_names`, and kills its process group when it ends."""
 
     _is_terminated = False
 

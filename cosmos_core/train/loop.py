@@ -87,7 +87,10 @@ class Loop:
         if self.validation.compute_metrics and self.validation.config.val_before_train and start_step == 0:
             self._log_step(0, self._validation_metrics())
         with StepProfiler(self.stage, start_step) as profiler:
-            self._train(profiler)
+            try:
+                self._train(profiler)
+            except StopRequested:  # save before the profiler writes its trace, which may take long
+                raise self._save_and_make_error() from None
         has_new_metrics = self.validation.wait(self.step)
         has_new_metrics |= self._validate_last_step()
         self.checkpointer.wait()

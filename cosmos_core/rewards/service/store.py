@@ -20,7 +20,7 @@ class MemoryStore:
         self._counts: dict[str, int] = {}
 
     async def accept_request(self, uuid: str, body: bytes) -> None:
-        """Store an accepted request until `finish` is called for it."""
+        """Store an accepted request until `finish_request` is called for it."""
         self._pending.add(uuid)
 
     async def is_known(self, uuid: str) -> bool:
