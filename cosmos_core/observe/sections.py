@@ -39,15 +39,15 @@ def measured_stages(run: RunRecord) -> list[StageRecord]:
 
 
 def summary_cards(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the summary cards as name and text: metrics of the first and last measured stage, times, stages done."""
+    """Return the summary cards as name and text: metrics of the first and last validation, times, stages done."""
     cards = []
-    metrics_of_stages = [formatting.table_metrics(stage.metrics) for stage in measured_stages(run)]
+    validations = [formatting.table_metrics(metrics) for _, metrics in _validation_columns(run)]
     differences = [stage.metrics.get(_LOGPROB_DIFFERENCE) for stage in run.stages]
     logprob_differences = [formatting.as_float(each) for each in differences if isinstance(each, int | float)]
-    for name in metrics_of_stages[-1] if metrics_of_stages else ():
+    for name in validations[-1] if validations else ():
         if logprob_differences and name == formatting.short_name(_LOGPROB_DIFFERENCE):
             continue  # a separate card shows the maximum of this metric over all stages
-        values = [formatting.format_number(each[name]) for each in metrics_of_stages if name in each]
+        values = [formatting.format_number(each[name]) for each in validations if name in each]
         cards.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
     cards += [("log-prob difference, p95", f"≤ {max(logprob_differences):.1e}")] if logprob_differences else []
     names = {"wall": "wall time", "inside": "inside stage workers", "overhead": "overhead"}
@@ -58,14 +58,9 @@ def summary_cards(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def validation_table(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the table of validation metrics: the names of its columns, first that of a validation before training, and
-    one row per metric with its values and the change from the first to the last column."""
-    columns: list[tuple[str, dict[str, Any]]] = []
-    if first_training := next((stage for stage in run.stages if stage.kind.trains_model), None):
-        initial_metrics = next((line for line in first_training.metric_lines if line.get("step") == 0), {})
-        if any(map(_is_validation, initial_metrics)):
-            columns.append((f"before {first_training.name}", initial_metrics))
-    columns += [(stage.name, stage.metrics) for stage in measured_stages(run)]
+    """Return the table of validation metrics: the names of its columns, and one row per metric with its values and the
+    change from the first to the last column."""
+    columns = _validation_columns(run)
     rows = []
     for key in dict.fromkeys(key for _, metrics in columns[-1:] + columns for key in metrics if _is_validation(key)):
         values = [metrics.get(key) for _, metrics in columns]
@@ -76,22 +71,43 @@ def validation_table(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
     return [name for name, _ in columns], rows
 
 
+def _validation_columns(run: RunRecord) -> list[tuple[str, dict[str, Any]]]:
+    """Return the compared validations as title and metrics, in the order of the pipeline: those of trainings before
+    their first step, and those of the measured stages."""
+    columns, measured, branch_stages = [], measured_stages(run), stages_in_branches(run)
+    for stage in run.stages:
+        if stage.kind.trains_model and stage.name not in branch_stages:
+            initial_metrics = next((line for line in stage.metric_lines if line.get("step") == 0), {})
+            if validation_metrics := {key: value for key, value in initial_metrics.items() if _is_validation(key)}:
+                columns.append((f"before {stage.name}", validation_metrics))
+        if stage in measured:
+            columns.append((stage.name, stage.metrics))
+    return columns
+
+
 def _is_validation(key: str) -> bool:
     return key.startswith("validation/")
 
 
 def sample_table(run: RunRecord) -> dict[str, Any]:
-    """Return a table of completions: a row per prompt and a column per stage that logs completions of the prompt."""
-    stages = [stage for stage in run.stages if stage.samples and stage.kind.feed != "rollouts"]
-    completions = [_map_newest_samples(stage) for stage in stages]
-    all_prompts = list(dict.fromkeys(prompt for each in completions for prompt in each))
-    prompts = [prompt for prompt in all_prompts if all(prompt in each for each in completions)] or all_prompts
+    """Return a table of completions with a row per prompt. Its columns are the stages that log completions of the
+    prompt, and trainings before their first step."""
+    columns: list[tuple[str, dict[str, LoggedSample]]] = []
+    measured = measured_stages(run)
+    for stage in (stage for stage in run.stages if stage.samples):
+        initial_samples = [line for line in stage.samples if line.step == 0] if stage.kind.trains_model else []
+        if initial_samples:
+            columns.append((f"before {stage.name}", {line.prompt: line for line in initial_samples}))
+        if stage.kind.feed != "rollouts" or (initial_samples and stage in measured):
+            columns.append((stage.name, _map_newest_samples(stage)))
+    all_prompts = list(dict.fromkeys(prompt for _, samples in columns for prompt in samples))
+    prompts = [prompt for prompt in all_prompts if all(prompt in samples for _, samples in columns)] or all_prompts
     rows = []
     for prompt in prompts[:NUM_PROMPTS]:
-        lines = [each.get(prompt) for each in completions]
+        lines = [samples.get(prompt) for _, samples in columns]
         reference = next((line.reference for line in lines if line and line.reference), "")
         rows.append({"prompt": prompt, "reference": reference, "lines": lines})
-    return {"stages": stages, "rows": rows, "total": len(prompts)}
+    return {"columns": [name for name, _ in columns], "rows": rows, "total": len(prompts)}
 
 
 def lineage_rows(run: RunRecord) -> list[dict[str, Any]]:

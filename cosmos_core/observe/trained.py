@@ -30,7 +30,7 @@ def training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tuple[st
             continue
         model, data_stages = _find_base_model(entry), _trace_data_stages(entries, stage.name)
         if model.startswith(_STAGE_PREFIX):
-            model = f"what stage {model.removeprefix(_STAGE_PREFIX)} made"
+            model = f"output of stage {model.removeprefix(_STAGE_PREFIX)}"
         properties = [
             ("base model", model),
             ("digest of the model", _format_source_digests(run, data_stages[:1], "model")),
@@ -104,7 +104,7 @@ def _describe_data(run: RunRecord, entries: dict[str, dict[str, Any]], stage_nam
         data_reference = str(entries[name].get("data") or "")
         if not data_reference.startswith(_STAGE_PREFIX):
             source = source or data_reference
-    source = source or (f"what stage {stage_names[-1]} made" if len(stage_names) > 1 else "")
+    source = source or (f"output of stage {stage_names[-1]}" if len(stage_names) > 1 else "")
     paths = [stage.path / "data" / "statistics.json" for stage in run.stages if stage.name in stage_names]
     row_statistics = next((statistics for path in paths if (statistics := read_json_object(path))), {})
     texts = [source] if source else []

@@ -63,7 +63,7 @@ def test_rows_of_ones_own(workspace: Workspace) -> None:
     assert "train.optm_lr" in (html := (workspace.path / "compare.html").read_text())
     assert (
         all(name in html for name in names)
-        and "What is learned of a row" in (workspace.path / "outputs" / names[0] / "report.html").read_text()
+        and "What the loss includes" in (workspace.path / "outputs" / names[0] / "report.html").read_text()
     )
 
 

@@ -14,7 +14,14 @@ from transformers import AutoTokenizer
 from cosmos_core.observe import report
 from cosmos_core.observe.previous_run import compare_with_previous
 from cosmos_core.observe.record import read_run
-from cosmos_core.observe.sections import resource_rows, reward_bins, summary_cards, validation_table
+from cosmos_core.observe.sections import (
+    resource_rows,
+    reward_bins,
+    sample_table,
+    stage_metric_texts,
+    summary_cards,
+    validation_table,
+)
 from cosmos_core.observe.trained import sample_rows, training_properties
 from tests.unit.observed_runs import STARTED, Page, finished_run, write, write_lines
 from tests.unit.tiny_model import save_tiny_model
@@ -36,7 +43,18 @@ def test_the_page_sets_the_run_beside_the_one_before_it(tmp_path: Path) -> None:
     assert found["settings"] == (("sft.train.epoch", "7", "–"),)
     assert ("eval-grpo", "validation/accuracy", "0.900", "0.705", "worse") in found["metrics"]
     assert f'<p class="note">run {old.name}' in report.build_report(run)
-    assert compare_with_previous(read_run(old)) is None and "Beside the run before" not in report.build_report(old)
+    assert compare_with_previous(read_run(old)) is None and "Compared with the previous run" not in report.build_report(
+        old
+    )
+
+
+def test_a_hundred_metrics_of_a_stage_are_shown_and_those_of_validation_first(tmp_path: Path) -> None:
+    file = finished_run(tmp_path) / "stages/sft/result.json"
+    metrics = {f"mine/{i}": 1.0 for i in range(100)} | {"validation/loss": 0.5}
+    write(file, {**json.loads(file.read_text()), "metrics": metrics})
+    [sft] = [stage for stage in read_run(file.parents[2]).stages if stage.name == "sft"]
+    shown = stage_metric_texts(sft)
+    assert (len(shown), shown[0]) == (100, ("validation/loss", "0.500"))
 
 
 @pytest.mark.parametrize("name", ["sft", "eval-grpo"])
@@ -133,13 +151,17 @@ def test_the_page_names_the_rewards_and_the_weights_that_were_trained(
 
 def test_what_was_measured_before_the_first_step_is_before_what_was_measured_after(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
-    start = {"step": 0, "validation/loss": 4.1, "time/validate": 1.0}
-    write_lines(run / "stages/sft/metrics.jsonl", [start, {"step": 1, "loss": 2.0}])
+    for stage, loss in (("sft", 4.1), ("grpo", 0.45)):
+        start = {"step": 0, "validation/loss": loss, "time/validate": 1.0}
+        write_lines(run / f"stages/{stage}/metrics.jsonl", [start, {"step": 1, "loss": 2.0}])
+        write_lines(run / f"stages/{stage}/samples.jsonl", [{"step": 0, "prompt": "2+2?", "completion": f"of {stage}"}])
     names, rows = validation_table(read_run(run))
-    assert names == ["before sft", "eval-base", "eval-sft", "eval-grpo"]
+    assert names == ["eval-base", "before sft", "eval-sft", "before grpo", "eval-grpo"]
     [loss] = [row for row in rows if row["name"] == "loss"]
-    assert loss["values"] == [4.1, 3.1, 0.44, 0.52] and loss["change"] == "-3.580"
+    assert loss["values"] == [3.1, 4.1, 0.44, 0.45, 0.52] and loss["change"] == "-2.580"
     assert loss["verdict"] == "better" and "before sft" in report.build_report(run)
+    columns = sample_table(read_run(run))["columns"]
+    assert [name for name in columns if name.startswith("before")] == ["before sft", "before grpo"]
 
 
 def test_the_page_shows_which_tokens_of_a_row_are_learned(tmp_path: Path) -> None:
@@ -165,7 +187,7 @@ def test_the_page_shows_which_tokens_of_a_row_are_learned(tmp_path: Path) -> Non
         [file] = run.rglob(wrong)
         whole = file.read_bytes()
         file.write_bytes(whole[:200])
-        assert sample_rows(read_run(run)) == [] and "What is learned of a row" not in report.build_report(run)
+        assert sample_rows(read_run(run)) == [] and "What the loss includes" not in report.build_report(run)
         file.write_bytes(whole)
 
 
