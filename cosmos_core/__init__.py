@@ -1,5 +1,6 @@
 """The trainer, its rollouts and rewards, the command line, and the programs that execute a run."""
 
+import logging
 import sys
 from importlib.abc import MetaPathFinder
 
@@ -22,3 +23,5 @@ class _OptionalDependencyHook(MetaPathFinder):
 
 
 sys.meta_path.insert(0, _OptionalDependencyHook())
+for _name in ("torchao", "torch.utils._pytree"):  # warn of kernels that a CPU does not need, and of an enumeration
+    logging.getLogger(_name).setLevel(logging.ERROR)

@@ -62,22 +62,24 @@ def dpo(  # noqa: PLR0913 - the options of a command
 
 def grpo(  # noqa: PLR0913 - the options of a command
     model: ModelOption, data: DataOption,
-    reward: Annotated[str, typer.Option(help="Name of a reward, or file.py:function.")],
+    reward: Annotated[list[str], typer.Option(help="Name of a reward, or file.py:function; several with commas.")],
     prompt: PromptOption = "", response: ResponseOption = "", save: SaveOption = "", dry_run: DryRunOption = False,
     overrides: SetOption = [],  # noqa: B006
 ) -> None:  # fmt: skip
     """Train a language model on your own prompts with a reward (GRPO)."""
     from cosmos_core.registry import is_user_code, list_defined_names, locate_code, suggest_names
 
-    if is_user_code(reward):
-        locate_code(reward)
-    elif reward.endswith(".py"):
-        raise ConfigError(f"--reward {reward}: name a function of the file as well, {reward}:FUNCTION")
-    elif reward not in (names := list_defined_names("cosmos_core.rewards")):
-        hint = suggest_names(reward, names)
-        raise ConfigError(f"--reward {reward}: no such reward{hint}; your own is file.py:function")
-    command_options = {"method": GRPO.command, "model": model, "data": data, "reward": reward, "prompt": prompt}
-    _propose_and_run({**command_options, "response": response}, save, dry_run, overrides)
+    names = list_defined_names("cosmos_core.rewards")
+    for name in (rewards := _parse_name_list(",".join(reward)) or [""]):
+        if is_user_code(name):
+            locate_code(name)
+        elif name.endswith(".py"):
+            raise ConfigError(f"--reward {name}: name a function of the file as well, {name}:FUNCTION")
+        elif name not in names:
+            hint = suggest_names(name, names)
+            raise ConfigError(f"--reward {name}: no such reward{hint}; your own is file.py:function")
+    command_options = {"method": GRPO.command, "model": model, "data": data, "reward": ",".join(rewards)}
+    _propose_and_run({**command_options, "prompt": prompt, "response": response}, save, dry_run, overrides)
 
 
 def diffusion_sft(
@@ -155,12 +157,14 @@ def try_model(
     """Chat with a model, or generate images with it: the model of a run or a stage, a folder, or a Hub id."""
     if len(models) > 2:
         raise ConfigError(f"{len(models)} models; give one, or two to see them side by side")
+    from cosmos_core.observe.logs import add_quiet_variables
     from cosmos_core.run.remote import download_url
 
     folders = [download_url(_resolve_model(name, output_dir), output_dir) for name in models]
     options = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "names": models}
     arguments = ["-m", "cosmos_core.models.try_models", json.dumps(options), *folders]
     sys.stdout.flush()
+    os.environ |= add_quiet_variables(os.environ)
     encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
     os.environ["PYTHONIOENCODING"] = f"{encoding}:replace"  # a prompt may have any bytes, a completion any character
     os.execv(sys.executable, [sys.executable, *arguments])
@@ -229,12 +233,15 @@ def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] 
     import torch."""
     from cosmos_core.config.load import merge, nest_value
     from cosmos_core.config.override import parse_override
+    from cosmos_core.config.schema.dataset import data_suffix
     from cosmos_core.run.remote import download_url
 
     settings = {setting.keys: setting.value for setting in map(parse_override, overrides)}
     rows = {keys[-1]: value for keys, value in settings.items() if keys[:-1] == _DATASET_KEYS and keys[-1] in _ROW_KEYS}
     # No shell expands `~` in what a person types into `cosmos init`, or in `--model=~/model`.
     paths = {name: os.path.expanduser(command_options.get(name, "")) for name in ("model", "data")}
+    if "://" not in (data := paths["data"]) and data_suffix(data) and not os.path.exists(data):
+        raise ConfigError(f"--data {data!r}: it does not exist in {os.getcwd()!r}; give a file, a folder or a Hub id")
     local_paths = {name: download_url(path, Path("outputs")) for name, path in paths.items()}
     custom: dict[str, Any] = {}
     for keys, value in settings.items():

@@ -85,13 +85,15 @@ def run_python_flow(
     server: ExitStack, wait_for_server: Callable[[], None], entrypoint: str, parameters: Mapping[str, Any]
 ) -> int:
     """Run the flow `entrypoint` (`FILE.py:FLOW`) in this process, close the Prefect server and return the exit code.
-    Raises `ConfigError` if there is no such flow, and any `CosmosError` of the flow."""
+    Raises `ConfigError` if there is no such flow or parameter, and any `CosmosError` of the flow."""
     _prepare_process()
     error: CosmosError | None = None
     is_interrupted, failure = False, ""
     with server:
         wait_for_server()
         flow, current_flow = import_python_flow(entrypoint)
+        if flow.should_validate_parameters:
+            import_module("tasks.flow_identity").derive_name_and_parameters(flow, parameters)
 
         def current_run() -> Run | None:
             return current_state.run if (current_state := current_flow()) else None
@@ -131,7 +133,7 @@ def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Any]]:
     """Return the flow at an entrypoint, and a function that returns the state of the flow that is executed. Raises
     `ConfigError` if there is no such flow, or its module raises an error."""
     with without_garbage_collection():
-        from prefect.exceptions import ScriptError
+        from prefect.exceptions import MissingFlowError, ScriptError
         from prefect.flows import load_flow_from_entrypoint
 
         from tasks.flow_run import find_newest_flow
@@ -139,7 +141,8 @@ def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Any]]:
         def convert(flow_error: Exception) -> ConfigError:
             error = flow_error.__cause__ if isinstance(flow_error, ScriptError) and flow_error.__cause__ else flow_error
             location = f" ({find_error_location(error)})" if error is not flow_error else ""
-            return ConfigError(f"{entrypoint}: {type(error).__name__}: {error}{location}")
+            error_name = "" if isinstance(error, MissingFlowError) else f"{type(error).__name__}: "
+            return ConfigError(f"{entrypoint}: {error_name}{error}{location}")
 
         with convert_errors(convert, ()):
             # Without `False`, Prefect executes as much as it can of a file that raises an error.

@@ -16,6 +16,7 @@ from pydantic_core import to_jsonable_python
 
 from cosmos_core.config.schema.pipeline import STAGE_NAME_PATTERN
 from cosmos_core.errors import ConfigError
+from cosmos_core.registry import suggest_names
 
 RUN_ID_VARIABLE = "COSMOS_RUN_ID"
 """Environment variable with the name of the run; unset: it is derived from the flow and its parameters."""
@@ -26,6 +27,10 @@ def derive_name_and_parameters(flow: Flow[..., Any], arguments: Mapping[str, Any
     try:
         return derive_run_identity(flow, flow.validate_parameters(get_call_parameters(flow.fn, (), dict(arguments))))
     except (ParameterBindError, ParameterTypeError) as error:
+        names = list(inspect.signature(flow.fn).parameters)
+        for name in arguments.keys() - names:
+            problem = f"no parameter {name!r}{suggest_names(name, names)}; it has {', '.join(names) or 'none'}"
+            raise ConfigError(f"flow {flow.name!r}: {problem}") from error
         raise ConfigError(f"flow {flow.name!r}: {error}") from error
 
 

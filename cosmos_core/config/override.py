@@ -12,7 +12,7 @@ from cosmos_core.config.compat.translate import current_key, no_effect_message
 from cosmos_core.config.load import MAX_NESTING_DEPTH, TomlTable, describe_unsupported_value, merge, nest_value
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import tables_in
+from cosmos_core.config.schema.table import all_fields, tables_in
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggest_names
 
@@ -128,7 +128,10 @@ def group_overrides(overrides: Sequence[Override], stage_names: Sequence[str]) -
             raise ConfigError(f"{location}: {first!r} is a stage; write {first}.KEY=VALUE")
         else:
             known_names = list(dict.fromkeys([*stage_names, *Recipe.model_fields, "pipeline"]))
-            hint = trl.describe_equivalent_key(".".join(override.keys)) or suggest_names(first, known_names)
+            name = ".".join(override.keys)
+            full_keys = list(dict.fromkeys(key for key, _, _ in all_fields(Recipe) if key.endswith(f".{name}")))
+            full_key_hint = f"; did you mean {' or '.join(map(repr, full_keys))}?" if full_keys else ""
+            hint = trl.describe_equivalent_key(name) or full_key_hint or suggest_names(first, known_names)
             raise ConfigError(f"{location}: {first!r} is no stage and no table of a recipe{hint}")
     return grouped
 

@@ -41,7 +41,7 @@ _JSON_DECODER = json.JSONDecoder(parse_constant=lambda name: None if name == "Na
 _MEDIA_FEATURE = re.compile(r"\b(Audio|Image|Mesh|Nifti|Pdf|Video)\(")
 """Pattern of the types of columns that `datasets` decodes on access."""
 _CSV_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
-_TOOL_KEYS = {"tools", "tool_calls", "function_call"}
+_TOOL_KEYS = {"tools", "functions", "tool_calls", "function_call"}
 _FILE_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 LocatedRow = tuple[str, Row]

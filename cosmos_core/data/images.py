@@ -70,7 +70,7 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
 def read_image(source: Any, root: Path, location: str, stored_root: Path | None = None) -> tuple[ImageRef, Image]:
     """Return the image of a source and its `ImageRef` for prepared rows; paths are relative to the folder `root`, those
     of an `ImageRef` to `stored_root` (None: `root`). Raise DataError if it cannot be decoded completely."""
-    path, content = _locate_image(source, location)
+    path, content = locate_image(source, location)
     if content is not None:
         image_ref = ImageRef(None, content, hashlib.sha256(content).hexdigest())
         return image_ref, _decode_image(content, f"{location}: the image in the row")
@@ -136,7 +136,7 @@ def _take_image_source(part: dict[str, Any], unused_images: Iterator[Any]) -> An
     return next(unused_images, None) if source_of_part is None else source_of_part
 
 
-def _locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:
+def locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:
     """Return the path of an image, or its bytes; raise DataError if the source has neither a local path nor bytes."""
     if isinstance(source, dict):  # OpenAI's format has `url`, Hugging Face data sets have `bytes` and `path`
         image_bytes = source.get("bytes")

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from cosmos_core.data.messages import Message, SkippedRow, turn_texts
-from cosmos_core.data.rendering import TemplateRenderer, Tools, check_tools, render, render_template
-from cosmos_core.data.spans import Span, prefix_spans, spans_by_placeholders, strip_trailing_space
+from cosmos_core.data.rendering import RefusedRow, TemplateRenderer, Tools, check_tools, render, render_template
+from cosmos_core.data.spans import RenderFn, Span, prefix_spans, spans_by_placeholders, strip_trailing_space
 from cosmos_core.data.template_limits import limit_resources
 from cosmos_core.data.turn_weights import is_trained_turn
 from cosmos_core.errors import DataError
@@ -25,6 +25,7 @@ _MIN_PLACEHOLDER_TURNS = 64
 """Number of turns above which `spans_by_placeholders` is tried before `prefix_spans`, whose time is quadratic."""
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*(end)?generation\s*([-+]?)%\}")
 _SPAN_START, _SPAN_END = "\ue000", "\ue001"  # private-use characters that replace {% generation %} marks
+_UNUSED_WORD = "zqresult"
 _TEMPLATE_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
@@ -54,14 +55,11 @@ def find_learned_spans(
         spans = _find_marked_spans(renderer, tokenizer, turns, rendered_text, tools)
     has_generation_marks, assistant_turns = spans is not None, [turn for turn in turns if turn["role"] == "assistant"]
     if spans is None or not all(map(is_trained_turn, assistant_turns)):
-        span_finders: list[Callable[..., list[Span] | None]]
-        span_finders = [prefix_spans, partial(spans_by_placeholders, closing_tokens=special_tokens)]
-        if len(turns) > _MIN_PLACEHOLDER_TURNS:
-            span_finders.reverse()
-        span_candidates = (find_spans(render_messages, turns, rendered_text) for find_spans in span_finders)
-        turn_spans = next((candidate for candidate in span_candidates if candidate is not None), None)
+        turn_spans = _find_turn_spans(render_messages, turns, rendered_text, special_tokens)
         if turn_spans is None:
             raise _make_location_error(turns, location)
+        if spans is None and _are_results_in_spans(render_messages, turns, special_tokens):
+            raise RefusedRow(location, "with a tool's result that the chat template writes before the text of its call")
         trained_spans = [span for span, turn in zip(turn_spans, assistant_turns, strict=True) if is_trained_turn(turn)]
         spans = trained_spans if spans is None else _select_trained_spans(trained_spans, spans, turn_spans, location)
     if not spans:
@@ -71,6 +69,30 @@ def find_learned_spans(
         _extend_to_end_token(span, rendered_text, end_token_texts, has_generation_marks=has_generation_marks)
         for span in spans
     ]
+
+
+def _find_turn_spans(
+    render_messages: RenderFn, turns: list[Message], rendered_text: str, special_tokens: Sequence[str]
+) -> list[Span] | None:
+    by_placeholders = partial(spans_by_placeholders, closing_tokens=special_tokens)
+    span_finders: list[Callable[..., list[Span] | None]] = [prefix_spans, by_placeholders]
+    if len(turns) > _MIN_PLACEHOLDER_TURNS:
+        span_finders.reverse()
+    span_finders.append(partial(by_placeholders, keeps_thoughts=True))
+    span_candidates = (find_spans(render_messages, turns, rendered_text) for find_spans in span_finders)
+    return next((candidate for candidate in span_candidates if candidate is not None), None)
+
+
+def _are_results_in_spans(render_messages: RenderFn, turns: list[Message], special_tokens: Sequence[str]) -> bool:
+    """Return whether results of tools would be learned. Gemma 4 writes the text of a turn with calls after them."""
+    if not any("tool_calls" in turn and any(turn_texts(turn)) for turn in turns):
+        return False
+    turns = [{**turn, "content": _UNUSED_WORD} if turn["role"] == "tool" else turn for turn in turns]
+    with suppress(TemplateError):  # a template may need another form of results
+        text = render_messages(turns, False)
+        spans = _find_turn_spans(render_messages, turns, text, special_tokens)
+        return any(_UNUSED_WORD in text[start:end] for start, end in spans or ())
+    return False
 
 
 def _select_trained_spans(

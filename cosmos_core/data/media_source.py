@@ -25,7 +25,8 @@ from typing import Any
 from cosmos_core.config.prompt_sets import find_prompt_set, prompt_files, prompt_metadata
 from cosmos_core.config.schema.dataset import DatasetConfig, data_suffix
 from cosmos_core.data.formats import LocatedRow
-from cosmos_core.data.rows import HELD_OUT_SPLITS, load_rows
+from cosmos_core.data.images import locate_image
+from cosmos_core.data.rows import HELD_OUT_SPLITS, has_split_word, load_rows
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.run.content import list_data_files
 from cosmos_core.run.files import sha256
@@ -112,20 +113,22 @@ def open_media_items(dataset: DatasetConfig, config_key: str) -> MediaItems:
 
 
 def _make_reader(path: Path, split: str, dataset: DatasetConfig, config_key: str) -> MediaItems:
+    tar_split = split
     if path.is_dir() and (path / split).is_dir() and not (path / "dataset_dict.json").is_file():
-        path = path / split
-    elif split != "train" and path.is_dir() and _is_media_folder(path):
+        path, tar_split = path / split, ""
+    tar_files = _find_tar_files(path, tar_split)
+    if tar_split not in {"", "train"} and path.is_dir() and _is_media_folder(path) and not tar_files:
         raise DataError(f"{config_key}.split = {split!r}, but {path} has no folder of that name")
     text_files = prompt_files(path, split)
     has_captions = any(path.is_dir() and f.with_suffix(end).is_file() for f in text_files for end in _MEDIA_SUFFIXES)
+    if "[" in split and (tar_files or (text_files and not has_captions)):
+        problem = f"{path} has no rows to take a slice of"
+        raise DataError(f"{config_key}.split = {split!r}: {problem}; name the split alone")
     if text_files and not has_captions:
-        if "[" in split:
-            problem = f"{path} has no rows to take a slice of"
-            raise DataError(f"{config_key}.split = {split!r}: {problem}; name the split alone")
         return lambda: _read_prompt_lines(text_files, path)
     if path.is_dir() and (path / "metas").is_dir():
         return lambda: _read_metas_folder(path)
-    if tar_files := _find_tar_files(path):
+    if tar_files:
         return lambda: (item for path in tar_files for item in _items_from_tar(path))
     if metadata_file := next((path / name for name in _METADATA_FILES if (path / name).is_file()), None):
         # A metadata file lists all media of the folder, so its rows are the data set.
@@ -266,11 +269,16 @@ def _make_file_content(path: Path | None) -> MediaContent | None:
     return None if path is None else MediaContent(path.suffix.lower() in VIDEO_SUFFIXES, path)
 
 
-def _find_tar_files(path: Path) -> list[Path]:
-    if path.is_dir():
-        tar_files = (file for file in path.iterdir() if file.suffix.lower() == ".tar" and file.is_file())
-        return sorted(file for file in tar_files if not file.name.startswith("."))
-    return [path] if path.suffix.lower() == ".tar" else []
+def _find_tar_files(path: Path, split: str = "") -> list[Path]:
+    """Return the tar file `path`, or the tar files in a folder that are of a split by their names; empty: all. Files
+    that are not named for a held-out split are of the split `train`."""
+    if not path.is_dir():
+        return [path] if path.suffix.lower() == ".tar" else []
+    tar_files = (file for file in path.iterdir() if file.suffix.lower() == ".tar" and file.is_file())
+    all_files = sorted(file for file in tar_files if not file.name.startswith("."))
+    if split == "train":
+        return [file for file in all_files if not any(has_split_word(file, name) for name in HELD_OUT_SPLITS)]
+    return [file for file in all_files if not split or has_split_word(file, split)]
 
 
 def _items_from_tar(path: Path) -> Iterator[MediaItem]:
@@ -348,27 +356,21 @@ def _read_prompt_lines(files: Iterable[Path], dataset_path: Path) -> Iterator[Me
 
 def _make_row_item(located_row: LocatedRow, folder: Path) -> MediaItem:
     location, row = located_row
-    key = next((name for name in _MEDIA_KEYS if row.get(name) is not None), None)
+    key = next((name for name in _MEDIA_KEYS if row.get(name) not in (None, "")), None)
     if key is None:
         reason = f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
         return replace(_item_from_json(row, location, None, None), missing_media_reason=reason)
-    media_value, is_video = row[key], key in {"video", "mp4"}
+    is_video = key in {"video", "mp4"}
     if key == "file_name":
-        is_video = str(media_value).lower().endswith(VIDEO_SUFFIXES)
-    row_fields = {name: field_value for name, field_value in row.items() if name not in _MEDIA_KEYS}
-    if isinstance(media_value, dict):
-        media_value = media_value["bytes"] if media_value.get("bytes") is not None else media_value.get("path")
-    content: MediaContent | None = None
-    problem = ""
-    if isinstance(media_value, bytes):
-        content = MediaContent(is_video, content_bytes=media_value)
-    elif not isinstance(media_value, str):
-        problem = f"{location}: column {key!r} holds neither a path nor the bytes of a file"
-    elif "://" in media_value:
-        problem = f"{location}: {media_value[:80]!r} is a URL, which is not read; download it"
-    else:
-        content = MediaContent(is_video, folder / os.path.expanduser(media_value))
-    item = _item_from_json(row_fields, location, content, None)
+        is_video = str(row[key]).lower().endswith(VIDEO_SUFFIXES)
+    content, problem = None, ""
+    try:
+        path, content_bytes = locate_image(row[key], location)
+        file = None if path is None else folder / os.path.expanduser(path)
+        content = MediaContent(is_video, file, content_bytes=content_bytes or b"")
+    except DataError as error:
+        problem = str(error)
+    item = _item_from_json({k: v for k, v in row.items() if k not in _MEDIA_KEYS}, location, content, None)
     return replace(item, problem=problem or item.problem)
 
 

@@ -24,6 +24,7 @@ from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.run.stage import Stage
 
 _NUM_DECODER_THREADS = 4  # number of decoding threads, which run in parallel since Pillow and PyAV release the GIL
+_MAX_PATH_CHARACTERS = 300  # of a path in a message, which may be an image in base64
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -167,7 +168,7 @@ def _make_row(item: MediaItem, frame_config: FrameSettings | None, needs_media: 
             media_key = compute_digest("media", item.content.digest(), item.content.is_video, repr(frame_config))
     except OSError as error:
         describe_error(error)
-        return f"{error.strerror}: {error.filename}"
+        return f"{error.strerror}: {str(error.filename)[:_MAX_PATH_CHARACTERS]}"
     metadata = json.dumps(item.metadata, ensure_ascii=False, default=_describe_value)
     try:
         (item.prompt + metadata).encode()

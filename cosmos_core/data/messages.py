@@ -27,17 +27,19 @@ _CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "text")
 _PAIR_COLUMNS = (
     ("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("prompt", "answer"),
     ("question", "response"), ("instruction", "output"), ("instruction", "response"), ("input", "output"),
+    ("query", "response"),
 )  # fmt: skip
 _RESPONSE_COLUMNS = ("output", "response", "completion", "answer")
 _INSTRUCTION_INPUT_COLUMNS = ("input", "context")  # columns of Alpaca and Dolly that continue `instruction`
-PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages")
+PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages", "query")
 _SYSTEM_COLUMNS = ("system", "system_prompt")
 _KNOWN_COLUMNS = {*_CONVERSATION_COLUMNS, *PROMPT_COLUMNS, *sum(_PAIR_COLUMNS, ())} - {*_INSTRUCTION_INPUT_COLUMNS}
-_REFERENCE_COLUMNS = ("answer", "response", "solution", "result")
+_REFERENCE_COLUMNS = ("answer", "response", "solution", "result", "ground_truth")
 _STANDARD_ROLES = {
     "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bing": "assistant",
-    "bard": "assistant", "function_call": "assistant", "observation": "tool", "function": "tool",
+    "bard": "assistant", "function_call": "assistant", "observation": "tool", "function": "tool", "prompter": "user",
+    "ai": "assistant", "bot": "assistant", "chatbot": "assistant", "tool_call": "assistant", "tool_response": "tool",
 }  # fmt: skip
 _SHAREGPT_KEYS = ("value", "content", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 IMAGE_MARK = re.compile("<image>")
@@ -68,7 +70,7 @@ class TrackedRow(Row):
         excluded_columns = _KNOWN_COLUMNS if "prompt" in column_names else column_names.keys()
         super().__init__({name: value for name, value in row.items() if name not in excluded_columns})
         self.update({standard_name: row[name] for standard_name, name in column_names.items()})
-        self.column_names, self._read_columns = column_names, set[str]()
+        self.original, self.column_names, self._read_columns = row, column_names, set[str]()
         self._columns = [
             name for name, value in row.items() if value is not None and not (isinstance(value, str) and not value)
         ]
@@ -217,12 +219,13 @@ def _extract_prompt(turns: list[Message], reference_response: str | None, locati
 
 def _read_reference(row: Row, column: str, location: str) -> str | None:
     column = column or next((candidate for candidate in _REFERENCE_COLUMNS if has_value(row, candidate)), "")
-    if not column:
+    reward_model = None if column else row.get("reward_model")  # a column of verl
+    value = row[column] if column else reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    if value is None:
         return None
-    value = row[column]
     turns = decode_conversation(value)
     turn = turns[-1] if isinstance(turns, list) and turns else None
-    if isinstance(turn, dict) and _STANDARD_ROLES.get(str(turn.get("role", turn.get("from")))) == "assistant":
+    if isinstance(turn, dict) and _STANDARD_ROLES.get(_read_role(turn)) == "assistant":
         return "".join(turn_texts(_read_turn(turn, location, with_images=False)))
     try:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -236,19 +239,19 @@ def read_column_turns(row: Row, column: str, role: str, location: str, with_imag
     value = _read_column(row, column)
     if not isinstance(value, str):
         return read_turns(value, column, location, with_images)
-    history = decode_history(row.get("history"), location) if _is_instruction(row, column) else []
+    history = decode_history(row.get("history"), location) if _is_named(row, column, "instruction", "query") else []
     turns = [*history, {"role": role, "content": value}]
     return [{**turn, "content": read_content(turn["content"], location, with_images)} for turn in turns]
 
 
-def _is_instruction(row: Row, column: str) -> bool:
-    return (row.column_names if isinstance(row, TrackedRow) else {}).get(column, column) == "instruction"
+def _is_named(row: Row, column: str, *names: str) -> bool:
+    return (row.column_names if isinstance(row, TrackedRow) else {}).get(column, column) in names
 
 
 def _read_column(row: Row, column: str) -> Any:
     """Return the turns or the text of a column; `input` or `context` is appended to the text of `instruction`."""
     value = decode_conversation(row[column])
-    if isinstance(value, str) and _is_instruction(row, column):
+    if isinstance(value, str) and _is_named(row, column, "instruction"):
         value = "\n\n".join(filter(None, [value, *(_column_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS)]))
     return value
 
@@ -262,10 +265,17 @@ def read_turns(value: Any, column: str, location: str, with_images: bool = False
     """Convert a list of turns to the key names and forms that chat templates read. Raise DataError, which names the
     turn, if the value is not a list of turns, and SkippedRow if the list is empty."""
     if not isinstance(value, list):
-        raise DataError(f"{location}: column {column!r} holds {str(value)[:40]!r}; a conversation is a list of turns")
+        raise DataError(f"{location}: column {column!r} holds {str(value)[:40]!r}; write text, or a list of turns")
     if not value:
         raise SkippedRow(location, "empty")
-    return [_read_turn(turn, f"{location}, turn {i} of {column!r}", with_images) for i, turn in enumerate(value, 1)]
+    turns: list[Message] = []
+    for i, turn in enumerate(value, 1):
+        message = _read_turn(turn, f"{location}, turn {i} of {column!r}", with_images)
+        calls = [] if turn.get("tool_calls") or turn.get("function_call") else message.get("tool_calls", [])
+        if calls and turns and turns[-1]["role"] == "assistant" and turns[-1].get("weight") == message.get("weight"):
+            message = {**turns[-1], "tool_calls": [*turns.pop().get("tool_calls", []), *calls]}
+        turns.append(message)
+    return turns
 
 
 def _read_turn(turn: Any, location: str, with_images: bool) -> Message:
@@ -273,18 +283,23 @@ def _read_turn(turn: Any, location: str, with_images: bool) -> Message:
         raise DataError(f"{location}: {str(turn)[:40]!r} is not a turn; write role and content, or from and value")
     # Drop keys with None, because Arrow gives each turn the keys of all turns, with None for missing values.
     turn = {key: value for key, value in turn.items() if value is not None}
-    role = turn.get("role", turn.get("from"))
-    if not isinstance(role, str) or role not in _STANDARD_ROLES:
-        raise DataError(f"{location}: unknown role {repr(role)[:40]}; known: {', '.join(_STANDARD_ROLES)}")
+    role = _read_role(turn)
+    if role not in _STANDARD_ROLES:
+        name = repr(turn.get("role", turn.get("from")))
+        raise DataError(f"{location}: unknown role {name[:40]}; known: {', '.join(_STANDARD_ROLES)}")
     weight_field = pop_turn_weight(turn, _STANDARD_ROLES[role], location)
     if "role" not in turn:
         turn = {key: value for key, value in turn.items() if key in _SHAREGPT_KEYS}
     default_content = None if {"tool_calls", "function_call"}.isdisjoint(turn) else ""
     call_field = pop_calls(turn, location)
     content = read_content(turn.get("content", turn.pop("value", default_content)), location, with_images)
-    if role == "function_call" and (calls := parse_sharegpt_calls(content)):
+    if role in {"function_call", "tool_call"} and (calls := parse_sharegpt_calls(content)):
         content, call_field = "", {"tool_calls": calls}
     return {**turn, "role": _STANDARD_ROLES[role], "content": content, **call_field, **weight_field}
+
+
+def _read_role(turn: dict[str, Any]) -> str:
+    return str(turn.get("role", turn.get("from"))).strip().lower()
 
 
 def read_content(content: Any, location: str, with_images: bool = False) -> Any:
@@ -296,7 +311,8 @@ def read_content(content: Any, location: str, with_images: bool = False) -> Any:
     if with_images and isinstance(content, list):
         return [_normalise_part(part, location) for part in content]
     if not isinstance(content, str):
-        raise DataError(f"{location}: content {str(content)[:40]!r} is not text; {_TEXT_ONLY_MESSAGE}")
+        remedy = _TEXT_ONLY_MESSAGE if isinstance(content, list) else "write it as text"
+        raise DataError(f"{location}: content {str(content)[:40]!r} is not text; {remedy}")
     if media_mark := _MEDIA_MARK.search(content):
         media_kind, remedy = media_mark[1] or media_mark[2], f"take rows without {media_mark[0].strip()}"
         if media_kind != "image" or not with_images:

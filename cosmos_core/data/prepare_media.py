@@ -125,6 +125,8 @@ def open_encoders(stage: Stage) -> Encoders:
     size, has_buckets = policy.diffusers.inference_size, stage.recipe.train.train_policy.dataset.aspect_ratio_buckets
     for image_size in [size, *(bucket_sizes(size, family.size_multiple) if has_buckets else ())]:
         family.latent_shape(*image_size)
+    for name in family.text_components:
+        family.folder.component_class(name)  # raises ModelError if the pipeline lacks it
     model_folder = family.folder.path
     weights_digest = shared_digest_cache(stage.run_path.parent).digest_files(
         model_folder, list_model_files(model_folder, policy.modality.encoder_files)

@@ -209,7 +209,7 @@ def _has_split_name(file: Path, split: str) -> bool:
     return file.name.startswith(tuple(split + separator for separator in ".-_"))
 
 
-def _has_split_word(file: Path, split: str) -> bool:
+def has_split_word(file: Path, split: str) -> bool:
     """Return whether a file name is that of a split or has it as a word, as "gsm8k_train.jsonl" has."""
     is_shard, word_regex = bool(_SHARD_REGEX.match(file.name)), rf"[._-]{re.escape(split)}[._-]"
     return _has_split_name(file, split) or (not is_shard and bool(re.search(word_regex, file.name)))
@@ -217,12 +217,15 @@ def _has_split_word(file: Path, split: str) -> bool:
 
 def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
     files = _find_data_files(folder)
-    split_files = [file for file in files if _has_split_name(file, split)]
+    if not files and (folder / split).is_dir():  # the folder of a split may hold files of any name
+        split_files = files = _find_data_files(folder / split)
+    else:
+        split_files = [file for file in files if _has_split_name(file, split)]
     if not split_files:
-        split_files = [file for file in files if _has_split_word(file, split)]
+        split_files = [file for file in files if has_split_word(file, split)]
     split_names = {match[1] for file in files if (match := _SHARD_REGEX.match(file.name))}
     if not split_files and split == _TRAIN_SPLIT and len(split_names) < 2:  # files without split names are for training
-        split_files = [file for file in files if not any(_has_split_word(file, name) for name in HELD_OUT_SPLITS)]
+        split_files = [file for file in files if not any(has_split_word(file, name) for name in HELD_OUT_SPLITS)]
     if not split_files:
         names = " or ".join(repr(str(subfolder)) for subfolder in _find_data_subfolders(folder)[:5])
         hint = f", and its folders are not looked into; name {names}" if names else ""

@@ -35,17 +35,20 @@ def prefix_spans(render_fn: RenderFn, messages: list[Message], rendered_text: st
 
 
 def spans_by_placeholders(
-    render_fn: RenderFn, messages: list[Message], rendered_text: str, closing_tokens: Sequence[str]
-) -> list[Span] | None:
+    render_fn: RenderFn, messages: list[Message], rendered_text: str, closing_tokens: Sequence[str],
+    keeps_thoughts: bool = False,
+) -> list[Span] | None:  # fmt: skip
     """Return the assistant's spans by rendering a placeholder for each completion, and locating the other text in
-    `rendered_text`; None if this fails. A span includes text between generation prompt and completion (think block)."""
+    `rendered_text`; None if this fails. A span includes text between generation prompt and completion (think block).
+    With `keeps_thoughts` a placeholder follows the thoughts of a text, for templates that take them out of the text."""
     turn_indices = _find_assistant_turns(messages)
     unused_word = _make_unused_word(messages)
     placeholders = [f"{unused_word}{turn_number}x" for turn_number in range(len(turn_indices))]
     placeholder_messages = list(messages)
     for i, word in zip(turn_indices, placeholders, strict=True):
+        text = "".join("".join(turn_texts(messages[i])).rpartition("</think>")[:2]) * keeps_thoughts + word
         is_text = isinstance(messages[i]["content"], str)
-        placeholder_messages[i] = {**messages[i], "content": word if is_text else [{"type": "text", "text": word}]}
+        placeholder_messages[i] = {**messages[i], "content": text if is_text else [{"type": "text", "text": text}]}
         placeholder_messages[i].pop("tool_calls", None)  # tool calls belong to the completion
     messages_up_to_last_turn = placeholder_messages[: turn_indices[-1] + 1]
     try:

@@ -8,18 +8,26 @@ from cosmos_core.errors import DataError
 
 
 def read_tools(row: dict[str, Any], location: str) -> list[Any] | None:
-    """Return the tools in the column `tools`, a list of objects or its JSON, or None; raise DataError for other
-    values."""
+    """Return the tools in the column `tools`, a list of objects or its JSON, or None; raise DataError for other values.
+    The descriptions of functions in `tools`, or in `functions` as in an older form of OpenAI's interface, are put into
+    the form that models are told of tools in: `{"type": "function", "function": description}`."""
     tools = row.get("tools")
     if isinstance(tools, str):
         decoded_tools = parse_json(tools)
         tools = [tools] if decoded_tools is None and tools.strip() not in {"", "null"} else decoded_tools
+    functions = row.get("functions")
+    functions = parse_json(functions) if isinstance(functions, str) else functions
+    if not tools and isinstance(functions, list) and all(isinstance(f, dict) and "name" in f for f in functions):
+        tools = functions
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         problem = f"column 'tools' holds {str(tools)[:40]!r}"
         raise DataError(f"{location}: {problem}; write a list of objects, or leave it out")
-    return tools
+    return [
+        {"type": "function", "function": {key: tool[key] for key in tool if key != "type"}} if "name" in tool else tool
+        for tool in tools
+    ]
 
 
 def pop_calls(turn: dict[str, Any], location: str) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def _apply_packer(method: Callable[[Any], Any], policy: AlgorithmConfig, row: Ro
     return {name: value for name, value in row.items() if name in kept_names} | packed_row
 
 
-_REFERENCE_COLUMNS = ("answer", "response", "solution", "result", "reference_answer")
+_REFERENCE_COLUMNS = ("answer", "response", "solution", "result", "ground_truth", "reference_answer")
 
 
 def _reference_column(policy: AlgorithmConfig) -> str:

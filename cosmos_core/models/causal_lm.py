@@ -179,8 +179,9 @@ class CausalLM(ModelAdapter):
         trained_positions = [np.flatnonzero(sample.loss_mask[1:]) for sample in collated]
         indices_by_row = [np.add(*pair) for pair in zip(rows.first_predicted, trained_positions, strict=True)]
         inputs = to_device(rows.inputs, device)
+        if not (self._is_packed or (self.mesh and self.mesh.pp)):
+            del inputs["position_ids"]  # the model computes positions itself, which may be 2-D or not begin at 0
         if collated[0].images:
-            del inputs["position_ids"]  # the model computes positions itself, sometimes 2-D image positions
             for name, tensor in self.vision.inputs(collated, rows.inputs["input_ids"]).items():
                 inputs[name] = tensor.to(device, self.model.dtype if tensor.is_floating_point() else None)
         if self.has_model_loss:

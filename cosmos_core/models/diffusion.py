@@ -43,6 +43,8 @@ class DiffusionModel:
     """Whether latents have a dimension of frames."""
     prompt_tokenizer: ClassVar[tuple[str, int]] = ("tokenizer", 0)
     """Name of the tokenizer of prompts, and number of tokens that the pipeline's template adds to a prompt."""
+    text_components: ClassVar[tuple[str, ...]] = ()
+    """Names of the components without which no prompt can be encoded."""
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     """Suffixes of the names of modules that LoRA adapts if the recipe names no modules."""
     pipeline_multiple: ClassVar[int] = 1

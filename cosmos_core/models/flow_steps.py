@@ -54,10 +54,12 @@ def flow_grpo_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Tra
     """Return the stochastic step of FlowGRPO (arXiv 2505.05470), with the noise rate eta sqrt(sigma / (1 - sigma)).
 
     The drift preserves the distribution of latents at each noise level. The noise rate is unbounded as sigma approaches
-    1, so for sigma above 0.999 the second noise level replaces sigma in 1 - sigma.
+    1, so the second noise level replaces sigma in 1 - sigma for sigma above 0.999, and in a first step that is longer
+    than 1 - sigma, of which the noise would be larger than the latents.
     """
     sigma, sigma_change = levels.sigma, levels.next_sigma - levels.sigma
-    noise_rate = eta * torch.sqrt(sigma / (1 - torch.where(sigma > _PURE_NOISE_LEVEL, levels.second_sigma, sigma)))
+    is_replaced = (sigma > _PURE_NOISE_LEVEL) | ((sigma > levels.second_sigma) & (1 - sigma < -sigma_change))
+    noise_rate = eta * torch.sqrt(sigma / (1 - torch.where(is_replaced, levels.second_sigma, sigma)))
     drift_factor = noise_rate**2 / (2 * sigma)
     velocity_factor = (1 + drift_factor * (1 - sigma)) * sigma_change
     mean = x * broadcast_per_sample(1 + drift_factor * sigma_change, x) + v * broadcast_per_sample(velocity_factor, x)

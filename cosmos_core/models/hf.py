@@ -8,12 +8,13 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -34,7 +35,10 @@ from cosmos_core.models.model_files import check_weights, locate_model, model_er
 from cosmos_core.models.quantized_base import MXFP4, make_dequantize_options
 from cosmos_core.models.recompute import RecomputeMode, recompute_activations
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt",
+    "tekken.json",
+)  # fmt: skip
 
 
 def load_tokenizer(
@@ -102,7 +106,7 @@ def load_model(
     check_weights(model)
     with torch.device("meta"), meta_device_safe_creation_ops():
         _build_empty_model(config, model, dtype)  # reports a wrong config.json with the same error as `init_on_meta`
-    cls = _find_model_class(config)
+    cls = find_model_class(config)
     if generation_config := load_generation_config(model, revision):
         load_options["generation_config"] = generation_config
     load_options |= (dequantization := make_dequantize_options(config))
@@ -187,7 +191,7 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def _build_empty_model(config: PretrainedConfig, model: str, dtype: torch.dtype) -> PreTrainedModel:
     _check_architecture(config, model)
-    cls = _find_model_class(config)
+    cls = find_model_class(config)
     build_model = cls.from_config if cls is AutoModelForCausalLM else cls._from_config
     # Skip initialisations that read weights, because meta tensors have no values.
     with translate_load_errors("architecture", model), no_init_weights():
@@ -198,7 +202,7 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
     """Raise ModelError if the architecture in a config.json is no model of transformers, does not generate text or does
     not match `model_type`, or if the package that reads quantized weights is missing."""
     with translate_load_errors("architecture", model):  # importing the model class fails if a library is missing
-        cls = _find_model_class(config)
+        cls = find_model_class(config)
     if config.architectures:
         setting = f"config.json has architectures = {config.architectures!r}"
         if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
@@ -206,8 +210,15 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
             raise model_error(model, f"{problem}; name a causal language model there")
         if not cls.can_generate():
             raise model_error(model, f"{cls.__name__} does not generate text; give a causal language model")
-        config_class: Any = cls.config_class
-        if config_class and not any(isinstance(c, config_class) for c in (config, config.get_text_config())):
+        text_config, config_class = config.get_text_config(), cast(Any, cls.config_class)
+        is_bidirectional = getattr(text_config, "use_bidirectional_attention", None) is True
+        if is_bidirectional or (
+            getattr(config, "is_encoder_decoder", False) and not cls.__name__.endswith("ForCausalLM")
+        ):
+            problem = f"tokens of {cls.__name__} attend to the tokens after them, which they would learn to copy"
+            raise model_error(model, f"{problem}; give a causal language model")
+        is_registered = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None) is cls  # under a name of its own
+        if config_class and not (is_registered or any(isinstance(c, config_class) for c in (config, text_config))):
             raise model_error(model, f"{setting} and model_type = {config.model_type!r}, which do not belong together")
     for key, default_value in (("output_attentions", False), ("return_dict", True)):
         if (value := getattr(config, key, default_value)) != default_value:
@@ -218,7 +229,7 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
         get_hf_quantizer(copy.deepcopy(config), None, None, True, {})
 
 
-def _find_model_class(config: PretrainedConfig) -> Any:
+def find_model_class(config: PretrainedConfig) -> Any:
     """Return the model class that config.json names or, as a fallback, the class registered for the type of the config;
     None: neither exists. The named class supports most multimodal models; the fallback supports outdated names."""
     architectures = config.architectures

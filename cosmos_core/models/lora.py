@@ -136,8 +136,11 @@ def merge_adapter(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for layer in layers:
                 layer.merge(safe_merge=True)  # safe_merge writes to a new tensor instead of the base weights
+        # transformers looks up parameters by the names that they have without an adapter (`revert_weight_conversion`).
+        vars(model)["get_parameter"] = lambda name: merged_state_dict(model)[name]
         yield
     finally:
+        vars(model).pop("get_parameter", None)
         for parameter, data in base_weights.items():
             parameter.data = data
         for layer in layers:

@@ -7,10 +7,11 @@ the same names.
 """
 
 import copy
+import inspect
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import peft
@@ -61,7 +62,8 @@ def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -
     stacked_names = _find_stacked_parameters(model)
     if isinstance(target_modules, str):
         linear_modules = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        excluded_modules = [name for name, module in linear_modules if not is_plain_linear(module)]
+        bypassed = set(_find_bypassed_layers(model))
+        excluded_modules = [name for name, layer in linear_modules if name in bypassed or not is_plain_linear(layer)]
         parameter_names = sorted(set(map(name_without_prefix, stacked_names)))
         double_rank = [name for name in parameter_names if name.endswith("gate_up_proj")]
         return AdapterTargets(ALL_LINEAR, parameter_names, excluded_modules, double_rank)
@@ -217,6 +219,18 @@ def is_plain_linear(layer: nn.Linear) -> bool:
     except (RuntimeError, ValueError, TypeError, IndexError):
         return False
     return isinstance(output, Tensor) and output.shape == (1, layer.out_features)
+
+
+def _find_bypassed_layers(model: nn.Module) -> Iterator[str]:
+    """Yield the names of linear layers whose parent module reads their weights, so that an adapter has no effect:
+    layers that are never called, and layers of a recurrent module, which kernels on a GPU bypass."""
+    for name, module in model.named_modules():
+        linear_names = [child_name for child_name, child in module.named_children() if isinstance(child, nn.Linear)]
+        source = inspect.getsource(type(module)) if linear_names and isinstance(model, PreTrainedModel) else ""
+        for child in linear_names:
+            is_read = re.search(rf"self\.{child}\.(weight|bias)\b(?!\.(dtype|device|shape))", source)
+            if is_read and (hasattr(module, "conv1d") or f"self.{child}(" not in source):
+                yield f"{name}.{child}"
 
 
 def _describe_layer(layer: LoraLayer, name: str) -> str:

@@ -111,7 +111,7 @@ def can_merge_prompts(model: PreTrainedModel, root_modules: Sequence[Any], dtype
         merged_outputs = _compute_probe_outputs(model, root_modules, merged_row.inputs)
     first_length = len(token_rows[0])
     expected_outputs = torch.cat([separate_outputs[:first_length], separate_outputs[first_length + len(prompt) :]])
-    return _is_close(merged_outputs, expected_outputs, dtype)
+    return is_close(merged_outputs, expected_outputs, dtype)
 
 
 def packed_attention(
@@ -313,7 +313,10 @@ def _is_packing_exact(
     token_rows = _random_rows(model, _PROBE_LENGTHS)
 
     def compute_outputs(token_rows: Sequence[Any], *, packed: bool) -> Tensor:
-        return _compute_probe_outputs(model, root_modules, collate_rows(token_rows, 0, packed=packed).inputs)
+        inputs = collate_rows(token_rows, 0, packed=packed).inputs
+        if not packed:  # positions of some models do not begin at 0
+            del inputs["position_ids"]
+        return _compute_probe_outputs(model, root_modules, inputs)
 
     with _shorten_sliding_windows(model), _evaluation_mode(model, dtype):
         separate_outputs = torch.cat([compute_outputs([row], packed=False) for row in token_rows])
@@ -322,7 +325,7 @@ def _is_packing_exact(
             packed_outputs = compute_outputs(token_rows, packed=True)
         except (TypeError, ValueError, RuntimeError, AttributeError):  # this model family refuses packed inputs
             return False
-    return _is_close(packed_outputs, separate_outputs, dtype)
+    return is_close(packed_outputs, separate_outputs, dtype)
 
 
 def _compute_probe_outputs(model: PreTrainedModel, root_modules: Sequence[Any], inputs: dict[str, Any]) -> Tensor:
@@ -333,7 +336,8 @@ def _compute_probe_outputs(model: PreTrainedModel, root_modules: Sequence[Any], 
     return model(**inputs, use_cache=False).logits[0]
 
 
-def _is_close(outputs: Tensor, expected_outputs: Tensor, dtype: torch.dtype) -> bool:
+def is_close(outputs: Tensor, expected_outputs: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if two computations of the same outputs in `dtype` differ only by rounding."""
     # In half precision, the kernels of packed and separate rows round sums differently.
     tolerance = max(_PROBE_TOLERANCE, 8 * torch.finfo(dtype).eps)
     return bool((outputs - expected_outputs).abs().max() <= tolerance * max(1.0, expected_outputs.abs().max().item()))

@@ -2,6 +2,7 @@
 needs only the denoiser, and stages of kind `prepare` need all others."""
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from cosmos_core.models.model_files import locate_model, model_error, read_json,
 
 MODEL_INDEX = "model_index.json"
 _COMPONENT_LIBRARIES = ("diffusers", "transformers")
+_VARIANT_FILE = re.compile(r"(?:diffusion_pytorch_|pytorch_)?model(?:-[-\dof]+)?\.([a-z]\w*)[-.].*(?:safetensors|bin)")
+"""Name of a file with weights of a variant, such as `model.fp16.safetensors`; its group is the variant."""
 
 
 class PipelineFolder:
@@ -18,7 +21,7 @@ class PipelineFolder:
 
     def __init__(self, model: str, revision: str | None = None) -> None:
         """Locate the folder of `model`, a path or Hub id, and read its `model_index.json`; raise ModelError if the
-        folder does not exist, or is not a pipeline."""
+        folder does not exist, is not a pipeline, or has weights of a variant alone."""
         self.model = model
         model_source, load_options = locate_model(model, revision)
         if isinstance(model_source, Path):
@@ -31,6 +34,13 @@ class PipelineFolder:
         if not isinstance(self.index.get("_class_name"), str):
             remedy = "give a folder that DiffusionPipeline.save_pretrained wrote, or leave policy.is_diffusers out"
             raise model_error(model, f"the folder has no {MODEL_INDEX} that names a pipeline; {remedy}")
+        for name in self.components:
+            files = [file.name for file in (self.path / name).glob("*") if file.suffix in {".safetensors", ".bin"}]
+            if files and all(map(_VARIANT_FILE.fullmatch, files)):
+                variant = _VARIANT_FILE.sub(r"\1", files[0])
+                problem = f"of {name!r} the folder has {files[0]} alone, the weights of a variant; save it anew"
+                remedy = f"DiffusionPipeline.from_pretrained(..., variant={variant!r}).save_pretrained(FOLDER)"
+                raise model_error(model, f"{problem}: {remedy}")
 
     @property
     def class_name(self) -> str:

@@ -24,6 +24,7 @@ class Sana(DiffusionModel):
     )  # fmt: skip
 
     prompt_tokenizer = ("tokenizer", 1)
+    text_components = ("text_encoder", "tokenizer")
     pipeline_multiple = 32
 
     def text_embedding(self, prompts: Sequence[str]) -> TextInputs:

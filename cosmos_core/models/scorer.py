@@ -179,7 +179,8 @@ class Scorer(nn.Module):
     @torch.no_grad()
     def _test_plain_head(self, device: torch.device) -> bool:
         """Return True if head(body(x)) equals the model's own logits for a few tokens on `device`."""
-        if self.model.get_output_embeddings() is None or self.model.base_model is self.model:
+        head = self.model.get_output_embeddings()
+        if head is None or self.model.base_model is self.model:
             return False
         if is_without_data(self.model):
             return True
@@ -192,7 +193,7 @@ class Scorer(nn.Module):
             body_output = self.model.base_model(input_ids=token_ids, use_cache=False)
             hidden_states = getattr(body_output, "last_hidden_state", None)
             self.model.train(was_training)
-            if hidden_states is None:
+            if hidden_states is None or hidden_states.shape[-1] != head.weight.shape[-1]:
                 return False
             logits = self._output_head(hidden_states, {})
         is_same_shape = expected_logits.shape == logits.shape

@@ -21,6 +21,7 @@ class SD3(DiffusionModel):
     """Stable Diffusion 3; text inputs are token embeddings of three text encoders and the pooled output of two."""
 
     prompt_tokenizer = ("tokenizer_3", 0)
+    text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     lora_targets = (
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",

@@ -71,7 +71,8 @@ def open_image_generator(model: str, name: str, device: torch.device) -> Respond
     from cosmos_core.models.pipeline_folder import PipelineFolder
 
     folder = PipelineFolder(model)
-    if {"frames", "num_frames"} & inspect.signature(folder.pipeline_class.__call__).parameters.keys():
+    call_parameters = inspect.signature(folder.pipeline_class.__call__).parameters
+    if {"frames", "num_frames"} & call_parameters.keys():
         raise ModelError(f"{model}: this pipeline draws videos; cosmos try shows text and images")
     try:
         pipeline = DiffusionModel.load_pipeline(folder, select_dtype(device)).to(device)
@@ -80,9 +81,16 @@ def open_image_generator(model: str, name: str, device: torch.device) -> Respond
         remedy = "" if isinstance(error, ImportError) else "; export it again"
         raise ModelError(f"{model}: the pipeline cannot be loaded: {first_line(error)}{remedy}") from error
 
+    pipeline.set_progress_bar_config(disable=True)
+    settings: dict[str, Any] = {}
+    if "use_resolution_binning" in call_parameters:  # SANA, which draws 1024 x 1024 whatever size it was made for
+        size = -(-pipeline.transformer.config.sample_size * pipeline.vae_scale_factor // 32) * 32
+        settings = {"height": size, "width": size, "use_resolution_binning": False}
+
     def respond(prompt: str, number: int) -> str:
         file = f"{Path(name).name}-{number}.png"
-        pipeline(prompt=prompt, generator=torch.Generator("cpu").manual_seed(number)).images[0].save(file)
+        generator = torch.Generator("cpu").manual_seed(number)
+        pipeline(prompt=prompt, generator=generator, **settings).images[0].save(file)
         return file
 
     return respond

@@ -50,15 +50,9 @@ def verify_pipeline(
     dtype: torch.dtype | None = None,
     model_class: str | None = None,
 ) -> list[str]:
-    """Compare the pipeline in `target` with the policy in memory, and return the names of the checks that passed.
-
-    Args:
-        dtype: Dtype of the exported denoiser; None: its own dtype.
-        model_class: Import path of a user-defined model family; None: a built-in family.
-
-    Raises:
-        StageFailed: a check failed.
-    """
+    """Compare the pipeline in `target` with the policy in memory, and return the names of the checks; raise StageFailed
+    if one fails. `dtype`: that of the exported denoiser (None: its own); `model_class`: import path of a user-defined
+    model family (None: a built-in family)."""
     was_training, device = model.training, next(model.parameters()).device
     model.eval().to("cpu")
     family = type(family)(family.folder, family.config)
@@ -73,14 +67,13 @@ def verify_pipeline(
 def _check_files(family: DiffusionModel, expected_tensors: dict[str, Tensor], target: Path) -> None:
     """Check that the weight files of the denoiser contain exactly the tensors `expected_tensors`, bit for bit, and that
     the files of components that were not trained equal the files of the base pipeline."""
-    exported_keys: set[str] = set()
-    changed_keys: list[str] = []
-    for _, key, tensor in iterate_tensors(target / family.denoiser_name):
-        exported_keys.add(key)
-        if key in expected_tensors and not are_bits_equal(tensor, expected_tensors[key]):
-            changed_keys.append(key)
-    missing_keys = sorted(expected_tensors.keys() - exported_keys)
-    unexpected_keys = sorted(exported_keys - expected_tensors.keys())
+    is_equal_by_key = {
+        key: key not in expected_tensors or are_bits_equal(tensor, expected_tensors[key])
+        for _, key, tensor in iterate_tensors(target / family.denoiser_name)
+    }
+    missing_keys = sorted(expected_tensors.keys() - is_equal_by_key.keys())
+    unexpected_keys = sorted(is_equal_by_key.keys() - expected_tensors.keys())
+    changed_keys = [key for key, is_equal in is_equal_by_key.items() if not is_equal]
     if missing_keys or unexpected_keys or changed_keys:
         raise StageFailed(
             f"export {target} failed the check 'tensors': missing {format_names(missing_keys)}, unexpected "
@@ -136,7 +129,7 @@ def _round_weights(model: Any, dtype: torch.dtype) -> Iterator[None]:
     """Round the tensors of a model during the block, as diffusers does when it loads an export in `dtype`. diffusers
     converts some modules back to float32, and does not change tensors that are in no file."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    original_data = {tensor: tensor.data for _, tensor in tensors}
+    original_values = {tensor: (tensor.data, tensor.requires_grad) for _, tensor in tensors}
     float32_modules = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     is_half_precision = dtype in {torch.float16, torch.bfloat16}
     saved_names = set(model.state_dict())
@@ -146,10 +139,20 @@ def _round_weights(model: Any, dtype: torch.dtype) -> Iterator[None]:
                 continue
             is_kept_float32 = is_half_precision and bool(float32_modules & set(name.split(".")))
             tensor.data = tensor.data.to(dtype).to(torch.float32 if is_kept_float32 else dtype)
+        _make_comparable(model)
         yield
     finally:
-        for tensor, data in original_data.items():
-            tensor.data = data
+        for tensor, (data, requires_grad) in original_values.items():
+            tensor.data, tensor.requires_grad = data, requires_grad
+
+
+def _make_comparable(model: Any) -> None:
+    """Give the tensors of a model properties that decide by which kernel a CPU multiplies them, and so how it rounds:
+    no gradient, and aligned memory, which tensors in a mapped file do not have."""
+    model.requires_grad_(False)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.data_ptr() % 64:  # torch aligns the memory that it allocates to 64 bytes
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 
 
 def _generate_images(pipeline: Any, settings: dict[str, Any], **inputs: Any) -> Tensor:
@@ -174,11 +177,13 @@ def generate_images(probes: Sequence[ImageProbe]) -> list[np.ndarray]:
     for probe in probes:
         torch.set_num_threads(probe.num_threads)
         folder = PipelineFolder(str(probe.folder))
-        pipeline = find_family(folder, probe.model_class).load_pipeline(folder, probe.dtype)
+        family = find_family(folder, probe.model_class)
+        pipeline = family.load_pipeline(folder, probe.dtype)
         if probe.adapter is not None:
             pipeline.load_lora_weights(str(probe.adapter))
             if not pipeline.get_active_adapters():
                 raise StageFailed("load_lora_weights attached nothing")
+        _make_comparable(getattr(pipeline, family.denoiser_name))
         images.append(_generate_images(pipeline, probe.settings, prompt=[_PROBE_PROMPT]).numpy())
         del pipeline  # a machine that trained an adapter may have no memory for two pipelines
         gc.collect()

@@ -7,6 +7,7 @@ Without a terminal (CI, a log file, a pipe) the same information is printed as a
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
@@ -239,6 +240,7 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
             summary_fields[f"model of stage {stage.name!r}"] = str(stage.path / stage.info["model"])
     elif run.model is not None:
         summary_fields |= {"model": str(run.model), "load it with": model_loading_code(run.model)}
+        summary_fields["try it with"] = f"cosmos try {os.path.relpath(run.path)}"
     if run.published_locations:
         summary_fields["published"] = ", ".join(run.published_locations)
     title = f"{run.name}  {run.path.name}  {run.outcome} after {format_duration(seconds['wall'])}"

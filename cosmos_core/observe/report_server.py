@@ -39,13 +39,17 @@ def report_url(run_path: Path) -> str:
 
 class ReportServer(ThreadingHTTPServer):
     """HTTP server for the reports of the runs in the folder `output_dir`; call `serve_forever` to run it. The
-    constructor raises ConfigError if the token has fewer than 16 characters."""
+    constructor raises ConfigError if the token has fewer than 16 characters, or the port cannot be used."""
 
     def __init__(self, output_dir: Path, token: str, address: tuple[str, int]) -> None:
         if len(token) < _MIN_TOKEN_LENGTH:
             raise ConfigError(f"{TOKEN_VARIABLE} has {len(token)} characters; at least {_MIN_TOKEN_LENGTH} are needed")
         self.output_dir, self.token = output_dir.resolve(), token
-        super().__init__(address, _ReportRequestHandler)
+        try:
+            super().__init__(address, _ReportRequestHandler)
+        except OSError as error:
+            problem = f"port {address[1]} of {address[0]}: {error.strerror or error}"
+            raise ConfigError(f"{problem}; choose another with --port, 0 for any free one") from error
 
 
 class _ReportRequestHandler(BaseHTTPRequestHandler):

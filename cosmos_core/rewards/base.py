@@ -16,12 +16,13 @@ import inspect
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cosmos_core.config.source_weights import reward_weights_of_source
+from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import ConfigError, CosmosError, RewardError, StageFailed
 from cosmos_core.registry import (
     find_error_location,
@@ -78,6 +79,7 @@ class Reward:
         results = self._call_function(fields, as_lists=True)
         if hasattr(results, "tolist"):  # convert a NumPy array or a torch tensor
             results = results.tolist()
+        results = list(results) if isinstance(results, Iterator) else results
         if not isinstance(results, list | tuple) or len(results) != len(fields):
             content = f"{len(results)} values" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
             raise ValueError(f"returned {content} for {len(fields)} completions; the rule is a list with one for each")
@@ -124,6 +126,10 @@ def load_reward(name: str) -> Reward:
         )
     try:
         function = import_user_code(name if is_import_path(name) else f"{REWARDS_PACKAGE}.{name}:{name}")
+        if inspect.isclass(function):
+            problem = f"{name!r} is a class that cannot be made"
+            with convert_errors(lambda e: RewardError(f"{problem}: {error_on_one_line(e)}; name an object of it")):
+                function = function()
         if not callable(function):
             raise RewardError(f"{name!r} is a {type(function).__name__}, not a function")
         return Reward(name, function, bind_parameters(name, function))

@@ -101,8 +101,6 @@ class ParameterBinding:
                         f"nothing is called {parameter.name!r} (columns of the row: {column_names}); arguments are "
                         f"bound by name, so write {SIGNATURE_EXAMPLES}"
                     ) from None
-                if parameter.kind is not parameter.POSITIONAL_ONLY:
-                    continue
                 value = parameter.default
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 positional_arguments.append(value)

@@ -1,5 +1,6 @@
 """Worker processes of rewards and tools: spawned, each in its own process group, in an environment without secrets."""
 
+import multiprocessing
 import os
 import resource
 import signal
@@ -143,6 +144,7 @@ def init_worker(env: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process: it leads a process group, ends with its parent, and sees no secrets."""
     os.setpgid(0, 0)
     kill_with_parent(parent_pid)
+    multiprocessing.set_start_method(None, force=True)  # a process spawned by user code cannot import its file
     os.dup2(2, 1)  # standard output of user code goes to the log
     configure_logging()
     _lower_oom_priority()

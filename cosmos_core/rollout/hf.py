@@ -7,8 +7,10 @@ batching: a batch runs until its last completion ends, and shrinks whenever half
 Shape legend: P prompts, K completions of each, R = P * K rows, B rows still in progress, T tokens, V vocabulary.
 """
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +20,11 @@ from transformers import DynamicCache, PreTrainedModel, TopKLogitsWarper, TopPLo
 from transformers.cache_utils import DynamicLayer
 
 from cosmos_core.data.sample import Sample
-from cosmos_core.errors import StageFailed
+from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.models.hf import load_model
 from cosmos_core.models.lora import add_adapter_from, trains_only_linear_factors
-from cosmos_core.models.scorer import Scorer
+from cosmos_core.models.packing import is_close
+from cosmos_core.models.scorer import PROBE_TOKENS, Scorer
 from cosmos_core.parallel.mesh import is_single_rank
 from cosmos_core.rollout.base import (
     Bucket,
@@ -58,6 +61,8 @@ class HfEngine(ModuleEngine):
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
         self._vision = settings.vision
         self._receiver = WeightReceiver()
+        self._cache_argument = find_cache_argument(type(self._model))
+        self._batching = self._choose_batching()
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         check_prompts(prompts, self._max_model_len)
@@ -65,7 +70,7 @@ class HfEngine(ModuleEngine):
 
     def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
         groups_by_index: dict[int, Group] = {}
-        for indices in _group_batchable(prompts):
+        for indices in _group_batchable(prompts, self._batching.has_padding):
             batch = self._generate_batch([prompts[i] for i in indices], sampling, step)
             groups_by_index |= zip(indices, batch, strict=True)
         return [groups_by_index[i] for i in range(len(prompts))]
@@ -138,11 +143,16 @@ class HfEngine(ModuleEngine):
         uniforms_RT = _draw_uniform_numbers(prompts, sampling, step, ks).to(device)
         positions_PT = (mask_PT.cumsum(-1) - 1).clamp(min=0)
         image_inputs = self._image_inputs(prompts, input_ids_PT)
-        cache = DynamicCache(config=self._model.config)  # layers with sliding windows or fixed states stay as they are
-        cache.layers = [_PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-        inputs = {"attention_mask": mask_PT, **(image_inputs or {"position_ids": positions_PT})}
+        cache = self._make_cache()
+        inputs = (
+            {"attention_mask": mask_PT, **image_inputs}
+            if image_inputs
+            else self._batching.inputs(mask_PT, positions_PT)
+        )
         logits_PV = self._forward(input_ids_PT, cache, inputs)
-        cache.batch_repeat_interleave(k)  # one forward pass over the prompt serves all completions of a group
+        # One forward pass over the prompt serves all completions of a group. Recurrent states are repeated by
+        # `reorder_cache` only.
+        cache.reorder_cache(torch.arange(len(prompts)).repeat_interleave(k))  # type: ignore[arg-type]
         last_image_inputs = _image_inputs_of_new_tokens(image_inputs, k)
         logits_BV, mask_BT = logits_PV.repeat_interleave(k, 0), mask_PT.repeat_interleave(k, 0)
         positions_B = positions_PT[:, -1].repeat_interleave(k)
@@ -177,7 +187,7 @@ class HfEngine(ModuleEngine):
                 is_used_token_BV, mask_BT = is_used_token_BV[kept_rows_B], mask_BT[kept_rows_B]
                 positions_B, max_new_tokens_B = positions_B[kept_rows_B], max_new_tokens_B[kept_rows_B]
             # A model with images computes the positions of new tokens itself; batches with images have no padding.
-            inputs = {"attention_mask": mask_BT, "position_ids": positions_B.unsqueeze(-1)}
+            inputs = self._batching.inputs(mask_BT, positions_B.unsqueeze(-1))
             logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, last_image_inputs if image_inputs else inputs)
         return tokens_RT, logprobs_RT, lengths_R
 
@@ -199,8 +209,58 @@ class HfEngine(ModuleEngine):
     def _forward(self, input_ids: Tensor, cache: DynamicCache, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the logits at the last position of each row; `inputs` holds masks, positions and images."""
         self._beat()
-        output = self._model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs)
+        cache_input = {self._cache_argument: cache}
+        output = self._model(input_ids=input_ids, **cache_input, use_cache=True, logits_to_keep=1, **inputs)
         return output.logits[:, -1]
+
+    def _choose_batching(self) -> "_Batching":
+        """Return how to batch prompts so that logits equal those without a cache; raise ConfigError if nothing does. In
+        half precision rounding could change the choice of experts, so that no model is refused."""
+        with self._inference_mode(), torch.autocast(self._model.device.type, enabled=False):
+            for batching in _BATCHINGS:
+                if self._is_exact(batching):
+                    return batching
+        if self._model.dtype == torch.float32:
+            problem = f"{type(self._model).__name__} computes other logits with a cache than without"
+            raise ConfigError(f"rollout.backend = 'hf': {problem}; use a model of another family")
+        return _BATCHINGS[0]
+
+    def _is_exact(self, batching: "_Batching") -> bool:
+        """Return True if a token after cached, repeated prompts has the same logits as without a cache."""
+        model, num_padding = self._model, PROBE_TOKENS // 2 if batching.has_padding else 0
+        ids_BT = torch.arange(PROBE_TOKENS, 3 * PROBE_TOKENS, device=model.device).view(2, -1)  # none is a pad token
+        mask_BT = torch.ones_like(ids_BT)
+        mask_BT[0, :num_padding] = 0
+        positions_BT, cache = (mask_BT.cumsum(-1) - 1).clamp(min=0), self._make_cache()
+        self._forward(ids_BT[:, :-1], cache, batching.inputs(mask_BT[:, :-1], positions_BT[:, :-1]))
+        repeated_B = torch.tensor([0, 0, 1, 1])
+        cache.reorder_cache(repeated_B)  # type: ignore[arg-type]
+        inputs = batching.inputs(mask_BT[repeated_B], positions_BT[repeated_B, -1:])
+        logits_BV = self._forward(ids_BT[repeated_B, -1:], cache, inputs)
+        expected_V = model(input_ids=ids_BT[:1, num_padding:], use_cache=False).logits[0, -1]
+        return is_close(logits_BV[:2], expected_V, model.dtype)
+
+    def _make_cache(self) -> DynamicCache:
+        cache = DynamicCache(config=self._model.config)  # layers with sliding windows or fixed states stay as they are
+        cache.layers = [_PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        return cache
+
+
+class _Batching(NamedTuple):
+    """How a model processes a batch of prompts."""
+
+    has_padding: bool
+    """Whether shorter prompts are padded on the left; otherwise all prompts of a batch have equally many tokens."""
+    has_positions: bool
+    """Whether the model gets the positions of tokens; otherwise it computes them, such as from its padding token."""
+
+    def inputs(self, mask_BT: Tensor, positions_BT: Tensor) -> dict[str, Tensor]:
+        mask = {"attention_mask": mask_BT} if self.has_padding else {}
+        return mask | ({"position_ids": positions_BT} if self.has_positions else {})
+
+
+_BATCHINGS = (_Batching(True, True), _Batching(False, True), _Batching(False, False))
+"""Ways to batch prompts, the fastest first."""
 
 
 class _PreallocatedLayer(DynamicLayer):
@@ -220,8 +280,8 @@ class _PreallocatedLayer(DynamicLayer):
         self.keys, self.values = keys, values
         return keys, values
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
         self._buffers = None
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -243,12 +303,24 @@ def _image_inputs_of_new_tokens(image_inputs: dict[str, Tensor], k: int) -> dict
     return {name: image_inputs[name][:, -1:].repeat_interleave(k, 0)} if name in image_inputs else {}
 
 
-def _group_batchable(prompts: Sequence[Prompt]) -> list[list[int]]:
+def find_cache_argument(model_class: Any) -> str:
+    """Return the name under which a model takes a cache; raise ConfigError if it takes none of transformers' caches."""
+    names = inspect.signature(model_class.forward).parameters.keys() & {"past_key_values", "cache_params"}
+    if not names or not model_class._supports_default_dynamic_cache():
+        raise ConfigError(
+            f"rollout.backend = 'hf': {model_class.__name__} takes no DynamicCache of transformers; use another family"
+        )
+    return names.pop()
+
+
+def _group_batchable(prompts: Sequence[Prompt], supports_padding: bool) -> list[list[int]]:
     """Return the indices of prompts by batch. A batch has only text, or prompts with equally many images and tokens,
-    because with padding the model could not compute the positions of images."""
+    because with padding the model could not compute the positions of images. Without `supports_padding`, all prompts
+    of a batch have equally many tokens."""
     batches: dict[tuple[int, int], list[int]] = {}
     for i, prompt in enumerate(prompts):
-        batches.setdefault((len(prompt.images), len(prompt.token_ids) if prompt.images else 0), []).append(i)
+        length = len(prompt.token_ids) if prompt.images or not supports_padding else 0
+        batches.setdefault((len(prompt.images), length), []).append(i)
     return list(batches.values())
 
 

@@ -8,9 +8,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from cosmos_core.errors import ConfigError
+from cosmos_core.models.hf import find_model_class
 from cosmos_core.parallel.mesh import all_gather_object, is_single_rank, num_ranks, rank_number
 from cosmos_core.registry import import_object, import_user_code, is_import_path, to_class_name
 from cosmos_core.rollout.base import Engine, EngineSettings, EngineWrapper
@@ -32,6 +33,10 @@ def check_engine(backend: str, config: PretrainedConfig, folder: str) -> None:
         if removed_names := [name for name in config.architectures or () if name in _REMOVED_FROM_VLLM]:
             raise ConfigError(f"vLLM has no {removed_names[0]} any more, as {folder!r} is; set rollout.backend = 'hf'")
         check_head_size(config, folder)
+    elif not is_import_path(backend) and (model_class := find_model_class(config)) is not AutoModelForCausalLM:
+        from cosmos_core.rollout.hf import find_cache_argument
+
+        find_cache_argument(model_class)
 
 
 def make_engine(settings: EngineSettings) -> Engine:

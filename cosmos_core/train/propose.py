@@ -39,12 +39,14 @@ from cosmos_core.models.chat_templates import set_chat_template
 from cosmos_core.models.families import find_family
 from cosmos_core.models.hf import load_config, load_tokenizer, model_without_weights
 from cosmos_core.models.pipeline_folder import PipelineFolder
-from cosmos_core.registry import import_user_code, is_user_code
+from cosmos_core.registry import is_user_code
+from cosmos_core.rewards.base import load_reward
 
 Proposal = tuple[str, Any, str]
 """A proposed setting of a recipe: dotted key, value, and the reason for the value."""
 
 _MAX_SAMPLED_ROWS = 500
+_MAX_SKIPPED_FRACTION = 0.2  # above it, the data set probably has another form than the one that was read
 _NUM_TRAINED_IMAGES = 2000  # number of images, counted over all epochs, that a training on a small data set uses
 _BYTES_PER_GIB = 2**30
 _STATE_BYTES = 16  # bytes per trained weight: weight, gradient and both moments of Adam, each in float32
@@ -73,6 +75,11 @@ class CliOptions(NamedTuple):
     def dataset(self) -> DatasetConfig:
         """Return the data set that the options name; raise ConfigError if a key has a value that it cannot have."""
         return parse(DatasetConfig, {"name": self.data, **self.rows}, source="--set", prefix=_DATASET)
+
+    @property
+    def rewards(self) -> list[str]:
+        """Return the names of the rewards, which commas separate."""
+        return [name.strip() for name in self.reward.split(",")]
 
 
 @dataclass(frozen=True)
@@ -104,8 +111,8 @@ def propose(options: CliOptions, machine: Hardware) -> Iterator[Proposal]:
     yield "policy.model_name_or_path", options.model, "--model"
     yield from ((key, value, f"cosmos {method.command}") for key, value in method.settings.items())
     yield from ((f"{_DATASET}.{key}", value, "--set") for key, value in options.rows.items())
-    if is_user_code(options.reward):  # import the reward now, to report its errors before rows are prepared
-        import_user_code(options.reward)
+    for reward in filter(is_user_code, options.rewards):  # report its errors before rows are prepared
+        load_reward(reward)
     make_settings = _image_settings if load_row_kind(method.rows).has_media else _text_settings
     yield from make_settings(options, method, machine)
     yield "train.ckpt.enable_checkpoint", True, "so that a killed run goes on from here"
@@ -145,7 +152,8 @@ def _text_settings(options: CliOptions, method: TrainingMethod, machine: Hardwar
     yield "policy.model_max_length", max_length, reason + f", a completion {completion_tokens:,}" * samples_completions
     if samples_completions:
         yield "rollout.max_response_length", min(completion_tokens, max_length // 2), "raise it for longer reasoning"
-        yield "train.train_policy.reward_function", options.reward, "--reward"
+        rewards = options.rewards if options.rewards[1:] else options.reward
+        yield "train.train_policy.reward_function", rewards, "--reward"
     with torch.device("meta"):
         model = model_without_weights(options.model, dtype=torch.float32)
     num_params = sum(weight.numel() for weight in model.parameters())
@@ -187,9 +195,8 @@ def _infer_columns(options: CliOptions, method: TrainingMethod, location: str, r
             options_text = " and ".join(f"--{name} COLUMN" for name in names)
             message = f"--data {options.data}: the columns are {describe_columns(row)}; name them: {options_text}"
             raise DataError(message) from error
-        return dict(
-            zip(_TEXT_COLUMN_OPTIONS, text_columns, strict=False)
-        ), "the only two columns of text, in their order"
+        columns = dict(zip(_TEXT_COLUMN_OPTIONS, text_columns, strict=False))
+        return columns, "the only two columns of text, in their order"
     return named_columns, "named by an option"
 
 
@@ -264,16 +271,20 @@ def _image_settings(options: CliOptions, method: TrainingMethod, machine: Hardwa
     """Yield the settings of a diffusion model, whose size is read from its configuration."""
     if Path(options.model).is_dir() and not (Path(options.model) / "model_index.json").is_file():
         raise ModelError(f"--model {options.model}: no pipeline of diffusers; cosmos sft trains a language model")
-    num_media, first_problem = 0, ""
+    num_media, problems = 0, []
     for media_item in islice(open_media_items(options.dataset, _DATASET)(), _NUM_TRAINED_IMAGES):
         num_media += media_item.content is not None and not media_item.problem
-        first_problem = first_problem or media_item.problem
+        problems += [media_item.problem] * bool(media_item.problem)
     if not num_media:
-        remedy = first_problem or "give a folder with 0001.png and its caption in 0001.txt, or rows with images"
+        remedy = [*problems, "give a folder with 0001.png and its caption in 0001.txt, or rows with images"][0]
         raise DataError(f"--data {options.data}: no image or video with a caption; {remedy}")
     key = "local_dir" if Path(options.data).is_dir() else "name"
     count_text = f"{num_media:,}{' or more' * (num_media == _NUM_TRAINED_IMAGES)}"
     yield f"train.train_policy.dataset.{key}", options.data, f"--data; {count_text} images and videos with a caption"
+    skipped_fraction = len(problems) / (num_media + len(problems))
+    if DatasetConfig().max_skipped_fraction < skipped_fraction <= _MAX_SKIPPED_FRACTION:
+        reason = f"left out: {len(problems)}; {problems[0]}"
+        yield f"{_DATASET}.max_skipped_fraction", ceil(100 * skipped_fraction) / 100, reason
     num_params, max_media = 10**10, 4  # assumed for a model on the Hub, which is not downloaded here
     if Path(options.model).is_dir():
         folder = PipelineFolder(options.model)

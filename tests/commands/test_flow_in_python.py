@@ -132,6 +132,7 @@ def test_a_mistake_is_one_line(workspace: Workspace, words: list[str], message: 
         (["plan", "my.py:chain"], "chain"),
         (["plan", "my.py:chain", "-p", "rounds=two"], "rounds"),
         (["plan", "typo.py:chain"], "typo.py:chain: ModuleNotFoundError: No module named 'numpie' (/"),
+        (["plan", "my.py:chain", "-p", "round=2"], "flow 'chain': no parameter 'round'; did you mean 'rounds'?"),
         (["run", "my.py:chain", "-p", "rounds"], "-p rounds: write NAME=VALUE"),
         (["run", "my.py:chain", "--set", "train.epoch=2"], "my.py:chain is a flow in Python: --set"),
         (["plan", "my.py:none"], "my.py:none"),

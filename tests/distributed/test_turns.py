@@ -10,12 +10,15 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from cosmos_core.models.hf import load_model
+from cosmos_core.parallel import mesh
 from cosmos_core.parallel.mesh import all_gather_object
 from cosmos_core.rollout.base import generate
 from cosmos_core.rollout.registry import DataParallelEngine
@@ -88,3 +91,24 @@ def score_slowly(stop: threading.Event) -> list[list[float | None]]:
 
 def test_ranks_wait_for_rewards_that_take_longer_than_a_collective_may() -> None:
     assert LocalGroup(2).run(score_slowly) == [[0.5], [0.5]]
+
+
+def test_a_rank_that_waits_hears_the_first_heartbeat_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    polls: list[float] = []
+    beats: list[int] = []
+
+    def sleep(seconds: float) -> None:
+        """The other rank lives at the first poll, and arrives at the third."""
+        polls.append(seconds)
+        if len(polls) == 1:
+            mesh.send_heartbeat(lambda: None)
+        elif len(polls) == 3:
+            store.add(mesh._ARRIVALS_KEY, 1)
+
+    monkeypatch.setattr(mesh, "_get_default_store", lambda: store)
+    monkeypatch.setattr(mesh, "is_single_rank", lambda: False)
+    monkeypatch.setattr(mesh, "num_ranks", lambda: 2)
+    monkeypatch.setattr(mesh, "time", SimpleNamespace(sleep=sleep))
+    mesh.wait_for_ranks(lambda: beats.append(len(polls)))
+    assert (beats, len(polls)) == ([1], 3)

@@ -13,9 +13,11 @@ import pytest
 import tomli_w
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
+from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError, OverBudget
 from cosmos_core.launch.cost import (
     StageCost,
+    _estimate_from_history,
     _has_used_gpu_type,
     estimate_costs,
     estimate_wall_seconds,
@@ -156,6 +158,16 @@ def test_steps_of_the_newest_run_are_scaled_and_what_is_no_step_is_not(tmp_path:
     elsewhere = find_machine_spec(pipeline(SFT, tmp_path).config, "h200", [])
     [_, training] = estimate_costs(found, decisions, sizes, {"sft": 3}, tmp_path / "outputs", elsewhere)
     assert training.time_source == "never run; counted at 396 TFLOP/s per GPU on h200"
+
+
+@pytest.mark.parametrize(("name", "kind"), [("other", "sft"), ("sft", "custom")])
+def test_a_stage_of_another_name_or_kind_says_nothing_of_this_one(name: str, kind: str) -> None:
+    def record(name: str, kind: str, seconds: float) -> Any:
+        stage_kind = SimpleNamespace(name=kind, trains_model=False)
+        return SimpleNamespace(name=name, kind=stage_kind, seconds=seconds, status="done", metric_lines=[])
+
+    run: Any = SimpleNamespace(path=Path("r1"), stages=[record(name, kind, 70.0), record("sft", "sft", 7.0)])
+    assert _estimate_from_history(StageConfig(name="sft", kind="sft"), None, [run], "") == (7.0, "run r1")
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ import tomli_w
 
 from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.service import pool as pools
-from cosmos_core.rewards.service.config import read_config
+from cosmos_core.rewards.service.config import RewardArgs, read_config
 from cosmos_core.rewards.service.engine import Engine
-from cosmos_core.rewards.service.pool import Job, RewardPool
+from cosmos_core.rewards.service.pool import Job, ProcessLost, ProcessSettings, RewardPool, RewardProcess
 from cosmos_core.rewards.service.request import parse_request
 from cosmos_core.rewards.service.store import MemoryStore
 from tests.conftest import wait_until
@@ -98,6 +98,37 @@ def test_a_reply_that_is_too_long_costs_its_request_and_not_the_device(
     long, short = asyncio.run(scored("long", "short"))
     assert long["is_lost"] and "its reply is a line of more than 1000 bytes" in long["error"]
     assert short["scores"] == {"wordy": [1.0]}
+
+
+def test_pauses_between_starts_grow_until_a_process_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    replies: list[dict[str, bool]] = [{"ready": True}, {}, {}, {"ready": True}]
+    pauses: list[float] = []
+
+    async def start(*command: str, **settings: Any) -> None: ...
+
+    async def reply(process: RewardProcess, *message: object) -> tuple[dict[str, bool], list[np.ndarray]]:
+        return replies[len(pauses)], []
+
+    async def end(pool: RewardPool, process: RewardProcess) -> None:
+        raise ProcessLost("it has ended")
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == len(replies):
+            raise asyncio.CancelledError
+
+    async def run() -> None:
+        settings = ProcessSettings("mean", {"settings": {}}, RewardArgs(reward_type="mean"), 0.0, attempts=1)
+        await asyncio.gather(*RewardPool(settings, deliver)._tasks, return_exceptions=True)
+
+    async def deliver(job: Job, result: dict[str, Any], seconds: float) -> None: ...
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    monkeypatch.setattr(RewardProcess, "_send_and_receive", reply)
+    monkeypatch.setattr(RewardPool, "_score_batches", end)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    asyncio.run(run())
+    assert pauses == [0.2, 0.2, 0.4, 0.2]
 
 
 @pytest.mark.parametrize("queue", [pytest.param("memory", marks=pytest.mark.full), "redis"])

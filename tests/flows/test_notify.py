@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from prefect.blocks.webhook import Webhook
@@ -22,7 +23,7 @@ from cosmos_core.errors import ConfigError, GateFailed, ProgramError, StageFaile
 from cosmos_core.launch.blocks import RewardService, load_service_variables
 from cosmos_core.launch.bootstrap import CRASH_AUTOMATION_NAME, WorkPool, bootstrap_server
 from cosmos_core.launch.managed_service import managed_service
-from cosmos_core.launch.notify import EVENTS_BY_SUBJECT, _create_block, parse_channels
+from cosmos_core.launch.notify import EVENTS_BY_SUBJECT, _create_action, _create_block, parse_channels
 from flows.post_train import post_train
 from tasks import events
 from tests.conftest import wait_until
@@ -135,6 +136,11 @@ def test_an_address_of_mail_is_one_that_apprise_knows() -> None:
     address = parse_channels(["email=mailtos://ada:secret@smtp.example.com?to=team@example.com"])["email"]
     [plugin] = _create_block("email", address)._apprise_client
     assert (type(plugin).__name__, plugin.smtp_host) == ("NotifyEmail", "smtp.example.com")
+
+
+@pytest.mark.parametrize(("channel", "action"), [("webhook", "call-webhook"), ("slack", "send-notification")])
+def test_a_webhook_is_called_with_the_event_and_a_person_is_sent_a_text(channel: str, action: str) -> None:
+    assert _create_action(channel, UUID(int=1), "failed").type == action
 
 
 @pytest.mark.parametrize(

@@ -56,11 +56,13 @@ def test_a_stochastic_step_and_its_log_probability_are_those_of_the_paper(name: 
         assert found.noise_rate[b].item() == pytest.approx(rate)
 
 
-@pytest.mark.parametrize(("first", "inside"), [(1.0, 0.9), (0.9997, 0.9), (0.995, 0.995)])
-def test_pure_noise_alone_takes_its_noise_from_the_second_level(first: float, inside: float) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "inside"), [(1.0, 0.9, 0.9), (0.9997, 0.9, 0.9), (0.998, 0.9, 0.9), (0.995, 0.993, 0.995)]
+)
+def test_a_long_first_step_takes_its_noise_from_the_second_level(first: float, second: float, inside: float) -> None:
     x, v = torch.randn(2, 1, 2, 2, dtype=torch.float64)
-    levels = NoiseLevels(*(torch.tensor([s], dtype=torch.float64) for s in (first, 0.9, 0.9)))
-    expected = 0.7 * math.sqrt(first / (1 - inside)) * math.sqrt(first - 0.9)
+    levels = NoiseLevels(*(torch.tensor([s], dtype=torch.float64) for s in (first, second, second)))
+    expected = 0.7 * math.sqrt(first / (1 - inside)) * math.sqrt(first - second)
     assert compute_transition("flow", x, v, levels, 0.7).std.item() == pytest.approx(expected, abs=1e-12)
 
 

@@ -92,7 +92,9 @@ def test_each_machine_makes_its_stage_of_what_the_others_have_made(
     found = StageSync(run, run.pipeline.stage("second")).receive_result()
     path = run.stage_path("second")
     assert found is not None and found["digest"] == made["digest"]
-    assert read_state(path).state == "done" and read_state(path).launcher_pid is None
+    state = read_state(path)
+    process_fields = (state.pid, state.pid_started, state.mark, state.launcher_pid, state.launcher_machine)
+    assert state.state == "done" and process_fields == (None, None, "", None, ""), "processes are those of there"
     assert (path / "metrics.jsonl").read_text() == (there.stage_path("second") / "metrics.jsonl").read_text()
     assert not (path / "out.txt").exists() and find_damage(path, found) is None
     assert run_stage(run, "gate")[0]["metrics"] == {"count": 4.0}

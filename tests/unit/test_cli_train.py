@@ -16,7 +16,8 @@ from cosmos_core.types import Outcome
 @pytest.mark.parametrize(
     ("reward", "message"),
     [("boxd_math", "did you mean 'boxed_math'"), ("nofile.py:f", "nofile.py"), ("mine.py:g", "mine.py.*'?g"),
-     ("mine.py:", "mine.py"), ("mine.py", "mine.py:FUNCTION")],
+     ("mine.py:", "mine.py"), ("mine.py", "mine.py:FUNCTION"), ("mine.py:f,boxd_math", "'boxed_math'"),
+     ("", "no such")],
 )  # fmt: skip
 def test_a_reward_that_is_not_there_is_refused_before_model_and_rows_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str, message: str
@@ -24,7 +25,7 @@ def test_a_reward_that_is_not_there_is_refused_before_model_and_rows_are_read(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def f(completion):\n    return 1.0\n")
     with pytest.raises(ConfigError, match=message):
-        cli_train.grpo(model="none", data="none", reward=reward, dry_run=True)
+        cli_train.grpo(model="none", data="none", reward=[reward], dry_run=True)
 
 
 SETTINGS = [("policy.model_name_or_path", "tiny", "--model")]
@@ -110,9 +111,12 @@ def test_a_look_that_crashes_says_its_error_in_one_line() -> None:
     assert "Traceback" not in str(caught.value)
 
 
-def test_rows_that_are_not_there_are_named_by_their_option() -> None:
-    with pytest.raises(ConfigError, match=r"^--data 'none/rows\.jsonl': it does not exist in '[^']*'; give a file"):
-        cli_train._propose_settings({"method": "sft", "model": "tiny", "data": "none/rows.jsonl"})
+@pytest.mark.parametrize("name", ["none/rows.jsonl", "./none/rows"])
+def test_rows_that_are_not_there_are_named_by_their_option(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--data '(none/rows\.jsonl|none/rows)': it does not exist in '[^']*'; give"
+    ):
+        cli_train._propose_settings({"method": "sft", "model": "tiny", "data": name})
 
 
 def test_an_evaluation_has_tasks_of_a_language_model_or_prompts_and_rewards_of_a_diffusion_model(

@@ -188,6 +188,9 @@ def test_a_setting_is_toml_and_what_is_not_is_a_string(text: str, keys: tuple[st
         ('a."b=1', """--set 'a."b=1': write key=value, for example train.optm_lr=2e-6"""),
         ("sfx.train.epoch=1", "--set 'sfx.train.epoch=1': 'sfx' is no stage and no table of a recipe; did you mean "
          "'sft'?"),
+        ("dataset.max_skipped_fraction=1", "--set 'dataset.max_skipped_fraction=1': 'dataset' is no stage and no table "
+         "of a recipe; did you mean 'train.train_policy.dataset.max_skipped_fraction' or "
+         "'validation.dataset.max_skipped_fraction'?"),
         ("pipeline.stages=3", "--set 'pipeline.stages=3': write pipeline.KEY=VALUE with one of name, output_dir, "
          "threads, gpus, gpus_per_node, gpu_memory, gpu_tflops, price_per_gpu_hour, budget, grace_seconds, python, "
          "artifact_store, private, or STAGE.KEY=VALUE"),

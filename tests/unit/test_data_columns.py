@@ -9,6 +9,7 @@ import pytest
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import quick_check
 from cosmos_core.data.kinds.pairs import open_pairs
+from cosmos_core.data.kinds.prompts import open_prompts
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.prepare import run
 from cosmos_core.errors import DataError
@@ -90,6 +91,16 @@ def test_columns_of_ones_own_are_a_prompt_and_its_response_whatever_else_the_row
         assert "<|im_start|>user\nWas ist 1+1?<|im_end|>" in tokenizer.decode(ids)
         said = read_json(tmp_path / "s" / "data" / "statistics.json")["train"]
         assert said["unread_columns"] == (["Quelle"] if name == "a.csv" else sorted(others))
+
+
+def test_rewards_of_held_out_rows_see_all_columns_beside_the_two_that_are_learned(tmp_path, model):
+    row = {"problem": "1+1?", "thoughts": "It is 2.", "answer": "2", "level": 3}
+    (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    names = {"prompt_column_name": "problem", "response_column_name": "thoughts", "dataset": {"test_size": 1}}
+    validation = {"enable": True, "reward_function": "exact_match"}
+    run(make_stage(tmp_path / "s", model, {**sft(tmp_path / "a.jsonl", **names), "validation": validation}))
+    [prompt] = open_prompts(tmp_path / "s" / "data", "validation")
+    assert prompt.metadata == {**row, "prompt": "1+1?", "response": "It is 2."}
 
 
 def test_columns_of_ones_own_are_a_pair_of_responses(tmp_path, model):

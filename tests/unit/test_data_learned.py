@@ -13,6 +13,7 @@ from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.messages import SkippedRow, read_conversation
 from cosmos_core.data.prepare import run
+from cosmos_core.data.rendering import RefusedRow
 from cosmos_core.errors import DataError
 from tests.unit.chat_families import FAMILIES, Family
 from tests.unit.data_tokenizers import CHATML, FORGETS_THOUGHTS, TRIMS_THE_END, byte_tokenizer, learned
@@ -209,3 +210,34 @@ def test_a_turn_that_quotes_the_next_one_is_refused_where_the_template_is_not_ap
         with pytest.raises(DataError, match="quotes the text between two turns"):
             masked(byte_tokenizer(FORGETS_THOUGHTS), conversation)
         assert masked(byte_tokenizer(TRIMS_THE_END), conversation) == [f"{text}<|im_end|>", "Second.<|im_end|>"]
+
+
+TAKES_THOUGHTS_OUT = (  # as Qwen3.5 without thinking
+    "{% for m in messages %}{% set parts = m.content.split('</think>') %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n{{ parts[0][8:-1] if parts[1:] }}\n</think>\n\n{% endif %}"
+    "{{ parts[-1].strip() }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
+)
+
+
+def test_thoughts_in_the_text_are_learned_where_the_generation_prompt_closes_empty_ones() -> None:
+    thought = turns("One?", "<think>\nhm\n</think>\n\nFirst.", "Two?", "<think>\nmm\n</think>\n\nSecond.")
+    found = masked(byte_tokenizer(TAKES_THOUGHTS_OUT), thought)
+    assert found == ["First.<|im_end|>", "mm\n</think>\n\nSecond.<|im_end|>"]
+    assert masked(byte_tokenizer(TAKES_THOUGHTS_OUT), FOUR) == ["First.<|im_end|>", "Second.<|im_end|>"]
+
+
+WRITES_RESULTS_IN_THE_TURN = (  # as Gemma 4
+    "{% for m in messages %}{% set i = loop.index %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n"
+    "{% if m.tool_calls %}look_up{{ messages[i].content if messages[i:] }}{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_the_result_of_a_tool_is_not_learned_where_the_template_writes_it_into_the_turn_of_the_call() -> None:
+    called = {**FOUR[1], "tool_calls": [{"function": {"name": "look_up", "arguments": {}}}]}
+    told = [FOUR[0], called, {"role": "tool", "content": "7"}, FOUR[3]]
+    with pytest.raises(RefusedRow, match="with a tool's result that the chat template writes before the text"):
+        masked(byte_tokenizer(WRITES_RESULTS_IN_THE_TURN), told)
+    written_apart = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ 'look_up' if m.tool_calls }}")
+    assert masked(byte_tokenizer(written_apart), told) == ["First.look_up<|im_end|>", "Second.<|im_end|>"]

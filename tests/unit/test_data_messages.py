@@ -127,8 +127,10 @@ def test_what_a_template_may_read_beside_role_and_content_is_kept():
     [
         ({"messages": [ASKED, {"from": "claude", "value": "x"}]}, "a.jsonl:4, turn 2 of 'messages': unknown role 'cla"),
         ({"messages": ["hi"]}, "a.jsonl:4, turn 1 of 'messages': 'hi' is not a turn"),
-        ({"messages": {"role": "user"}}, "a.jsonl:4: column 'messages' holds .* a conversation is a list of turns"),
-        ({"messages": [{"role": "user", "content": 3}]}, "a.jsonl:4, turn 1 of 'messages': content '3' is not text"),
+        ({"messages": {"role": "user"}}, "a.jsonl:4: column 'messages' holds .* write text, or a list of turns"),
+        ({"prompt": "q", "answer": 4}, "a.jsonl:4: column 'answer' holds '4'; write text"),
+        ({"messages": [{"role": "user", "content": 3}]}, "turn 1 of 'messages': content '3' is not text; write it as"),
+        ({"messages": [{"role": None, "content": "x"}]}, "unknown role None; known"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content .* is not text"),
         *[
             ({"messages": [{"role": "user", "content": [{"type": kind, "text": ""}]}]}, "content .* is not text")
@@ -229,6 +231,10 @@ def test_a_turn_with_more_than_words_is_not_put_together():
         ({"conversations": SHAREGPT}, "a"),
         ({"messages": [ASKED, ANSWERED], "answer": "b"}, "b"),
         ({"prompt": "q"}, ""),
+        ({"query": "q", "ground_truth": "7"}, "7"),
+        ({"prompt": [ASKED], "reward_model": {"style": "rule", "ground_truth": "7"}}, "7"),
+        ({"prompt": [ASKED], "reward_model": {"ground_truth": ["x"]}, "answer": None}, '["x"]'),
+        ({"prompt": [ASKED], "reward_model": "rm-7b", "": "0"}, ""),
     ],
 )
 def test_prompts_and_references_are_found_in_the_documented_columns(row, reference):
@@ -298,9 +304,41 @@ def test_roles_of_sharegpt_are_mapped_and_a_function_call_is_a_tool_call():
     assert read_conversation(plain, "row") == [{"role": "assistant", "content": "add(1)"}]
 
 
+@pytest.mark.parametrize(("user", "assistant"), [("User", "Assistant"), ("HUMAN", "AI"), ("prompter", "bot")])
+def test_roles_of_other_programs_are_known_in_upper_and_lower_case(user: str, assistant: str) -> None:
+    row = {"conversations": [{"from": user, "value": "q"}, {"from": assistant, "value": "a"}]}
+    assert read_conversation(row, "row") == [ASKED, ANSWERED]
+    assert read_prompt({"prompt": "q", "response": row["conversations"][1:]}, "row") == ([ASKED], "a")
+
+
+def test_the_history_of_a_query_comes_before_it() -> None:
+    row = {"query": "q", "response": "a", "history": [["x", "y"]], "system": SYSTEM["content"]}
+    earlier = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    assert read_conversation(row, "row") == [SYSTEM, *earlier, ASKED, ANSWERED]
+
+
+def test_calls_that_are_turns_of_their_own_belong_to_the_turn_of_the_assistant_before_them() -> None:
+    names = ("look", "add")
+    calls = [{"role": "tool_call", "content": json.dumps({"name": name, "arguments": {}})} for name in names]
+    said = {"role": "assistant", "content": "I look."}
+    results = [{"role": "tool_response", "content": "1"}, {"role": "tool_response", "content": "2"}]
+    turns = read_conversation({"messages": [ASKED, said, *calls, *results, *calls[:1], ANSWERED]}, "row")
+    called = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in names]
+    told = [{"role": "tool", "content": text} for text in ("1", "2")]
+    last = {"role": "assistant", "content": "", "tool_calls": called[:1]}
+    assert turns == [ASKED, {**said, "tool_calls": called}, *told, last, ANSWERED]
+    apart = read_conversation({"messages": [ASKED, {**said, "loss": False}, *calls]}, "row")
+    assert [turn.get("weight", 1) for turn in apart[1:]] == [0, 1], "only one of them is learned"
+
+
 def test_tools_are_a_list_or_its_json_with_the_nulls_that_were_written():
-    tool = {"name": "add", "parameters": {"a": {"type": "int", "default": None}}}
+    described = {"name": "add", "parameters": {"a": {"type": "int", "default": None}}}
+    tool = {"type": "function", "function": described}
     assert read_tools({"tools": [tool]}, "row") == [tool] == read_tools({"tools": json.dumps([tool])}, "row")
+    for name, value in (("tools", [described]), ("tools", [{"type": "function", **described}]),
+                        ("functions", [described]), ("functions", json.dumps([described]))):  # fmt: skip
+        assert read_tools({name: value}, "row") == [tool], "as models are told of tools"
+    assert read_tools({"functions": ["add"]}, "row") is None
     assert [read_tools(row, "row") for row in ({}, {"tools": None}, {"tools": []}, {"tools": ""})] == [None] * 4
     for wrong in ("add", ["add"], {"name": "add"}, "{"):
         with pytest.raises(DataError, match=r"^row: column 'tools' holds .*write a list of objects"):

@@ -167,6 +167,17 @@ def test_a_copy_of_a_hub_data_set_is_read_from_the_folder_of_its_files(tmp_path)
     assert values(load_rows(DatasetConfig(name=str(tmp_path)))) == ROWS[4:]
 
 
+def test_a_folder_with_the_name_of_a_split_has_its_rows_in_files_of_any_name(tmp_path):
+    for split, part in [("train", ROWS[:2]), ("test", ROWS[2:])]:
+        (tmp_path / "main" / split).mkdir(parents=True)
+        write_jsonl(tmp_path / "main" / split / "0000.jsonl", part)
+    for subset in ({"name": str(tmp_path), "subset": "main"}, {"name": str(tmp_path / "main")}):
+        assert values(load_rows(DatasetConfig(**subset))) == ROWS[:2]
+        assert values(load_rows(DatasetConfig(**subset, split=("test[1:]", "train")))) == ROWS[3:] + ROWS[:2]
+    with pytest.raises(DataError, match=r"no file for the split 'dev'.*name .*/test' or .*/train'$"):
+        load_rows(DatasetConfig(name=str(tmp_path / "main"), split=("dev",)))
+
+
 def test_shards_are_of_the_split_that_they_name_and_of_no_other(tmp_path):
     for name, part in [("train_sft", ROWS[:1]), ("train_prefs", ROWS[1:2]), ("test_prefs", ROWS[2:])]:
         write_jsonl(tmp_path / f"{name}-00000-of-00001-0a1b.jsonl", part)

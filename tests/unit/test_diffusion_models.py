@@ -4,6 +4,7 @@ called with."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ import torch
 from torch import Tensor
 
 from cosmos_core.config.schema.diffusers import DiffusersConfig
+from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ConfigError, ModelError
+from cosmos_core.models import verify_pipeline_export
 from cosmos_core.models.cosmos_predict import CONDITIONING_NOISE_LEVEL, GuardrailPlaceholder, substitute_torchvision
 from cosmos_core.models.diffusion import DiffusionModel
+from cosmos_core.models.export_pipeline import export_pipeline
 from cosmos_core.models.families import open_family, pipeline_modules
+from cosmos_core.models.lora import add_adapter
 from cosmos_core.models.pipeline_folder import MODEL_INDEX, PipelineFolder
 from cosmos_core.models.verify_pipeline_export import ImageProbe, generate_images
 from cosmos_core.observe.record import model_loading_code
@@ -152,6 +157,16 @@ def test_a_pipeline_that_is_none_or_of_no_family_is_one_line(tmp_path: Path) -> 
         opened(tmp_path).folder.load("vae")
     with pytest.raises(ConfigError, match="must be a subclass of"):
         open_family(str(tmp_path), PolicyConfig(is_diffusers=True, model_class="pathlib:Path"))
+
+
+def test_weights_of_a_variant_alone_are_refused(tmp_path: Path) -> None:
+    (tmp_path / MODEL_INDEX).write_text(json.dumps({"_class_name": "SanaPipeline", "vae": ["diffusers", "VAE"]}))
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae/diffusion_pytorch_model.fp16-00001-of-00002.safetensors").touch()
+    with pytest.raises(ModelError, match=r"of 'vae' .*fp16-00001.* alone, .*variant='fp16'\)\.save_pretrained"):
+        PipelineFolder(str(tmp_path))
+    (tmp_path / "vae/diffusion_pytorch_model-00001-of-00002.safetensors").touch()
+    assert PipelineFolder(str(tmp_path)).components == ("vae",)
 
 
 def test_a_scheduler_that_is_no_flow_is_refused(tmp_path: Path) -> None:
@@ -306,6 +321,28 @@ def test_a_guardrail_that_the_folder_names_is_not_loaded(tmp_path: Path) -> None
     }
     (folder / MODEL_INDEX).write_text(json.dumps(index))
     assert len(opened(folder).text_embedding(PROMPTS)["prompt_embeds"]) == 2
+
+
+@pytest.mark.parametrize(("name", "lora"), [("sd3", {"r": 1}), ("sana", {"target_modules": ["linear_1", "proj_out"]})])
+def test_kernels_that_round_differently_refuse_no_export(
+    name: str, lora: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They depend on the alignment of weights, and on whether weights have gradients."""
+
+    def generate_here(probes: Sequence[ImageProbe]) -> list[Tensor]:
+        return [torch.from_numpy(image) for image in generate_images(probes)]
+
+    monkeypatch.setattr(verify_pipeline_export, "_generate_in_interpreter", generate_here)
+    family = opened(tiny_pipelines.save(name, tmp_path / name))
+    network = family.load_denoiser(torch.float32)
+    torch.manual_seed(0)
+    add_adapter(network, LoraConfig(**lora), family.lora_targets)
+    for parameter in filter(lambda parameter: parameter.requires_grad, network.parameters()):
+        torch.nn.init.normal_(parameter, std=0.05)
+    export_pipeline(family, network, tmp_path / "export")
+    checks = verify_pipeline_export.verify_pipeline(family, network, tmp_path / "export")
+    assert checks == ["tensors", "copies", "images: bit-identical", "adapter: bit-identical"]
+    assert all(each.requires_grad == ("lora_" in key) for key, each in network.named_parameters())
 
 
 def test_pipelines_that_prove_an_export_are_in_memory_one_after_the_other(tmp_path: Path) -> None:

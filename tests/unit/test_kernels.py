@@ -74,6 +74,15 @@ def test_fp8_is_left_out_with_a_warning_where_there_is_none(
     assert {type(module) for module in model.modules() if isinstance(module, nn.Linear)} == {nn.Linear}
 
 
+def test_a_gpu_that_has_fp8_multiplies_in_it(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao", reason="needs the package torchao")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    enable_fp8_if_supported(model, FP8Config(enable_fp8=True))
+    layers: list[Any] = [module for module in model.modules() if type(module).__name__ == "Float8Linear"]
+    assert [layer.config.emulate for layer in layers] == [False] * 14
+
+
 def test_a_family_that_liger_does_not_know_is_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     package: Any = ModuleType("liger_kernel.transformers.monkey_patch")
     package.MODEL_TYPE_TO_APPLY_LIGER_FN = {}

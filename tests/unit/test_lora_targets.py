@@ -8,10 +8,12 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 
+from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.errors import ConfigError, ModelError
-from cosmos_core.models.hf import load_model
-from cosmos_core.models.lora import save_adapter
+from cosmos_core.models.hf import load_model, named_weights
+from cosmos_core.models.lora import add_adapter, save_adapter
 from cosmos_core.models.lora_targets import adapted_layers, describe_adapter
 from tests.unit.test_lora import disturb, logits, ours
 from tests.unit.tiny_families import save_family
@@ -164,3 +166,29 @@ def test_a_saved_adapter_that_separates_tied_weights_is_refused(tmp_path: Path) 
         ModelError, match=r"'lm_head' separately, whose weight is model\.embed_tokens and lm_head in one"
     ):
         ours(tmp_path / "base", {"lora_path": str(tmp_path / "lora")})
+
+
+def test_layers_whose_weights_the_family_reads_itself_are_left_out_of_all_linear() -> None:
+    model = transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
+    )
+    add_adapter(model, LoraConfig(target_modules="all-linear"))
+    assert {name.rpartition(".")[2] for name in adapted_layers(model)} == {"in_proj"}
+    assert "1 mixer.out_proj (Linear)" in describe_adapter(model, "all-linear")
+
+
+def test_weights_that_are_reversed_by_their_shape_are_written_with_an_adapter(tmp_path: Path) -> None:
+    text = {
+        "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "intermediate_size": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    }  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 16}
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    model = transformers.Qwen3VLMoeForConditionalGeneration(
+        transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    )
+    expected = dict(named_weights(model))
+    add_adapter(model, LoraConfig(r=2, target_modules=("gate_proj", "up_proj", "down_proj")))
+    found = dict(named_weights(model))  # a new adapter changes nothing
+    assert found.keys() == expected.keys() and all(torch.equal(expected[name], found[name]) for name in expected)

@@ -1,6 +1,10 @@
-"""What a check sees in media before anything is encoded: damaged, cut off, of several rates, or of a refused size."""
+"""What a check sees in media before anything is encoded: damaged, cut off, of several rates, or of a refused size;
+and the cells and shards that rows are read from."""
 
 from __future__ import annotations
+
+import base64
+import json
 
 import av
 import numpy as np
@@ -10,12 +14,12 @@ from cosmos_core.data.media_pixels import FrameSettings, decode_media
 from cosmos_core.data.media_source import MediaContent
 from cosmos_core.data.prepare import run as run_stage
 from cosmos_core.data.prepare_media import Encoders, preview
-from cosmos_core.errors import ConfigError, DataError
+from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.evaluate import diffusion
 from cosmos_core.run.progress import read_progress
 from cosmos_core.train import check
 from tests import tiny_pipelines
-from tests.unit.test_media_source import png, write_clip, write_pairs
+from tests.unit.test_media_source import items_of, png, tar_of, write_clip, write_pairs
 from tests.unit.test_prepare_media import FakeEncoders, make_stage, runs, stage_path
 
 __all__ = ["runs"]
@@ -114,6 +118,16 @@ def test_a_size_beyond_the_position_embeddings_is_refused_by_the_first_stage(tmp
             program(stage)
 
 
+@pytest.mark.parametrize("name", ["sd3", "sana", "cosmos_predict"])
+def test_a_pipeline_without_a_text_encoder_is_refused_before_rows_are_read(tmp_path, runs, name):
+    index = tiny_pipelines.save(name, tmp_path / "model") / "model_index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"text_encoder": [None, None]}))
+    stage = make_stage(stage_path(runs), tmp_path, diffusers={"inference_size": [32, 32]})
+    stage.model = str(index.parent)
+    with pytest.raises(ModelError, match=r"model_index\.json names no 'text_encoder'"):
+        preview(stage)
+
+
 @pytest.mark.parametrize("program", [run_stage, preview, check.run, diffusion.check])
 def test_a_pipeline_is_downloaded_in_a_phase_that_may_be_silent_for_an_hour(tmp_path, runs, monkeypatch, program):
     """A worker in the phase `start` counts as hung after five minutes; the weights may be tens of gigabytes."""
@@ -126,3 +140,27 @@ def test_a_pipeline_is_downloaded_in_a_phase_that_may_be_silent_for_an_hour(tmp_
     stage.progress.phase("start")
     with pytest.raises(DataError, match=r"phase (load|prepare)$"):
         program(stage)
+
+
+def test_media_of_a_row_are_a_path_bytes_or_a_data_uri_and_an_empty_cell_is_none(tmp_path):
+    (tmp_path / "1.png").write_bytes(png())
+    uri = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+    cells = {"image": ["1.png", f"file://{tmp_path}/1.png", uri, "", "a\0.png"], "video": ["", "", "", "2.mp4", ""]}
+    rows = [{"text": "one", "image": image, "video": video} for image, video in zip(*cells.values(), strict=True)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    *images, clip, damaged = items_of(tmp_path / "rows.jsonl")
+    assert [item.content.read() for item in images] == [png()] * 3
+    assert clip.content.is_video and clip.content.path == tmp_path / "2.mp4"
+    assert damaged.problem.startswith("rows.jsonl:5: image 'a\\x00.png' is no path")
+
+
+def test_shards_that_are_named_for_a_held_out_split_are_not_learned(tmp_path):
+    for name in ("train-0", "more", "test-0", "x_val_0"):
+        tar_of(tmp_path / f"{name}.tar", {"1.txt": name.encode(), "1.png": png()})
+    assert [item.prompt for item in items_of(tmp_path)] == ["more", "train-0"]
+    assert [item.prompt for item in items_of(tmp_path, split=["test"])] == ["test-0"]
+    (tmp_path / "val").mkdir()
+    tar_of(tmp_path / "val" / "0.tar", {"1.txt": b"held", "1.png": png()})
+    assert [item.prompt for item in items_of(tmp_path, split=["val"])] == ["held"]
+    with pytest.raises(DataError, match=r"split = 'train\[:1\]': .* has no rows to take a slice of"):
+        items_of(tmp_path / "more.tar", split=["train[:1]"])

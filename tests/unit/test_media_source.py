@@ -95,6 +95,9 @@ def test_pairs_metas_shards_and_rows_of_a_data_set_give_the_same_items(tmp_path)
         assert len({item.content.digest() for item in items}) == 2
     assert items_of(pairs)[1].metadata == {"label": 1}
     assert items_of(shards)[0].content.digest() == items_of(pairs)[0].content.digest()
+    for folder in (pairs, tmp_path / "metas", tmp_path):
+        with pytest.raises(DataError, match=f"split = 'test', but {folder} has no folder of that name"):
+            items_of(folder, split=["test"])
 
 
 def test_what_is_damaged_is_an_item_with_its_problem_and_the_others_are_read(tmp_path):
@@ -146,7 +149,9 @@ def test_a_row_without_a_column_of_media_or_with_a_url_is_told(tmp_path):
     assert other.content is None and other.problem == ""
     known = "image, img, jpg, png, webp, video, mp4, file_name"
     assert other.missing_media_reason == f"it has no column {known} with an image or a video, but photo, text"
-    assert item.problem == "rows.jsonl:2: 'https://host/1.png' is a URL, which is not read; download it"
+    assert item.problem == (
+        "rows.jsonl:2: image 'https://host/1.png' is a URL, and rows are read from this machine; download it"
+    )
 
 
 def test_captions_that_are_missing_or_empty_are_told_and_an_empty_key_hides_no_other(tmp_path):

@@ -114,6 +114,10 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "a table of classes": (config(architectures={"a": 1}), r"has architectures = \{'a': 1\}, .* no model for"),
     "a module": (config(architectures=["models"]), r"has architectures = \['models'\], .* no model for"),
     "without a head": (config(architectures=["Qwen3Model"]), "Qwen3Model does not generate text"),
+    "attention to later tokens": (config(use_bidirectional_attention=True), "Qwen3ForCausalLM attend to the tokens af"),
+    "an encoder": (
+        config(architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True), "T5ForCondi.* attend to the tok"
+    ),
     "of another family": (config(architectures=["OPTForCausalLM"]), r"ForCausalLM'\] and model_type = 'qwen3', which"),
     "attentions as outputs": (config(output_attentions=True), "config.json has output_attentions = True"),
     "tuples as outputs": (config(return_dict=False), "config.json has return_dict = False"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_the_page_says_title_outcome_metrics_gates_model_and_lineage(run: Path, 
     text = Page(source).text
     assert "arithmetic-demo done run 20251009085320 · " in text
     assert "accuracy 0.015 → 0.705" in text
-    assert "accuracy 0.015 0.405 0.705 +0.690" in text and "loss 3.100 0.440 0.520 -2.580" in text
+    assert "accuracy 0.015 0.405 0.400 0.705 +0.690" in text and "loss 3.100 0.440 – 0.520 -2.580" in text
     assert "gate validation/accuracy >= 0.6 0.705 – passed" in text
     assert "gate validation/loss <= 0.5 0.520 – not met" in text
     model = run / "stages" / "export" / "safetensors" / "step_80"
@@ -179,6 +180,7 @@ def test_the_summary_names_stages_overhead_model_and_loading_line(run: Path) -> 
     assert "time inside stage workers  4m00s" in lines and "orchestration overhead     8.6s" in lines
     assert f"model                      {model}" in lines
     assert f"load it with               {model_loading_code(model)}" in lines
+    assert f"try it with                cosmos try {os.path.relpath(run)}" in lines
 
 
 def test_overhead_is_one_figure_on_the_console_and_on_the_page(tmp_path: Path) -> None:

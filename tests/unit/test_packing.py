@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     Gemma3ForCausalLM,
@@ -268,3 +269,19 @@ def test_what_the_kernel_cannot_runs_over_groups_of_sequences_and_says_why_once(
     assert varlen.calls == []
     said = "packed attention runs over groups of sequences, because its kernel takes half precision, and this is"
     assert [record.getMessage() for record in caplog.records] == [f"{said} float64"]
+
+
+def test_positions_that_do_not_begin_at_0_are_those_of_the_model(tmp_path: Path) -> None:
+    model: Any = transformers.RobertaForCausalLM(
+        transformers.RobertaConfig(
+            vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+            max_position_embeddings=40, pad_token_id=1, is_decoder=True, initializer_range=0.3,
+        )
+    ).eval()  # fmt: skip
+    rows = [Sample(np.arange(8, 8 + n), np.ones(n, dtype=np.uint8)) for n in (5, 9)]
+    train = TrainConfig(param_dtype="float32")
+    found = trainer_of(model, train, 1, ProgressWriter(tmp_path / "progress")).evaluate(rows)
+    for row, outputs in zip(rows, found, strict=True):
+        ids = torch.from_numpy(row.input_ids)
+        expected = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        assert torch.allclose(outputs["logprobs"], expected, atol=1e-5)

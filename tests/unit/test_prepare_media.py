@@ -312,6 +312,13 @@ def test_prompts_alone_and_held_out_prompts(tmp_path, runs):
         open_media(stage_path(runs) / "data", "train")
 
 
+def test_of_held_out_rows_a_training_on_images_needs_prompts_alone(tmp_path, runs):
+    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "a cow"}) + "\n")
+    validation = {"dataset": {"name": str(tmp_path / "held.jsonl")}}
+    prepared(stage_path(runs), write_pairs(tmp_path / "pairs", 2), validation=validation)
+    assert open_media_prompts(stage_path(runs) / "data", "validation")[0].text == "a cow"
+
+
 def test_rows_are_split_off_where_test_size_says(tmp_path, runs):
     prepared(stage_path(runs), write_pairs(tmp_path / "pairs", 5), dataset={"test_size": 2})
     train, held_out = (open_media(stage_path(runs) / "data", split) for split in ("train", "validation"))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cosmos_core import cli_train
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.errors import ConfigError, DataError, ModelError
+from cosmos_core.errors import ConfigError, DataError, ModelError, RewardError
 from cosmos_core.models.try_models import open_chat
 from cosmos_core.run.directory import create_run, open_run
 from cosmos_core.train.propose import CliOptions, Hardware, propose
@@ -106,7 +106,7 @@ def asked_of(method: str, folder: Path, model: str) -> CliOptions:
         return CliOptions(method, model, write_rows(folder, *rows))
     table = pa.table({"question": [f"{i}+1=" for i in range(40)], "answer": [str(i + 1) for i in range(40)]})
     pa.parquet.write_table(table, folder / "train-00000-of-00001.parquet")
-    return CliOptions(method, model, str(folder / "train-00000-of-00001.parquet"), reward="exact_match")
+    return CliOptions(method, model, str(folder / "train-00000-of-00001.parquet"), reward="exact_match, format")
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "diffusion-sft"])
@@ -244,6 +244,7 @@ def test_a_pass_of_pairs_has_twice_the_sequences(tmp_path: Path, model: str) -> 
         ("def f(completion)\n", r"SyntaxError: expected ':' .*mine\.py:1"),
         ("import no_such_module\n\ndef f(completion): return 1.0\n", "no_such_module"),
         ("f = 1 / 0\n", r"ZeroDivisionError.*mine\.py:1"),
+        ("def f(c, r): return 1.0\n", r"takes c, r: no parameter is the completion"),
         ("def f(completion): return 1.0\n\nraise SystemExit(0)\n", r"SystemExit: 0 .*mine\.py:3"),
     ],
 )
@@ -251,8 +252,8 @@ def test_a_reward_that_cannot_be_imported_is_refused_before_rows_are_read(
     tmp_path: Path, code: str, message: str
 ) -> None:
     (tmp_path / "mine.py").write_text(code)
-    with pytest.raises(ConfigError, match=message):
-        settings(CliOptions("grpo", "none", "none", reward=f"{tmp_path}/mine.py:f"))
+    with pytest.raises(RewardError, match=message):
+        settings(CliOptions("grpo", "none", "none", reward=f"boxed_math, {tmp_path}/mine.py:f"))
 
 
 def test_pairs_with_columns_of_any_name_are_named_by_options(tmp_path: Path, model: str) -> None:
@@ -290,6 +291,16 @@ def test_images_of_a_parquet_file_are_counted(tmp_path: Path) -> None:
 def test_images_without_captions_are_refused_in_one_line(tmp_path: Path, names: dict[str, str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         settings(CliOptions("diffusion-sft", "some/model", write_images(tmp_path / "images", names)))
+
+
+def test_a_few_images_without_captions_are_left_out_by_the_recipe(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", {"a": "", **{f"b{i}": "a square" for i in range(9)}})
+    found = settings(CliOptions("diffusion-sft", "some/model", folder))
+    assert found["train.train_policy.dataset.max_skipped_fraction"] == 0.1
+    (tmp_path / "images/a.txt").write_text("a square")
+    assert "train.train_policy.dataset.max_skipped_fraction" not in settings(
+        CliOptions("diffusion-sft", "some/model", folder)
+    )
 
 
 def test_a_model_of_another_kind_is_refused_where_images_are_learned(tmp_path: Path, model: str) -> None:

@@ -91,6 +91,13 @@ def test_a_short_token_is_refused(tmp_path: Path) -> None:
         ReportServer(tmp_path, "short", ("127.0.0.1", 0))
 
 
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with ReportServer(tmp_path, TOKEN, ("127.0.0.1", 0)) as server:
+        port = server.server_address[1]
+        with pytest.raises(ConfigError, match=rf"^port {port} of 127\.0\.0\.1: Address already in use; choose another"):
+            ReportServer(tmp_path, TOKEN, ("127.0.0.1", port))
+
+
 def test_the_card_of_a_run_links_to_the_server_unless_it_is_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -46,6 +47,8 @@ CONTENTS = "[c[0]['content'] for c in completions]"
         "def f(answer, completion): return len(completion) + 10 * (answer == '5')",
         "def f(num_tokens, **rest): return num_tokens + 10 * (rest['task'] == 'math' and rest['reference'] == '5')",
         "class C:\n    def __call__(self, prompt, completion): return len(completion) + 10\nf = C()",
+        "class f:\n    def __init__(self, args=None, **kw): self.by = 10\n"
+        "    def __call__(self, completions, **kw): return [len(c) + self.by for c in completions]",
         "from functools import partial\ndef g(by, completion): return len(completion) + by\nf = partial(g, by=10)",
         # Cosmos-RL
         "def f(to_be_evaluated, reference=None, *args, **kw): return len(to_be_evaluated) + 10 * (reference == '5')",
@@ -57,6 +60,7 @@ CONTENTS = "[c[0]['content'] for c in completions]"
         "def f(prompts, completions, completion_ids, **kwargs):\n"
         "    return [len(ids) + 10 * (t == 'math') for ids, t in zip(completion_ids, kwargs['task'])]",
         "async def f(prompts, completions, task, log_extra=None, **kwargs): return [len(c) + 10 for c in completions]",
+        "def f(completions): return (len(c) + 10 for c in completions)",
         # verl
         "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    ok = data_source == '' and ground_truth == '5' and extra_info == {}\n"
@@ -77,6 +81,21 @@ def test_trl_functions_are_given_messages_where_the_row_has_messages(tmp_path: P
 def test_a_function_of_trl_itself_works(tmp_path: Path) -> None:
     code = "from trl.rewards import think_format_reward as f"
     assert scores(tmp_path, code, "<think>a</think>b", "b", columns={"prompt": ASKED}) == [1.0, 0.0]
+
+
+def test_a_function_may_score_in_processes_that_call_its_own_file(tmp_path: Path) -> None:
+    code = """
+    from multiprocessing import Pool
+    def work(text): return len(text) + 0.5
+    def f(completions):
+        with Pool(1) as pool:
+            return pool.map(work, completions)
+    """
+    (tmp_path / "mine.py").write_text(dedent(code))
+    group = Group(Prompt(0, (1,), "p", "a", metadata=COLUMNS), (completion("a"), completion("four")), 0)
+    with RewardRunner({f"{tmp_path}/mine.py:f": 1.0}, timeout_seconds=5, num_workers=1, retries=0) as runner:
+        [scored] = runner.score_groups([group])
+    assert [score.value for score in scored.scores] == [1.5, 4.5], scored.scores[0].error
 
 
 def test_what_a_function_of_lists_leaves_out_adds_nothing(tmp_path: Path) -> None:
@@ -117,6 +136,7 @@ def test_a_number_beyond_every_float_costs_one_score_and_numbers_of_numpy_are_me
         ("def f(): return 1", "takes nothing"),
         ("def f(completion, config): return 1", "wants 'config', which is not offered"),
         ("def f(completions, trainer_state, **kwargs): return [1]", "wants 'trainer_state', which is not offered"),
+        ("class f:\n    def __init__(self, model): pass", "cannot be made: TypeError: .*'model'; name an object of it"),
         ("f = dict.fromkeys", "no parameter is the completion|has no signature"),
     ],
 )
@@ -125,7 +145,8 @@ def test_what_cannot_be_bound_is_refused_with_the_signature_wanted(code: str, re
     with pytest.raises(RewardError, match=reason) as refusal:
         load_reward(f"{tmp_path}/mine.py:f")
     assert str(refusal.value).startswith("reward '"), "it may be a reward of training, validation or a service"
-    assert "not offered" in str(refusal.value) or "def f(completion, reference, **others)" in str(refusal.value)
+    remedies = ("not offered", "name an object", "def f(completion, reference, **others)")
+    assert any(remedy in str(refusal.value) for remedy in remedies)
 
 
 def test_a_name_that_no_column_has_is_named_with_the_columns(tmp_path: Path) -> None:

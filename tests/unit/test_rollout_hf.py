@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
@@ -21,12 +22,12 @@ from transformers import (
 from cosmos_core.algorithms.grpo import make_sample
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.errors import DataError
+from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout import hf
 from cosmos_core.rollout.base import EngineSettings, generate, request_seed
 from cosmos_core.rollout.hf import HfEngine, process_logits
-from cosmos_core.rollout.registry import make_engine
+from cosmos_core.rollout.registry import check_engine, make_engine
 from cosmos_core.rollout.sample_tokens import sample_tokens
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.types import Group, Prompt, Sampling
@@ -265,3 +266,38 @@ def test_make_engine_gives_hf_and_keeps_to_the_positions_of_the_model(
     assert engine.name == "hf" and "256 positions, not at 4096" in caplog.text
     with pytest.raises(DataError, match="256"):
         generate(engine, [Prompt(id=0, token_ids=(1,) * 256, text="", reference="")], SAMPLED, step=0)
+
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 264, "hidden_size": 32, "d_model": 32, "num_hidden_layers": 2, "decoder_layers": 2, "pad_token_id": 0,
+    "decoder_attention_heads": 4, "num_attention_heads": 4, "decoder_ffn_dim": 48, "intermediate_size": 48,
+    "initializer_range": 0.3, "init_std": 0.3, "max_position_embeddings": 80,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        transformers.BartForCausalLM(transformers.BartConfig(**_SMALL)),  # takes no positions
+        transformers.MambaForCausalLM(transformers.MambaConfig(**_SMALL, state_size=8)),  # another name of the cache
+        transformers.RobertaForCausalLM(transformers.RobertaConfig(**_SMALL | {"pad_token_id": 1}, is_decoder=True)),
+    ],
+    ids=["bart", "mamba", "roberta"],
+)
+def test_models_without_padding_or_positions_get_prompts_of_one_length(model: Any, folder: Path) -> None:
+    model.eval()
+    engine = HfEngine(EngineSettings(model, load_tokenizer(str(folder)), "", RolloutConfig(), 64, torch.float32))
+    for group in generate(engine, PROMPTS, SAMPLED, step=0):
+        for answer in group.completions:
+            ids = torch.tensor([group.prompt.token_ids + answer.token_ids])
+            logprobs_V = (
+                model(input_ids=ids, use_cache=False).logits[0, -len(answer.token_ids) - 1 : -1].log_softmax(-1)
+            )
+            expected = logprobs_V.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+            assert (expected - torch.tensor(answer.logprobs)).abs().max() < 1e-4
+
+
+def test_a_model_without_a_cache_is_refused_by_the_check() -> None:
+    config = transformers.RwkvConfig(architectures=["RwkvForCausalLM"])
+    with pytest.raises(ConfigError, match="RwkvForCausalLM takes no DynamicCache"):
+        check_engine("hf", config, "rwkv")

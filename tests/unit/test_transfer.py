@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import closing
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import closing, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from cosmos_core.rollout import transfer
+from cosmos_core.rollout import transfer, vllm_ranks
 from cosmos_core.rollout.base import Bucket, LoadReceipt
 from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.transfer import NativeTransfer
@@ -200,3 +202,23 @@ def test_a_bucket_that_has_no_room_on_the_gpu_goes_through_host_memory() -> None
         fleet.load_weights(1, three(1))
         assert_same(1, handle)
         assert handle.engine.link.received == [["a"]]
+
+
+def test_ranks_of_vllm_begin_a_load_take_each_bucket_and_end_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def load_weights(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        calls.append({name: tensor.tolist() for name, tensor in tensors})
+
+    reload = SimpleNamespace(
+        initialize_layerwise_reload=lambda model: calls.append(("begin", model)),
+        finalize_layerwise_reload=lambda model, config: calls.append(("end", model)),
+    )
+    monkeypatch.setitem(sys.modules, "vllm.config", SimpleNamespace(set_current_vllm_config=nullcontext))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", reload)
+    model = SimpleNamespace(load_weights=load_weights)
+    runner = SimpleNamespace(get_model=lambda: model, model_config=None)
+    worker = SimpleNamespace(vllm_config=None, model_runner=runner)
+    llm = SimpleNamespace(collective_rpc=lambda call, args=(): call(worker, *args))
+    vllm_ranks.load_on_ranks(llm, [[("a", torch.ones(2))], [("b", torch.zeros(1)), ("c", torch.ones(1))]])
+    assert calls == [("begin", model), {"a": [1.0, 1.0]}, {"b": [0.0], "c": [1.0]}, ("end", model)]

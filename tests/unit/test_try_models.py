@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from cosmos_core.errors import EXIT_PREEMPTED, ModelError
 from cosmos_core.models import try_models
@@ -71,6 +72,15 @@ def test_a_pipeline_without_a_t5_is_loaded_and_one_that_needs_a_package_is_refus
     with pytest.raises(ModelError, match=r"bare: the pipeline cannot be loaded: .*no_such_package") as caught:
         try_models.open_image_generator(str(bare), "bare", torch.device("cpu"))
     assert "\n" not in str(caught.value)
+
+
+def test_sana_draws_in_the_size_that_it_was_made_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_pipelines.save("sana", tmp_path / "sana")
+    config = folder / "transformer/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"sample_size": 24}))
+    monkeypatch.chdir(tmp_path)
+    file = try_models.open_image_generator(str(folder), "sana", torch.device("cpu"))("a cat", 0)
+    assert Image.open(file).size == (64, 64), "48 pixels are no multiple of 32"
 
 
 @pytest.mark.parametrize("name", sorted(tiny_pipelines.CLIPS))

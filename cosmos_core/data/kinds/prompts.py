@@ -109,10 +109,10 @@ class PromptsKind(TokenisedKind):
         )
         tools = read_tools(row, location)
         check_characters([messages, reference_response, tools], location)
-        reward_columns = serialise_row_for_rewards(
-            {name: value for name, value in row.items() if name != RENDERED_COLUMN}, messages,
-            policy.prompt_column_name if isinstance(policy, RlConfig) else "",
-        )  # fmt: skip
+        columns = {**(row.original if isinstance(row, TrackedRow) else {}), **row}
+        columns.pop(RENDERED_COLUMN, None)
+        prompt_column = policy.prompt_column_name if isinstance(policy, RlConfig) else ""
+        reward_columns = serialise_row_for_rewards(columns, messages, prompt_column)
         if (rendered_prompt := row.get(RENDERED_COLUMN)) is not None:
             ids, text = tokenise_rendered_prompt(tokenizer, rendered_prompt, spec.max_tokens, location)
             return Record((ids, text, reference_response, reward_columns, *spec.empty_images, location), False, {})
