@@ -361,7 +361,7 @@ class Score:
     """Unweighted value of each reward function, by its name."""
     error: str = ""
     """Reason why the score is invalid, one line."""
-    is_raised: bool = False
+    is_permanent_error: bool = False
     """Whether a reward function raised an exception that a retry would raise again, unlike a crash or a timeout."""
 
 

@@ -45,7 +45,7 @@ class _ObjectActor:
     the process, 0: the default. `visible_devices`: value of `CUDA_VISIBLE_DEVICES`, empty: the value that Ray sets."""
 
     def __init__(self, make_object: Callable[[], Any], num_threads: int, visible_devices: str = "") -> None:
-        if visible_devices:  # GPUs that Ray allocated to ranks, invisible to this process
+        if visible_devices:  # Ray allocated these GPUs to ranks and hides them from this process
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
         if num_threads:
             os.environ["OMP_NUM_THREADS"] = str(num_threads)  # child processes inherit the number of threads

@@ -13,7 +13,8 @@ from cosmos_core.imports import without_garbage_collection
 
 
 class RankMessages(threading.Event):
-    """Messages to the running program of a rank: the current actors, and as an event the request to stop."""
+    """What the launcher tells the training program of a rank: the Ray actors that are alive now, and, by setting this
+    event, that the program shall stop."""
 
     def __init__(self) -> None:
         super().__init__()

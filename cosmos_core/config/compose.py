@@ -494,9 +494,9 @@ def _with_absolute_paths(
     for stage in pipeline.stages:
         search_folders = (Path.cwd(), base_folders[0], *recipe_folders[stage.recipe], *base_folders[1:])
         to_absolute = partial(_absolute_path, search_folders)
-        convert_reference = partial(_convert_reference, to_absolute)
-        stages.append(convert_references(stage, convert_reference))
-        recipe = convert_references(recipes[stage.name], convert_reference)
+        convert_reference_fn = partial(_convert_reference, to_absolute)
+        stages.append(convert_references(stage, convert_reference_fn))
+        recipe = convert_references(recipes[stage.name], convert_reference_fn)
         recipes[stage.name] = recipe.derive(custom=with_absolute_media_paths(recipe.custom, to_absolute))
     python = pipeline.config.python
     # The path of an interpreter on the machines of a work pool is unknown here.

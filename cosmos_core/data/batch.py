@@ -66,7 +66,7 @@ def collate_shared_prompts(
 ) -> CollatedRows:
     """Collate rows of token ids, packed, with the common first tokens (prompt) of each group of rows only once.
     `groups` has the row indices and the prompt length of each group; for other arguments see `collate_rows`."""
-    segments: list[tuple[int, int, int, int]] = []  # row, start, end, segment of the prompt or -1
+    segments: list[tuple[int, int, int, int]] = []  # row, start, end, index of the prompt's segment; -1: it has none
     indices = {}
     for row_indices, prompt_length in groups:
         prompt_segment = len(segments) if prompt_length else -1

@@ -175,7 +175,8 @@ def _find_marked_spans(
 
 
 def _append_span_character(match: re.Match[str]) -> str:
-    """Return a {% generation %} tag that also writes a character, and an empty tag with its whitespace control."""
+    """Return the matched `{% generation %}` or `{% endgeneration %}` tag, followed by the character that marks the
+    start or end of a span in the rendering, and by an empty tag that strips the same whitespace as the matched tag."""
     return f"{match[0]}{{{{ '{_SPAN_END if match[1] else _SPAN_START}' }}}}{{% if 1 %}}{{% endif {match[2]}%}}"
 
 

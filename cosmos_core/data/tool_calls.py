@@ -9,8 +9,8 @@ from cosmos_core.errors import DataError
 
 def read_tools(row: dict[str, Any], location: str) -> list[Any] | None:
     """Return the tools in the column `tools`, a list of objects or its JSON, or None; raise DataError for other values.
-    The descriptions of functions in `tools`, or in `functions` as in an older form of OpenAI's interface, are put into
-    the form that models are told of tools in: `{"type": "function", "function": description}`."""
+    Descriptions of functions without `type`, and those in the column `functions` (an older form of OpenAI's API), are
+    converted to `{"type": "function", "function": description}`, which chat templates read."""
     tools = row.get("tools")
     if isinstance(tools, str):
         decoded_tools = parse_json(tools)

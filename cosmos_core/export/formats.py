@@ -269,15 +269,18 @@ def _render_card_section(plan: FormatPlan, verification: Outcome, split_name: st
     prefix = f"export/{plan.name}/"
     metrics = {name.removeprefix(prefix): value for name, value in verification.metrics.items()}
     row_kind = "held-out" if split_name == VALIDATION_SPLIT else "training"
-    method_text = f"rounded to nearest, by compressed-tensors {version('compressed-tensors')}"
+    quantization_method_text = f"rounded to nearest, by compressed-tensors {version('compressed-tensors')}"
     loading_text, engine_text = f"Loaded by vLLM {vllm_version()}", ""
     if plan.linear_layers is None:
-        method_text, loading_text = "converted by llama.cpp", f"Loaded by transformers {version('transformers')}"
+        quantization_method_text, loading_text = (
+            "converted by llama.cpp",
+            f"Loaded by transformers {version('transformers')}",
+        )
     elif plan.unsupported_reason:
         loading_text, engine_text = f"**Unproven**: {plan.unsupported_reason}", ", by transformers"
     lines = [
         "", f"## Quantised: `{plan.name}`", "",
-        f"- {plan.description}, {method_text}",
+        f"- {plan.description}, {quantization_method_text}",
         f"- {loading_text}",
         f"- Divergence KL(bf16 || {plan.name}): {metrics['kl']:.3g} nats per token (standard error "
         f"{metrics['kl_stderr']:.2g}) on {verification.info['tokens']} tokens of {num_rows} {row_kind} "

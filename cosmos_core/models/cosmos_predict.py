@@ -90,7 +90,7 @@ class CosmosPredict(SanaVideo):
     def call_settings(self, *size: Any, **settings: Any) -> dict[str, Any]:
         return DiffusionModel.call_settings(self, *size, **settings)
 
-    def check_context(self, size: int) -> None:
+    def check_context_parallel_size(self, size: int) -> None:
         """Raise ConfigError if `size` ranks cannot divide the attention heads, as Ulysses attention requires."""
         num_heads = int(self.folder.settings(self.denoiser_name)["num_attention_heads"])
         if num_heads % size:

@@ -173,7 +173,7 @@ class DiffusionModel:
         """Return the velocity with classifier-free guidance by the pipeline's formula; scale 1 disables guidance."""
         return unconditional + scale * (conditional - unconditional)
 
-    def check_context(self, size: int) -> None:
+    def check_context_parallel_size(self, size: int) -> None:
         """Raise ConfigError if `shard_tokens` cannot divide the tokens of a clip among `size` ranks."""
         raise ConfigError(
             f"policy.parallelism.cp_size = {size}: a {self.folder.class_name} has no tokens that ranks can share here, "

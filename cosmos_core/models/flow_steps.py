@@ -21,6 +21,8 @@ from cosmos_core.models.flow import broadcast_per_sample, estimate_clean_latents
 
 _PURE_NOISE_LEVEL = 0.999
 """Noise level above which latents count as pure noise."""
+_MIN_REPLACED_LEVEL = 0.99
+"""Noise level above which the noise of a long first step is limited; the reference code does not limit it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,12 @@ def flow_grpo_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Tra
     """Return the stochastic step of FlowGRPO (arXiv 2505.05470), with the noise rate eta sqrt(sigma / (1 - sigma)).
 
     The drift preserves the distribution of latents at each noise level. The noise rate is unbounded as sigma approaches
-    1, so the second noise level replaces sigma in 1 - sigma for sigma above 0.999, and in a first step that is longer
-    than 1 - sigma, of which the noise would be larger than the latents.
+    1, so the second noise level replaces sigma in 1 - sigma for sigma above 0.999, and in a first step from a sigma
+    above 0.99 that is longer than 1 - sigma, because its noise would be larger than the latents.
     """
     sigma, sigma_change = levels.sigma, levels.next_sigma - levels.sigma
-    is_replaced = (sigma > _PURE_NOISE_LEVEL) | ((sigma > levels.second_sigma) & (1 - sigma < -sigma_change))
+    is_first_step = (sigma > levels.second_sigma) & (sigma > _MIN_REPLACED_LEVEL)
+    is_replaced = (sigma > _PURE_NOISE_LEVEL) | (is_first_step & (1 - sigma < -sigma_change))
     noise_rate = eta * torch.sqrt(sigma / (1 - torch.where(is_replaced, levels.second_sigma, sigma)))
     drift_factor = noise_rate**2 / (2 * sigma)
     velocity_factor = (1 + drift_factor * (1 - sigma)) * sigma_change

@@ -31,7 +31,7 @@ def open_model(stage: Stage) -> Denoiser:
     family = open_family(stage.model, policy, device)
     mesh = open_mesh(policy.parallelism, device.type)
     if mesh and mesh.cp:
-        family.check_context(mesh.cp.size())
+        family.check_context_parallel_size(mesh.cp.size())
     if mesh:
         logger.info("every rank loads the whole denoiser before it is split")
     model = family.load_denoiser(getattr(torch, train.master_dtype))

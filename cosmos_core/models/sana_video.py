@@ -39,7 +39,7 @@ class SanaVideo(Sana):
         arguments = super().call_settings(*size, **settings)
         return arguments | {"frames": arguments.pop("num_frames")}
 
-    def check_context(self, size: int) -> None:
+    def check_context_parallel_size(self, size: int) -> None:
         """Accept any number of context-parallel ranks, because each rank gets whole frames."""
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:

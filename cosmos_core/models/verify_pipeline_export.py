@@ -50,9 +50,15 @@ def verify_pipeline(
     dtype: torch.dtype | None = None,
     model_class: str | None = None,
 ) -> list[str]:
-    """Compare the pipeline in `target` with the policy in memory, and return the names of the checks; raise StageFailed
-    if one fails. `dtype`: that of the exported denoiser (None: its own); `model_class`: import path of a user-defined
-    model family (None: a built-in family)."""
+    """Compare the pipeline in `target` with the policy in memory, and return the names of the checks that passed.
+
+    Args:
+        dtype: Dtype of the exported denoiser; None: its own dtype.
+        model_class: Import path of a user-defined model family; None: a built-in family.
+
+    Raises:
+        StageFailed: a check failed.
+    """
     was_training, device = model.training, next(model.parameters()).device
     model.eval().to("cpu")
     family = type(family)(family.folder, family.config)

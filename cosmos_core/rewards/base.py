@@ -189,7 +189,9 @@ def invalid_scores_error(description: str, scores: Iterable[Score]) -> CosmosErr
     raised an exception for the first invalid score; else `StageFailed`, after which the stage is retried."""
     invalid_score = next((score for score in scores if score.value is None), None)
     message = f"{description}; the first: {invalid_score.error if invalid_score else 'none is learned from'}"
-    return RewardError(message) if invalid_score is not None and invalid_score.is_raised else StageFailed(message)
+    return (
+        RewardError(message) if invalid_score is not None and invalid_score.is_permanent_error else StageFailed(message)
+    )
 
 
 def _parse_score(result: Any) -> ScoreAndMetrics:

@@ -46,7 +46,7 @@ class _CompletionScores:
     is_service_error: bool = False
     """Whether the service reported that the completion cannot be scored, rather than not responding."""
 
-    def record_missing(self, function: RewardFunctionConfig, reason: str, *, is_service_error: bool) -> None:
+    def record_missing_score(self, function: RewardFunctionConfig, reason: str, *, is_service_error: bool) -> None:
         """Record that a function returned no score; ignore functions of weight 0, which are only logged."""
         if function.weight:
             self.error, self.is_service_error = self.error or f"{function.name}: {reason}", is_service_error
@@ -228,7 +228,9 @@ def _record_scores(
         error = response.get("error")
         is_service_error = bool(error) and not response.get("is_lost")  # a lost process is transient
         for each in batch:
-            each.record_missing(function, error or "the response has no scores", is_service_error=is_service_error)
+            each.record_missing_score(
+                function, error or "the response has no scores", is_service_error=is_service_error
+            )
         return
     score_key = function.score_key or function.name
     keys = [score_key] if score_key in scores else [part.strip() for part in score_key.split("+") if part.strip()]
@@ -243,7 +245,7 @@ def _record_scores(
         values = [None if _is_failed_item(scores, i) else _finite_number_at(scores[k], i, len(batch)) for k in keys]
         if None in values:
             reason = errors[i] if isinstance(errors, list) and len(errors) == len(batch) and errors[i] else ""
-            each.record_missing(function, reason or "the response has no number for it", is_service_error=True)
+            each.record_missing_score(function, reason or "the response has no number for it", is_service_error=True)
             continue
         score = math.fsum(v for v in values if v is not None)
         each.scores[function] = function.clip_score(score)

@@ -51,7 +51,7 @@ class _RewardResult(NamedTuple):
     value: float | None = None
     metrics: Mapping[str, float] = {}
     error: str = ""
-    is_raised: bool = False
+    is_permanent_error: bool = False
     """Whether the reward function raised an error that is not transient, unlike errors of networks and memory."""
 
 
@@ -211,23 +211,23 @@ class RewardRunner(WorkerPool):
         return reason
 
     def _sum_results(self, results: Sequence[_RewardResult], weights: Mapping[str, float]) -> Score:
-        total, metrics, errors, is_raised = 0.0, {}, [], False
+        total, metrics, errors, is_permanent_error = 0.0, {}, [], False
         weighted_results = [result for result, weight in zip(results, weights.values(), strict=True) if weight]
         if weighted_results and not any(result.value is not None or result.error for result in weighted_results):
-            return Score(None, error="no reward applies to it: each returned None", is_raised=True)
+            return Score(None, error="no reward applies to it: each returned None", is_permanent_error=True)
         for (reward, weight), result in zip(weights.items(), results, strict=True):
             name = self._names[reward]
             if result.value is None:
                 if weight and result.error:
                     errors.append(f"{name}: {result.error}")
-                    is_raised |= result.is_raised
+                    is_permanent_error |= result.is_permanent_error
                 continue
             total += weight * result.value
             metrics[name] = result.value
             metrics |= {f"{name}/{key}": metric for key, metric in result.metrics.items()}
         if not errors and not math.isfinite(total):
             errors.append(f"the weighted sum is {total}")
-        return Score(None if errors else total, metrics, "; ".join(errors), is_raised)
+        return Score(None if errors else total, metrics, "; ".join(errors), is_permanent_error)
 
 
 # The code below runs in the worker processes.
@@ -274,4 +274,4 @@ def _score_completions(name: str, requests: Sequence[Mapping[str, Any]], takes_l
 
 def _error_result(reward: Reward, error: BaseException) -> _RewardResult:
     error_text = error_on_one_line(error, reward.location_of(error))
-    return _RewardResult(error=mask_text(error_text), is_raised=not is_transient(error))
+    return _RewardResult(error=mask_text(error_text), is_permanent_error=not is_transient(error))

@@ -108,7 +108,7 @@ class FlowSamplerEngine(ModuleEngine):
         return ConditioningFrames(torch.stack(clips).to(device), torch.tensor(counts, device=device))
 
     def _sample_locally(self, rows: Sequence[_CompletionRow], sampling: Sampling, step: int) -> list[DiffusionSample]:
-        """Return the samples of `rows`, computed on this rank."""
+        """Generate a sample for each of `rows` on this rank, without the other ranks."""
         assert sampling.flow is not None
         settings, model = sampling.flow, self._source.model
         sigmas_N = get_noise_levels(model, settings)

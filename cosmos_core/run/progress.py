@@ -101,11 +101,11 @@ class ProgressWriter:
         return self._position.compile_seconds
 
     def begin_compiling(self) -> None:
-        """Enter the phase `compile`, which lasts until `end_compiling` is called."""
+        """Enter the phase `compile`, which lasts until `leave_compile_phase` is called."""
         self._compile_start = (self._position.phase, time.monotonic())
         self.phase("compile")
 
-    def end_compiling(self) -> None:
+    def leave_compile_phase(self) -> None:
         """End the phase `compile`, and return to the phase before it."""
         phase, start_time = self._compile_start
         self._position.compile_seconds += time.monotonic() - start_time

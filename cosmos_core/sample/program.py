@@ -91,7 +91,7 @@ def _complete_prompts(stage: Stage, prompts: Prompts, sampling: Sampling) -> lis
         for start in range(len(records), len(prompts), batch_size):
             scored_groups = score_groups(complete_prompts(prompts[start : start + batch_size]))
             scores = [item for group in scored_groups for item in group.scores]
-            if not records and all(item.value is None and item.is_raised for item in scores):
+            if not records and all(item.value is None and item.is_permanent_error for item in scores):
                 raise invalid_scores_error(f"all {len(scores)} rewards of the first batch are invalid", scores)
             new_records = [record_prompt(group, sampling) for group in scored_groups]
             if is_first():

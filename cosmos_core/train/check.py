@@ -182,7 +182,7 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
         info = _check_row_counts(stage, splits["train"][1], splits, lines)
         return info | {"found": "; ".join(lines), "prompts": prompts}
     if stage.kind.has_mesh and policy.parallelism.cp_size > 1:
-        family.check_context(policy.parallelism.cp_size)
+        family.check_context_parallel_size(policy.parallelism.cp_size)
     if stage.kind.trains_model:
         with torch.device("meta"):
             denoiser = family.folder.build(family.denoiser_name)

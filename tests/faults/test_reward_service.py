@@ -254,7 +254,7 @@ def test_a_poisonous_request_gets_an_error_and_takes_no_other_with_it(tmp_path: 
     assert [score.value for score in scores] == [0.0, 1.0, 2.0, 3.0, None, None, None]
     assert "exited with code 3" in scores[4].error and "not done in 1 s" in scores[5].error
     assert "exited with code 1" in scores[6].error
-    assert not any(score.is_raised for score in scores), "another attempt of the stage may have better luck"
+    assert not any(score.is_permanent_error for score in scores), "another attempt of the stage may have better luck"
     assert [score.value for score in later] == [0.0, 1.0], "no process is kept whose device is of no use"
 
 

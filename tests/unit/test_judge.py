@@ -65,7 +65,7 @@ def test_what_one_completion_provokes_costs_its_score_alone_and_placeholders_of_
     assert all("2 + {completion}?" in request["messages"][1]["content"] for request in requests)
     with chat_server(status=400, complete=judged) as (url, _):
         [score] = scores(url, ["4"])
-    assert score.is_raised and "BadRequestError: Error code: 400" in score.error
+    assert score.is_permanent_error and "BadRequestError: Error code: 400" in score.error
 
 
 def test_the_same_completion_is_judged_once_unless_the_rubric_changes(cache: Path) -> None:
@@ -88,10 +88,10 @@ def test_a_judge_that_is_away_makes_completions_invalid_and_a_retry_sensible(mon
     with chat_server() as (url, _):
         pass
     [score] = scores(url, ["4"])
-    assert score.value is None and not score.is_raised and "Connection" in score.error
+    assert score.value is None and not score.is_permanent_error and "Connection" in score.error
     with chat_server(status=404, complete=judged) as (url, _):
         [score] = scores(url, ["4"])
-    assert score.value is None and score.is_raised and "no such model" in score.error
+    assert score.value is None and score.is_permanent_error and "no such model" in score.error
 
 
 def test_a_recipe_without_a_server_is_refused() -> None:

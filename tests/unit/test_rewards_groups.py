@@ -74,7 +74,7 @@ def test_a_function_of_a_group_is_called_once_and_what_fails_costs_that_group_al
         "ValueError: returned 1 values for 2 completions; the rule is a list with one for each",
         "ValueError: returned nothing; the rule is a number, or",
     ]  # fmt: skip
-    assert [each.scores[0].is_raised for each in scored] == [False, False, True, False, True, True]
+    assert [each.scores[0].is_permanent_error for each in scored] == [False, False, True, False, True, True]
 
 
 UNREADABLE = """

@@ -230,21 +230,21 @@ def result_values(table: Table) -> dict[str, Any]:
     return values
 
 
-def convert_references(table: TableT, convert_reference: Callable[[ReferenceKind, str], str]) -> TableT:
+def convert_references(table: TableT, convert_reference_fn: Callable[[ReferenceKind, str], str]) -> TableT:
     """Return a table with the values of its fields marked `ReferenceKind` converted, nested tables included."""
     converted_values: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         value, reference_kind = getattr(table, name), find_mark(field, ReferenceKind)
         if isinstance(value, Table):
-            converted_values[name] = convert_references(value, convert_reference)
+            converted_values[name] = convert_references(value, convert_reference_fn)
         elif _are_tables(value):
-            converted_values[name] = tuple(convert_references(each, convert_reference) for each in value)
+            converted_values[name] = tuple(convert_references(each, convert_reference_fn) for each in value)
         elif reference_kind and isinstance(value, str):
-            converted_values[name] = convert_reference(reference_kind, value)
+            converted_values[name] = convert_reference_fn(reference_kind, value)
         elif reference_kind and isinstance(value, tuple):
-            converted_values[name] = tuple(convert_reference(reference_kind, item) for item in value)
+            converted_values[name] = tuple(convert_reference_fn(reference_kind, item) for item in value)
         elif reference_kind and isinstance(value, dict):
-            converted_values[name] = {convert_reference(reference_kind, key): item for key, item in value.items()}
+            converted_values[name] = {convert_reference_fn(reference_kind, key): item for key, item in value.items()}
     return table.derive(**converted_values) if converted_values else table
 
 

@@ -63,7 +63,7 @@ class Sequences(PreparedRows):
         return self.lengths
 
     def samples(self, positions: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None) -> list[Sample]:
-        """Return a sample for each sequence."""
+        """Return the training samples of the rows `positions`: tokens, loss mask, and images of each."""
         return [
             Sample(*self[i], images=self.images(i), micro_batch=micro_batch, source=self.source(i)) for i in positions
         ]
