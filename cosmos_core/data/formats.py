@@ -86,9 +86,8 @@ def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
                 content.decode()
             except UnicodeDecodeError as error:
                 line_number = content.count(b"\n", 0, error.start) + 1
-                raise DataError(
-                    f"{path.name}:{line_number}: byte {error.start} is not UTF-8; save the file as UTF-8"
-                ) from None
+                problem = f"{path.name}:{line_number}: byte {error.start} is not UTF-8; save the file as UTF-8"
+                raise DataError(f"{problem}, for example with iconv -f cp1252 -t utf-8 OLD > NEW") from None
             raise
 
 

@@ -270,7 +270,10 @@ def _describe_rows(stage: Stage, statistics: dict[str, Any]) -> list[str]:
         if num_unmasked := counts.get("plain_rows"):
             text += f", {num_unmasked:,} rows of plain text in which no token is masked"
         if unused_columns := counts.get("unread_columns"):
-            text += f", columns that nothing reads: {', '.join(unused_columns[:_MAX_COLUMNS])}"
+            readers_text = (
+                "only rewards can read" if metric_weights(stage.recipe.train.train_policy) else "nothing reads"
+            )
+            text += f", columns that {readers_text}: {', '.join(unused_columns[:_MAX_COLUMNS])}"
             text += f" and {len(unused_columns) - _MAX_COLUMNS} more" if len(unused_columns) > _MAX_COLUMNS else ""
         lines.append(text)
     return lines

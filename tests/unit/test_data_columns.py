@@ -148,7 +148,7 @@ def test_a_check_names_the_columns_that_nothing_reads_and_rows_of_plain_text(tmp
     (tmp_path / "rows" / "train.jsonl").write_text(line * 2)
     recipe = tiny_model(tmp_path, is_rl=True)
     found = check.run(make_stage(tmp_path / "t", tmp_path / "model", recipe)).info["found"]
-    assert "columns that nothing reads: messages" in found
+    assert "columns that only rewards can read: messages" in found
 
 
 def test_a_test_size_leaves_the_reading_of_rows_to_a_data_packer(tmp_path, model):

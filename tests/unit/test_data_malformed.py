@@ -116,7 +116,7 @@ WRONG = {
     "a parquet without rows": ("a.parquet", parquet([GOOD][:0]), "a.parquet: file holds no rows"),
     "strings that are no UTF-8": ("a.arrow", wrong_bytes, "a.arrow is not a readable Arrow file:"),
     "a truncated saved data set": ("saved", saved_and_damaged, "train.train_policy.dataset.name:"),
-    "a column of numbers": ("a.parquet", parquet([{"text": 3}]), "a.parquet row 0: column 'text' holds '3'; a conv"),
+    "a column of numbers": ("a.parquet", parquet([{"text": 3}]), "a.parquet row 0: column 'text' holds '3'; write"),
     "a column of strings": ("a.parquet", parquet([{"messages": ["a", "b"]}]), "a.parquet row 0, turn 1 of 'messages'"),
     "a null": ("a.jsonl", content(LINE + b'{"messages": null}\n'), "a.jsonl:2: no conversation among the columns mes"),
     "a NUL byte in a line": ("a.jsonl", content(LINE + LINE.replace(b"q", b"\0")), "a.jsonl:2: malformed JSON, Inval"),
