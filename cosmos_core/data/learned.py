@@ -16,7 +16,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from cosmos_core.data.messages import Message, SkippedRow, turn_texts
 from cosmos_core.data.rendering import RefusedRow, TemplateRenderer, Tools, check_tools, render, render_template
-from cosmos_core.data.spans import RenderFn, Span, prefix_spans, spans_by_placeholders, strip_trailing_space
+from cosmos_core.data.spans import (
+    RenderFn,
+    Span,
+    make_unused_word,
+    prefix_spans,
+    spans_by_placeholders,
+    strip_trailing_space,
+)
 from cosmos_core.data.template_limits import limit_resources
 from cosmos_core.data.turn_weights import is_trained_turn
 from cosmos_core.errors import DataError
@@ -25,7 +32,6 @@ _MIN_PLACEHOLDER_TURNS = 64
 """Number of turns above which `spans_by_placeholders` is tried before `prefix_spans`, whose time is quadratic."""
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*(end)?generation\s*([-+]?)%\}")
 _SPAN_START, _SPAN_END = "\ue000", "\ue001"  # private-use characters that replace {% generation %} marks
-_UNUSED_WORD = "zqresult"
 _TEMPLATE_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
@@ -87,11 +93,12 @@ def _are_results_in_spans(render_messages: RenderFn, turns: list[Message], speci
     """Return whether results of tools would be learned. Gemma 4 writes the text of a turn with calls after them."""
     if not any("tool_calls" in turn and any(turn_texts(turn)) for turn in turns):
         return False
-    turns = [{**turn, "content": _UNUSED_WORD} if turn["role"] == "tool" else turn for turn in turns]
+    unused_word = make_unused_word(turns)
+    turns = [{**turn, "content": unused_word} if turn["role"] == "tool" else turn for turn in turns]
     with suppress(TemplateError):  # a template may need another form of results
         text = render_messages(turns, False)
         spans = _find_turn_spans(render_messages, turns, text, special_tokens)
-        return any(_UNUSED_WORD in text[start:end] for start, end in spans or ())
+        return any(unused_word in text[start:end] for start, end in spans or ())
     return False
 
 

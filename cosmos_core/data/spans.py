@@ -42,7 +42,7 @@ def spans_by_placeholders(
     `rendered_text`; None if this fails. A span includes text between generation prompt and completion (think block).
     With `keeps_thoughts` a placeholder follows the thoughts of a text, for templates that take them out of the text."""
     turn_indices = _find_assistant_turns(messages)
-    unused_word = _make_unused_word(messages)
+    unused_word = make_unused_word(messages)
     placeholders = [f"{unused_word}{turn_number}x" for turn_number in range(len(turn_indices))]
     placeholder_messages = list(messages)
     for i, word in zip(turn_indices, placeholders, strict=True):
@@ -79,7 +79,8 @@ def _find_assistant_turns(messages: list[Message]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _make_unused_word(messages: list[Message]) -> str:
+def make_unused_word(messages: list[Message]) -> str:
+    """Return a word that occurs in none of the messages."""
     word = "zqturn"
     while any(word in str(message) for message in messages):
         word += "q"
@@ -123,7 +124,7 @@ def _find_generation_prompt(render_fn: RenderFn, preceding_messages: list[Messag
         if any(turn["role"] == "user" for turn in preceding_messages):
             raise
         # Templates refuse an empty conversation, and some need a user turn, so render an arbitrary user turn before.
-        preceding_messages = [*preceding_messages, {"role": "user", "content": _make_unused_word(preceding_messages)}]
+        preceding_messages = [*preceding_messages, {"role": "user", "content": make_unused_word(preceding_messages)}]
         text_without_prompt, text_with_prompt = (render_fn(preceding_messages, flag) for flag in (False, True))
     if not text_with_prompt.startswith(text_without_prompt):
         return None

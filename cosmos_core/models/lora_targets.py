@@ -12,7 +12,8 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, cast
 
 import peft
 import torch
@@ -226,11 +227,21 @@ def _find_bypassed_layers(model: nn.Module) -> Iterator[str]:
     layers that are never called, and layers of a recurrent module, which kernels on a GPU bypass."""
     for name, module in model.named_modules():
         linear_names = [child_name for child_name, child in module.named_children() if isinstance(child, nn.Linear)]
-        source = inspect.getsource(type(module)) if linear_names and isinstance(model, PreTrainedModel) else ""
+        source = _read_source(cast(Any, type(module))) if linear_names and isinstance(model, PreTrainedModel) else ""
         for child in linear_names:
             is_read = re.search(rf"self\.{child}\.(weight|bias)\b(?!\.(dtype|device|shape))", source)
             if is_read and (hasattr(module, "conv1d") or f"self.{child}(" not in source):
                 yield f"{name}.{child}"
+
+
+@cache
+def _read_source(module_class: type[nn.Module]) -> str:
+    """Return the source code of a module class; empty for a class that is in no file. `inspect` parses the whole file
+    for each class, and models with experts have thousands of modules of one class."""
+    try:
+        return inspect.getsource(module_class)
+    except (OSError, TypeError):
+        return ""
 
 
 def _describe_layer(layer: LoraLayer, name: str) -> str:

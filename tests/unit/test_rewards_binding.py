@@ -93,7 +93,7 @@ def test_a_function_may_score_in_processes_that_call_its_own_file(tmp_path: Path
     """
     (tmp_path / "mine.py").write_text(dedent(code))
     group = Group(Prompt(0, (1,), "p", "a", metadata=COLUMNS), (completion("a"), completion("four")), 0)
-    with RewardRunner({f"{tmp_path}/mine.py:f": 1.0}, timeout_seconds=5, num_workers=1, retries=0) as runner:
+    with RewardRunner({f"{tmp_path}/mine.py:f": 1.0}, timeout_seconds=300, num_workers=1, retries=0) as runner:
         [scored] = runner.score_groups([group])
     assert [score.value for score in scored.scores] == [1.5, 4.5], scored.scores[0].error
 
