@@ -66,7 +66,7 @@ def _state(gigabytes: float) -> TrainState:
 
 def _saves(folder: Path, state: TrainState, asynchronous: bool, count: int) -> tuple[str, ...]:
     """Return a row of the table: medians of the saves after the first, which allocates."""
-    saver = Checkpointer(folder, fingerprint="f", max_keep=2, asynchronous=asynchronous)
+    saver = Checkpointer(folder, fingerprint="f", max_keep=2, is_async=asynchronous)
     found: list[tuple[float, float, float, int, int]] = []
     for step in range(1, count + 1):
         began, cpu, before = time.perf_counter(), time.process_time(), psutil.Process().io_counters()

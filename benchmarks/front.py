@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.observe.logs import add_quiet_variables
+from cosmos_core.observe.logs import add_log_silencing_variables
 
 PROGRAM = """
 import time
@@ -110,7 +110,7 @@ def write_pipeline(folder: Path, count: int) -> Path:
 
 def cosmos(path: Path, command: str = "run") -> None:
     """Run the command to its end."""
-    environment: dict[str, Any] = add_quiet_variables(
+    environment: dict[str, Any] = add_log_silencing_variables(
         {k: v for k, v in os.environ.items() if not k.startswith("PREFECT")}
     )
     words = [command, path.name] if command == "run" else [command]

@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cosmos_core.models.scorer import RequestedOutputs, Scorer, default_chunk_bytes
+from cosmos_core.models.scorer import LogprobScorer, RequestedOutputs, default_chunk_bytes
 
 CHUNKS_MIB = (64, 256, 1024)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,7 +42,7 @@ def main() -> None:
     per_token_N = torch.randn(options.tokens, device=DEVICE) / options.tokens
     variants: dict[tuple[str, str], Callable[[], None]] = {}
     for mib in CHUNKS_MIB:
-        scorer = Scorer(model, mib << 20)
+        scorer = LogprobScorer(model, mib << 20)
         for name, wants, expected in (
             ("derivative known", RequestedOutputs(), per_token_N),
             ("derivative unknown", RequestedOutputs(), None),
@@ -60,12 +60,12 @@ def main() -> None:
 
 
 def _step(
-    scorer: Scorer, ids_1T: Tensor, wants: RequestedOutputs, expected_N: Tensor | None, weights_N: Tensor, dtype: str
+    scorer: LogprobScorer, ids_1T: Tensor, wants: RequestedOutputs, grad_N: Tensor | None, weights_N: Tensor, dtype: str
 ) -> None:
     scorer.zero_grad(set_to_none=True)
     chosen_N = torch.arange(len(weights_N), device=DEVICE)
     with torch.autocast(DEVICE.type, getattr(torch, dtype), enabled=dtype != "float32"):
-        found = scorer({"input_ids": ids_1T}, chosen_N, request=wants, loss_gradient_N=expected_N)
+        found = scorer({"input_ids": ids_1T}, chosen_N, request=wants, loss_gradient_N=grad_N)
     loss = (found["logprobs"] * weights_N).sum()
     if wants.entropy == "gradient":
         loss = loss + 0.01 * found["entropy"].mean()

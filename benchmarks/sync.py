@@ -47,10 +47,10 @@ from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.parallel.fsdp import copy_without_weights
 from cosmos_core.parallel.mesh import rank_number
 from cosmos_core.rollout.base import Bucket, EngineSettings, LoadReceipt, WeightFormat, WeightReceiver
-from cosmos_core.rollout.fleet import Fleet
+from cosmos_core.rollout.fleet import EngineFleet
 from cosmos_core.rollout.publish import BUCKET_BYTES, WeightPublisher
 from cosmos_core.rollout.registry import make_engine
-from cosmos_core.rollout.transfer import NativeTransfer
+from cosmos_core.rollout.transfer import NativeWeightTransfer
 from cosmos_core.types import Group
 from tests.unit.replicas import Threaded
 from tests.unit.wire import QueueLink, QueueTransport, Wire
@@ -72,7 +72,7 @@ class CopyEngine:
         with _counting():
             for name, tensor in self._receiver.tensors(buckets):
                 self.own[name].copy_(tensor)
-        return self._receiver.receipt(version)
+        return self._receiver.acknowledge(version)
 
 
 class LinkedEngine(CopyEngine):
@@ -200,7 +200,7 @@ def _rank(options: argparse.Namespace) -> None:
         for name, tensor in source.items():
             engine.own[name].copy_(tensor)
 
-    fleets: list[Fleet] = []
+    fleets: list[EngineFleet] = []
     ways: dict[str, Callable[[], object]] = {"plain copy": plain}
     if options.engine == "vllm":
         ways["publish to vLLM"] = _vllm(options, model)
@@ -228,14 +228,14 @@ def _published(
 
 
 def _linked(
-    model: PreTrainedModel, whole: PreTrainedModel | None, bucket_bytes: int, fleets: list[Fleet]
+    model: PreTrainedModel, whole: PreTrainedModel | None, bucket_bytes: int, fleets: list[EngineFleet]
 ) -> dict[str, Callable[[], object]]:
     ways: dict[str, Callable[[], object]] = {}
     for name in ("host link", "native link"):
         wire = Wire()
         handles = [Threaded(partial(LinkedEngine, model, wire))] if rank_number() == 0 else []
-        native = NativeTransfer(QueueTransport(wire), 1) if name == "native link" else None
-        fleet = Fleet(partial(list, handles), max_groups=1, timeout_seconds=600.0, native_transfer=native)
+        native = NativeWeightTransfer(QueueTransport(wire), 1) if name == "native link" else None
+        fleet = EngineFleet(partial(list, handles), max_groups=1, timeout_seconds=600.0, native_transfer=native)
         fleets.append(fleet)
         fleet.load_weights(0, ())  # connects, so that no engine is new and probed
         publisher = WeightPublisher(
@@ -252,7 +252,7 @@ def _by_collectives(publisher: WeightPublisher) -> Callable[[], object]:
             publisher.publish(1)
         assert publisher._weights is not None and publisher._weights._gatherer is not None
         publisher._weights._gatherer._is_shared = False
-        publisher._weights._gatherer._memories = [None, None]
+        publisher._weights._gatherer._shared_memories = [None, None]
         publisher.publish(1)
 
     return publish

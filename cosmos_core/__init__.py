@@ -23,5 +23,5 @@ class _OptionalDependencyHook(MetaPathFinder):
 
 
 sys.meta_path.insert(0, _OptionalDependencyHook())
-for _name in ("torchao", "torch.utils._pytree"):  # warn of kernels that a CPU does not need, and of an enumeration
+for _name in ("torchao", "torch.utils._pytree"):  # log warnings that do not concern this project
     logging.getLogger(_name).setLevel(logging.ERROR)

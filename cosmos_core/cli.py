@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-_PROCESS_START = time.time()
+_PROCESS_START_TIME = time.time()
 
 from io import TextIOWrapper  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -69,7 +69,7 @@ def _print_version(is_requested: bool) -> None:
 
 
 @app.callback()
-def root(
+def root_command(
     context: typer.Context,
     is_requested: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and exit.")
@@ -126,16 +126,16 @@ def resume(
     try:
         run_path = find_run(run_name, output_dir)
     except ConfigError:
-        from cosmos_core.launch.flow_run import find_failed_start, reschedule_flow_run
+        from cosmos_core.launch.flow_run import find_failed_flow_run, reschedule_flow_run
 
-        if from_stage or verify or budget is not None or (failed_flow_run := find_failed_start(run_name)) is None:
+        if from_stage or verify or budget is not None or (failed_flow_run := find_failed_flow_run(run_name)) is None:
             raise
         for line in reschedule_flow_run(failed_flow_run):
             typer.echo(line)
     else:
         print_notices(change_to_run_folder(run_path))
         run = _open_run(str(run_path), output_dir)
-        if cli_flow.was_made_by_flow(run.path):
+        if cli_flow.was_created_by_flow(run.path):
             if budget is not None:
                 raise ConfigError("--budget: the run is of a flow in Python; raise it in configure_run of the flow")
             if from_stage or verify:
@@ -190,12 +190,12 @@ def plan(
     from cosmos_core.run import plan as planning
     from cosmos_core.run.hub import pin_hub_revisions
     from cosmos_core.run.remote import pin_urls
-    from cosmos_core.upload.artifact_store import result_lookup
+    from cosmos_core.upload.artifact_store import make_result_lookup
 
     estimate = estimate or bool(on)
     pipeline = _compose_pipeline(configs, overrides)
     find_machine_spec(pipeline.config, on, ())  # refuses an unknown GPU before anything is measured
-    unpinned_pipeline, output_dir = pipeline, _check_pipeline(pipeline, is_plan=estimate)
+    unpinned_pipeline, output_dir = pipeline, _check_pipeline(pipeline, allows_unsupported=estimate)
     try:
         pipeline = pin_urls(pin_hub_revisions(pipeline))
     except CosmosError as error:  # an estimate needs only config.json, not the commits on the Hub
@@ -203,7 +203,7 @@ def plan(
             raise
         print_notices([str(error)])
     decisions = planning.plan_stages(
-        pipeline, pipeline.kinds, output_dir, ignores_cache=verify, find_stored_result=result_lookup(pipeline)
+        pipeline, pipeline.kinds, output_dir, ignores_cache=verify, find_stored_result=make_result_lookup(pipeline)
     )
     console = make_console()
     console.print(plan_table(pipeline, decisions))
@@ -347,8 +347,8 @@ def _compose_pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
     return pipeline
 
 
-def _check_pipeline(pipeline: Pipeline, *, is_plan: bool = False) -> Path:
-    """Return the folder of runs after all checks that need no worker; `is_plan`: only note unsupported settings."""
+def _check_pipeline(pipeline: Pipeline, *, allows_unsupported: bool = False) -> Path:
+    """Run checks that need no worker; return the folder of runs. `allows_unsupported`: unsupported settings pass."""
     from cosmos_core.config.capabilities import check_capabilities
     from cosmos_core.config.mesh import check_meshes
     from cosmos_core.run.directory import create_writable_folder
@@ -360,7 +360,7 @@ def _check_pipeline(pipeline: Pipeline, *, is_plan: bool = False) -> Path:
     try:
         check_capabilities(pipeline)
     except ConfigError as error:
-        if not is_plan:
+        if not allows_unsupported:
             raise
         print_notices([f"this version would refuse to run it: {error}"])
     check_meshes(pipeline)
@@ -384,7 +384,7 @@ def _require_unclaimed_run(run: Run) -> Run:
 
     liveness.check_approval(run.path)
     try:
-        directory.claim_run(run, _PROCESS_START).release()
+        directory.claim_run(run, _PROCESS_START_TIME).release()
     except OSError as error:
         raise ConfigError(
             f"run {run.id} cannot be written: {error.filename}: {error.strerror}; a run goes on in its own folder: "

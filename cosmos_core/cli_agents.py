@@ -43,7 +43,5 @@ def agent_docs(context: typer.Context) -> None:
 def _iterate_commands(name: str, group: Any) -> Iterator[tuple[str, Any]]:
     """Yield the full name of each command in a group of commands and its sub-groups, with the command."""
     for command_name, command in vars(group)["commands"].items():
-        is_group = "commands" in vars(command)
-        yield from (
-            _iterate_commands(f"{name} {command_name}", command) if is_group else [(f"{name} {command_name}", command)]
-        )
+        full_name, is_group = f"{name} {command_name}", "commands" in vars(command)
+        yield from _iterate_commands(full_name, command) if is_group else [(full_name, command)]

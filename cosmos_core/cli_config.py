@@ -59,14 +59,14 @@ def convert(file: ConfigArgument) -> None:
     """Print a configuration with current key names; changes are listed on standard error. Comments are lost."""
     import tomli_w
 
-    from cosmos_core.config.compat.translate import with_algorithm_keys
+    from cosmos_core.config.compat.translate import with_current_algorithm_keys
     from cosmos_core.config.files import read_config
 
     _load_pipeline(file)  # raises ConfigError if the configuration is invalid
     notices: list[str] = []
     config_values, _ = read_config(file, notices)
-    if not config_values.get("pipeline", {}).get("stages"):  # with stages, each may have another algorithm
-        config_values = with_algorithm_keys(config_values, notices)
+    if not config_values.get("pipeline", {}).get("stages"):  # otherwise each stage may have another algorithm
+        config_values = with_current_algorithm_keys(config_values, notices)
     print_notices(notices)
     typer.echo(tomli_w.dumps(config_values), nl=False)
 
@@ -74,11 +74,11 @@ def convert(file: ConfigArgument) -> None:
 @config_app.command()
 def coverage() -> None:
     """Print the status of every key, and for used keys the test that shows their effect."""
-    from cosmos_core.config.describe import all_keys, effect_tests
+    from cosmos_core.config.describe import all_keys, effect_test_by_key
 
     keys = [key for key in all_keys() if not key.is_table]
     for key in keys:
-        typer.echo(f"{key.status:<12} {key.name}  {effect_tests().get(key.name, key.note)}")
+        typer.echo(f"{key.status:<12} {key.name}  {effect_test_by_key().get(key.name, key.note)}")
     counts = Counter(key.status for key in keys)
     typer.echo(", ".join(f"{count} {status}" for status, count in counts.most_common()))
 

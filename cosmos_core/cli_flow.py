@@ -49,7 +49,7 @@ def refuse_parameters(assignments: Sequence[str]) -> None:
         raise ConfigError("-p is for a flow, FILE.py:FLOW; settings of a TOML file are changed with --set KEY=VALUE")
 
 
-def was_made_by_flow(run_path: Path) -> bool:
+def was_created_by_flow(run_path: Path) -> bool:
     """Return True if a run was created by a Python flow rather than from a TOML file."""
     from cosmos_core.run.directory import read_start_info
 
@@ -102,7 +102,7 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
     from cosmos_core.run.directory import open_run
     from cosmos_core.run.plan import plan_stages
     from cosmos_core.session import import_python_flow
-    from cosmos_core.upload.artifact_store import result_lookup
+    from cosmos_core.upload.artifact_store import make_result_lookup
 
     _require_flow_file(entrypoint)
     flow, _ = import_python_flow(entrypoint)
@@ -113,13 +113,13 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
     run_id, flow_parameters = derive_name_and_parameters(flow, parameters)
     run_path = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute() / run_id
     parameter_text = ", ".join(f"{name}={value!r}" for name, value in flow_parameters.items()) or "no parameters"
-    if not was_made_by_flow(run_path):
+    if not was_created_by_flow(run_path):
         echo(f"{entrypoint} has no run {run_path} with {parameter_text}: its stages are known when it calls them")
         return
     run = open_run(run_path, all_kinds())
     set_command_credentials(run.pipeline)
     decisions = plan_stages(
-        run.pipeline, run.pipeline.kinds, run.output_dir, find_stored_result=result_lookup(run.pipeline)
+        run.pipeline, run.pipeline.kinds, run.output_dir, find_stored_result=make_result_lookup(run.pipeline)
     )
     make_console().print(plan_table(run.pipeline, decisions))
     echo(f"These are the stages of run {run_id} ({parameter_text}); the flow decides on later calls when it runs.")

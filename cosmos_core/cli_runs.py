@@ -33,8 +33,8 @@ def status(run_name: RunArgument = "", output_dir: OutputDirOption = Path("outpu
         from cosmos_core.launch.reap import find_cancelled_flow_run
 
         if name := find_cancelled_flow_run(path.parent, path.name):
-            consequence = "but the run goes on; if it still does in a minute: cosmos reap"
-            typer.echo(f"flow run {name} was cancelled, {consequence if outcome == 'running' else 'and waits no more'}")
+            run_text = "but the run goes on; if it still does in a minute: cosmos reap"
+            typer.echo(f"flow run {name} was cancelled, {run_text if outcome == 'running' else 'and waits no more'}")
 
 
 def runs(
@@ -112,13 +112,13 @@ def samples(  # noqa: PLR0913 - options of a command
 
 def watch(run_name: RunArgument = "", output_dir: OutputDirOption = Path("outputs")) -> None:
     """Follow a run that another process or machine executes, until the run ends."""
-    from cosmos_core.observe.console import Display, print_status
+    from cosmos_core.observe.console import ProgressDisplay, print_status
     from cosmos_core.observe.record import read_run
     from cosmos_core.observe.runs import is_run_inactive
     from cosmos_core.run.directory import find_run
 
     path = find_run(run_name, output_dir)
-    with Display([stage.name for stage in read_run(path).stages]) as display:
+    with ProgressDisplay([stage.name for stage in read_run(path).stages]) as display:
         while True:
             run = read_run(path)
             for stage in run.stages:

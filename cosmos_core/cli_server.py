@@ -14,7 +14,7 @@ import typer
 from cosmos_core.cli_runs import OutputDirOption
 
 if TYPE_CHECKING:
-    from cosmos_core.launch.doctor import Finding
+    from cosmos_core.launch.doctor import Diagnosis
 
 
 def bootstrap(
@@ -24,7 +24,7 @@ def bootstrap(
     type_: Annotated[
         str, typer.Option("--type", help="Type of the work pools: process, kubernetes, docker ...")
     ] = "process",
-    limit: Annotated[int, typer.Option(min=0, help="Maximum concurrent runs per work pool; 0: no limit.")] = 0,
+    limit: Annotated[int, typer.Option(min=0, help="Maximum concurrent runs per work pool; 0: none is set.")] = 0,
     template: Annotated[Path | None, typer.Option(help="Base job template, a JSON file in deploy/.")] = None,
     notify: Annotated[
         list[str],
@@ -37,10 +37,10 @@ def bootstrap(
     """Create what the Prefect server lacks: work pools, the automation that detects dead flow runs, and automations
     that send notifications."""
     from cosmos_core.launch import bootstrap as server
-    from cosmos_core.launch.notify import parse_channels
+    from cosmos_core.launch.notify import parse_notification_channels
 
     work_pools = [server.WorkPool(name, type_, limit or None, template) for name in pools or server.DEFAULT_POOLS]
-    for line in server.bootstrap_server(work_pools, parse_channels(notify)):
+    for line in server.bootstrap_server(work_pools, parse_notification_channels(notify)):
         typer.echo(line)
 
 
@@ -51,7 +51,7 @@ def worker(
     type_: Annotated[str, typer.Option("--type", help="Type of the worker; empty: the type of the work pool.")] = "",
 ) -> None:
     """Start a Prefect worker that keeps polling after an outage of the server."""
-    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # as in prefect.yaml, for flows of users too
+    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # the same value as in prefect.yaml
     arguments = ["worker", "start", "--pool", pool]
     arguments += ["--limit", str(limit)] * bool(limit) + ["--name", name] * bool(name)
     arguments += ["--type", type_] * bool(type_)
@@ -70,14 +70,14 @@ def doctor(
     from cosmos_core.launch.machine_doctor import check_machine
 
     is_healthy = True
-    for finding in _cluster_findings(output_dir) if cluster else check_machine(output_dir.absolute()):
-        is_healthy &= finding.is_healthy
-        typer.echo(f"{'ok   ' if finding.is_healthy else 'WRONG'} {finding.name}: {finding.message}")
+    for diagnosis in _diagnose_cluster(output_dir) if cluster else check_machine(output_dir.absolute()):
+        is_healthy &= diagnosis.is_healthy
+        typer.echo(f"{'ok   ' if diagnosis.is_healthy else 'WRONG'} {diagnosis.name}: {diagnosis.message}")
     if not is_healthy:
         raise typer.Exit(EXIT_CRASH)
 
 
-def _cluster_findings(output_dir: Path) -> Iterator[Finding]:
+def _diagnose_cluster(output_dir: Path) -> Iterator[Diagnosis]:
     from prefect.client.orchestration import get_client
     from prefect.settings import get_current_settings
 
@@ -145,15 +145,15 @@ def clean(
         _clean_store(store, num_kept_runs=keep, older_than_seconds=min_age_seconds, is_confirmed=yes)
         return
     folder = output_dir.absolute()
-    runs = retention.decide_what_to_keep(folder, num_kept_runs=keep, older_than_seconds=min_age_seconds)
+    runs = retention.decide_retention(folder, num_kept_runs=keep, older_than_seconds=min_age_seconds)
     for verdict in runs:
         outcome = f"stays: {verdict.reason_to_keep}" if verdict.reason_to_keep else "goes"
         details = f"{verdict.pipeline}, {format_bytes(verdict.size)}, {format_duration(verdict.age_seconds)} old"
         typer.echo(f"{verdict.path.name}  {details}  {outcome}")
     removable_runs = [verdict for verdict in runs if not verdict.reason_to_keep]
-    removed = list(retention.remove_runs(folder, removable_runs)) if yes else removable_runs
-    freed_bytes = format_bytes(sum(verdict.size for verdict in removed))
-    count_text, hint = f"{len(removed)} of {len(runs)} runs", "; remove them with --yes" if removed else ""
+    removed_runs = list(retention.remove_runs(folder, removable_runs)) if yes else removable_runs
+    freed_bytes = format_bytes(sum(verdict.size for verdict in removed_runs))
+    count_text, hint = f"{len(removed_runs)} of {len(runs)} runs", "; remove them with --yes" if removed_runs else ""
     typer.echo(f"removed {count_text}, {freed_bytes}" if yes else f"{count_text} may be removed, {freed_bytes}{hint}")
 
 
@@ -161,7 +161,7 @@ def _clean_store(url: str, *, num_kept_runs: int, older_than_seconds: float, is_
     from cosmos_core.observe.formatting import format_bytes, format_duration
     from cosmos_core.upload.store_retention import StoreRetention
 
-    retention = StoreRetention(url, num_kept=num_kept_runs, older_than_seconds=older_than_seconds)
+    retention = StoreRetention(url, num_kept_runs=num_kept_runs, older_than_seconds=older_than_seconds)
     for run in retention.runs:
         outcome = f"stays: {run.reason_to_keep}" if run.reason_to_keep else "goes"
         typer.echo(f"{run.name}  {run.pipeline}, {format_duration(run.age_seconds)} old  {outcome}")
@@ -170,6 +170,6 @@ def _clean_store(url: str, *, num_kept_runs: int, older_than_seconds: float, is_
         num_deleted, freed_bytes = retention.remove()
         typer.echo(f"removed {num_deleted} of {len(retention.runs)} runs, {format_bytes(freed_bytes)}")
     else:
-        hint = "; remove them with --yes" if retention.size else ""
-        size = format_bytes(retention.size)
+        hint = "; remove them with --yes" if retention.removable_bytes else ""
+        size = format_bytes(retention.removable_bytes)
         typer.echo(f"{num_removable_runs} of {len(retention.runs)} runs may be removed, {size}{hint}")

@@ -33,9 +33,9 @@ SaveOption = Annotated[str, typer.Option(help="Recipe file to write; empty: name
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the recipe without writing it.")]
 SetOption = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the recipe.")]
 
-_FILE_HEADER = "# Written by cosmos, digest "
+_RECIPE_HEADER = "# Written by cosmos, digest "
 _DATASET_KEYS = ("train", "train_policy", "dataset")
-_ROW_KEYS = ("subset", "split", "revision")
+_SPLIT_KEYS = ("subset", "split", "revision")
 _Setting = tuple[str, Any, str]
 """Key of a setting, its value, and the reason for the value."""
 
@@ -141,7 +141,7 @@ def init() -> None:
     default_path = str(_make_recipe_path(command_options, ""))
     path = _write_recipe(command_options, settings, typer.prompt("Where to write the recipe?", default=default_path))
     if typer.confirm(f"saved as {path}. Run it now?"):
-        _exec_run(path, [])
+        _replace_process_with_run(path, [])
     typer.echo(f"run it with: cosmos run {path}")
 
 
@@ -157,14 +157,14 @@ def try_model(
     """Chat with a model, or generate images with it: the model of a run or a stage, a folder, or a Hub id."""
     if len(models) > 2:
         raise ConfigError(f"{len(models)} models; give one, or two to see them side by side")
-    from cosmos_core.observe.logs import add_quiet_variables
+    from cosmos_core.observe.logs import add_log_silencing_variables
     from cosmos_core.run.remote import download_url
 
     folders = [download_url(_resolve_model(name, output_dir), output_dir) for name in models]
     options = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "names": models}
     arguments = ["-m", "cosmos_core.models.try_models", json.dumps(options), *folders]
     sys.stdout.flush()
-    os.environ |= add_quiet_variables(os.environ)
+    os.environ |= add_log_silencing_variables(os.environ)
     encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
     os.environ["PYTHONIOENCODING"] = f"{encoding}:replace"  # a prompt may have any bytes, a completion any character
     os.execv(sys.executable, [sys.executable, *arguments])
@@ -185,7 +185,7 @@ def _resolve_model(name: str, output_dir: Path) -> str:
             raise ConfigError(f"{name}: this stage made no model")
         return model_path if "://" in model_path else str(path / model_path)
     is_run = any((each / "pipeline.toml").is_file() for each in paths)
-    if not is_run and (not name.isdecimal() or os.path.isdir(name)):  # digits are a run id
+    if not is_run and (not name.isdecimal() or os.path.isdir(name)):  # a name of digits is a run id
         return name
     run = read_run(find_run(name, output_dir))
     if run.model is None:
@@ -205,13 +205,13 @@ def _save_and_run_recipe(
     if overrides:
         _check_overrides(_render_recipe(command_options, settings), overrides)
     if dry_run:
-        run_hint = f"\n# run with {shlex.join(options)}\n" if options else ""
-        typer.echo(_render_recipe(command_options, settings) + run_hint, nl=False)
+        run_command_comment = f"\n# run with {shlex.join(options)}\n" if options else ""
+        typer.echo(_render_recipe(command_options, settings) + run_command_comment, nl=False)
         return
     path = _write_recipe(command_options, settings, save)
     command = shlex.join(["cosmos", "run", str(path), *options])
     typer.echo(f"saved as {path}; each value has its reason there. Edit it and run it again: {command}")
-    _exec_run(path, options)
+    _replace_process_with_run(path, options)
 
 
 def _check_overrides(recipe_text: str, overrides: Sequence[str]) -> None:
@@ -231,13 +231,13 @@ def _check_overrides(recipe_text: str, overrides: Sequence[str]) -> None:
 def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] = ()) -> list[_Setting]:
     """Return the proposed settings for the model and the rows that `overrides` select, from a subprocess that may
     import torch."""
-    from cosmos_core.config.load import merge, nest_value
+    from cosmos_core.config.load import merge_tables, nest_value
     from cosmos_core.config.override import parse_override
     from cosmos_core.config.schema.dataset import data_suffix
     from cosmos_core.run.remote import download_url
 
     settings = {setting.keys: setting.value for setting in map(parse_override, overrides)}
-    rows = {keys[-1]: value for keys, value in settings.items() if keys[:-1] == _DATASET_KEYS and keys[-1] in _ROW_KEYS}
+    rows = {keys[-1]: item for keys, item in settings.items() if keys[:-1] == _DATASET_KEYS and keys[-1] in _SPLIT_KEYS}
     # No shell expands `~` in what a person types into `cosmos init`, or in `--model=~/model`.
     paths = {name: os.path.expanduser(command_options.get(name, "")) for name in ("model", "data")}
     if "://" not in (data := paths["data"]) and data_suffix(data) and not os.path.exists(data):
@@ -247,7 +247,7 @@ def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] 
     for keys, value in settings.items():
         table = nest_value(keys[1:], value)  # the value may be a table: `custom={...}`
         if f"{'.'.join(keys)}.".startswith("custom.") and isinstance(table, dict):
-            custom = merge(custom, table)
+            custom = merge_tables(custom, table)
     options = json.dumps(dict(command_options, **local_paths, rows=rows, custom=custom), default=str)
     command = [sys.executable, "-m", "cosmos_core.train.propose", options]
     completed_process = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -269,14 +269,14 @@ def _render_recipe(command_options: dict[str, str], settings: list[_Setting]) ->
         table, _, name = key.rpartition(".")
         tables.setdefault(table, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
     options = [(f"--{name}", value) for name, value in command_options.items() if value and name != "method"]
-    command = " ".join(shlex.join([word for option in options for word in option]).split())  # a comment is one line
+    command = " ".join(shlex.join([word for option in options for word in option]).split())  # one line
     recipe_text = f"# cosmos {command_options['method']} {command}\n"
     if command_options["method"] == "eval":  # a recipe file without stages can only train
         recipe_text += '\n[[pipeline.stages]]\nname = "evaluate"\nkind = "evaluate"\n'
     for table, lines in sorted(tables.items()):
         recipe_text += f"\n[{table}]\n" + "\n".join(lines) + "\n"
     try:
-        return f"{_FILE_HEADER}{hashlib.sha256(recipe_text.encode()).hexdigest()[:16]}\n{recipe_text}"
+        return f"{_RECIPE_HEADER}{hashlib.sha256(recipe_text.encode()).hexdigest()[:16]}\n{recipe_text}"
     except UnicodeEncodeError as error:
         word = recipe_text[: error.end].split()[-1]
         raise ConfigError(f"{word!a}: it is not UTF-8, which a recipe has to be; rename the file or folder") from error
@@ -306,7 +306,7 @@ def _write_recipe(command_options: dict[str, str], settings: list[_Setting], out
                 raise ConfigError(f"{path} is the recipe of a command that still runs; write another with --save FILE")
             first_line, _, recipe_body = existing_text.partition("\n")
             digest = hashlib.sha256(recipe_body.encode()).hexdigest()[:16]
-            if existing_text and first_line != f"{_FILE_HEADER}{digest}":
+            if existing_text and first_line != f"{_RECIPE_HEADER}{digest}":
                 remedy = f"run it with cosmos run {path}, or write another with --save FILE"
                 raise ConfigError(f"{path} is there and was edited; {remedy}")
             path.write_text(text, encoding="utf-8")
@@ -316,7 +316,7 @@ def _write_recipe(command_options: dict[str, str], settings: list[_Setting], out
     return path
 
 
-def _exec_run(path: Path, options: Sequence[str]) -> None:
+def _replace_process_with_run(path: Path, options: Sequence[str]) -> None:
     """Replace this process by `cosmos run` of the recipe."""
     sys.stdout.flush()
     descriptor = os.open(path, os.O_RDONLY)

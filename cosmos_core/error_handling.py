@@ -10,13 +10,13 @@ from cosmos_core.errors import CosmosError
 
 @contextmanager
 def convert_errors(
-    convert: Callable[[Exception], Exception], unchanged: type[Exception] | tuple[type[Exception], ...] = CosmosError
+    convert: Callable[[Exception], Exception], raised_types: type[Exception] | tuple[type[Exception], ...] = CosmosError
 ) -> Iterator[None]:
-    """Raise `convert(error)` for an exception of the block. Exceptions of the classes `unchanged`, and exceptions that
-    `convert` returns unchanged, are raised again."""
+    """Raise `convert(error)` for an exception of the block. Exceptions of the classes `raised_types`, and
+    exceptions that `convert` returns unchanged, are raised again."""
     try:
         yield
-    except unchanged:
+    except raised_types:
         raise
     except Exception as error:
         if (converted_error := convert(error)) is error:
@@ -43,7 +43,7 @@ def log_errors(log: Callable[[Exception], object]) -> Iterator[None]:
         log(error)
 
 
-def set_future(future: Future[Any], function: Callable[[], Any]) -> None:
+def complete_future(future: Future[Any], function: Callable[[], Any]) -> None:
     """Store the result of `function`, or the exception that it raises, in a future."""
     try:
         future.set_result(function())

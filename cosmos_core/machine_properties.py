@@ -71,42 +71,42 @@ def _find_missing_compiler(*, has_gpus: bool) -> str:
 
 
 def measure_worker_machine(
-    libraries: Sequence[str] = (), python: str = "", *, is_group: bool = False
+    libraries: Sequence[str] = (), python_path: str = "", *, may_use_ray: bool = False
 ) -> MachineProperties:
     """Return the hardware and libraries of the interpreter that runs the stages, measured once in the life of this
     process.
 
-    `python` is the path of that interpreter; empty: the interpreter of this process. A group of ranks runs on the Ray
-    cluster of `RAY_ADDRESS` if this variable is set.
+    `python_path` is the path of that interpreter; empty: the interpreter of this process. With `may_use_ray`, the
+    interpreter runs on the Ray cluster of `RAY_ADDRESS` if this variable is set, as groups of ranks do.
 
     Raises:
         ConfigError: the interpreter does not run.
         StageFailed: the cluster or the interpreter does not respond.
     """
-    cluster = os.environ.get("RAY_ADDRESS", "") if is_group else ""
-    return _measure_machine(tuple(libraries), python, cluster, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    ray_address = os.environ.get("RAY_ADDRESS", "") if may_use_ray else ""
+    return _measure_machine(tuple(libraries), python_path, ray_address, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 @cache
 def _measure_machine(
-    libraries: tuple[str, ...], python: str, cluster: str, visible_devices: str | None
+    libraries: tuple[str, ...], python: str, ray_address: str, visible_devices: str | None
 ) -> MachineProperties:
-    if not python and not cluster:
+    if not python and not ray_address:
         return measure_machine(libraries)
-    program_module = "cosmos_core.cluster.properties" if cluster else "cosmos_core.machine_properties"
+    program_module = "cosmos_core.cluster.properties" if ray_address else "cosmos_core.machine_properties"
     command = [python or sys.executable, "-m", program_module, *libraries]
     try:
         output = subprocess.check_output(command, stderr=subprocess.PIPE, text=True, timeout=_MEASURE_TIMEOUT_SECONDS)
         properties = MachineProperties(**json.loads(output.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
-        if cluster:
+        if ray_address:
             reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
-            raise StageFailed(f"RAY_ADDRESS = {cluster!r}: the cluster does not say what it has: {reason}") from error
+            raise StageFailed(f"RAY_ADDRESS = {ray_address!r}: the cluster gives no properties: {reason}") from error
         if isinstance(error, subprocess.TimeoutExpired):
             raise StageFailed(f"pipeline.python = {python!r}: no reply in {_MEASURE_TIMEOUT_SECONDS} s") from error
         raise ConfigError(f"pipeline.python = {python!r} does not run: {error}; name a Python interpreter") from error
     # The GPUs are the same for every interpreter, and another interpreter may lack pynvml.
-    gpus = tuple(properties.gpus) if cluster else tuple(name for name, _ in _list_visible_gpus())
+    gpus = tuple(properties.gpus) if ray_address else tuple(name for name, _ in _list_visible_gpus())
     return replace(properties, gpus=gpus)
 
 

@@ -43,7 +43,7 @@ _WORD_AND_SECRET_PATTERN = re.compile(
     re.I,
 )
 _LONG_WORD_PATTERN = re.compile(r"[A-Za-z0-9_+-]{20,}={0,2}")
-_SEPARATED_GROUPS = re.compile(r"[A-Za-z0-9!#$%&*^~._-]{20,}")
+_SEPARATED_GROUPS_PATTERN = re.compile(r"[A-Za-z0-9!#$%&*^~._-]{20,}")
 _BASE64_WITH_SLASHES = re.compile(r"(?<![\w+/.-])(?=[A-Za-z0-9+]+/)[A-Za-z0-9/+]{32,}={0,2}(?![\w+/=-])")
 _WORD_PIECE_PATTERN = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _DIGEST_LENGTHS = {40, 64}
@@ -60,30 +60,30 @@ def find_secret_spans(text: str) -> Iterator[tuple[int, int]]:
     for match in _BASE64_WITH_SLASHES.finditer(text):  # base64, such as a secret key of AWS, which has 40 characters
         if _has_mixed_characters(match[0]) and _mean_piece_length(match[0]) < (3.2 if len(match[0]) == 40 else 2.5):
             yield match.span()
-    for match in _SEPARATED_GROUPS.finditer(text):  # groups of random letters between dashes or dots
+    for match in _SEPARATED_GROUPS_PATTERN.finditer(text):  # groups of random letters between dashes or dots
         has_long_word = re.search("[A-Z]?[a-z]{5}|[A-Z]{5}", match[0])
         if _has_mixed_characters(match[0]) and not has_long_word and _mean_piece_length(match[0]) < 1.95:
             yield match.span()
     for match in _LONG_WORD_PATTERN.finditer(text):
         adjacent_characters = text[max(0, match.start() - 1) : match.start()] + text[match.end() : match.end() + 1]
         is_separate_word = match[0].rstrip("=").isalnum() and not any(c in "/.:" for c in adjacent_characters)
-        alphanumeric_runs = re.findall("[A-Za-z0-9]{10,}", match[0])
+        alphanumeric_parts = re.findall("[A-Za-z0-9]{10,}", match[0])
         is_random_base64 = len(match[0]) >= 32 and _mean_piece_length(match[0]) < 2.4
-        if any(_is_secret_word(run, is_separate_word) for run in alphanumeric_runs if len(run) >= 20) or (
+        if any(_is_secret_word(run, is_separate_word) for run in alphanumeric_parts if len(run) >= 20) or (
             is_random_base64
-            and any(_has_mixed_characters(run) and _mean_piece_length(run) < 2.4 for run in alphanumeric_runs)
+            and any(_has_mixed_characters(run) and _mean_piece_length(run) < 2.4 for run in alphanumeric_parts)
         ):
             yield match.span()
 
 
 def mask_secret_spans(text: str) -> str:
     """Return the text with `***` in place of each part that looks like a secret."""
-    masked_parts, position = [], 0
+    masked_parts, masked_end = [], 0
     for start, end in sorted(find_secret_spans(text)):
-        if end > position:
-            masked_parts += [text[position : max(start, position)], "***" if start >= position else ""]
-            position = end
-    return "".join(masked_parts) + text[position:]
+        if end > masked_end:
+            masked_parts += [text[masked_end : max(start, masked_end)], "***" if start >= masked_end else ""]
+            masked_end = end
+    return "".join(masked_parts) + text[masked_end:]
 
 
 def _is_secret_word(word: str, is_separate_word: bool) -> bool:

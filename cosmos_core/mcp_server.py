@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field
 _READ_ONLY_ANNOTATIONS = ToolAnnotations(read_only_hint=True)
 _START_ANNOTATIONS = ToolAnnotations(read_only_hint=False, destructive_hint=False)
 _COMMAND_TIMEOUT_SECONDS, _START_TIMEOUT_SECONDS = 600, 120
-_INSTRUCTIONS = """Operate post-training pipelines. Recipes are TOML files; `explain_key` documents their keys.
+_SERVER_INSTRUCTIONS = """Operate post-training pipelines. Recipes are TOML files; `explain_key` documents their keys.
 `check` and `plan` take a recipe. Runs are named by their id; an empty id names the newest.
 `start_run` asks the user first."""
 
@@ -34,7 +34,7 @@ class Confirmation(BaseModel):
 
 def open_server() -> MCPServer:
     """Return the MCP server with its tools; paths are relative to the working directory of the process."""
-    server = MCPServer("cosmos", instructions=_INSTRUCTIONS)
+    server = MCPServer("cosmos", instructions=_SERVER_INSTRUCTIONS)
     _add_read_only_tools(server)
     _add_run_starting_tools(server)
     return server
@@ -91,24 +91,24 @@ def _add_read_only_tools(server: MCPServer) -> None:
 def _add_run_starting_tools(server: MCPServer) -> None:
     @server.tool(annotations=_START_ANNOTATIONS)
     async def start_run(
-        recipe: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_about_recipe)]
+        recipe: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_to_start_run)]
     ) -> str:
         """Ask the user, then start a run of a recipe in the background and return its first lines."""
         return await _run_if_confirmed(response, "run", recipe)
 
     @server.tool(annotations=_START_ANNOTATIONS)
     async def resume_run(
-        run: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_about_run)]
+        run: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_to_resume_run)]
     ) -> str:
         """After the user confirms, continue a stopped run in the background and return its first lines of output."""
         return await _run_if_confirmed(response, "resume", run)
 
 
-async def _ask_about_recipe(recipe: str) -> Elicit[Confirmation]:
+async def _ask_to_start_run(recipe: str) -> Elicit[Confirmation]:
     return Elicit(f"Start `cosmos run {recipe}`?\n\n{await _run_cosmos('plan', recipe)}", Confirmation)
 
 
-async def _ask_about_run(run: str) -> Elicit[Confirmation]:
+async def _ask_to_resume_run(run: str) -> Elicit[Confirmation]:
     await _run_cosmos("status", run)  # raises an error if the run does not exist
     return Elicit(f"Start `cosmos resume {run}`?", Confirmation)
 

@@ -92,7 +92,7 @@ def import_user_code(path: str) -> Any:
         reason = f"{type(error).__name__}: {error} ({find_error_location(error)})"
         return ConfigError(f"{path!r} cannot be imported: {reason}")
 
-    if (folder := os.getcwd()) not in sys.path:  # in the script `cosmos`, unlike in a worker
+    if (folder := os.getcwd()) not in sys.path:  # the script `cosmos` does not add the folder
         sys.path.append(folder)
     try:
         with convert_errors(convert):
@@ -130,7 +130,7 @@ def locate_code(path: str) -> Path:
     return file
 
 
-_PARSER_LOCK = threading.Lock()
+_AST_PARSER_LOCK = threading.Lock()
 """Lock around Python's parser: Python 3.11 counts the depth of the syntax tree once for all threads, so two threads
 that parse at once raise a `SystemError` (CPython issue 106905)."""
 
@@ -138,7 +138,7 @@ that parse at once raise a `SystemError` (CPython issue 106905)."""
 def _read_top_level_names(file: Path) -> set[str] | None:
     """Return the names that a file defines at its top level; None if they are known only after the file has run."""
     try:
-        with _PARSER_LOCK:
+        with _AST_PARSER_LOCK:
             pending_nodes: list[ast.AST] = [ast.parse(file.read_bytes())] if file.suffix == ".py" else []
     except (SyntaxError, ValueError):  # the import of the file reports the error with its line
         return None
@@ -172,15 +172,15 @@ def _find_code_file(path: str) -> Path:
             raise ConfigError(f"{path!r}: file {module_name} does not exist")
         return Path(module_name)
     package, *names = module_name.split(".")
-    spec: ModuleSpec | None = PathFinder.find_spec(package, [os.getcwd(), *sys.path])
-    if spec is None and package:  # an import hook may provide the module
-        spec = importlib.util.find_spec(package)
+    module_spec: ModuleSpec | None = PathFinder.find_spec(package, [os.getcwd(), *sys.path])
+    if module_spec is None and package:  # an import hook may provide the module
+        module_spec = importlib.util.find_spec(package)
     for name in names:
-        folders = spec.submodule_search_locations if spec else None
-        spec = PathFinder.find_spec(name, list(folders)) if folders else None
-    if spec is None or not spec.origin or not Path(spec.origin).is_file():
+        folders = module_spec.submodule_search_locations if module_spec else None
+        module_spec = PathFinder.find_spec(name, list(folders)) if folders else None
+    if module_spec is None or not module_spec.origin or not Path(module_spec.origin).is_file():
         raise ConfigError(f"{path!r}: module {module_name!r} was not found")
-    return Path(spec.origin)
+    return Path(module_spec.origin)
 
 
 def compute_code_digest(path: str) -> str:

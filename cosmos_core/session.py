@@ -33,8 +33,8 @@ from cosmos_core.imports import without_garbage_collection
 from cosmos_core.launch.processes import kill_descendants
 from cosmos_core.launch.server import prefect_server
 from cosmos_core.launch.worker import is_stopping, longest_grace_seconds
-from cosmos_core.observe.console import Display, print_summary
-from cosmos_core.observe.logs import add_quiet_variables, configure_logging
+from cosmos_core.observe.console import ProgressDisplay, print_summary
+from cosmos_core.observe.logs import add_log_silencing_variables, configure_logging
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.resuming import resume_instructions
 from cosmos_core.parent import adopt_orphans
@@ -54,15 +54,15 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
     _prepare_process()
     stage_names = [stage.name for stage in run.pipeline.stages]
     is_interrupted, flow_error = False, ""
-    with Display(stage_names) as display, _keep_display_updated(lambda: run, display):
-        display.message(f"run {run.id} in {run.path}")
+    with ProgressDisplay(stage_names) as display, _keep_display_updated(lambda: run, display):
+        display.print_message(f"run {run.id} in {run.path}")
         try:
             with server:
                 with without_garbage_collection():
                     post_train = import_module("flows.post_train").post_train
                 wait_for_server()
                 flow_parameters = {"config": str(run.path), "from_stage": from_stage, "verify": verify}
-                flow_error = _run_to_completion(partial(post_train, **flow_parameters, return_state=True), run.path)
+                flow_error = _run_until_ended(partial(post_train, **flow_parameters, return_state=True), run.path)
         except (KeyboardInterrupt, Preempted):
             is_interrupted = True
             record_stop(run.path, stage_names)
@@ -88,35 +88,35 @@ def run_python_flow(
     Raises `ConfigError` if there is no such flow or parameter, and any `CosmosError` of the flow."""
     _prepare_process()
     error: CosmosError | None = None
-    is_interrupted, failure = False, ""
+    is_interrupted, failure_reason = False, ""
     with server:
         wait_for_server()
         flow, current_flow = import_python_flow(entrypoint)
         if flow.should_validate_parameters:
             import_module("tasks.flow_identity").derive_name_and_parameters(flow, parameters)
 
-        def current_run() -> Run | None:
+        def get_current_run() -> Run | None:
             return current_state.run if (current_state := current_flow()) else None
 
         def run_flow() -> Any:
             state = flow(**parameters, return_state=True)
             return asyncio.run(state) if flow.isasync else state
 
-        with Display([]) as display, _keep_display_updated(current_run, display):
+        with ProgressDisplay([]) as display, _keep_display_updated(get_current_run, display):
             try:
-                failure = _run_to_completion(run_flow, Path.cwd(), flow.fn)
-                failure = failure or import_module("tasks.flow_run").describe_unfinished_stage()
+                failure_reason = _run_until_ended(run_flow, Path.cwd(), flow.fn)
+                failure_reason = failure_reason or import_module("tasks.flow_run").describe_unfinished_stage()
             except OverBudget as over_budget:
                 error = over_budget
             except (KeyboardInterrupt, Preempted):
                 is_interrupted = True
-                if (interrupted_run := current_run()) is not None:
+                if (interrupted_run := get_current_run()) is not None:
                     record_flow_state(interrupted_run.path, "stopped")
             except CosmosError as cosmos_error:
                 error = cosmos_error
     kill_descendants()
     import_module("tasks.cancellation").confirm_cancellations()
-    run = current_run()
+    run = get_current_run()
     if run is not None:
         print_summary(run.path)
     if is_interrupted:
@@ -124,9 +124,9 @@ def run_python_flow(
         return EXIT_PREEMPTED
     if error is not None:
         raise error
-    if failure:
-        _print_message(failure)
-    return EXIT_CRASH if failure else EXIT_OK
+    if failure_reason:
+        _print_message(failure_reason)
+    return EXIT_CRASH if failure_reason else EXIT_OK
 
 
 def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Any]]:
@@ -198,7 +198,7 @@ def _print_message(message: str) -> None:
     sys.stderr.write(f"cosmos: {' '.join(message.split())}\n")
 
 
-def _run_to_completion(run_flow: Callable[[], Any], folder: Path, function: Any = None) -> str:
+def _run_until_ended(run_flow: Callable[[], Any], folder: Path, function: Any = None) -> str:
     """Call `run_flow`, which returns the state of a flow; return the reason why the flow did not complete, or an empty
     string. If `function`, the user's flow function, raised an error, the reason has the location. Raises `Preempted` if
     the flow was stopped or cancelled, and any `CosmosError` of the flow."""
@@ -226,8 +226,8 @@ def _run_to_completion(run_flow: Callable[[], Any], folder: Path, function: Any 
         return "a stage was called with the future of a stage that failed"
     if state.is_completed():
         return ""
-    has_location = function is not None and isinstance(flow_result, Exception) and flow_result.__traceback__ is not None
-    location = f" ({find_error_location(flow_result, function)})" if has_location and state.name != "TimedOut" else ""
+    has_trace = function is not None and isinstance(flow_result, Exception) and flow_result.__traceback__ is not None
+    location = f" ({find_error_location(flow_result, function)})" if has_trace and state.name != "TimedOut" else ""
     return f"{state.message}{location}"
 
 
@@ -241,7 +241,7 @@ def _raise_interrupt(signal_number: int, stack_frame: object) -> None:
 def open_session(output_dir: Path, runner: Callable[..., int] = run_session) -> Iterator[Callable[..., int]]:
     """Start a Prefect server with its data below `output_dir`, which takes seconds, and yield `runner`, which waits
     until the server is ready."""
-    os.environ.update(add_quiet_variables(os.environ))
+    os.environ.update(add_log_silencing_variables(os.environ))
     # The display shows the progress; Prefect's own log lines go to the Prefect server only.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     adopt_orphans()  # workers whose supervisor was killed become children of this process
@@ -250,26 +250,26 @@ def open_session(output_dir: Path, runner: Callable[..., int] = run_session) -> 
 
 
 @contextmanager
-def _keep_display_updated(current_run: Callable[[], Run | None], display: Display) -> Iterator[None]:
+def _keep_display_updated(get_current_run: Callable[[], Run | None], display: ProgressDisplay) -> Iterator[None]:
     """Update the display from the run directory, which is up to date whichever process runs the stages."""
     is_finished = threading.Event()
 
     def update_display() -> None:
-        if (run := current_run()) is None:
+        if (run := get_current_run()) is None:
             return
         for stage in run.pipeline.stages:
             path = run.stage_path(stage.name)
             display.update(stage.name, read_state(path).status, read_progress(path))
 
     def update_periodically() -> None:
-        was_stopping = False
+        has_announced_stop = False
         while not is_finished.wait(_DISPLAY_UPDATE_SECONDS):
             update_display()
-            if is_stopping() and not was_stopping:
-                was_stopping = True
-                run = current_run()
+            if is_stopping() and not has_announced_stop:
+                has_announced_stop = True
+                run = get_current_run()
                 grace_seconds = longest_grace_seconds() or (run.pipeline.config.grace_seconds if run else 0.0)
-                display.message(f"stopping, saving a checkpoint: at most {grace_seconds:.0f} s")
+                display.print_message(f"stopping, saving a checkpoint: at most {grace_seconds:.0f} s")
 
     thread = threading.Thread(target=update_periodically, name="watch", daemon=True)
     thread.start()

@@ -22,7 +22,7 @@ _NETWORK_ERROR_NAMES = {
     "Timeout", "MaxRetryError", "ProtocolError", "HTTPClientError", "ClientConnectionError",
     "DistError",  # base class of the errors of torch.distributed
 }  # fmt: skip
-_BUG_ERRORS = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
+_CODE_ERRORS = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
 """Classes of programming errors. Their `__context__`, the error that was being handled, is not examined as a cause."""
 _TRANSIENT_HTTP_STATUSES = {408, 425, 429}
 """Transient HTTP statuses below 500."""
@@ -58,12 +58,12 @@ def _is_single_network_error(error: BaseException) -> bool:
 
 
 def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
-    visited: set[int] = set()
-    while error is not None and id(error) not in visited:
-        visited.add(id(error))
+    visited_ids: set[int] = set()
+    while error is not None and id(error) not in visited_ids:
+        visited_ids.add(id(error))
         yield error
-        is_wrapped = not error.__suppress_context__ and not isinstance(error, _BUG_ERRORS)
-        error = error.__cause__ or (error.__context__ if is_wrapped else None)
+        follows_context = not error.__suppress_context__ and not isinstance(error, _CODE_ERRORS)
+        error = error.__cause__ or (error.__context__ if follows_context else None)
 
 
 def _list_class_names(error: BaseException) -> set[str]:

@@ -80,8 +80,8 @@ class StageKind:
 
     def reads_key(self, key: str) -> bool:
         """Return True if a stage of this kind reads a key of its recipe."""
-        is_read = any(is_at_or_below(key, keys) for keys in (self.recipe_tables, *self.keys_by_modality.values()))
-        return is_read and not is_at_or_below(key, self.unread)
+        is_listed = any(is_at_or_below(key, keys) for keys in (self.recipe_tables, *self.keys_by_modality.values()))
+        return is_listed and not is_at_or_below(key, self.unread)
 
     @property
     def trains_model(self) -> bool:
@@ -133,7 +133,7 @@ class Prompt:
     """Reference response with which reward functions compare; empty if there is none."""
     images: tuple[ImageRef, ...] = ()
     """Images of the prompt, in the order of their tokens."""
-    later_token_ids: tuple[int, ...] = ()
+    later_turn_token_ids: tuple[int, ...] = ()
     """Token ids at the end of `token_ids` that follow those of `text`; empty in the first turn of a conversation."""
     embedding: dict[str, Any] = field(default_factory=dict)
     """Output of the text encoder of a diffusion model: tensors by name, without a dimension for samples. The prompt
@@ -152,9 +152,9 @@ class StepWindow:
 
     size: int
     """Number of stochastic steps in the window."""
-    first: int
+    first_step: int
     """Index of the earliest sampler step that may be stochastic, counted from the noise."""
-    end: int
+    end_step: int
     """First sampler step after those that may be stochastic (exclusive bound)."""
     steps_per_move: int = 0
     """Number of train steps after which the window moves one sampler step towards the data, from the last position back
@@ -179,7 +179,7 @@ class FlowSampling:
     """Window of the stochastic steps; None: all steps but the last, which would leave its noise in the result."""
     trained_steps: tuple[int, ...] = ()
     """Indices of the stochastic steps whose latents are kept for training."""
-    keeps_means: bool = False
+    keeps_transition_means: bool = False
     """Whether the means of the steps in `trained_steps` are kept for training."""
     schedule: str = ""
     """Schedule of noise levels, a key of `models.flow.SCHEDULES`; empty: the schedule of the model's family."""
@@ -190,7 +190,7 @@ class FlowSampling:
     conditioning_frame_range: tuple[int, int] = (0, 0)
     """Minimum and maximum number of conditioning latent frames, used if the prompt has a clip and the model supports
     such frames."""
-    same_noise: bool = False
+    has_common_initial_noise: bool = False
     """Whether all samples of a prompt start from the same noise."""
     weights: str = "policy"
     """Name of the weights with which the model samples."""
@@ -215,15 +215,15 @@ class Sampling:
     policy_temperature: float | None = None
     """Temperature by which the trainer divides logits; None: `temperature`."""
 
-    may_be_outdated: bool = False
-    """Whether the weights may be older than the train step that trains on the tokens."""
+    may_use_old_weights: bool = False
+    """Whether the weights that sample may be older than the train step that trains on the tokens."""
 
     @property
     def is_off_policy(self) -> bool:
         """Return True if tokens may be sampled from another distribution than that of the policy that is trained on
         them."""
         is_restricted = self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1
-        return is_restricted or self.policy_temperature not in (None, self.temperature) or self.may_be_outdated
+        return is_restricted or self.policy_temperature not in (None, self.temperature) or self.may_use_old_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,15 +268,15 @@ class DiffusionSample:
     version: int
     """Train step of the weights that generated the sample."""
     steps: tuple[int, ...] = ()
-    """Indices of the stochastic steps that were kept; the fields `before` to `log_probs` have an entry for each."""
-    before: Any = None
+    """Indices of the kept stochastic steps; the fields `latents_before` to `log_probs` have an entry for each."""
+    latents_before: Any = None
     """Latents before each kept step."""
-    after: Any = None
+    latents_after: Any = None
     """Latents after each kept step."""
-    means: Any = None
-    """Mean of the distribution from which each latent in `after` was sampled."""
+    transition_means: Any = None
+    """Mean of the distribution from which each latent in `latents_after` was sampled."""
     log_probs: tuple[float, ...] = ()
-    """Log-probability of each latent in `after`, averaged over its elements."""
+    """Log-probability of each latent in `latents_after`, averaged over its elements."""
     num_conditioning_frames: int = 0
     """Number of conditioning latent frames at the beginning of the video."""
 

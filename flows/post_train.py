@@ -56,7 +56,7 @@ def post_train(
         verify: Hash every input and every reused file instead of trusting size, times and inode
     """
     flow_run_id = str(flow_run.id or "")
-    run = replace(open_run_to_execute(config, overrides, run_id, flow_run_id), verify=verify)
+    run = replace(open_run_to_execute(config, overrides, run_id, flow_run_id), should_verify_files=verify)
     check_approval(run.path)
     for notice in unique_notices(run.pipeline):
         get_run_logger().info("note: %s", notice)
@@ -68,8 +68,7 @@ def post_train(
 def open_run_to_execute(config: str, overrides: Sequence[str], run_id: str, flow_run_id: str = "") -> Run:
     """Return the run to execute: an existing run directory, the run that an earlier attempt of the same flow run
     created, the existing run `run_id` if its configuration is the same, or a new run. Raises `ConfigError` if the
-    configuration is wrong or differs from that of the existing run, or a publication target or an artifact store cannot
-    be written."""
+    configuration is wrong or not that of the existing run, or publication target or artifact store is not writable."""
     kinds = all_kinds()
     path = Path(config).expanduser()
     if path.is_dir():

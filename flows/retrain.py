@@ -33,7 +33,7 @@ from cosmos_core.run import liveness
 from cosmos_core.run.directory import Run, claim_run, open_run
 from cosmos_core.run.files import read_document
 from cosmos_core.run.hub import failed_hub_requests, pin_hub_revisions
-from cosmos_core.run.manifest import find_damage, read_result
+from cosmos_core.run.manifest import find_output_damage, read_result
 from cosmos_core.run.remote import pin_urls
 from cosmos_core.run.retrain_state import RetrainState, compute_retrain_digest, locate_retrain_state, save_retrain_state
 from cosmos_core.run.state import read_state
@@ -47,8 +47,6 @@ from tasks.kinds import all_kinds
 from tasks.naming import flow_run_name
 from tasks.retrain_lease import RetrainLease
 from tasks.stage import run_stages
-
-_APPROVAL_TIMEOUT_SECONDS = 7 * 24 * 3600
 
 
 class Approval(RunInput):
@@ -78,76 +76,77 @@ def retrain(
     unpinned_pipeline = load_pipeline(Path(config).expanduser(), overrides, all_kinds())
     set_credentials(unpinned_pipeline)
     state_file = locate_retrain_state(unpinned_pipeline, overrides, start)
-    own_state_file = state_file.with_suffix("") / f"{flow_run.id}.json"  # of the run that this flow run created
+    flow_run_state_file = state_file.with_suffix("") / f"{flow_run.id}.json"  # names the run of this flow run
     with RetrainLease(state_file, str(flow_run.id), str(deployment.id or "")) as lease:
-        own_state = read_document(own_state_file, RetrainState)
-        if own_state is not None:
+        flow_run_state = read_document(flow_run_state_file, RetrainState)
+        if flow_run_state is not None:
             # A retried or resumed flow run waits for the lease; if it ended here, a person's decision would be lost.
             lease.acquire()
         elif not lease.try_acquire():
-            last_state = read_document(state_file, RetrainState)
-            run_id = f" of run {last_state.run_id}" if last_state is not None and not last_state.outcome else ""
+            last_run = read_document(state_file, RetrainState)
+            run_id = f" of run {last_run.run_id}" if last_run is not None and not last_run.outcome else ""
             return Completed(name="StillTraining", message=f"an earlier firing{run_id} has not ended; nothing was done")
         # A resumed flow run uses the data of its start and leaves later changes to the next flow run of the schedule.
         pipeline = unpinned_pipeline
-        if own_state is None:
+        if flow_run_state is None:
             pipeline = pin_urls(pin_hub_revisions(resolve_gpu_settings(pipeline)))
-        digest = own_state.digest if own_state else compute_retrain_digest(pipeline)
-        last_state = read_document(state_file, RetrainState)
-        if idle_state := _find_idle_state(unpinned_pipeline, digest, own_state, last_state, approve):
+        digest = flow_run_state.digest if flow_run_state else compute_retrain_digest(pipeline)
+        last_run = read_document(state_file, RetrainState)
+        if idle_state := _find_idle_state(unpinned_pipeline, digest, flow_run_state, last_run, approve):
             return idle_state
-        run = open_run(_get_run_path(unpinned_pipeline, own_state.run_id), all_kinds()) if own_state else None
-        run = run or _open_unfinished_run(pipeline, digest, last_state)
+        run = open_run(_get_run_path(unpinned_pipeline, flow_run_state.run_id), all_kinds()) if flow_run_state else None
+        run = run or _open_unfinished_run(pipeline, digest, last_run)
         if run is None:
             start_overrides = make_start_overrides(pipeline) if start == "published" else []
             model_source = start_overrides or "the model that the pipeline names"
             get_run_logger().info("something is new; starting from %s", model_source)
             run = open_run_to_execute(config, [*overrides, *start_overrides], "", str(flow_run.id or ""))
-            last_state = RetrainState(digest=digest, run_id=run.id)
-            save_retrain_state(state_file, last_state)
-        save_retrain_state(own_state_file, RetrainState(digest=digest, run_id=run.id))
+            last_run = RetrainState(digest=digest, run_id=run.id)
+            save_retrain_state(state_file, last_run)
+        save_retrain_state(flow_run_state_file, RetrainState(digest=digest, run_id=run.id))
         stage_names = _stages_before_publication(run)
-        if own_state is not None and not _has_same_content(run.pipeline, digest):
+        if flow_run_state is not None and not _has_same_content(run.pipeline, digest):
             stage_names = _list_stages_to_run(run, stage_names)
             if any(run.pipeline.stage_kind(run.pipeline.stage(name)).is_reusable for name in stage_names):
                 reason = "its rows, code or settings were changed; the next firing takes the new ones"
                 return _make_outdated_state(run.id, reason)
         state, outcome = _train_and_publish(run, stage_names, approve)
-        # A later flow run may have recorded newer content.
-        if outcome and (last_state is None or last_state.digest == digest):
+        # The state of a later flow run with newer content is not overwritten.
+        if outcome and (last_run is None or last_run.digest == digest):
             save_retrain_state(state_file, RetrainState(digest=digest, run_id=run.id, outcome=outcome))
         return state
 
 
 def _find_idle_state(
-    pipeline: Pipeline, digest: str, own_state: RetrainState | None, last_state: RetrainState | None, approve: bool
+    pipeline: Pipeline, digest: str, flow_run_state: RetrainState | None, last_run: RetrainState | None, approve: bool
 ) -> State[Any] | None:
     """Return the final state of a flow run that has nothing to do; None if it has to train or to publish."""
-    if last_state is None:
+    if last_run is None:
         return None
-    if last_state.digest == digest and last_state.outcome:
+    if last_run.digest == digest and last_run.outcome:
         outage_text = "".join(f"; {hub} did not respond: {reason}" for hub, (_, reason) in failed_hub_requests.items())
-        message = f"nothing new since run {last_state.run_id}, which was {last_state.outcome}{outage_text}"
+        message = f"nothing new since run {last_run.run_id}, which was {last_run.outcome}{outage_text}"
         return Completed(name="NothingNew", message=message)
-    approval = liveness.read_open_approval(_get_run_path(pipeline, last_state.run_id))
-    if approve and own_state is None and last_state.digest == digest and approval is not None:
+    approval = liveness.read_open_approval(_get_run_path(pipeline, last_run.run_id))
+    if approve and flow_run_state is None and last_run.digest == digest and approval is not None:
         with suppress(ObjectNotFound, ValueError), get_client(sync_client=True) as client:
             if client.read_flow_run(UUID(approval.flow_run)).state_type == StateType.PAUSED:
-                message = f"run {last_state.run_id} waits until a person approves its publication; nothing was done"
+                message = f"run {last_run.run_id} waits until a person approves its publication; nothing was done"
                 return Completed(name="StillTraining", message=message)
-    if own_state is not None and last_state.digest != digest and last_state.outcome == "published":
-        return _make_outdated_state(own_state.run_id, f"run {last_state.run_id} of newer content was published since")
+    if flow_run_state is not None and last_run.digest != digest and last_run.outcome == "published":
+        reason = f"run {last_run.run_id} of newer content was published since"
+        return _make_outdated_state(flow_run_state.run_id, reason)
     return None
 
 
-def _open_unfinished_run(pipeline: Pipeline, digest: str, last_state: RetrainState | None) -> Run | None:
+def _open_unfinished_run(pipeline: Pipeline, digest: str, last_run: RetrainState | None) -> Run | None:
     """Return the run of the last retraining if it has the same content digest and has not ended; otherwise None."""
-    if last_state is None or last_state.digest != digest:
+    if last_run is None or last_run.digest != digest:
         return None
-    path = _get_run_path(pipeline, last_state.run_id)
+    path = _get_run_path(pipeline, last_run.run_id)
     if not (path / "pipeline.toml").is_file():
         return None
-    get_run_logger().info("run %s did not end: it is continued", last_state.run_id)
+    get_run_logger().info("run %s did not end: it is continued", last_run.run_id)
     return open_run(path, all_kinds())
 
 
@@ -168,8 +167,8 @@ def _has_same_content(pipeline: Pipeline, digest: str) -> bool:
 def _stages_before_publication(run: Run) -> list[str]:
     """Return the names of the stages that neither publish a model nor depend on a stage that publishes one."""
     publishing_stages = [stage.name for stage in _list_publishing_stages(run.pipeline)]
-    publication_names = set[str]().union(*map(run.pipeline.stage_and_dependents, publishing_stages))
-    return [stage.name for stage in run.pipeline.stages if stage.name not in publication_names]
+    publication_stage_names = set[str]().union(*map(run.pipeline.stage_and_dependents, publishing_stages))
+    return [stage.name for stage in run.pipeline.stages if stage.name not in publication_stage_names]
 
 
 def _list_publishing_stages(pipeline: Pipeline) -> list[StageConfig]:
@@ -211,7 +210,7 @@ def _is_approved(run: Run, approval: liveness.PublicationApproval) -> bool:
     if approval.approved_models == models_digest:
         return True
     # The number of attempts is part of the key: Prefect refuses a second request with the same key.
-    key, seconds = f"publish-{models_digest}-{flow_run.run_count}", _APPROVAL_TIMEOUT_SECONDS
+    key, seconds = f"publish-{models_digest}-{flow_run.run_count}", liveness.APPROVAL_TIMEOUT_SECONDS
     form = Approval.with_initial_data(description=render_approval_form(run.path), publish=False)
     try:
         decision = suspend_flow_run(wait_for_input=form, timeout=seconds, key=key)
@@ -229,7 +228,9 @@ def _is_approved(run: Run, approval: liveness.PublicationApproval) -> bool:
 def _list_stages_to_run(run: Run, names: list[str]) -> list[str]:
     """Return the names of the stages without a complete result, and of stages that always run, such as gates."""
     results = {name: read_result(run.stage_path(name)) for name in names}
-    finished = {name for name, result in results.items() if result and not find_damage(run.stage_path(name), result)}
+    finished = {
+        name for name, result in results.items() if result and not find_output_damage(run.stage_path(name), result)
+    }
     pipeline = run.pipeline
     return [name for name in names if name not in finished or not pipeline.stage_kind(pipeline.stage(name)).is_reusable]
 
@@ -243,13 +244,13 @@ def _compute_models_digest(run: Run) -> str:
 
 
 def make_start_overrides(pipeline: Pipeline) -> list[str]:
-    """Return overrides that start each training that depends on no other training from the published model; an empty
-    list if no model was published yet, or if the publication target lacks `where`, which returns a model's address."""
+    """Return overrides with which each training that depends on no other training starts from the published model; an
+    empty list if no model was published yet, or if the publication target has no method `where`."""
     targets = [stage.target for stage in _list_publishing_stages(pipeline)]
-    readable_targets = [target for target in targets if not target.startswith("mlflow://")]
-    if targets and not readable_targets:
+    loadable_targets = [target for target in targets if not target.startswith("mlflow://")]
+    if targets and not loadable_targets:
         raise ConfigError(f"start = 'published': no training reads {targets[-1]}; publish to a folder or s3:// too")
-    target = open_target(readable_targets[-1]) if readable_targets else None
+    target = open_target(loadable_targets[-1]) if loadable_targets else None
     record, get_address = (target.published() if target else None), getattr(target, "where", None)
     if record is None or get_address is None or "version" not in record:
         return []
@@ -261,8 +262,8 @@ def make_start_overrides(pipeline: Pipeline) -> list[str]:
         if not pipeline.stage_kind(stage).trains_model or _depends_on_training(pipeline, stage):
             continue
         key = "model" if stage.model else "policy.model_name_or_path"
-        name, select_stage = stage.name, pipeline.find_selecting_stage(stage.name)
-        # Overrides use stage names of the file: branches of a grid come from one stage, named like the select stage.
+        name, select_stage = stage.name, pipeline.find_branch_selector(stage.name)
+        # Overrides name a stage of the file: that of a sweep with a grid has the name of the later select stage.
         sweep = select_stage.sweep if select_stage else None
         if select_stage and sweep and any(branch.settings for branch in sweep.branches):
             name = select_stage.name

@@ -19,7 +19,7 @@ from prefect.settings import get_current_settings
 from pydantic import SecretStr
 
 from cosmos_core.launch.blocks import RewardService, delete_service_block, read_service_variables
-from cosmos_core.launch.managed_service import managed_service
+from cosmos_core.launch.managed_service import managed_reward_service
 from cosmos_core.launch.service_health import ENQUEUE_URL_VARIABLE, TOKEN_VARIABLE
 from tasks.naming import flow_run_name
 
@@ -29,7 +29,7 @@ _MAX_UNREACHABLE_SECONDS = 600.0
 
 @flow(name="reward-service", flow_run_name=flow_run_name)
 def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
-    """Serve rewards until the block with the address is deleted, or the flow run that asked for them has ended.
+    """Serve rewards until the Prefect block with the address is deleted, or the flow run of the stage has ended.
 
     Args:
         config: Configuration of the service, a TOML file that this pool's machines see
@@ -38,19 +38,19 @@ def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
     """
     with (
         tempfile.TemporaryDirectory(prefix="cosmos-rewards-") as folder,
-        managed_service(config, Path(folder), host=_get_local_address()) as variables,
+        managed_reward_service(config, Path(folder), host=_get_local_address()) as env_variables,
         get_client(sync_client=True) as client,
     ):
-        url = variables[ENQUEUE_URL_VARIABLE].partition("/api/")[0]
-        RewardService(url=url, token=SecretStr(variables[TOKEN_VARIABLE])).save(block, overwrite=True)
+        url = env_variables[ENQUEUE_URL_VARIABLE].partition("/api/")[0]
+        RewardService(url=url, token=SecretStr(env_variables[TOKEN_VARIABLE])).save(block, overwrite=True)
         try:
-            _wait_until_unneeded(partial(_is_service_needed, client, block, of_flow_run))
-        finally:  # if the flow run of the stage was killed, nobody else deletes the block
+            _wait_until_service_unneeded(partial(_is_service_needed, client, block, of_flow_run))
+        finally:  # the flow run of the stage may have been killed before it deleted the block
             with suppress(httpx.HTTPError):
                 delete_service_block(client, block)
 
 
-def _wait_until_unneeded(is_needed: Callable[[], bool]) -> None:
+def _wait_until_service_unneeded(is_needed: Callable[[], bool]) -> None:
     """Wait until `is_needed` returns False, or until the Prefect server has not responded for ten minutes."""
     last_response_time = time.monotonic()
     while time.monotonic() - last_response_time < _MAX_UNREACHABLE_SECONDS:

@@ -9,12 +9,12 @@ from prefect import flow
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.bucket import S3_SCHEME
 from cosmos_core.run.directory import Run, open_run
-from cosmos_core.run.manifest import find_damage, read_result
+from cosmos_core.run.manifest import find_output_damage, read_result
 from tasks.credentials import set_credentials
 from tasks.kinds import all_kinds
 from tasks.naming import flow_run_name
 from tasks.stage import run_stages
-from tasks.store_sync import StageSync, open_received_run
+from tasks.store_sync import StageSync, open_run_from_store
 
 
 @flow(name="stage", flow_run_name=flow_run_name)
@@ -27,7 +27,7 @@ def stage(run: str, name: str) -> Any:
     """
     if run.startswith(S3_SCHEME):
         set_credentials(None)
-        opened_run = open_received_run(run, name)
+        opened_run = open_run_from_store(run, name)
     else:
         opened_run = open_run(Path(run).expanduser(), all_kinds())
     StageSync(opened_run, opened_run.pipeline.stage(name)).receive_inputs()
@@ -40,7 +40,7 @@ def check_upstream_results(run: Run, name: str) -> None:
     a stage in its `after` has no result or an altered one."""
     for upstream_name in run.pipeline.stage(name).after:
         result = read_result(run.stage_path(upstream_name))
-        if problem := find_damage(run.stage_path(upstream_name), result) if result else "it is not done":
+        if problem := find_output_damage(run.stage_path(upstream_name), result) if result else "it is not done":
             raise ConfigError(
                 f"{run.path}: stage {name!r} starts from {upstream_name!r}, but {problem}; run stage {upstream_name!r} "
                 f"first, or the whole: cosmos resume {shlex.quote(str(run.path))}"

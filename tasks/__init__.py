@@ -31,6 +31,6 @@ def __getattr__(name: str) -> Any:
 
     if name not in all_kinds():
         raise AttributeError(f"module 'tasks' has no attribute {name!r}")
-    from tasks.stage_task import stage_task_of
+    from tasks.stage_task import get_stage_task
 
-    return stage_task_of(name)
+    return get_stage_task(name)

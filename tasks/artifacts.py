@@ -43,6 +43,7 @@ from tasks.naming import user_name
 logger = logging.getLogger(__name__)
 
 _UPDATE_PERIOD_SECONDS = {"progress": 3.0, "metrics": 30.0, "samples": 600.0}
+_MAX_WAIT_SECONDS = 300.0  # maximum time in which a thread that publishes artifacts may end
 _MAX_TABLE_ROWS = 20
 _MAX_PLOTTED_LINES = 10_000
 _MAX_CELL_CHARACTERS = 1000  # maximum number of characters of one prompt or completion in a table
@@ -92,7 +93,10 @@ class StageArtifacts:
     def finish(self, result: Result) -> None:
         """Publish the final artifacts of a stage: the full progress bar, the last metrics, the curves and a card."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_MAX_WAIT_SECONDS)
+            if self._thread.is_alive():
+                logger.warning("the Prefect server does not respond: the result of this stage is not shown there")
+                return
         with log_ui_errors():
             self._show_progress(100.0)
             self._show_metrics()
@@ -106,8 +110,8 @@ class StageArtifacts:
             text = f"# {self._stage_path.name}: refused\n\n{render_conditions_table(conditions)}"
             self._show_card(text, "Conditions")
 
-    def _show_card(self, text: str, subject: str) -> None:
-        description = f"{subject} of {self._stage_path.name}, {self._run_description}"
+    def _show_card(self, text: str, title: str) -> None:
+        description = f"{title} of {self._stage_path.name}, {self._run_description}"
         create_markdown_artifact(text, key=f"{self._key}-card", description=description)
 
     def _show_samples(self) -> None:
@@ -153,7 +157,7 @@ def publish_run_report(run_path: Path) -> None:
     with log_ui_errors():
         description = f"{run.name}: {run.outcome}, run {run_path.name} of {user_name()}"
         # Without `_sync`, the call returns a coroutine at the end of an asynchronous flow.
-        create_markdown_artifact(_render_run_card(run), card_key(run.name), description, _sync=True)  # type: ignore[call-arg]
+        create_markdown_artifact(_render_run_card(run), run_card_key(run.name), description, _sync=True)  # type: ignore[call-arg]
 
 
 def log_ui_errors() -> AbstractContextManager[None]:
@@ -161,15 +165,15 @@ def log_ui_errors() -> AbstractContextManager[None]:
     return log_errors(partial(logger.warning, "it cannot be shown now: %s"))
 
 
-def card_key(pipeline: str) -> str:
+def run_card_key(pipeline: str) -> str:
     """Return the artifact key of the card that all runs of a pipeline share."""
     return _make_artifact_key(pipeline, "run")
 
 
-def _make_artifact_key(*parts: str) -> str:
+def _make_artifact_key(*names: str) -> str:
     """Return an artifact key made of the names of pipeline and stage, in lower-case letters, digits and dashes, which
     Prefect requires. All runs of a pipeline share the key, so that Prefect shows the history of the artifact."""
-    name = "-".join(parts).lower()
+    name = "-".join(names).lower()
     key = re.sub(r"[^a-z0-9]+", "-", name)
     return key if name.isascii() else f"{key.strip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
@@ -178,9 +182,9 @@ def render_conditions_table(conditions: Sequence[GateCondition]) -> str:
     """Return the conditions of a gate as a table in Markdown."""
     lines = ["| condition | measured | bound | holds |", "|---|---|---|---|"]
     for condition in conditions:
-        bound = "–" if condition.bound is None else f"{condition.bound:.6g}"
+        bound_text = "–" if condition.bound is None else f"{condition.bound:.6g}"
         verdict = "yes" if condition.passed else "**no**"
-        lines.append(f"| {condition.title} | {condition.value:.6g} | {bound} | {verdict} |")
+        lines.append(f"| {condition.title} | {condition.value:.6g} | {bound_text} | {verdict} |")
     return "\n".join([*lines, ""])
 
 
@@ -235,7 +239,7 @@ def _render_stages(run: RunRecord) -> list[str]:
 
 
 def _format_metrics(stage: StageRecord) -> str:
-    metrics = formatting.table_metrics(stage.metrics).items()
+    metrics = formatting.select_table_metrics(stage.metrics).items()
     return ", ".join(f"{name} {formatting.format_number(value)}" for name, value in metrics)
 
 

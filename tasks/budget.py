@@ -9,26 +9,26 @@ from cosmos_core.observe.resuming import resume_command
 from cosmos_core.run.directory import Run, read_start_info
 from cosmos_core.run.gpu_time import compute_run_gpu_seconds
 
-_CHECK_PERIOD_SECONDS = 2.0  # interval in seconds between two computations of the GPU hours of the run
+_BUDGET_CHECK_PERIOD_SECONDS = 2.0  # interval in seconds between two computations of the GPU hours of the run
 
 
-class Budget:
+class BudgetCheck:
     """Check of the run's budget for one stage. A stage that holds no GPUs costs nothing and is never stopped."""
 
     def __init__(self, run: Run, stage: StageConfig) -> None:
         self._run = run
         config, recipe = run.pipeline.config, run.pipeline.recipes[stage.name]
-        is_limited = config.budget is not None and num_reserved_gpus(run.pipeline.stage_kind(stage), recipe)
-        self._budget_limit = config.budget if is_limited else None
+        has_budget = config.budget is not None and num_reserved_gpus(run.pipeline.stage_kind(stage), recipe)
+        self._budget_limit = config.budget if has_budget else None
         self._price_per_gpu_hour = config.price_per_gpu_hour or 0.0
         self._next_check_time = 0.0
 
-    def budget_error(self) -> Preempted | None:
+    def find_budget_error(self) -> Preempted | None:
         """Return the error that stops the stage, or None if the budget is not spent. The GPU hours are computed at most
         every two seconds; a call in between returns None."""
         if self._budget_limit is None or time.monotonic() < self._next_check_time:
             return None
-        self._next_check_time = time.monotonic() + _CHECK_PERIOD_SECONDS
+        self._next_check_time = time.monotonic() + _BUDGET_CHECK_PERIOD_SECONDS
         gpu_hours = compute_run_gpu_seconds(self._run.path) / 3600
         if (cost := gpu_hours * self._price_per_gpu_hour) < self._budget_limit:
             return None
@@ -40,7 +40,7 @@ class Budget:
             f"{self._price_per_gpu_hour:g} cost {cost:.4g}; to continue: {resume_hint}"
         )
 
-    def check(self) -> None:
+    def raise_if_spent(self) -> None:
         """Raise `OverBudget` if the budget is spent, so that the stage does not start or does not continue."""
-        if error := self.budget_error():
+        if error := self.find_budget_error():
             raise error

@@ -44,7 +44,8 @@ _executed_flow_runs: set[UUID] = set()
 
 
 def wait_unless_cancelled(pending_futures: Collection[futures.Future[Any]]) -> bool:
-    """Wait until all futures have ended; return True if the flow run was cancelled or suspended before."""
+    """Wait until all futures have ended; return True, without waiting further, if the flow run is cancelled or
+    suspended."""
     while pending_futures:
         pending_futures = futures.wait(pending_futures, timeout=_MAX_REQUEST_SECONDS).not_done
         if pending_futures and is_cancelled():
@@ -149,12 +150,12 @@ def stop_stages(run: Run, stage_futures: list[PrefectConcurrentFuture[Any]]) -> 
 
 
 def make_publication_check() -> Callable[[], None]:
-    """Return a function, callable from any thread, that raises `Cancelled`, or `Preempted` if this process was
-    requested to stop. While the server does not respond, the function waits, since the flow run may have been cancelled
-    shortly before, and after ten minutes it raises `StageFailed`."""
+    """Return a function that any thread calls before it publishes. It raises `Cancelled` if the flow run was cancelled,
+    and `Preempted` if this process was requested to stop. While the server does not respond, it waits; after ten
+    minutes it raises `StageFailed`, since the flow run may have been cancelled."""
     context = copy_context()  # a copy, because other threads do not see the current flow run and its client
 
-    def check() -> None:
+    def raise_if_cancelled() -> None:
         start_time, has_warned = time.monotonic(), False
         worker.sleep_unless_stopping(0)
         while (was_cancelled := context.copy().run(is_cancelled)) is None:
@@ -167,7 +168,7 @@ def make_publication_check() -> Callable[[], None]:
         if was_cancelled:
             raise Cancelled("its flow run was cancelled, so nothing is published")
 
-    return check
+    return raise_if_cancelled
 
 
 @contextmanager

@@ -22,7 +22,7 @@ _CREDENTIAL_PREFIXES = ("AWS_", "PROD_S3_CHECKPOINT_", "HF_TOKEN", "HF_ENDPOINT"
 
 def set_credentials(pipeline: Pipeline | None) -> None:
     """Set the environment variables that the Secret block contains, if the block exists and the pipeline refers to a
-    store or the Hub. `pipeline` is None if its configuration is still in a store."""
+    store or the Hub. `pipeline` is None if its config file is in a store and was not downloaded yet."""
     mask_log_records()
     if pipeline is not None and not _uses_remote_storage(pipeline):
         return
@@ -67,5 +67,5 @@ def _uses_remote_storage(pipeline: Pipeline) -> bool:
     if pipeline.config.artifact_store or any("://" in value for value in values):
         return True
     with suppress(ConfigError):  # ignore an invalid setting here: the start of the run reports it
-        return any(stage_input.form == "hub" for stage in pipeline.stages for stage_input in pipeline.inputs(stage))
+        return any(each.location_type == "hub" for stage in pipeline.stages for each in pipeline.inputs(stage))
     return False

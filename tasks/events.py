@@ -14,13 +14,13 @@ from prefect.settings import get_current_settings
 
 from cosmos_core.error_handling import log_errors
 from cosmos_core.errors import CosmosError, GateFailed, Preempted
-from cosmos_core.observe.formatting import as_float
+from cosmos_core.observe.formatting import float_or_inf
 from cosmos_core.observe.report import REPORT_FILE
 from cosmos_core.observe.report_server import report_url
 from cosmos_core.run.directory import Run
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.state import FINISHED_STATES, read_state
-from tasks.artifacts import card_key
+from tasks.artifacts import run_card_key
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def _emit_event(event: str, run: Run, stage: str, details: dict[str, Any]) -> No
     report = report_url(run.path) or str(run.path / REPORT_FILE)
     payload = {"run": run.id, "pipeline": pipeline, "path": str(run.path), "report": report}
     if ui_url:
-        payload["card"] = f"{ui_url}/artifacts/key/{card_key(pipeline)}"
+        payload["card"] = f"{ui_url}/artifacts/key/{run_card_key(pipeline)}"
     if stage:
         resource["cosmos.stage"] = payload["stage"] = stage
     with log_errors(partial(logger.warning, "event %s is not sent: %s", event)):
@@ -97,4 +97,4 @@ def _emit_event(event: str, run: Run, stage: str, details: dict[str, Any]) -> No
 
 def _keep_finite_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """Return the metrics without infinite and NaN values, which JSON cannot represent."""
-    return {key: value for key, value in metrics.items() if math.isfinite(as_float(value))}
+    return {key: value for key, value in metrics.items() if math.isfinite(float_or_inf(value))}

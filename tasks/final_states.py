@@ -41,7 +41,7 @@ def has_result(future: PrefectFuture[Any]) -> bool:
 
 
 def read_task_state(future: PrefectFuture[Any]) -> State[Any]:
-    """Return the current state of a task run; before a call of `wait`, a future has the last state on the server."""
+    """Return the current state of a task run. The state of a future is outdated until its method `wait` is called."""
     future.wait(timeout=0)
     return future.state
 

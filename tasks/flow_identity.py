@@ -23,7 +23,7 @@ RUN_ID_VARIABLE = "COSMOS_RUN_ID"
 
 
 def derive_name_and_parameters(flow: Flow[..., Any], arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the run name of a flow for `arguments`, and all parameters. Raises `ConfigError` if they do not fit."""
+    """Return the run name of a flow for `arguments`, and all its parameters; raise ConfigError if one is invalid."""
     try:
         return derive_run_identity(flow, flow.validate_parameters(get_call_parameters(flow.fn, (), dict(arguments))))
     except (ParameterBindError, ParameterTypeError) as error:
@@ -40,7 +40,7 @@ def derive_run_identity(
     """Return the run name of a flow, and its parameters as JSON values. The name depends only on the flow's file, name
     and parameters, unless the flow's parameter `run_id` or, for a flow that no other flow has called, the environment
     variable COSMOS_RUN_ID sets it."""
-    values = json_values(parameters)
+    values = to_json_values(parameters)
     file, function = find_flow_source(flow)
     identity_hash = hashlib.sha256(json.dumps([file.name, function, values], sort_keys=True).encode()).hexdigest()[:8]
     sanitized_name = "".join(letter if STAGE_NAME_PATTERN.fullmatch(f"a{letter}") else "-" for letter in flow.name)
@@ -48,7 +48,7 @@ def derive_run_identity(
     return str((not is_subflow and os.environ.get(RUN_ID_VARIABLE)) or values.get("run_id") or name), values
 
 
-def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
+def to_json_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values as JSON, from which pydantic restores parameters of the same types."""
     json_parameters: dict[str, Any] = json.loads(json.dumps(values, default=_to_jsonable))
     return json_parameters
@@ -59,8 +59,8 @@ def _to_jsonable(value: Any) -> Any:
         return sorted(value, key=repr)
     if isinstance(value, BaseModel):
         return value.model_dump(by_alias=True)
-    if callable(to_list := getattr(value, "tolist", None)):  # scalars and arrays of NumPy and torch
-        return to_list()
+    if callable(convert_to_list := getattr(value, "tolist", None)):  # scalars and arrays of NumPy and torch
+        return convert_to_list()
     return to_jsonable_python(value, fallback=str)
 
 

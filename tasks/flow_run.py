@@ -21,7 +21,7 @@ from prefect.logging import get_run_logger
 
 from cosmos_core.config.capabilities import unique_notices
 from cosmos_core.config.compose import Pipeline, with_stage
-from cosmos_core.config.load import parse
+from cosmos_core.config.load import parse_table
 from cosmos_core.config.mesh import resolve_gpu_settings
 from cosmos_core.config.schema.pipeline import BUDGET_KEYS, PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -37,9 +37,9 @@ from cosmos_core.run.directory import (
     replace_budget,
     try_claim_run,
 )
-from cosmos_core.run.files import Document, read_document, warn_if_disk_full, write_json
+from cosmos_core.run.files import JsonDocument, read_document, warn_if_disk_full, write_json
 from cosmos_core.run.liveness import record_flow_state
-from cosmos_core.run.lock import Lock
+from cosmos_core.run.lock import FileLock
 from cosmos_core.run.state import FINISHED_STATES, read_state
 from cosmos_core.upload.artifact_store import check_store
 from cosmos_core.upload.base import check_targets
@@ -56,7 +56,7 @@ _CALLS_FILE = "calls.json"
 _POLL_SECONDS = 0.5
 
 
-class StageCall(Document):
+class StageCall(JsonDocument):
     """Entry of `calls.json` for one call of a task: the settings of the call, and the stages that it added."""
 
     stage: dict[str, Any]
@@ -67,7 +67,7 @@ class StageCall(Document):
     """Names of the stages that the call added, in topological order: the stage itself, and stages added implicitly."""
 
 
-class _CallRecords(Document):
+class _CallsFile(JsonDocument):
     calls: dict[str, StageCall] = {}
 
 
@@ -98,7 +98,7 @@ class PythonFlowState:
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _reserved_names: set[str] = field(default_factory=set)
     _num_active_calls: int = 0
-    _run_lock: Lock | None = None
+    _run_lock: FileLock | None = None
     _watch_thread: threading.Thread | None = None
 
     @property
@@ -117,11 +117,11 @@ class PythonFlowState:
     def _stop_if_cancelled(self) -> None:
         while True:
             with self._lock:
-                pending = [each.wrapped_future for each in [*self.futures.values()] if not each.wrapped_future.done()]
-                if not pending:
+                futures = [each.wrapped_future for each in [*self.futures.values()] if not each.wrapped_future.done()]
+                if not futures:
                     self._watch_thread = None
                     return
-            if wait_unless_cancelled(pending):
+            if wait_unless_cancelled(futures):
                 worker.stop_all()
                 return
 
@@ -138,7 +138,7 @@ class PythonFlowState:
             return name
 
     @contextmanager
-    def stage(self, call: StageCall, source_file: Path) -> Iterator[tuple[Run, list[str]]]:
+    def add_stage(self, call: StageCall, source_file: Path) -> Iterator[tuple[Run, list[str]]]:
         """Add the stage of a call to the run unless the run has it, and yield the run and the names of the stages that
         the call adds. During the block this process claims the run, so that no other process works on it. After the
         last active call, write the report and release the run. Raises `ConfigError` if the settings are wrong, the run
@@ -149,7 +149,7 @@ class PythonFlowState:
             try:
                 self._reclaim_run()
                 with self._lock:
-                    run, stages = self._declare_call(call, source_file)
+                    run, stages = self._record_call(call, source_file)
                 yield run, stages
             finally:
                 with self._lock:
@@ -160,7 +160,7 @@ class PythonFlowState:
                         self._run_lock.release()
                         self._run_lock = None
 
-    def end(self, state: str) -> None:
+    def record_end(self, state: str) -> None:
         """Record the final state of the flow, which may have ended long after its last stage."""
         with self._lock:
             self.state = state
@@ -177,13 +177,13 @@ class PythonFlowState:
                     return
             worker.sleep_unless_stopping(_POLL_SECONDS)
 
-    def _declare_call(self, call: StageCall, source_file: Path) -> tuple[Run, list[str]]:
+    def _record_call(self, call: StageCall, source_file: Path) -> tuple[Run, list[str]]:
         name = call.stage["name"]
-        run = self.run or self._find_run(call, source_file)
+        run = self.run or self._find_earlier_run(call, source_file)
         if run is not None:
             self._claim_run(run)
             run = self.run
-        calls = ((read_document(run.path / _CALLS_FILE, _CallRecords) if run else None) or _CallRecords()).calls
+        calls = ((read_document(run.path / _CALLS_FILE, _CallsFile) if run else None) or _CallsFile()).calls
         if run is not None:
             if earlier_call := calls.get(name):
                 if (earlier_call.stage, earlier_call.tables) == (call.stage, call.tables):
@@ -195,27 +195,27 @@ class PythonFlowState:
                         f"stage {name!r} of run {run.id} is done with other settings ({', '.join(keys[:3])}); "
                         "give the call another name, or the flow another run_id"
                     )
-                # The flow will also make the calls again whose stages depend on this call.
-                dependents = set[str]().union(*map(run.pipeline.stage_and_dependents, earlier_call.stages))
-                calls = {each: other for each, other in calls.items() if dependents.isdisjoint(other.stages)}
+                # Remove also the calls whose stages depend on this call: the flow repeats them.
+                dependent_stages = set[str]().union(*map(run.pipeline.stage_and_dependents, earlier_call.stages))
+                calls = {each: other for each, other in calls.items() if dependent_stages.isdisjoint(other.stages)}
             # Remove the stages of a call that was killed before it was recorded.
             names = {each for other in calls.values() for each in other.stages}
             kept_stages = [stage for stage in run.pipeline.stages if stage.name in names]
             kept_recipes = {stage.name: run.pipeline.recipes[stage.name] for stage in kept_stages}
             run = replace(run, pipeline=run.pipeline.with_stages(kept_stages, kept_recipes))
-        run = self._add_stage(run, call, source_file)
+        run = self._create_or_extend_run(run, call, source_file)
         self._claim_run(run)
         self.run = run
-        other_stages = {stage_name for other_call in calls.values() for stage_name in other_call.stages}
-        call.stages = [stage.name for stage in run.pipeline.stages if stage.name not in other_stages]
-        write_json(run.path / _CALLS_FILE, _CallRecords(calls={**calls, name: call}).model_dump())
+        stages_of_other_calls = {stage_name for other_call in calls.values() for stage_name in other_call.stages}
+        call.stages = [stage.name for stage in run.pipeline.stages if stage.name not in stages_of_other_calls]
+        write_json(run.path / _CALLS_FILE, _CallsFile(calls={**calls, name: call}).model_dump())
         return run, call.stages
 
-    def _claim_run(self, run: Run, acquire: Callable[[Run], Lock | None] = claim_run) -> bool:
+    def _claim_run(self, run: Run, acquire_lock: Callable[[Run], FileLock | None] = claim_run) -> bool:
         """Claim the run for this process, unless it has claimed it already, and read the stages that another process
-        may have added; return False if `acquire` returned no lock."""
+        may have added; return False if `acquire_lock` returned no lock."""
         if self._run_lock is None:
-            self._run_lock, self.run = acquire(run), run
+            self._run_lock, self.run = acquire_lock(run), run
             if self._run_lock is None:
                 return False
             self.run = open_run(run.path, run.pipeline.kinds)
@@ -223,16 +223,16 @@ class PythonFlowState:
             record_flow_run(run, self.flow_run)
         return True
 
-    def _find_run(self, call: StageCall, source_file: Path) -> Run | None:
-        """Return the run of an earlier execution in the output folder that the first stage implies; None: no run."""
+    def _find_earlier_run(self, call: StageCall, source_file: Path) -> Run | None:
+        """Return the run that an earlier execution of this flow created in the same output folder; None: no run."""
         pipeline = self._compose_pipeline(None, call, source_file)
         path = pipeline.output_dir.expanduser().absolute() / self.run_id
         if not (path / "pipeline.toml").is_file():
             return None
         run = open_run(path, all_kinds())
         old_config, new_config = run.pipeline.config, pipeline.config
-        fixed_keys = self.settings.keys() - BUDGET_KEYS - {"output_dir"}
-        if changed := [key for key in sorted(fixed_keys) if getattr(old_config, key) != getattr(new_config, key)]:
+        configured_keys = self.settings.keys() - BUDGET_KEYS - {"output_dir"}
+        if changed := [key for key in sorted(configured_keys) if getattr(old_config, key) != getattr(new_config, key)]:
             raise ConfigError(f"run {run.id} has other settings ({', '.join(changed)}); give the flow another run_id")
         return replace_budget(run, new_config)
 
@@ -240,17 +240,17 @@ class PythonFlowState:
         """Return the `[pipeline]` settings of the run; raise `ConfigError` for an unknown key or a wrong value."""
         folder = os.environ.get(OUTPUT_DIR_VARIABLE) or self.settings.get("output_dir", "")
         values = {**self.settings, "name": self.name, "output_dir": folder}
-        return parse(PipelineConfig, values, source=f"{self.entrypoint}: configure_run", prefix="pipeline")
+        return parse_table(PipelineConfig, values, source=f"{self.entrypoint}: configure_run", prefix="pipeline")
 
     def _compose_pipeline(self, run: Run | None, call: StageCall, source_file: Path) -> Pipeline:
         pipeline = run.pipeline if run else Pipeline(source_file, self.config(), {}, all_kinds())
         return resolve_gpu_settings(with_stage(pipeline, call.stage, call.tables, source_file))
 
-    def _add_stage(self, run: Run | None, call: StageCall, source_file: Path) -> Run:
+    def _create_or_extend_run(self, run: Run | None, call: StageCall, source_file: Path) -> Run:
         pipeline = self._compose_pipeline(run, call, source_file)
-        old_notices = set(unique_notices(run.pipeline)) if run else set()
+        earlier_notices = set(unique_notices(run.pipeline)) if run else set()
         for notice in dict.fromkeys(unique_notices(pipeline)):
-            if notice not in old_notices:
+            if notice not in earlier_notices:
                 get_run_logger().info("note: %s", notice)
         set_credentials(pipeline)
         check_targets(pipeline)
@@ -281,8 +281,8 @@ def configure_run(**settings: Any) -> None:
     flow = current_flow()
     if flow.run is not None:
         raise ConfigError(f"configure_run is called in flow {flow.name!r} after its first stage; call it before")
-    if refused := sorted({"name", "stages"} & settings.keys()):
-        raise ConfigError(f"configure_run: {refused[0]} follows from the flow; see `run_id` and the calls of tasks")
+    if bad_keys := sorted({"name", "stages"} & settings.keys()):
+        raise ConfigError(f"configure_run: {bad_keys[0]} follows from the flow; see `run_id` and the calls of tasks")
     flow.settings = {key: value for key, value in settings.items() if value is not None}
     flow.config()
 
@@ -296,12 +296,12 @@ def find_newest_flow() -> PythonFlowState | None:
 
 def describe_unfinished_stage() -> str:
     """Return a line about a submitted stage that is not done and that no flow waited for; empty if there is none."""
-    latest_attempts = {flow.flow_run: flow for flow in _flows_by_attempt.values()}  # the last attempt of each flow run
-    for name, future in (item for flow in latest_attempts.values() for item in flow.futures.items()):
+    flows_by_id = {flow.flow_run: flow for flow in _flows_by_attempt.values()}  # the last attempt of each flow run
+    for name, future in (item for flow in flows_by_id.values() for item in flow.futures.items()):
         if future._final_state is not None:
             continue
-        ended = future.wrapped_future
-        if ended.cancelled() or ended.exception() or not ended.result().is_completed():
+        stage_future = future.wrapped_future
+        if stage_future.cancelled() or stage_future.exception() or not stage_future.result().is_completed():
             return f"stage {name!r} is not done, and the flow did not wait for it: call .result() of its future"
     return ""
 
@@ -332,17 +332,17 @@ def _read_signal_names() -> set[str]:
 
 def _record_flow_stops() -> None:
     """Record that the unfinished flows of this process were stopped; Prefect calls no hook of such a flow."""
-    for attempt in [*_flows_by_attempt.values()]:
-        if attempt.run is not None and attempt.state == "running":
-            with warn_if_disk_full(f"the stop of flow {attempt.name}"):
-                record_flow_state(attempt.run.path, "stopped")
+    for flow in [*_flows_by_attempt.values()]:
+        if flow.run is not None and flow.state == "running":
+            with warn_if_disk_full(f"the stop of flow {flow.name}"):
+                record_flow_state(flow.run.path, "stopped")
 
 
 def _record_flow_end(flow: object, flow_run: FlowRun, state: State[Any]) -> None:
-    attempts = [attempt for attempt in [*_flows_by_attempt.values()] if attempt.flow_run == str(flow_run.id)]
-    for attempt in attempts:
-        attempt.end("completed" if state.is_completed() else "failed")
-    if runs := [attempt.run for attempt in attempts if attempt.run is not None]:
+    flows = [attempt for attempt in [*_flows_by_attempt.values()] if attempt.flow_run == str(flow_run.id)]
+    for attempt in flows:
+        attempt.record_end("completed" if state.is_completed() else "failed")
+    if runs := [attempt.run for attempt in flows if attempt.run is not None]:
         events.emit_run_ended(runs[-1], is_failed=not state.is_completed())
 
 

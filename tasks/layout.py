@@ -17,7 +17,7 @@ from cosmos_core.run import manifest
 from cosmos_core.run.content import link_weights_over_model
 from cosmos_core.run.directory import Run, supersede_stage
 from cosmos_core.run.fingerprint import Fingerprint
-from cosmos_core.run.hub import replace_value
+from cosmos_core.run.hub import with_setting
 from cosmos_core.run.lineage import find_model_origin
 from cosmos_core.run.manifest import ExternalSource, Result, read_result
 from cosmos_core.run.plan import explain_rerun, read_fingerprint, save_fingerprint
@@ -51,7 +51,7 @@ def prepare_stage_folder(
     it again is recorded as an event and passed to `report_line`."""
     path, kind = run.stage_path(stage.name), run.pipeline.stage_kind(stage)
     reason = explain_rerun(run, stage, fingerprint)
-    supersede_if_changed(path, fingerprint)
+    supersede_outdated_stage(path, fingerprint)
     if reason:
         record_event(path, RERUN_EVENT, reason)
         report_line(f"{RERUN_EVENT}: {reason}")
@@ -60,21 +60,23 @@ def prepare_stage_folder(
     inputs, kinds = read_upstream_results(run, stage), _SOURCE_KIND_BY_ROLE
     # Matched by order, because several inputs may have the same key.
     digests = [digest for role, *_, digest in fingerprint.inputs if role in kinds and not referenced_stage(digest)]
-    external_inputs = [each for each in run.pipeline.inputs(stage) if each.form != "stage" and each.role in kinds]
+    external_inputs = [
+        each for each in run.pipeline.inputs(stage) if each.location_type != "stage" and each.role in kinds
+    ]
     sources = tuple(
         ExternalSource(kind=kinds[each.role], name=each.location, digest=digest)
         for each, digest in zip(external_inputs, digests, strict=True)
     )
     model_origin = find_model_origin(run.pipeline, stage)
     stage, recipe = download_inputs(run.pipeline, stage, partial(sleep_unless_stopping, 0))
-    if teacher := recipe.stage_teacher(kind):
+    if teacher := recipe.teacher_for_stage(kind):
         teacher_path = resolve_output(stage.name, "model", teacher.model_name_or_path, inputs)
-        recipe = recipe.derive(distillation=teacher.derive(model_name_or_path=teacher_path))
+        recipe = recipe.copy_with(distillation=teacher.copy_with(model_name_or_path=teacher_path))
     for key, dataset in recipe.datasets.items() if kind.reads_data == "source" else ():
         if referenced_stage(dataset.name):
-            recipe = replace_value(recipe, f"{key}.name", resolve_output(stage.name, "data", dataset.name, inputs))
+            recipe = with_setting(recipe, f"{key}.name", resolve_output(stage.name, "data", dataset.name, inputs))
         if source := referenced_stage(dataset.pass_rates):
-            recipe = replace_value(recipe, f"{key}.pass_rates", str(Path(inputs[source]["path"]) / PASS_RATES_FILE))
+            recipe = with_setting(recipe, f"{key}.pass_rates", str(Path(inputs[source]["path"]) / PASS_RATES_FILE))
     model = resolve_output(stage.name, "model", stage.model, inputs, stage.format)
     data = resolve_output(stage.name, "data", stage.data, inputs)
     linked_model = link_weights_over_model(stage_inputs(stage, recipe, kind), path / "base_model")
@@ -87,8 +89,8 @@ def prepare_stage_folder(
     return prepared_stage
 
 
-def supersede_if_changed(path: Path, fingerprint: Fingerprint) -> None:
-    """Move the folder of a stage with another training to `superseded/`: its checkpoints must not be continued."""
+def supersede_outdated_stage(path: Path, fingerprint: Fingerprint) -> None:
+    """Move the folder of a stage to `superseded/` if its checkpoints were made with another training fingerprint."""
     saved_fingerprint = read_fingerprint(path)
     if saved_fingerprint is not None and saved_fingerprint.training_hash != fingerprint.training_hash:
         supersede_stage(path)
@@ -102,10 +104,10 @@ def resolve_output(stage: str, key: str, reference: str, inputs: dict[str, Resul
     name = referenced_stage(reference)
     if name is None:
         return reference
-    info, setting = inputs[name]["info"], f"stage {stage!r}: {key} = {reference!r}"
+    info, setting_text = inputs[name]["info"], f"stage {stage!r}: {key} = {reference!r}"
     output = info.get(key) if model_format in {"", UNQUANTIZED_FORMAT} else info.get("formats", {}).get(model_format)
     if not output:
-        raise ConfigError(f"{setting}, but stage {name!r} (kind {inputs[name]['kind']}) makes no {key}")
+        raise ConfigError(f"{setting_text}, but stage {name!r} (kind {inputs[name]['kind']}) makes no {key}")
     if "://" in str(output):
-        raise ConfigError(f"{setting} is published at {output}; name the stage that {name!r} publishes")
+        raise ConfigError(f"{setting_text} is published at {output}; name the stage that {name!r} publishes")
     return str(Path(inputs[name]["path"]) / str(output))

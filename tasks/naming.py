@@ -15,7 +15,7 @@ _USER_TAG_PREFIX = "cosmos-user:"
 def flow_run_name() -> str:
     """Return the name of a flow run before its run is created: the flow, followed by its config or stage. A name that a
     person has set, for example with `prefect deployment run --flow-run-name`, is kept."""
-    return _make_initial_name() if is_generated_name(str(flow_run.name)) else str(flow_run.name)
+    return _make_initial_flow_run_name() if is_generated_name(str(flow_run.name)) else str(flow_run.name)
 
 
 def is_generated_name(name: str) -> bool:
@@ -24,16 +24,16 @@ def is_generated_name(name: str) -> bool:
     return len(words) == 2 and _load_word_list().issuperset(words)
 
 
-def label_flow_run(pipeline: str, run_id: str, *words: str) -> list[str]:
+def label_flow_run(pipeline: str, run_id: str, *name_words: str) -> list[str]:
     """Add the tags of a run to the current flow run and return them. Unless a person has named the flow run, rename it
-    to the pipeline, the run and `words`. An existing tag `cosmos-user:NAME` is kept."""
+    to the pipeline, the run and `name_words`. An existing tag `cosmos-user:NAME` is kept."""
     with get_client(sync_client=True) as client:
         current_run = client.read_flow_run(UUID(flow_run.id))
         user_tags = [tag for tag in current_run.tags if tag.startswith(_USER_TAG_PREFIX)]
         user_tags = user_tags or [f"{_USER_TAG_PREFIX}{user_name()}"]
         tags = [f"cosmos-pipeline:{pipeline}", f"cosmos-run:{run_id}", *user_tags]
-        has_own_name = not is_generated_name(current_run.name) and current_run.name != _make_initial_name()
-        name = current_run.name if has_own_name else " ".join((pipeline, run_id, *words))
+        has_own_name = not is_generated_name(current_run.name) and current_run.name != _make_initial_flow_run_name()
+        name = current_run.name if has_own_name else " ".join((pipeline, run_id, *name_words))
         client.update_flow_run(current_run.id, name=name, tags=list(dict.fromkeys([*current_run.tags, *tags])))
     return tags
 
@@ -46,7 +46,7 @@ def user_name() -> str:
         return str(os.getuid())
 
 
-def _make_initial_name() -> str:
+def _make_initial_flow_run_name() -> str:
     parameters: dict[str, Any] = flow_run.parameters
     return f"{flow_run.flow_name} {parameters.get('config') or parameters.get('name')}"
 

@@ -19,18 +19,18 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, StateType
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
-from prefect.runtime import task_run
+from prefect.runtime import flow_run, task_run
 from prefect.states import Cancelling
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ERRORS_BY_NAME, Cancelled, ConfigError, CosmosError, OverBudget, Preempted, StageFailed
 from cosmos_core.launch.worker import max_grace_seconds, sleep_unless_stopping
-from cosmos_core.launch.worker_report import is_online
+from cosmos_core.launch.worker_report import is_worker_online
 from cosmos_core.run.directory import Run
-from cosmos_core.run.files import Document, read_document, write_json
-from cosmos_core.run.manifest import Result, find_damage
+from cosmos_core.run.files import JsonDocument, read_document, write_json
+from cosmos_core.run.manifest import Result, find_output_damage
 from cosmos_core.run.state import FINISHED_STATES, read_state, record_event, update_state
-from tasks.budget import Budget
+from tasks.budget import BudgetCheck
 from tasks.reuse import find_result_of_pool
 from tasks.store_sync import StageSync
 
@@ -41,11 +41,11 @@ _POLL_SECONDS = 1.0
 _MIRROR_PERIOD_SECONDS = 5.0
 _REPORT_PERIOD_SECONDS = 10.0
 _MAX_UNREACHABLE_SECONDS = 600.0
-_WAITING_STATES = {StateType.SCHEDULED, StateType.PENDING}  # `cosmos worker` ends a flow run that stays pending
+_WAITING_STATES = {StateType.SCHEDULED, StateType.PENDING}  # no worker has started the flow run yet
 _MAX_BACKOFF_EXPONENT = 6
 
 
-class ChildFlowRun(Document):
+class ChildFlowRun(JsonDocument):
     """Child flow run that executes a stage on another work pool."""
 
     flow_run: str
@@ -76,7 +76,7 @@ def run_remote_stage(
         raise StageFailed(f"{_describe_stage(stage)}: the Prefect server does not respond: {reason}") from error
     result = stage_sync.receive_result()
     if ended_flow_run.state_type == StateType.COMPLETED and result is not None:
-        if damage := find_damage(path, result):
+        if damage := find_output_damage(path, result):
             raise StageFailed(f"{_describe_stage(stage)}: {damage}: do both machines share {path}?")
         return result, read_state(path).state == "reused"
     raise _make_child_error(stage, path, ended_flow_run)
@@ -88,30 +88,44 @@ def _describe_stage(stage: StageConfig) -> str:
 
 def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_line: Callable[[str], None]) -> FlowRun:
     """Poll the running child flow run, or a new one if there is none, and return it when it has ended."""
-    path, budget, mirror_progress = run.stage_path(stage.name), Budget(run, stage), stage_sync.make_progress_mirror()
+    path, budget = run.stage_path(stage.name), BudgetCheck(run, stage)
+    mirror_progress = stage_sync.make_progress_mirror()
     with get_client(sync_client=True) as client:
         if (child := _find_running_child(client, path)) is None:
-            budget.check()
+            budget.raise_if_spent()
+            require_second_slot(client, stage, str(flow_run.id or ""))
             child = _start_child(run, stage, stage_sync)
         try:
-            report = partial(report_wait, client, stage.work_pool, path, report_line)
-            return _poll_child(client, stage, UUID(child.flow_run), mirror_progress, report, budget)
+            report_wait_reason = partial(report_worker_wait, client, stage.work_pool, path, report_line)
+            return _poll_child(client, stage, UUID(child.flow_run), mirror_progress, report_wait_reason, budget)
         except Preempted:
             _cancel_child(client, child, max_grace_seconds(path, run.pipeline.config.grace_seconds))
             stage_sync.make_progress_mirror()()
             raise
 
 
-def count_lost_child(path: Path) -> int:
+def require_second_slot(client: SyncPrefectClient, stage: StageConfig, flow_run_id: str) -> None:
+    """Raise ConfigError if the flow run of the pipeline takes the only slot of the stage's work pool itself."""
+    pool = stage.work_pool
+    if not flow_run_id or client.read_flow_run(UUID(flow_run_id)).work_pool_name != pool:
+        return
+    if client.read_work_pool(pool).concurrency_limit == 1:
+        raise ConfigError(
+            f"stage {stage.name!r}: work_pool = {pool!r} runs one flow run at a time, which is the one that waits for "
+            f"the stage; leave work_pool out, or raise the limit: cosmos bootstrap --pool {pool} --limit 2"
+        )
+
+
+def count_lost_child_run(path: Path) -> int:
     """Count the loss of a child flow run that recorded no error, because its machine or process was lost, and return
     the number of consecutive losses, which `pool.json` keeps: each child flow run resets `state.json`."""
     child, step = read_document(path / CHILD_RUN_FILE, ChildFlowRun), read_state(path).checkpoint_step or 0
     if child is None:
         return 1
     failures = 1 if step > child.failed_at else child.failures + 1
-    updated_child = child.model_copy(update={"failures": failures, "failed_at": step})
-    write_json(path / CHILD_RUN_FILE, updated_child.model_dump())
-    return updated_child.failures
+    updated_record = child.model_copy(update={"failures": failures, "failed_at": step})
+    write_json(path / CHILD_RUN_FILE, updated_record.model_dump())
+    return updated_record.failures
 
 
 def _find_running_child(client: SyncPrefectClient, path: Path) -> ChildFlowRun | None:
@@ -129,7 +143,7 @@ def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> ChildFl
     child = read_document(path / CHILD_RUN_FILE, ChildFlowRun) or ChildFlowRun(flow_run="", attempt=0)
     if child.failures:
         sleep_unless_stopping(backoff_seconds(child.failures))
-    if child.flow_run or not child.token:  # otherwise request the same flow run again
+    if child.flow_run or not child.token:  # with a token but no flow run, repeat the last request
         changes = {"flow_run": "", "attempt": child.attempt + 1, "token": uuid4().hex}
         child = child.model_copy(update=changes)
     try:
@@ -158,16 +172,16 @@ def backoff_seconds(num_failures: int) -> float:
     return min(60.0, 2.0 ** min(num_failures - 1, _MAX_BACKOFF_EXPONENT))
 
 
-def report_wait(
-    client: SyncPrefectClient, pool: str, path: Path, report_line: Callable[[str], None], last_message: str
+def report_worker_wait(
+    client: SyncPrefectClient, work_pool: str, path: Path, report_line: Callable[[str], None], last_message: str
 ) -> str:
     """Report why a stage waits for a worker of its work pool, in the flow's log and in `state.json`, unless
     `last_message` has the same reason; return the message."""
-    num_online = sum(map(is_online, client.read_workers_for_work_pool(pool)))
-    reason = f"{num_online} live" if num_online else f"none is live; start one: cosmos worker --pool {pool}"
-    message = f"waits for a worker of pool {pool}: {reason}"
-    if client.read_work_pool(pool).is_paused:
-        message = f"waits for work pool {pool}, which is paused"
+    num_workers = sum(map(is_worker_online, client.read_workers_for_work_pool(work_pool)))
+    reason = f"{num_workers} live" if num_workers else f"none is live; start one: cosmos worker --pool {work_pool}"
+    message = f"waits for a worker of pool {work_pool}: {reason}"
+    if client.read_work_pool(work_pool).is_paused:
+        message = f"waits for work pool {work_pool}, which is paused"
     if message != last_message:
         report_line(f"stage {path.name}: {message}")
         update_state(path, state="waiting", error=message)
@@ -180,7 +194,7 @@ def _poll_child(
     flow_run_id: UUID,
     mirror_progress: Callable[[], None],
     report_wait_reason: Callable[[str], str],
-    budget: Budget,
+    budget: BudgetCheck,
 ) -> FlowRun:
     last_mirror_time, last_response_time, next_report_time, last_message = 0.0, time.monotonic(), 0.0, ""
     while True:
@@ -203,7 +217,7 @@ def _poll_child(
             last_mirror_time = time.monotonic()
         if run.state_type in TERMINAL_STATES:
             return run
-        budget.check()  # the child flow run checks the budget too, but sees only the stages on the disks of its machine
+        budget.raise_if_spent()  # here too: the child flow run sees only the stages on the disks of its machine
         sleep_unless_stopping(_POLL_SECONDS)
 
 

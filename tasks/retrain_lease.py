@@ -18,7 +18,7 @@ from prefect.client.schemas.actions import VariableCreate
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
 from cosmos_core.launch.worker import sleep_unless_stopping
-from cosmos_core.run.lock import Lock
+from cosmos_core.run.lock import FileLock
 from cosmos_core.run.process import identify_machine
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class RetrainLease:
         self._variable_name = f"cosmos-retraining-{state_file.stem}-{deployment}".rstrip("-")
         # A flow run acquires this lock before it reads the state file, so that a run with older data does not publish
         # after a run with newer data.
-        self._lock = Lock(state_file.with_suffix(".lock"))
+        self._lock = FileLock(state_file.with_suffix(".lock"))
         self._variable_value = {"flow_run": flow_run, "machine": identify_machine(), "lock": str(self._lock.path)}
         self._lease_id: UUID | None = None
 
@@ -45,7 +45,7 @@ class RetrainLease:
 
     def acquire(self) -> None:
         """Wait until the lock and the lease are acquired. Raises `Preempted` if this process was requested to stop."""
-        self._lock.acquire(poll=lambda: sleep_unless_stopping(0))
+        self._lock.acquire(on_poll=lambda: sleep_unless_stopping(0))
         while not self._try_acquire_lease():
             sleep_unless_stopping(_POLL_SECONDS)
 
@@ -80,8 +80,8 @@ class RetrainLease:
         """Return True if the lease may be taken from its holder: the holder has ended, is an earlier attempt of this
         flow run, or would need the file lock that this process holds. Workers with separate run folders on one machine
         have separate file locks."""
-        is_same_lock = all(holder.get(key) == self._variable_value[key] for key in ("machine", "lock"))
-        if holder["flow_run"] == self._variable_value["flow_run"] or is_same_lock:
+        has_same_lock_file = all(holder.get(key) == self._variable_value[key] for key in ("machine", "lock"))
+        if holder["flow_run"] == self._variable_value["flow_run"] or has_same_lock_file:
             return True
         try:
             state = client.read_flow_run(UUID(holder["flow_run"])).state

@@ -9,40 +9,40 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import CosmosError
 from cosmos_core.run import manifest, plan
 from cosmos_core.run.directory import Run
-from cosmos_core.run.fingerprint import Fingerprint, fingerprint
+from cosmos_core.run.fingerprint import Fingerprint, compute_fingerprint
 from cosmos_core.run.lock import open_stage_lock
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.state import FINISHED_STATES, read_state, record_event, update_state
-from tasks.layout import read_upstream_results, supersede_if_changed
+from tasks.layout import read_upstream_results, supersede_outdated_stage
 from tasks.store_sync import StageSync
 
 
-def fingerprint_of(run: Run, stage: StageConfig) -> Fingerprint:
+def compute_local_fingerprint(run: Run, stage: StageConfig) -> Fingerprint:
     """Return the fingerprint of a stage with complete inputs, for the hardware and libraries of this machine."""
     upstream_digests = {name: result["digest"] for name, result in read_upstream_results(run, stage).items()}
-    return fingerprint(run.pipeline, stage, run.pipeline.stage_kind(stage), upstream_digests, run.digests)
+    return compute_fingerprint(run.pipeline, stage, run.pipeline.stage_kind(stage), upstream_digests, run.digest_cache)
 
 
-def find_result(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | None:
+def find_result(run: Run, stage: StageConfig, expected_fingerprint: Fingerprint) -> Result | None:
     """Return a verified result with the expected fingerprint, of this run or of another run; None if there is none."""
     path = run.stage_path(stage.name)
     state = read_state(path)
     if not run.pipeline.stage_kind(stage).is_reusable or (state.forced and read_result(path) is None):
         return None
-    decision = plan.decide_from_results(run.output_dir, path, expected, ignores_cache=run.verify)
+    decision = plan.decide_reuse(run.output_dir, path, expected_fingerprint, ignores_cache=run.should_verify_files)
     if decision is None or decision.action == "run":
-        if (result := StageSync(run, stage).find_result(expected)) is None:
+        if (result := StageSync(run, stage).find_result(expected_fingerprint)) is None:
             return None
         decision = plan.StageDecision("adopt", result["reused_from"])
     elif decision.action == "adopt":
         assert decision.result is not None and decision.source is not None
-        supersede_if_changed(path, expected)
+        supersede_outdated_stage(path, expected_fingerprint)
         result = manifest.adopt_result(decision.source, path, decision.result)
-        plan.register_result(run.output_dir, path, expected.value)
+        plan.register_result(run.output_dir, path, expected_fingerprint.value)
     elif (result := decision.result) is None:
         return None
     if state.state not in FINISHED_STATES or decision.action == "adopt":
-        plan.save_fingerprint(path, expected, stage.work_pool)
+        plan.save_fingerprint(path, expected_fingerprint, stage.work_pool)
         record_event(path, "reused", decision.reason)
         update_state(path, state="reused", ended=time.time(), error="")
     return result
@@ -54,7 +54,7 @@ def find_result_of_pool(run: Run, stage: StageConfig) -> Result | None:
     # Errors are ignored, because this machine may lack inputs of the pool.
     with open_stage_lock(run.path, stage.name) as lock, suppress(CosmosError):
         if lock.try_acquire():
-            local_fingerprint = fingerprint_of(run, stage)
+            local_fingerprint = compute_local_fingerprint(run, stage)
             for pool_fingerprint in plan.find_pool_fingerprints(run.output_dir, run.pipeline, stage, local_fingerprint):
                 if result := find_result(run, stage, pool_fingerprint):
                     return result

@@ -25,8 +25,8 @@ from prefect.states import Cancelling
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError, RewardError, StageFailed
 from cosmos_core.launch.blocks import delete_service_block, read_service_variables
-from cosmos_core.launch.managed_service import managed_service
-from cosmos_core.launch.service_health import record_health
+from cosmos_core.launch.managed_service import managed_reward_service
+from cosmos_core.launch.service_health import write_health
 from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run.directory import Run
 
@@ -47,7 +47,7 @@ def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
         # The environment of this process may contain the address of a reward service.
         environment = os.environ if has_remote_rewards and run.pipeline.stage_kind(stage).scores else {}
         python, raise_if_stopping = run.pipeline.config.python, partial(sleep_unless_stopping, 0)
-        running_service = managed_service(stage.reward_service, path, python, raise_if_stopping, environment)
+        running_service = managed_reward_service(stage.reward_service, path, python, raise_if_stopping, environment)
     with running_service as variables:
         yield variables
 
@@ -59,12 +59,12 @@ def _run_remote_service(stage: StageConfig, path: Path) -> Iterator[dict[str, st
     with get_client(sync_client=True) as client:
         try:
             variables = _wait_for_service(client, stage, service_run_id, block_name)
-            # Once its block exists, the service ends when the block is deleted.
+            # The service has created its Prefect block; it ends when the block is deleted, and needs no cancellation.
             ending_states = TERMINAL_STATES | {StateType.RUNNING}
             try:
                 yield variables
             finally:
-                record_health(path, variables)
+                write_health(path, variables)
         finally:
             # An unreachable Prefect server is no error here: the service ends with this flow run in any case.
             with contextlib.suppress(httpx.HTTPError, ObjectNotFound):

@@ -45,7 +45,7 @@ from cosmos_core.run.directory import Run, record_flow_run
 from cosmos_core.run.files import make_disk_full_error, warn_if_disk_full
 from cosmos_core.run.fingerprint import Fingerprint, count_worker_threads
 from cosmos_core.run.gpu_time import add_gpu_time_to_result, record_gpu_time
-from cosmos_core.run.lock import Lock, open_stage_lock
+from cosmos_core.run.lock import FileLock, open_stage_lock
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.plan import fingerprint_folder, register_result
 from cosmos_core.run.process import identify_process
@@ -54,14 +54,14 @@ from cosmos_core.run.state import FINISHED_STATES, read_state, record_event, rec
 from cosmos_core.upload.checkpoint_upload import checkpoint_url, upload_checkpoints_during
 from tasks import events
 from tasks.artifacts import StageArtifacts, log_ui_errors, publish_run_report
-from tasks.budget import Budget
+from tasks.budget import BudgetCheck
 from tasks.cancellation import is_cancelled, stop_stages, terminate_on_signals, wait_unless_cancelled
 from tasks.credentials import set_credentials
 from tasks.final_states import failed_state, flow_state, has_result, skipped_state
 from tasks.layout import prepare_stage_folder
 from tasks.naming import label_flow_run
-from tasks.remote_stage import backoff_seconds, count_lost_child, run_remote_stage
-from tasks.reuse import find_result, fingerprint_of
+from tasks.remote_stage import backoff_seconds, count_lost_child_run, run_remote_stage
+from tasks.reuse import compute_local_fingerprint, find_result
 from tasks.reward_service import reward_service
 from tasks.store_sync import StageSync
 
@@ -85,8 +85,8 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
     set_credentials(run.pipeline)
     run_tags: list[str] = []
     with log_ui_errors():
-        shown_names = names if len(names) <= _MAX_NAMED_STAGES else (names[0], "to", names[-1])
-        name_words = shown_names if len(names) < len(run.pipeline.stages) else ()
+        displayed_names = names if len(names) <= _MAX_NAMED_STAGES else (names[0], "to", names[-1])
+        name_words = displayed_names if len(names) < len(run.pipeline.stages) else ()
         run_tags = label_flow_run(run.pipeline.config.name, run.id, *name_words)
     if flow_run.id and not is_local:
         record_flow_run(run, flow_run.id)
@@ -97,8 +97,8 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
         terminate_on_signals(run)
         for name in names:
             upstream = {other: futures[other] for other in run.pipeline.stage(name).after if other in futures}
-            task_of_stage = stage_task(run, name, upstream, is_local=is_local, semaphore=semaphores.get(name))
-            futures[name] = task_of_stage.submit(wait_for=[allow_failure(future) for future in upstream.values()])
+            stage_task = make_stage_task(run, name, upstream, is_local=is_local, semaphore=semaphores.get(name))
+            futures[name] = stage_task.submit(wait_for=[allow_failure(future) for future in upstream.values()])
         was_cancelled = wait_unless_cancelled([future.wrapped_future for future in futures.values()])
         if was_cancelled:
             get_run_logger().warning("the flow run was cancelled or suspended: its stages are asked to stop")
@@ -112,17 +112,17 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
     return state
 
 
-def stage_task(
+def make_stage_task(
     run: Run,
     name: str,
-    upstream: Mapping[str, PrefectFuture[Any]],
+    upstream_futures: Mapping[str, PrefectFuture[Any]],
     *,
     is_local: bool = False,
     semaphore: threading.Semaphore | None = None,
 ) -> Any:
     """Return a Prefect task that runs the stage `name` until it has its result. A call of `.submit()` first waits for
-    the futures of the `upstream` stages, whether they succeed or fail. The run is no parameter of the task, because
-    opening it in each task takes time quadratic in the number of stages."""
+    `upstream_futures`, whether they succeed or fail. The run is no parameter of the task, because opening it in each
+    task takes time quadratic in the number of stages."""
 
     def retry_condition(_task: object, _run: object, state: State[Any]) -> bool:
         return should_retry(run, name, getattr(state.data, "result", state.data))
@@ -132,7 +132,7 @@ def stage_task(
         persist_result=False,
     )  # fmt: skip
     def hold_semaphore_and_run() -> State[Any] | Result:
-        if missing_stages := [other for other, future in upstream.items() if not has_result(future)]:
+        if missing_stages := [other for other, future in upstream_futures.items() if not has_result(future)]:
             return skipped_state(f"it starts from {', '.join(missing_stages)}")
         with hold_semaphore(semaphore):
             if is_cancelled():
@@ -194,7 +194,7 @@ def _run_on_work_pool(run: Run, name: str) -> State[Any] | Result:
         if is_unrecorded:
             record_failure(path, failure)
             if not isinstance(failure, Preempted):
-                update_state(path, failures=count_lost_child(path))
+                update_state(path, failures=count_lost_child_run(path))
         if not should_retry(run, name, failure):
             if is_unrecorded:
                 events.emit_stage_failed(run, name, failure)
@@ -224,14 +224,14 @@ def run_stage(
             worker.reap_attempt(path)
 
     with open_stage_lock(run.path, name) as lock:
-        lock.acquire(poll=kill_orphaned_worker)
+        lock.acquire(on_poll=kill_orphaned_worker)
         try:
             stage_sync.receive_inputs()
             is_finished = read_state(path).state in FINISHED_STATES
             if not is_finished:
                 worker.reap_attempt(path)
                 _record_launcher(path)
-            expected_fingerprint = fingerprint_of(run, stage)
+            expected_fingerprint = compute_local_fingerprint(run, stage)
             local_result = read_result(path) if read_state(path).holds else None
             if local_result and not (local_result["reused_from"] or "attempts" in local_result):
                 add_gpu_time_to_result(path)  # the launcher was killed after the worker had written the result
@@ -245,7 +245,7 @@ def run_stage(
         except Exception as error:
             failure = _to_cosmos_error(error, path)
             record_failure(path, failure)
-            stage_sync.send_record()
+            stage_sync.send_stage_state()
             if failure is error:
                 raise
             raise failure from error
@@ -265,26 +265,26 @@ def _make_result_under_lock(
     run: Run,
     stage: StageConfig,
     expected_fingerprint: Fingerprint,
-    lock: Lock,
+    lock: FileLock,
     on_progress: Callable[[ProgressRecord], None],
     report_line: Callable[[str], None],
 ) -> tuple[Result, bool]:
     """Make the result of a stage in a worker, or wait for another run that makes the same result, and adopt it."""
-    path, stage_sync, budget = run.stage_path(stage.name), StageSync(run, stage), Budget(run, stage)
-    with Lock(fingerprint_folder(run.output_dir, expected_fingerprint.value) / "lock") as fingerprint_lock:
-        had_to_wait = not fingerprint_lock.try_acquire()
-        if had_to_wait:
+    path, stage_sync, budget = run.stage_path(stage.name), StageSync(run, stage), BudgetCheck(run, stage)
+    with FileLock(fingerprint_folder(run.output_dir, expected_fingerprint.value) / "lock") as fingerprint_lock:
+        has_waited_for_lock = not fingerprint_lock.try_acquire()
+        if has_waited_for_lock:
             update_state(path, state="waiting", error="another run is making the same result")
-            fingerprint_lock.acquire(poll=lambda: worker.sleep_unless_stopping(0))
+            fingerprint_lock.acquire(on_poll=lambda: worker.sleep_unless_stopping(0))
         with stage_sync.hold_result_lease(expected_fingerprint) as has_waited_for_lease:
-            has_waited = had_to_wait or has_waited_for_lease
+            has_waited = has_waited_for_lock or has_waited_for_lease
             if has_waited and (reused_result := find_result(run, stage, expected_fingerprint)):
                 return stage_sync.send_result(reused_result), True
             prepare_stage_folder(run, stage, expected_fingerprint, report_line)
             config, kind, recipe = run.pipeline.config, run.pipeline.stage_kind(stage), run.pipeline.recipes[stage.name]
             with ExitStack() as device_stack, ExitStack() as service_stack:
                 gpu_environment, gpu_locks = device_stack.enter_context(gpus.hold_stage_gpus(kind, recipe, path))
-                budget.check()
+                budget.raise_if_spent()
                 num_gpus = len(gpu_locks) or gpus.num_reserved_gpus(kind, recipe)
                 device_stack.enter_context(record_gpu_time(path, num_gpus))
                 update_state(path, error="its reward service starts" if stage.reward_service else "")
@@ -294,11 +294,11 @@ def _make_result_under_lock(
                 # The last callback is called first: it releases the GPUs before the last checkpoint is sent.
                 service_stack.callback(device_stack.close)
                 attempt_settings = worker.AttemptSettings(
-                    stage_path=path, python=config.python, threads=count_worker_threads(run.pipeline),
+                    stage_path=path, python_path=config.python, num_threads=count_worker_threads(run.pipeline),
                     grace_seconds=config.grace_seconds, timeout_seconds=stage.timeout_seconds,
                     lock_descriptors=(lock.descriptor, fingerprint_lock.descriptor, *gpu_locks),
                     on_progress=on_progress, report_line=report_line,
-                    get_kill_reason=stage_sync.lease_loss_reason, get_stop_error=budget.budget_error,
+                    get_kill_reason=stage_sync.lease_loss_reason, get_stop_error=budget.find_budget_error,
                     environment={**gpu_environment, **service_variables},
                     inherited_environment=environment_for_user_code(stage.env) if stage.entry else os.environ,
                     secrets=(*stage.env, *recipe.secret_env_names, *service_variables),
@@ -323,9 +323,9 @@ def _run_in_process(
     prepared_stage = prepare_stage_folder(run, stage, expected_fingerprint, report_line)
     state, start_time = read_state(path), time.time()
     # The end of an earlier attempt that was killed together with its flow is unknown: it counts as zero seconds.
-    earlier_attempts, attempt = state.closed_attempts(0.0), state.attempt + 1
-    open_spans = [*earlier_attempts, (start_time, None)]
-    update_state(path, state="running", attempt=attempt, spans=open_spans, renewed=None, ended=None, error="")
+    earlier_attempts, attempt = state.list_attempt_times(0.0), state.attempt + 1
+    attempt_times = [*earlier_attempts, (start_time, None)]
+    update_state(path, state="running", attempt=attempt, spans=attempt_times, renewed=None, ended=None, error="")
     record_event(path, "started", f"attempt {attempt}")
     try:
         outcome = import_object(prepared_stage.entry)(prepared_stage)

@@ -22,7 +22,7 @@ from prefect.utilities.callables import expand_mapping_parameters, get_call_para
 
 from cosmos_core.config.files import read_config
 from cosmos_core.config.inputs import STAGE_PREFIX, referenced_stage
-from cosmos_core.config.load import TomlTable, merge, nest_value
+from cosmos_core.config.load import TomlTable, merge_tables, nest_value
 from cosmos_core.config.override import split_key
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.error_handling import cleanup_on_error
@@ -33,10 +33,10 @@ from cosmos_core.run.manifest import read_result
 from cosmos_core.types import StageKind
 from tasks.cancellation import is_cancelled, raise_if_suspended, wait_unless_cancelled
 from tasks.final_states import failed_state
-from tasks.flow_identity import json_values
+from tasks.flow_identity import to_json_values
 from tasks.flow_run import PythonFlowState, StageCall, current_flow
 from tasks.kinds import all_kinds
-from tasks.stage import MAX_RETRIES, produce_result, should_retry, stage_task
+from tasks.stage import MAX_RETRIES, make_stage_task, produce_result, should_retry
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class StageTask(Task[Any, StageHandle]):
             # A stop between the submission and the start of the stage must stay in effect.
             stack.enter_context(worker.register_active_run())
             future = super().submit(*arguments, name=name, **settings)
-            active_run = stack.pop_all()
-            future.wrapped_future.add_done_callback(lambda _: active_run.close())
+            active_run_registration = stack.pop_all()
+            future.wrapped_future.add_done_callback(lambda _: active_run_registration.close())
         flow.futures[name] = future
         return future
 
@@ -125,7 +125,7 @@ class StageTask(Task[Any, StageHandle]):
     def __call__(self, *arguments: Any, return_state: bool = False, **settings: Any) -> Any:
         """Run the stage until it ends; return its `StageHandle` or, if `return_state` is true, its final state."""
         future: PrefectConcurrentFuture[StageHandle] = self._submit(*arguments, **settings)
-        with cleanup_on_error(future.wait), cleanup_on_error(worker.stop_all):  # the flow was stopped, or timed out
+        with cleanup_on_error(future.wait), cleanup_on_error(worker.stop_all):  # if the flow is stopped or times out
             if wait_unless_cancelled([future.wrapped_future]):
                 raise_if_suspended()
                 raise Cancelled("the flow run was cancelled")
@@ -134,7 +134,7 @@ class StageTask(Task[Any, StageHandle]):
 
 
 @cache
-def stage_task_of(kind: str) -> StageTask:
+def get_stage_task(kind: str) -> StageTask:
     """Return the Prefect task of a stage kind."""
     return StageTask(all_kinds()[kind])
 
@@ -157,7 +157,7 @@ def _make_stage_function(kind: StageKind) -> Callable[..., Any]:
             if name not in flow.calls:  # a retry uses the recipe that the first attempt read
                 flow.calls[name] = _make_call(flow, kind, name, settings, overrides or {})
             call, source_file = flow.calls[name]
-            with flow.stage(call, source_file) as (run, stages):
+            with flow.add_stage(call, source_file) as (run, stages):
                 return _run_tasks_of_call(run, name, stages)
         except ConfigError as error:
             return failed_state(error)
@@ -184,8 +184,8 @@ def _run_tasks_of_call(run: Run, name: str, stages: Sequence[str]) -> State[Any]
         raise Cancelled("the flow run was cancelled")
     outcomes: dict[str, Any] = {}
     for stage_name in stages:
-        is_called_stage = stage_name == name
-        outcome = produce_result(run, name) if is_called_stage else stage_task(run, stage_name, {})(return_state=True)
+        is_called = stage_name == name
+        outcome = produce_result(run, name) if is_called else make_stage_task(run, stage_name, {})(return_state=True)
         if isinstance(outcome, State) and not outcome.is_completed():
             return outcome
         outcomes[stage_name] = outcome
@@ -227,12 +227,12 @@ def _make_call(
         model_stage = _get_stage_name(flow, name, "model", keys["model"])
         tables = flow.run.pipeline.recipes[model_stage].model_dump(mode="json", exclude_none=True)
     for key, value in overrides.items():
-        tables = merge(tables, nest_value(split_key(key), value))
+        tables = merge_tables(tables, nest_value(split_key(key), value))
     stage: TomlTable = {"name": name, "kind": kind.name, "after": predecessors}
     table_keys = Recipe.model_fields[kind.table].annotation.model_fields if kind.table else {}  # type: ignore[union-attr]
     for key, value in keys.items():
         if key in table_keys:
-            tables = merge(tables, {kind.table: {key: value}})
+            tables = merge_tables(tables, {kind.table: {key: value}})
         elif isinstance(value, StageHandle):
             stage[key] = f"{STAGE_PREFIX}{_get_stage_name(flow, name, key, value)}"
             predecessors.append(value.name)
@@ -242,19 +242,19 @@ def _make_call(
             stage[key] = value
     stage["after"] = list(dict.fromkeys(predecessors))
     for key, value in {**stage, **tables}.items():
-        if handle := _find_handle(value):
+        if handle := _find_stage_handle(value):
             raise ConfigError(
                 f"stage {name!r}: {key} contains the handle of {handle.name!r}; pass one of its values, such as "
                 f"handle.outputs['model'] or handle.metrics"
             )
-    return StageCall(**json_values({"stage": stage, "tables": tables})), source_file
+    return StageCall(**to_json_values({"stage": stage, "tables": tables})), source_file
 
 
-def _find_handle(value: Any) -> StageHandle | None:
+def _find_stage_handle(value: Any) -> StageHandle | None:
     if isinstance(value, StageHandle):
         return value
-    elements = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return next(filter(None, map(_find_handle, elements)), None)
+    nested_values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return next(filter(None, map(_find_stage_handle, nested_values)), None)
 
 
 def _find_recipe_file(flow: PythonFlowState, name: str, recipe: str | Path) -> Path:

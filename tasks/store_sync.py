@@ -19,7 +19,7 @@ from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run.directory import Run, open_run, supersede_stage
 from cosmos_core.run.files import write_json
 from cosmos_core.run.fingerprint import Fingerprint
-from cosmos_core.run.manifest import RESULT_FILE, STORE_URL_KEY, Result, find_damage, read_result
+from cosmos_core.run.manifest import RESULT_FILE, STORE_URL_KEY, Result, find_output_damage, read_result
 from cosmos_core.run.plan import register_result
 from cosmos_core.run.process import identify_machine, is_alive, read_start_time
 from cosmos_core.run.state import StageState, read_state, record_event, update_state
@@ -27,13 +27,13 @@ from cosmos_core.upload.artifact_store import ArtifactStore, StoredCheckpoints, 
 from cosmos_core.upload.checkpoint_upload import lower_cpu_priority
 from cosmos_core.upload.lease import Lease, LeaseHolder
 from tasks.kinds import all_kinds
-from tasks.layout import supersede_if_changed
+from tasks.layout import supersede_outdated_stage
 
 logger = logging.getLogger(__name__)
 
 OUTPUT_DIR_VARIABLE = "COSMOS_OUTPUT_DIR"
 """Environment variable with the folder of runs, for machines that execute stages of runs in an artifact store."""
-_RECORD_PERIOD_SECONDS = 10.0
+_STATE_PERIOD_SECONDS = 10.0
 _CHECKPOINT_POLL_SECONDS = 1.0
 
 
@@ -50,7 +50,7 @@ class StageSync:
         """Fetch the manifests of the stages in `after`, and the output files of those stages whose files this stage
         reads. Raises `ConfigError` or `UploadError` if the store refuses access, cannot be reached, or has lost a
         file."""
-        stages_read = {referenced_stage(each.location) for each in self._run.pipeline.inputs(self._stage)}
+        input_stages = {referenced_stage(each.location) for each in self._run.pipeline.inputs(self._stage)}
         for name in self._stage.after:
             path = self._run.stage_path(name)
             local_result = read_result(path)
@@ -60,8 +60,8 @@ class StageSync:
                 result = local_result
             if result is None:
                 continue
-            reads_outputs = self._stage.entry or name in stages_read  # otherwise the stage reads only metrics
-            was_fetched = reads_outputs and self._fetch_missing_outputs(result, path)
+            needs_files = self._stage.entry or name in input_stages  # otherwise the stage reads only metrics
+            was_fetched = needs_files and self._fetch_missing_outputs(result, path)
             if was_fetched or result is not local_result:
                 _write_result(path, result)
 
@@ -71,14 +71,14 @@ class StageSync:
         stored_result = self._store.find_stored_result(expected_fingerprint.value) if self._store else None
         if stored_result is None:
             return None
-        supersede_if_changed(self._path, expected_fingerprint)
+        supersede_outdated_stage(self._path, expected_fingerprint)
         result = stored_result | {"reused_from": f"{stored_result[STORE_URL_KEY]}/made/{expected_fingerprint.value}"}
         _write_result(self._path, result)
         register_result(self._run.output_dir, self._path, expected_fingerprint.value)
         return result
 
     @contextmanager
-    def hold_result_lease(self, expected: Fingerprint) -> Iterator[bool]:
+    def hold_result_lease(self, expected_fingerprint: Fingerprint) -> Iterator[bool]:
         """Hold the exclusive right among all machines to make the result with the expected fingerprint during the
         block. Yield True if this machine had to wait for another machine that held the right. Raises `Preempted` if
         this process was requested to stop while it waited."""
@@ -86,21 +86,21 @@ class StageSync:
             yield False
             return
         holder = LeaseHolder(identify_machine(), os.getpid(), read_start_time(os.getpid()))
-        self._lease = self._store.lease_result(expected.value, holder, _is_holder_dead)
+        self._lease = self._store.lease_result(expected_fingerprint.value, holder, _is_holder_dead)
 
-        def report_holder(holder: LeaseHolder) -> None:
+        def wait_for_holder(holder: LeaseHolder) -> None:
             update_state(self._path, state="waiting", error=f"{holder.machine.partition('/')[0]} makes the same result")
             sleep_unless_stopping(0)
 
-        had_to_wait = self._lease.acquire(report_holder)
+        has_waited = self._lease.acquire(wait_for_holder)
         try:
-            yield had_to_wait
+            yield has_waited
         finally:
             self._lease.release()
 
     def lease_loss_reason(self) -> str:
         """Return the reason why this machine has lost the lease and must stop the stage; empty if it may continue."""
-        return self._lease.loss_message if self._lease else ""
+        return self._lease.takeover_message if self._lease else ""
 
     @contextmanager
     def sync_checkpoints(self, expected_fingerprint: Fingerprint) -> Iterator[None]:
@@ -118,7 +118,7 @@ class StageSync:
             record_event(self._path, "fetched", f"{name} from {self._store.url}")
         stop_event, stored_record = threading.Event(), self._open_stored_record()
         push_checkpoints = partial(self._push_checkpoints, checkpoints, stop_event)
-        periodic_calls = ((push_checkpoints, _CHECKPOINT_POLL_SECONDS), (stored_record.push, _RECORD_PERIOD_SECONDS))
+        periodic_calls = ((push_checkpoints, _CHECKPOINT_POLL_SECONDS), (stored_record.push, _STATE_PERIOD_SECONDS))
         sync_threads = [
             threading.Thread(target=_call_periodically, args=(*each, stop_event, self._path), daemon=True)
             for each in periodic_calls
@@ -154,7 +154,7 @@ class StageSync:
         self._store.put_result(self._stored_run_name, self._stage.name, result)
         return result
 
-    def send_record(self) -> None:
+    def send_stage_state(self) -> None:
         """Store the state of the stage, if the store can be reached."""
         if self._store is not None:
             _call_logging_errors(lambda: self._open_stored_record().push(is_final=True), self._path)
@@ -166,7 +166,7 @@ class StageSync:
         stored_state = stored_record.state() if stored_record else None
         if stored_record and stored_state and stored_state.forced_by == read_state(self._path).forced_by:
             stored_record.pull()  # another machine may have made progress since the last pull
-        # Otherwise, if the next machine is lost before it records an error, the old error would be reported for it.
+        # Remove the old error: it would be reported if the next machine is lost before it records its own error.
         if read_state(self._path).state in {"failed", "stopped"}:
             update_state(self._path, state="waiting", error="", error_type="")
         if self._store is None or stored_record is None:
@@ -178,7 +178,7 @@ class StageSync:
         """Return a function that fetches the state and progress of the stage from the store, for display."""
         if self._store is None:
             return lambda: None
-        # One record for all calls, because it knows which files it has fetched.
+        # All calls share one record, because it remembers which files it has fetched.
         open_record = cache(self._open_stored_record)
         return partial(_call_logging_errors, lambda: open_record().pull(), self._path)
 
@@ -210,19 +210,19 @@ class StageSync:
         """Fetch the outputs from their store if one is missing or damaged on this machine; return True if fetched."""
         url = result.get(STORE_URL_KEY)
         is_complete = all((path / record["path"]).is_file() for record in result["outputs"])
-        if not url or (is_complete and find_damage(path, result) is None):
+        if not url or (is_complete and find_output_damage(path, result) is None):
             return False
         local_files = self._list_local_output_files()
         ArtifactStore(url, partial(sleep_unless_stopping, 0)).fetch_outputs(result, path, local_files)
         return True
 
     def _push_checkpoints(self, checkpoints: StoredCheckpoints, stop_event: threading.Event) -> None:
-        def raise_if_ended() -> None:
+        def raise_if_training_ended() -> None:
             if stop_event.is_set():
                 raise Preempted("the training has ended")
 
         if not (self._lease and self._lease.is_lost):  # a new holder of the lease sends and removes checkpoints itself
-            for name in checkpoints.push(raise_if_ended):
+            for name in checkpoints.push(raise_if_training_ended):
                 record_event(self._path, "sent", name)
 
     def _open_stored_record(self) -> StoredRecord:
@@ -243,7 +243,7 @@ class StageSync:
         return {digest: file for digest, file in files if file.is_file()}
 
 
-def open_received_run(url: str, name: str) -> Run:
+def open_run_from_store(url: str, name: str) -> Run:
     """Open the run at a URL in an artifact store, on a machine that may not have its files yet, and fetch the state of
     the stage `name`. Raises `ConfigError` or `UploadError` if the store refuses access, cannot be reached, or has no
     such run."""

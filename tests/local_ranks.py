@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from cosmos_core.cluster.group import RankFailed, open_store, run_as_rank
+from cosmos_core.cluster.group import RankFailed, create_tcp_store, run_as_rank
 from cosmos_core.cluster.placement import POLL_SECONDS
 from cosmos_core.cluster.rank import RankMessages, RankProgram, Rendezvous
 
@@ -27,7 +27,7 @@ class LocalGroup:
     def run(self, program: RankProgram, should_stop: Callable[[], bool] = lambda: False) -> Any:
         """Run `program` on all ranks and return its value on the first rank; raise the first error of a rank."""
         size = self.size
-        context, store = mp.get_context("forkserver"), open_store("127.0.0.1", size)
+        context, store = mp.get_context("forkserver"), create_tcp_store("127.0.0.1", size)
         context.set_forkserver_preload(_PRELOADED_MODULES)
         pipes, processes = [], []
         for rank in range(size):

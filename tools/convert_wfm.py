@@ -21,8 +21,8 @@ import tomli_w
 from jinja2 import Environment, StrictUndefined
 from pydantic import Field, create_model
 
-from cosmos_core.config.load import TomlTable, merge, parse, read_toml, short_text, without_none
-from cosmos_core.config.schema.declared import TYPES_BY_NAME, field_definition
+from cosmos_core.config.load import TomlTable, merge_tables, parse_table, read_toml, short_text, without_none
+from cosmos_core.config.schema.declared import FIELD_TYPES, field_definition
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Table, all_fields
 from cosmos_core.config.schema.value_types import Fraction, NonNegativeInt, PositiveFloat
@@ -30,7 +30,7 @@ from cosmos_core.errors import ConfigError
 
 DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
-_TYPES = TYPES_BY_NAME | {
+_TYPES = FIELD_TYPES | {
     "name": Annotated[str, Field(min_length=1)], "number": float, "count or 0": NonNegativeInt,
     "above 0": PositiveFloat, "fraction": Fraction, "decay": Annotated[float, Field(ge=0, lt=1)], "anything": Any,
     "arguments": dict[str, Any],
@@ -100,7 +100,7 @@ def from_wfm(values: TomlTable, source: str, notices: list[str]) -> TomlTable:
     """
     _one_schema(values, source)
     lost: list[tuple[str, str]] = []
-    old: Any = parse(Root, _with_counterpart(values, "", source, lost), source=source)
+    old: Any = parse_table(Root, _with_counterpart(values, "", source, lost), source=source)
     translation = _Translation(old, source, lost)
     for rule in DATA["refused"]:
         translation.apply(rule)
@@ -263,7 +263,7 @@ class _Translation:
         table = without_none(value)
         for name in reversed(new.split(".")):
             table = {name: table}
-        self.values = merge(self.values, table)
+        self.values = merge_tables(self.values, table)
 
 
 def _default(key: str) -> Any:
@@ -290,7 +290,7 @@ def main() -> None:
     try:
         [name] = sys.argv[1:]
         values = from_wfm(read_toml(Path(name)), name, notices)
-        parse(Recipe, values, source=name)
+        parse_table(Recipe, values, source=name)
     except (ConfigError, ValueError) as error:
         sys.exit(f"convert_wfm: {error if isinstance(error, ConfigError) else 'give one file'}")
     sys.stderr.writelines(f"convert_wfm: note: {notice}\n" for notice in notices)

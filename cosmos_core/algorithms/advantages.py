@@ -26,11 +26,11 @@ _VARIANCE_EPSILON = 1e-8
 """Value added to the variance in `whiten`, as in verl and OpenRLHF."""
 _GDPO_EPSILON = 1e-4
 
-Rewards = Sequence[Sequence[float | None]]
+RewardsByGroup = Sequence[Sequence[float | None]]
 
 
 def advantages(
-    groups: Rewards,
+    groups: RewardsByGroup,
     *,
     algo: str = "grpo",
     normalise_std: bool = True,
@@ -46,8 +46,8 @@ def advantages(
 
     Raise RewardError if the rule does not support negative rewards."""
     valid_rewards = [list(filter(_is_finite, rewards)) for rewards in groups]
-    advantage_fn = _centre_groups if algo == "grpo" and not normalise_std else ADVANTAGE_RULES[algo]
-    group_advantages = advantage_fn([np.asarray(each, dtype=np.float64) for each in valid_rewards])
+    advantage_rule = _mean_centred_advantages if algo == "grpo" and not normalise_std else ADVANTAGE_RULES[algo]
+    group_advantages = advantage_rule([np.asarray(each, dtype=np.float64) for each in valid_rewards])
     values_N = np.concatenate([*group_advantages, np.zeros(0)])
     if algo.startswith("reinforce++"):
         token_counts = num_tokens or [[1] * len(rewards) for rewards in groups]
@@ -71,8 +71,8 @@ def whiten(values_N: np.ndarray, counts_N: np.ndarray) -> np.ndarray:
         return np.zeros_like(values_N)
     mean = np.average(values_N, weights=counts_N)
     variance = (counts_N * (values_N - mean) ** 2).sum() / (counts_N.sum() - 1)
-    centred_N: np.ndarray = values_N - mean
-    return centred_N / np.sqrt(variance + _VARIANCE_EPSILON)
+    centred_values_N: np.ndarray = values_N - mean
+    return centred_values_N / np.sqrt(variance + _VARIANCE_EPSILON)
 
 
 def whitened_returns(
@@ -86,9 +86,9 @@ def whitened_returns(
     """
     masks = [torch.as_tensor(sample.loss_mask[1:]).bool() for sample in samples]
     returns = []
-    for sample, mask_S, old_S, ref_S in zip(samples, masks, old_logprobs, ref_logprobs, strict=True):
+    for sample, mask_S, old_logprobs_S, ref_logprobs_S in zip(samples, masks, old_logprobs, ref_logprobs, strict=True):
         # Log-probabilities of the rollout are on the CPU, those of the trainer may be on a GPU.
-        kl_S = apply_mask((old_S.cpu() - ref_S.cpu()).double(), mask_S)
+        kl_S = apply_mask((old_logprobs_S.cpu() - ref_logprobs_S.cpu()).double(), mask_S)
         returns.append(sample.reward - kl_beta * kl_S.flip(0).cumsum(0).flip(0))
     if not returns:
         return []
@@ -101,14 +101,14 @@ def _all_equal(rewards_G: np.ndarray) -> bool:
     return not rewards_G.size or bool(rewards_G.max() == rewards_G.min())
 
 
-def _centre_groups(groups: list[np.ndarray]) -> list[np.ndarray]:
+def _mean_centred_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return each reward minus the mean of its group (Dr. GRPO, arXiv 2503.20783)."""
     return [np.zeros_like(rewards_G) if _all_equal(rewards_G) else rewards_G - rewards_G.mean() for rewards_G in groups]
 
 
 def _grpo_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean) / (population std + 1e-6) in each group (GRPO, arXiv 2402.03300)."""
-    pairs = zip(_centre_groups(groups), groups, strict=True)
+    pairs = zip(_mean_centred_advantages(groups), groups, strict=True)
     return [
         centred_G / (rewards_G.std() + STD_EPSILON) if centred_G.any() else centred_G for centred_G, rewards_G in pairs
     ]
@@ -116,14 +116,14 @@ def _grpo_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
 
 def _rloo_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return each reward minus the mean of the other rewards of its group (RLOO, arXiv 2402.14740)."""
-    return [centred_G * len(centred_G) / max(1, len(centred_G) - 1) for centred_G in _centre_groups(groups)]
+    return [centred_G * len(centred_G) / max(1, len(centred_G) - 1) for centred_G in _mean_centred_advantages(groups)]
 
 
 def _batch_std_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean of its group) / (population std of all rewards of the step + 1e-6) (arXiv 2508.08221)."""
     all_rewards = np.concatenate([*groups, np.zeros(0)])
     std = all_rewards.std() if all_rewards.size else 0.0
-    return [centred_G / (std + STD_EPSILON) for centred_G in _centre_groups(groups)]
+    return [centred_G / (std + STD_EPSILON) for centred_G in _mean_centred_advantages(groups)]
 
 
 def _max_rl_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
@@ -136,11 +136,11 @@ def _max_rl_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
         )
     return [
         centred_G / rewards_G.mean() if centred_G.any() else centred_G
-        for centred_G, rewards_G in zip(_centre_groups(groups), groups, strict=True)
+        for centred_G, rewards_G in zip(_mean_centred_advantages(groups), groups, strict=True)
     ]
 
 
-def gdpo_advantages(rewards: Sequence[Rewards], weights: Sequence[float]) -> list[list[float | None]]:
+def gdpo_advantages(rewards: Sequence[RewardsByGroup], weights: Sequence[float]) -> list[list[float | None]]:
     """Return the advantages of GDPO (arXiv 2601.05242), with the estimators of TRL.
 
     `rewards` has an element per reward function: its values for the completions of each group. Each value r becomes
@@ -152,10 +152,10 @@ def gdpo_advantages(rewards: Sequence[Rewards], weights: Sequence[float]) -> lis
     validity_by_group = [[any(map(_is_finite, each)) for each in zip(*row, strict=True)] for row in rewards_by_group]
     weighted_sums = [np.zeros(len(row)) for row in validity_by_group]
     for groups, weight in zip(rewards, weights, strict=True):
-        for sum_G, values_of_group in zip(weighted_sums, groups, strict=True):
-            has_value_G = np.array(list(map(_is_finite, values_of_group)), dtype=bool)
-            sum_G[has_value_G] += weight * _standardise(np.array(list(filter(_is_finite, values_of_group))))
-    valid_sums = [sum_G[row] for sum_G, row in zip(weighted_sums, validity_by_group, strict=True)]
+        for weighted_sum_G, group_values in zip(weighted_sums, groups, strict=True):
+            has_value_G = np.array(list(map(_is_finite, group_values)), dtype=bool)
+            weighted_sum_G[has_value_G] += weight * _standardise(np.array(list(filter(_is_finite, group_values))))
+    valid_sums = [weighted_sum_G[row] for weighted_sum_G, row in zip(weighted_sums, validity_by_group, strict=True)]
     normalised_values = iter(_standardise(np.concatenate([*valid_sums, np.zeros(0)])))
     return [[float(next(normalised_values)) if has_value else None for has_value in row] for row in validity_by_group]
 
@@ -163,8 +163,8 @@ def gdpo_advantages(rewards: Sequence[Rewards], weights: Sequence[float]) -> lis
 def _standardise(values_N: np.ndarray) -> np.ndarray:
     if _all_equal(values_N):
         return np.zeros_like(values_N)
-    centred_N: np.ndarray = values_N - values_N.mean()
-    return centred_N / (values_N.std(ddof=1) + _GDPO_EPSILON)
+    centred_values_N: np.ndarray = values_N - values_N.mean()
+    return centred_values_N / (values_N.std(ddof=1) + _GDPO_EPSILON)
 
 
 ADVANTAGE_RULES: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
@@ -172,7 +172,7 @@ ADVANTAGE_RULES: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
     "rloo": _rloo_advantages,
     "batch-std": _batch_std_advantages,
     "reinforce++": lambda groups: groups,
-    "reinforce++-baseline": _centre_groups,
+    "reinforce++-baseline": _mean_centred_advantages,
     "maxrl": _max_rl_advantages,
 }
 """Functions that turn the rewards of all groups into advantages, by the name of the rule (`algo`); `advantages` then

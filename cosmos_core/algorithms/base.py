@@ -106,7 +106,7 @@ class Algorithm:
     data_term: Callable[[int, int], Update] | None = None
     """Function that returns the supervised loss on data rows that a diffusion model adds to an optimizer step, from the
     numbers of the train step and of the optimizer step, counted from 0. None: no such loss. Text models use
-    `data_term.WithDataTerm` instead."""
+    `data_term.DataTermAlgorithm` instead."""
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         """Store the settings of the algorithm.
@@ -124,8 +124,8 @@ class Algorithm:
         raise AssertionError(f"{type(self).__name__} does not learn from rollouts")
 
     def updates(self, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
-        """Yield the optimizer steps of one train step. `view` computes outputs with the weights after the last yielded
-        step."""
+        """Yield the optimizer steps of one train step. `view` evaluates samples under the current weights, after the
+        last yielded step."""
         raise AssertionError(f"{type(self).__name__} has no updates")
 
     def after_train_step(self, step: int, view: TrainerView) -> None:
@@ -141,14 +141,14 @@ class Algorithm:
         loss_sum, num_correct, num_tokens = 0.0, 0.0, 0
         sums_by_source: dict[str, tuple[float, int]] = {}
         for samples in chunks:
-            rows = view.evaluate(samples, RequestedOutputs(is_top=True), size=size)
+            rows = view.evaluate(samples, RequestedOutputs(is_argmax=True), size=size)
             losses = [-row["logprobs"].sum(dtype=torch.float64).item() for row in rows]
             loss_sum += sum(losses)
             for sample, value in zip(samples, losses, strict=True):
                 if source := getattr(sample, "source", ""):
                     total, count = sums_by_source.get(source, (0.0, 0))
                     sums_by_source[source] = total + value, count + sample.num_learned
-            num_correct += sum(row["is_top"].sum().item() for row in rows)
+            num_correct += sum(row["is_argmax"].sum().item() for row in rows)
             num_tokens += sum(sample.num_learned for sample in samples)
         loss = loss_sum / max(1, num_tokens)
         return {
@@ -175,7 +175,7 @@ def equal_batches(num_samples: int, size: int | None) -> list[slice]:
     return [slice(*slice_bounds) for slice_bounds in pairwise(bounds)]
 
 
-def align_rows(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
+def pad_rows(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
     """Return rows of different lengths as one tensor, padded with zeros to the shape, dtype and device of `like_BS`. If
     each token of a row has a vector instead of a number, the result has the dimensions of the vector too."""
     padded_BS = like_BS.new_zeros((*like_BS.shape, *rows[0].shape[1:]))

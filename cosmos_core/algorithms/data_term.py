@@ -27,7 +27,7 @@ def make_sft_update(samples: Sequence[Sample], weight: float) -> Update:
     return Update(samples, loss, has_constant_gradient=True)
 
 
-class WithDataTerm(Algorithm):
+class DataTermAlgorithm(Algorithm):
     """Algorithm that adds a data term (supervised loss on data rows) to each optimizer step of another algorithm."""
 
     def __init__(self, algorithm: Algorithm, make_data_term: Callable[[int], Update]) -> None:

@@ -30,7 +30,7 @@ class DiffusionNft(FlowRl):
             return None
         samples = [sample for rollout in rollouts for sample in self._make_samples(rollout)]
         config, beta, num_samples = self.config, self.diffusers.nft_beta, float(len(samples))
-        low, high, mode = config.advantage_low, config.advantage_high, config.advantage_mode
+        min_advantage, max_advantage, mode = config.advantage_low, config.advantage_high, config.advantage_mode
 
         def loss(batch: MicroBatch) -> Loss:
             outputs = batch.outputs
@@ -41,13 +41,13 @@ class DiffusionNft(FlowRl):
                 outputs.get("reference/velocity"),
             )
             velocities = outputs["velocity"], old_velocity, reference_velocity
-            optimality_B = optimality_probability(advantages_B, low, high, mode)
+            optimality_B = optimality_probability(advantages_B, min_advantage, max_advantage, mode)
             inputs = NftInputs(*velocities, outputs["noisy"], outputs["latents"], sigma_B, optimality_B, batch.mask)
-            loss_terms = nft_loss(inputs, beta, high)
-            value = (loss_terms.policy_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
+            loss_terms = nft_loss(inputs, beta, max_advantage)
+            value = (loss_terms.policy_loss_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
             metrics = sum_metrics(
-                policy_loss=loss_terms.policy_B,
-                unweighted_policy_loss=loss_terms.unscaled_policy_B,
+                policy_loss=loss_terms.policy_loss_B,
+                unweighted_policy_loss=loss_terms.unscaled_policy_loss_B,
                 old_deviation=loss_terms.old_policy_distance_B,
                 optimality=inputs.optimality_B,
                 x0_norm=outputs["latents"].flatten(1).square().mean(1),

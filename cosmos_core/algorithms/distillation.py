@@ -70,25 +70,25 @@ def teacher_loss(
         penalty_sum_BS = penalty_BS + apply_mask(discounted_sums(penalty_BS, discount), is_sampled_BS)
         metrics = {"teacher/reverse_kl": token_metric(penalty_BS, mask_BS)}
         return TeacherLoss(-kl_coef * penalty_sum_BS, None, metrics)
-    policy_BSE, teacher_BSE = map(add_other_tokens, (policy_logprobs_BS, teacher_logprobs_BS))
+    policy_BSE, teacher_BSE = map(append_other_logprob, (policy_logprobs_BS, teacher_logprobs_BS))
     divergence_BS = jensen_shannon(policy_BSE, teacher_BSE, config.jsd_beta)
     divergence_BS = apply_mask(divergence_BS, mask_BS)
     metrics = {"teacher/divergence": token_metric(divergence_BS, mask_BS)}
-    later_sum_BS = apply_mask(discounted_sums(divergence_BS.detach(), discount), is_sampled_BS) if discount else None
-    advantages_BS = None if later_sum_BS is None else -kl_coef * later_sum_BS
+    future_sum_BS = apply_mask(discounted_sums(divergence_BS.detach(), discount), is_sampled_BS) if discount else None
+    advantages_BS = None if future_sum_BS is None else -kl_coef * future_sum_BS
     return TeacherLoss(advantages_BS, kl_coef * divergence_BS, metrics)
 
 
 def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
     """Return for each token the sum over n = 1, 2, ... of discount^n times the value n tokens later."""
-    sum_BS, num_summed = values_BS, 1
-    while discount and num_summed < values_BS.shape[1]:  # `sum_BS` sums over `num_summed` tokens
-        sum_BS = sum_BS + discount**num_summed * pad(sum_BS[:, num_summed:], (0, num_summed))
-        num_summed *= 2
+    sum_BS, num_terms = values_BS, 1
+    while discount and num_terms < values_BS.shape[1]:  # `sum_BS` sums over `num_terms` tokens
+        sum_BS = sum_BS + discount**num_terms * pad(sum_BS[:, num_terms:], (0, num_terms))
+        num_terms *= 2
     return discount * pad(sum_BS[:, 1:], (0, 1))
 
 
-def add_other_tokens(logprobs_BSK: Tensor) -> Tensor:
+def append_other_logprob(logprobs_BSK: Tensor) -> Tensor:
     """Append the log of the total probability of all other tokens to the log-probabilities of K token ids; the shape
     becomes BSE, the dtype at least float32. The total probability is at least the dtype's epsilon."""
     upcast_logprobs_BSK = logprobs_BSK.to(torch.promote_types(logprobs_BSK.dtype, torch.float32))
@@ -104,14 +104,14 @@ def jensen_shannon(policy_logprobs_BSE: Tensor, teacher_logprobs_BSE: Tensor, be
     forward KL(T | S), for beta = 1 the reverse KL(S | T).
     """
     if beta == 0:
-        return _kl(teacher_logprobs_BSE, policy_logprobs_BSE)
+        return _kl_div(teacher_logprobs_BSE, policy_logprobs_BSE)
     if beta == 1:
-        return _kl(policy_logprobs_BSE, teacher_logprobs_BSE)
+        return _kl_div(policy_logprobs_BSE, teacher_logprobs_BSE)
     mixture_BSE = torch.logaddexp(policy_logprobs_BSE + math.log1p(-beta), teacher_logprobs_BSE + math.log(beta))
-    return beta * _kl(teacher_logprobs_BSE, mixture_BSE) + (1 - beta) * _kl(policy_logprobs_BSE, mixture_BSE)
+    return beta * _kl_div(teacher_logprobs_BSE, mixture_BSE) + (1 - beta) * _kl_div(policy_logprobs_BSE, mixture_BSE)
 
 
-def _kl(logprobs_BSE: Tensor, other_logprobs_BSE: Tensor) -> Tensor:
+def _kl_div(logprobs_BSE: Tensor, other_logprobs_BSE: Tensor) -> Tensor:
     return (logprobs_BSE.exp() * (logprobs_BSE - other_logprobs_BSE)).sum(-1)
 
 
@@ -125,12 +125,12 @@ def score_with_teacher(
     if config.top_k:
         request = replace(request, entropy="", top_k=config.top_k)
         if not config.trainer_token_ids_from_teacher:
-            teacher_samples = _set_top_ids(teacher_samples, view.evaluate(teacher_samples, request))
+            teacher_samples = _set_top_token_ids(teacher_samples, view.evaluate(teacher_samples, request))
     rows = view.evaluate(
         batch_within_token_limit(teacher_samples, max_batch_tokens), request, weights=TEACHER_WEIGHTS, size=size
     )
     if config.top_k and config.trainer_token_ids_from_teacher:
-        teacher_samples = _set_top_ids(teacher_samples, rows)
+        teacher_samples = _set_top_token_ids(teacher_samples, rows)
     return teacher_samples, [row["top_logprobs" if config.top_k else "logprobs"] for row in rows]
 
 
@@ -145,8 +145,8 @@ def unmask_prompt(sample: Sample, num_prompt_tokens: int) -> Sample:
     return replace(sample, loss_mask=mask, rollout_logprobs=rollout_logprobs)
 
 
-def _set_top_ids(samples: Sequence[Sample], rows: Sequence[dict[str, Tensor]]) -> list[Sample]:
-    """Return the samples with the `top_ids` of `rows` at their trained tokens; `rows` has ids for every token."""
+def _set_top_token_ids(samples: Sequence[Sample], rows: Sequence[dict[str, Tensor]]) -> list[Sample]:
+    """Return copies of the samples with the `top_ids` of their trained tokens; `rows` has the ids for all tokens."""
     return [
         replace(sample, top_ids=row["top_ids"].cpu().numpy()[sample.loss_mask[1:] == 1])
         for sample, row in zip(samples, rows, strict=True)

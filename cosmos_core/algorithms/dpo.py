@@ -38,14 +38,16 @@ class PairLogprobs(NamedTuple):
     num_rejected_tokens: Tensor
 
 
-class Denominators(NamedTuple):
+class LossDenominators(NamedTuple):
     """Denominators of the loss of an optimizer step: the numbers of pairs and of tokens of chosen responses."""
 
     pairs: float
     num_chosen_tokens: float
 
 
-def preference_loss(pairs: PairLogprobs, config: DpoLossConfig, denominators: Denominators) -> tuple[Tensor, Metrics]:
+def preference_loss(
+    pairs: PairLogprobs, config: DpoLossConfig, denominators: LossDenominators
+) -> tuple[Tensor, Metrics]:
     """Return the loss of the pairs of a micro-batch with the denominators of the optimizer step, and metrics to be
     summed."""
     chosen_P = config.beta * (pairs.chosen - pairs.reference_chosen)
@@ -69,11 +71,12 @@ def preference_loss(pairs: PairLogprobs, config: DpoLossConfig, denominators: De
     return loss, metrics
 
 
-def source_losses(pairs: PairLogprobs, sources: Sequence[str], config: DpoLossConfig, total: Denominators) -> Metrics:
+def source_losses(
+    pairs: PairLogprobs, sources: Sequence[str], config: DpoLossConfig, step_denominators: LossDenominators
+) -> Metrics:
     """Return the mean loss of the pairs of each data set, as metric `loss/SOURCE`; `sources` has the data set of each
-    pair. The mean of these losses, weighted by numbers of pairs, is the loss of the optimizer step with denominators
-    `total`."""
-    pair_denominators = Denominators(1.0, total.num_chosen_tokens / total.pairs)
+    pair. The mean of these losses, weighted by numbers of pairs, is the loss of the optimizer step."""
+    pair_denominators = LossDenominators(1.0, step_denominators.num_chosen_tokens / step_denominators.pairs)
     metrics = {}
     for name, mask_P in source_masks(sources):
         source_pairs = PairLogprobs(*(values_P.detach()[mask_P] for values_P in pairs))
@@ -133,15 +136,15 @@ class Dpo(Algorithm):
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         num_chosen_tokens = compute_denominator("token-mean", [sample.num_learned for sample in samples[::2]])
-        denominators = Denominators(max(1.0, len(samples) / 2), num_chosen_tokens)
+        denominators = LossDenominators(max(1.0, len(samples) / 2), num_chosen_tokens)
 
         def loss(micro_batch: MicroBatch) -> Loss:
             sorted_indices = sorted(micro_batch.indices)
             assert sorted_indices == [j for i in sorted_indices if i % 2 == 0 for j in (i, i + 1)], "a pair was split"
             rows = sorted(range(len(sorted_indices)), key=lambda row: micro_batch.indices[row])
             logps_B = apply_mask(micro_batch.logprobs_BS, micro_batch.mask_BS).sum(-1, dtype=torch.float64)
-            reference_B = logps_B.new_tensor([sample.reference_logprob for sample in micro_batch.samples])
-            tensors_B = (logps_B, reference_B, micro_batch.mask_BS.sum(-1).to(logps_B))
+            reference_logps_B = logps_B.new_tensor([sample.reference_logprob for sample in micro_batch.samples])
+            tensors_B = (logps_B, reference_logps_B, micro_batch.mask_BS.sum(-1).to(logps_B))
             pairs = PairLogprobs(*(values_B[indices] for values_B in tensors_B for indices in (rows[::2], rows[1::2])))
             value, metrics = preference_loss(pairs, self.config.dpo, denominators)
             sources = [micro_batch.samples[row].source for row in rows[::2]]
@@ -161,7 +164,7 @@ class Dpo(Algorithm):
             sources += [sample.source for sample in samples[::2]]
         columns = (torch.cat(logps), *(torch.tensor(values, dtype=torch.float64) for values in (references, tokens)))
         pairs = PairLogprobs(*(values[response_offset::2] for values in columns for response_offset in (0, 1)))
-        denominators = Denominators(len(pairs.chosen), float(sum(tokens[::2])))
+        denominators = LossDenominators(len(pairs.chosen), float(sum(tokens[::2])))
         loss, metrics = preference_loss(pairs, self.config.dpo, denominators)
         metrics |= source_losses(pairs, sources, self.config.dpo, denominators)
         return {"loss": loss.item(), **compute_means(metrics), "pairs": float(len(pairs.chosen))}

@@ -47,7 +47,7 @@ class AdvantageSettings:
     """Whether the standard deviation is taken over all rewards of the train step or over each group."""
     divides_by_std: bool = True
     """Whether to divide by the standard deviation; False: advantages are differences to the mean of the group."""
-    separate_weights: Mapping[str, float] = field(default_factory=dict)
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
     """Weights of the reward functions whose values are normalized individually before summing, by metric name; empty:
     the weighted sum of all reward functions is normalized."""
     keeps_equal_groups: bool = False
@@ -60,7 +60,7 @@ def diffusion_advantages(
     """Return the advantage of each completion, (reward - mean of its group) / (std + 1e-4), and metrics of the rewards.
     The advantage is None for an invalid reward and, without `keeps_equal_groups`, in groups of equal rewards."""
     rewards_by_group = [[score.value for score in scores] for scores in groups]
-    if settings.separate_weights:
+    if settings.reward_weights:
         rows = _sum_normalised_rewards(groups, settings)
     else:
         rows = _normalise_rewards(rewards_by_group, settings)
@@ -68,9 +68,9 @@ def diffusion_advantages(
         row if any(row) or settings.keeps_equal_groups else [None] * len(row) for row in rows
     ]
     valid_rewards = [[value for value in values if value is not None] for values in rewards_by_group]
-    constant_flags = [float(not any(row)) for row, values in zip(rows, valid_rewards, strict=True) if values]
+    constant_group_flags = [float(not any(row)) for row, values in zip(rows, valid_rewards, strict=True) if values]
     return advantages, {
-        "reward/constant_groups": float(np.mean(constant_flags or [0.0])),
+        "reward/constant_groups": float(np.mean(constant_group_flags or [0.0])),
         "reward/group_std": float(np.mean([float(np.std(values)) for values in valid_rewards if values] or [0.0])),
     }
 
@@ -78,11 +78,11 @@ def diffusion_advantages(
 def _sum_normalised_rewards(groups: Sequence[Sequence[Score]], settings: AdvantageSettings) -> list[list[float | None]]:
     """Return for each completion the weighted sum of the values of reward functions, each normalized individually."""
     normalised_columns = []
-    for name in settings.separate_weights:
+    for name in settings.reward_weights:
         rewards = [[s.metrics.get(name) if s.value is not None else None for s in scores] for scores in groups]
         normalised_columns.append(_normalise_rewards(rewards, settings))
     return [
-        [_weighted_sum(values, settings.separate_weights) for values in zip(*group_columns, strict=True)]
+        [_weighted_sum(values, settings.reward_weights) for values in zip(*group_columns, strict=True)]
         for group_columns in zip(*normalised_columns, strict=True)
     ]
 
@@ -137,12 +137,12 @@ class RewardMonitor:
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return the monitoring metrics of the groups of a train step, and log a warning if the alarm starts."""
         scores = [score for group in groups for score in group.scores]
-        means = {"reward": _valid_mean([score.value for score in scores]), "diversity": compute_diversity(groups)}
-        means |= {name: _valid_mean([score.metrics.get(name) for score in scores]) for name in self._monitored_rewards}
+        means = {"reward": _mean_or_nan([score.value for score in scores]), "diversity": compute_diversity(groups)}
+        means |= {name: _mean_or_nan([score.metrics.get(name) for score in scores]) for name in self._monitored_rewards}
         for name, value in means.items():
-            first_values = self._baseline_values.setdefault(name, [])
-            if len(first_values) < self._num_baseline_steps and math.isfinite(value):
-                first_values.append(value)
+            baseline_values = self._baseline_values.setdefault(name, [])
+            if len(baseline_values) < self._num_baseline_steps and math.isfinite(value):
+                baseline_values.append(value)
         baselines = {name: float(np.mean(values)) for name, values in self._baseline_values.items() if values}
         relative_diversity = means["diversity"] / baselines["diversity"] if baselines.get("diversity") else 1.0
         is_reward_rising = means["reward"] > baselines.get("reward", math.inf)
@@ -151,9 +151,9 @@ class RewardMonitor:
             if name in baselines and means[name] < baselines[name] - (1 - self._min_fraction) * abs(baselines[name]):
                 alarm_names.append(name)
         if alarm_names and not self._is_alarm_on:
-            changes = [f"{name} {baselines[name]:.4g} at first, {means[name]:.4g} now" for name in alarm_names]
+            alarm_texts = [f"{name} {baselines[name]:.4g} at first, {means[name]:.4g} now" for name in alarm_names]
             remedy = "look at the samples, raise kl_beta or add a data term"
-            logger.warning("the reward may be hacked: %s; %s", ", ".join(changes), remedy)
+            logger.warning("the reward may be hacked: %s; %s", ", ".join(alarm_texts), remedy)
         self._is_alarm_on = bool(alarm_names)
         return {
             "watch/diversity": means["diversity"],
@@ -164,8 +164,8 @@ class RewardMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the baseline values and whether the alarm is on, to be saved in a checkpoint."""
-        first_values = {name: list(values) for name, values in self._baseline_values.items()}
-        return {"first": first_values, "is_told": self._is_alarm_on}
+        baseline_values = {name: list(values) for name, values in self._baseline_values.items()}
+        return {"first": baseline_values, "is_told": self._is_alarm_on}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
@@ -173,7 +173,7 @@ class RewardMonitor:
         self._is_alarm_on = bool(state.get("is_told", False))
 
 
-def _valid_mean(values: Sequence[float | None]) -> float:
+def _mean_or_nan(values: Sequence[float | None]) -> float:
     valid_values = [value for value in values if value is not None]
     return float(np.mean(valid_values)) if valid_values else math.nan
 

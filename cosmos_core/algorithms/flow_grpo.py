@@ -1,8 +1,8 @@
 """FlowGRPO (arXiv 2505.05470): the stochastic steps of a sampler are actions, trained as GRPO trains tokens.
 
 Rollouts record the latents before and after each trained step, in float32. The policy's velocity is computed for the
-latents before the step, at the sampler's noise level. `flow_steps.transition`, which the sampler also uses, turns the
-velocity into the distribution of the step. The loss is in `flow_objectives`, advantages are in `flow_credit`.
+latents before the step, at the sampler's noise level. `compute_step_distribution`, which the sampler also uses, turns
+the velocity into the distribution of the step. The loss is in `flow_objectives`, advantages are in `flow_credit`.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.denoiser import RequestedOutputs
-from cosmos_core.models.flow_steps import NoiseLevels, Transition, compute_transition
+from cosmos_core.models.flow_steps import NoiseLevels, StepDistribution, compute_step_distribution
 from cosmos_core.types import DiffusionSample
 
 _STEP_KEY = "step"
@@ -60,20 +60,20 @@ class FlowGrpo(FlowRl):
         is_guided = flow_sampling.guidance_scale > 1
         samples = [
             FlowSample(
-                step.sample.before[step.index], step.noise_levels[0], step.rollout.prompt.embedding,
+                step.sample.latents_before[step.index], step.noise_levels[0], step.rollout.prompt.embedding,
                 negative_text=self.null_text if is_guided else None,
-                num_conditioning_frames=step.sample.num_conditioning_frames, extra={_STEP_KEY: step},
+                num_conditioning_frames=step.sample.num_conditioning_frames, algorithm_values={_STEP_KEY: step},
             )
             for step in steps
         ]  # fmt: skip
-        uses_grpo_guard, num_samples = self.diffusers.flow_rl.guard, float(len(samples))
+        uses_guard, num_samples = self.diffusers.flow_rl.guard, float(len(samples))
 
         def loss(micro_batch: MicroBatch) -> Loss:
             inputs = self._make_step_inputs(micro_batch)
-            loss_terms = flow_grpo_loss(inputs, config.epsilon_low, config.epsilon_high, has_guard=uses_grpo_guard)
-            value = (loss_terms.policy_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
+            loss_terms = flow_grpo_loss(inputs, config.epsilon_low, config.epsilon_high, uses_grpo_guard=uses_guard)
+            value = (loss_terms.policy_loss_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
             metrics = sum_metrics(
-                policy_loss=loss_terms.policy_B,
+                policy_loss=loss_terms.policy_loss_B,
                 ratio=loss_terms.ratio_B,
                 clip_fraction=loss_terms.is_clipped_B.double(),
                 ratio_deviation=(loss_terms.ratio_B - 1).abs(),
@@ -84,27 +84,27 @@ class FlowGrpo(FlowRl):
         return Update(samples, loss, request, extra_weights=self._reference_weights)
 
     def _make_step_inputs(self, micro_batch: MicroBatch) -> FlowGrpoInputs:
-        steps: list[_SamplerStep] = [sample.extra[_STEP_KEY] for sample in micro_batch.samples]
+        steps: list[_SamplerStep] = [sample.algorithm_values[_STEP_KEY] for sample in micro_batch.samples]
         noisy, config = micro_batch.outputs["noisy"], self.config
-        options: Any = {"dtype": torch.float64, "device": noisy.device}
-        levels = NoiseLevels(*torch.tensor([step.noise_levels for step in steps], **options).T)
+        tensor_options: Any = {"dtype": torch.float64, "device": noisy.device}
+        sigmas = NoiseLevels(*torch.tensor([step.noise_levels for step in steps], **tensor_options).T)
         reference_velocity = micro_batch.outputs.get("reference/velocity")
-        advantages_B = torch.tensor([step.rollout.advantage for step in steps], **options)
+        advantages_B = torch.tensor([step.rollout.advantage for step in steps], **tensor_options)
         clipped_advantages_B = advantages_B.clamp(config.advantage_low, config.advantage_high)
-        has_old_means = steps[0].sample.means is not None
+        has_old_means = steps[0].sample.transition_means is not None
 
-        def transition_for(velocity: Tensor) -> Transition:
+        def velocity_to_distribution(velocity: Tensor) -> StepDistribution:
             assert self.sampling is not None and self.sampling.flow is not None
-            return compute_transition(self.sampling.flow.kernel, noisy, velocity, levels, self.sampling.flow.eta)
+            return compute_step_distribution(self.sampling.flow.kernel, noisy, velocity, sigmas, self.sampling.flow.eta)
 
         return FlowGrpoInputs(
-            transition_for(micro_batch.outputs["velocity"]),
-            torch.stack([step.sample.after[step.index] for step in steps]).to(noisy),
+            velocity_to_distribution(micro_batch.outputs["velocity"]),
+            torch.stack([step.sample.latents_after[step.index] for step in steps]).to(noisy),
             torch.tensor([step.sample.log_probs[step.index] for step in steps], dtype=noisy.dtype, device=noisy.device),
             ADVANTAGE_TRANSFORMS[config.advantage_mode](clipped_advantages_B),
-            torch.stack([step.sample.means[step.index] for step in steps]).to(noisy) if has_old_means else None,
-            transition_for(reference_velocity) if reference_velocity is not None else None,
-            levels.sigma - levels.next_sigma,
+            torch.stack([s.sample.transition_means[s.index] for s in steps]).to(noisy) if has_old_means else None,
+            velocity_to_distribution(reference_velocity) if reference_velocity is not None else None,
+            sigmas.sigma - sigmas.next_sigma,
             micro_batch.mask,
         )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.models.flow import estimate_clean_latents, mean_per_sample
-from cosmos_core.models.flow_steps import Transition, log_prob
+from cosmos_core.models.flow_steps import StepDistribution, log_prob
 
 _MIN_ABS_ERROR = 1e-5
 
@@ -28,22 +28,24 @@ ADVANTAGE_TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
 """Transformations of clipped advantages, by the names that the DiffusionNFT implementation uses."""
 
 
-def optimality_probability(advantages_B: Tensor, low: float, high: float, mode: str = "all") -> Tensor:
-    """Return the probability r that a sample is optimal: 0.5 for an advantage of 0, 1 for an advantage of `high`.
-    Advantages are clipped to `low` and `high` and transformed by `ADVANTAGE_TRANSFORMS[mode]` (arXiv 2509.16117)."""
-    clipped_advantages_B = ADVANTAGE_TRANSFORMS[mode](advantages_B.clamp(low, high))
-    return (clipped_advantages_B / high / 2 + 0.5).clamp(0, 1)
+def optimality_probability(
+    advantages_B: Tensor, min_advantage: float, max_advantage: float, mode: str = "all"
+) -> Tensor:
+    """Return the probability r that a sample is optimal (arXiv 2509.16117): 0.5 for an advantage of 0, 1 for
+    `max_advantage`. Advantages are clipped to both bounds and transformed by `ADVANTAGE_TRANSFORMS[mode]`."""
+    clipped_advantages_B = ADVANTAGE_TRANSFORMS[mode](advantages_B.clamp(min_advantage, max_advantage))
+    return (clipped_advantages_B / max_advantage / 2 + 0.5).clamp(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class NftLosses:
     """Terms of the DiffusionNFT loss, one value per sample."""
 
-    policy_B: Tensor
+    policy_loss_B: Tensor
     """Policy loss that is optimized, without the KL term."""
-    unscaled_policy_B: Tensor
-    """Policy loss without the factor scale / beta: the optimality r times the loss of the positive policy, plus 1 - r
-    times the loss of the negative policy."""
+    unscaled_policy_loss_B: Tensor
+    """Policy loss without the factor `loss_scale` / beta: the optimality r times the loss of the positive policy, plus
+    1 - r times the loss of the negative policy."""
     kl_B: Tensor
     """Mean squared distance of the policy's velocity to that of the reference policy; 0 without a reference policy."""
     old_policy_distance_B: Tensor
@@ -56,9 +58,9 @@ class NftInputs:
 
     velocity: Tensor
     """Velocity of the policy, with gradient."""
-    old: Tensor
+    old_velocity: Tensor
     """Velocity of the old policy, which sampled the completions."""
-    reference: Tensor | None
+    reference_velocity: Tensor | None
     x: Tensor
     """The noisy latents at which all velocities were computed."""
     x0: Tensor
@@ -69,26 +71,26 @@ class NftInputs:
     """Mask of video frames: 1 for trained frames, 0 for conditioning frames; None: all frames are trained."""
 
 
-def nft_loss(inputs: NftInputs, beta: float, scale: float) -> NftLosses:
+def nft_loss(inputs: NftInputs, beta: float, loss_scale: float) -> NftLosses:
     """Return the terms of the DiffusionNFT loss (arXiv 2509.16117).
 
     The positive policy beta v + (1 - beta) v_old is trained on the sample with weight r, and the negative policy (1 +
     beta) v_old - beta v with weight 1 - r. The loss of either policy is the squared error of its estimate of x0,
-    divided by the mean absolute error without gradient. The policy loss has the factor `scale` / `beta`.
+    divided by the mean absolute error without gradient. The policy loss has the factor `loss_scale` / `beta`.
     """
-    velocity, old_velocity = inputs.velocity.float(), inputs.old.detach().float()
-    positive_loss_B = _normalised_error(inputs, beta * velocity + (1 - beta) * old_velocity)
-    negative_loss_B = _normalised_error(inputs, (1 + beta) * old_velocity - beta * velocity)
+    velocity, old_velocity = inputs.velocity.float(), inputs.old_velocity.detach().float()
+    positive_loss_B = _normalised_latent_error(inputs, beta * velocity + (1 - beta) * old_velocity)
+    negative_loss_B = _normalised_latent_error(inputs, (1 + beta) * old_velocity - beta * velocity)
     optimality_B = inputs.optimality_B.to(positive_loss_B)
-    unscaled_policy_B = optimality_B * positive_loss_B + (1 - optimality_B) * negative_loss_B
-    kl_B = torch.zeros_like(unscaled_policy_B)
-    if inputs.reference is not None:
-        kl_B = mean_per_sample((velocity - inputs.reference.detach().float()) ** 2, inputs.mask)
+    unscaled_policy_loss_B = optimality_B * positive_loss_B + (1 - optimality_B) * negative_loss_B
+    kl_B = torch.zeros_like(unscaled_policy_loss_B)
+    if inputs.reference_velocity is not None:
+        kl_B = mean_per_sample((velocity - inputs.reference_velocity.detach().float()) ** 2, inputs.mask)
     old_policy_distance_B = mean_per_sample((velocity - old_velocity).detach() ** 2, inputs.mask)
-    return NftLosses(scale * unscaled_policy_B / beta, unscaled_policy_B, kl_B, old_policy_distance_B)
+    return NftLosses(loss_scale * unscaled_policy_loss_B / beta, unscaled_policy_loss_B, kl_B, old_policy_distance_B)
 
 
-def _normalised_error(inputs: NftInputs, velocity: Tensor) -> Tensor:
+def _normalised_latent_error(inputs: NftInputs, velocity: Tensor) -> Tensor:
     """Return per sample the squared error of the clean latents from `velocity`, divided by the mean absolute error."""
     error = estimate_clean_latents(inputs.x.float(), velocity, inputs.sigma_B) - inputs.x0.float()
     mean_abs_error_B = mean_per_sample(error.detach().double().abs(), inputs.mask).clamp(min=_MIN_ABS_ERROR)
@@ -99,16 +101,16 @@ def _normalised_error(inputs: NftInputs, velocity: Tensor) -> Tensor:
 class FlowGrpoInputs:
     """Inputs of the FlowGRPO loss: one stochastic step of each sample."""
 
-    transition: Transition
+    step_distribution: StepDistribution
     """Distribution of the latents after the step under the current policy, with gradient."""
     next_latents: Tensor
     """Latents after the step, as the rollout sampled them."""
     old_log_prob_B: Tensor
     """Log-probability of the step under the policy that sampled the rollout."""
     advantages_B: Tensor
-    old_mean: Tensor | None = None
+    old_step_mean: Tensor | None = None
     """Mean of the latents after the step under the policy that sampled the rollout; required by GRPO-Guard."""
-    reference: Transition | None = None
+    reference_distribution: StepDistribution | None = None
     step_sizes_B: Tensor | None = None
     """Step size of each sample, the noise level before minus the noise level after; required by GRPO-Guard."""
     mask: Tensor | None = None
@@ -119,7 +121,7 @@ class FlowGrpoInputs:
 class FlowGrpoLosses:
     """Terms of the FlowGRPO loss, one value per sample."""
 
-    policy_B: Tensor
+    policy_loss_B: Tensor
     kl_B: Tensor
     ratio_B: Tensor
     is_clipped_B: Tensor
@@ -127,35 +129,36 @@ class FlowGrpoLosses:
 
 
 def flow_grpo_loss(
-    inputs: FlowGrpoInputs, epsilon_low: float, epsilon_high: float, *, has_guard: bool = False
+    inputs: FlowGrpoInputs, epsilon_low: float, epsilon_high: float, *, uses_grpo_guard: bool = False
 ) -> FlowGrpoLosses:
     """Return the clipped loss of a sampler step of each sample (arXiv 2505.05470), and its KL to the reference policy.
 
-    The ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]; a negative width disables the bound. If `has_guard`,
-    the log-ratio is normalized as in GRPO-Guard (arXiv 2510.22319). The KL is mean (mu - mu_ref)^2 / (2 rate^2), or
-    mean (mu - mu_ref)^2 / 2 for steps without a density, where mu is the mean of the step.
+    The ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]; a negative width disables the bound. With
+    `uses_grpo_guard`, the log-ratio is normalized as in GRPO-Guard (arXiv 2510.22319). The KL is mean (mu - mu_ref)^2 /
+    (2 rate^2), or mean (mu - mu_ref)^2 / 2 for steps without a density, where mu is the mean of the step.
     """
-    log_prob_B = log_prob(inputs.transition, inputs.next_latents, inputs.mask)
+    log_prob_B = log_prob(inputs.step_distribution, inputs.next_latents, inputs.mask)
     log_ratio_B = log_prob_B - inputs.old_log_prob_B.to(inputs.next_latents)
-    if has_guard:
-        assert inputs.old_mean is not None
-        std_B = inputs.transition.std.to(log_ratio_B)
-        bias_B = mean_per_sample((inputs.transition.mean - inputs.old_mean) ** 2, inputs.mask)
-        if inputs.transition.has_density:
+    if uses_grpo_guard:
+        assert inputs.old_step_mean is not None
+        std_B = inputs.step_distribution.std.to(log_ratio_B)
+        bias_B = mean_per_sample((inputs.step_distribution.mean - inputs.old_step_mean) ** 2, inputs.mask)
+        if inputs.step_distribution.has_log_density:
             bias_B = bias_B / (2 * std_B**2)
         log_ratio_B = (log_ratio_B + bias_B) * std_B
     ratio_B, advantages_B = log_ratio_B.exp(), inputs.advantages_B.to(log_ratio_B)
     min_ratio = 1 - epsilon_low if epsilon_low >= 0 else 0.0
     max_ratio = 1 + epsilon_high if epsilon_high >= 0 else math.inf
     unclipped_B, clipped_B = -advantages_B * ratio_B, -advantages_B * ratio_B.clamp(min_ratio, max_ratio)
-    policy_B = torch.maximum(unclipped_B, clipped_B)
-    if has_guard:
+    policy_loss_B = torch.maximum(unclipped_B, clipped_B)
+    if uses_grpo_guard:
         assert inputs.step_sizes_B is not None
-        policy_B = policy_B / inputs.step_sizes_B.to(policy_B)
-    kl_B = torch.zeros_like(policy_B)
-    if inputs.reference is not None:
-        distance_B = mean_per_sample((inputs.transition.mean - inputs.reference.mean.detach()) ** 2, inputs.mask)
+        policy_loss_B = policy_loss_B / inputs.step_sizes_B.to(policy_loss_B)
+    kl_B = torch.zeros_like(policy_loss_B)
+    if inputs.reference_distribution is not None:
+        mean_difference = inputs.step_distribution.mean - inputs.reference_distribution.mean.detach()
+        distance_B = mean_per_sample(mean_difference**2, inputs.mask)
         kl_B = distance_B / 2
-        if inputs.transition.has_density:
-            kl_B = distance_B / (2 * inputs.transition.noise_rate.to(distance_B) ** 2)
-    return FlowGrpoLosses(policy_B, kl_B, ratio_B.detach(), clipped_B > unclipped_B)
+        if inputs.step_distribution.has_log_density:
+            kl_B = distance_B / (2 * inputs.step_distribution.noise_rate.to(distance_B) ** 2)
+    return FlowGrpoLosses(policy_loss_B, kl_B, ratio_B.detach(), clipped_B > unclipped_B)

@@ -76,7 +76,7 @@ class FlowRl(Algorithm):
         settings = AdvantageSettings(
             std_scope="batch" if self.diffusers.sample.global_std else "group",
             divides_by_std=not self.config.unbiased_advantage,
-            separate_weights=self._weights if self.config.normalise_each_reward else {},
+            reward_weights=self._weights if self.config.normalise_each_reward else {},
             keeps_equal_groups=self.keeps_equal_groups,
         )
         advantages, metrics = diffusion_advantages([group.scores for group in groups], settings)
@@ -115,7 +115,7 @@ class FlowRl(Algorithm):
 
     @property
     def _reference_weights(self) -> tuple[str, ...]:
-        return ("reference",) if "reference" in self.config.named_weights else ()
+        return ("reference",) if "reference" in self.config.auxiliary_model_names else ()
 
     def _noise_seed(self, group: Group, completion_index: int) -> int:
         assert self.sampling is not None

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from cosmos_core.algorithms.advantages import advantages, gdpo_advantages, whitened_returns
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, aggregate_loss, compute_denominator, token_metric
-from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update, align_rows, equal_batches, metric_weights
-from cosmos_core.algorithms.correction import WeightCorrection, importance_weights, self_normalise
+from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update, equal_batches, metric_weights, pad_rows
+from cosmos_core.algorithms.correction import ImportanceWeightRule, importance_weights, self_normalise_weights
 from cosmos_core.algorithms.distillation import TeacherLoss, score_with_teacher, teacher_loss, unmask_prompt
-from cosmos_core.algorithms.idle import exclude_idle_completions, is_zero_advantage_idle
+from cosmos_core.algorithms.idle import can_skip_zero_advantage, drop_zero_gradient_samples
 from cosmos_core.algorithms.objectives.base import PolicySettings, probability_ratio
-from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll_loss
+from cosmos_core.algorithms.policy_loss import PolicyLossInputs, policy_loss, positive_nll_loss
 from cosmos_core.algorithms.selection import excluded_prefix_lengths, high_entropy_masks
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.sample import Sample, batch_within_token_limit
@@ -43,27 +43,27 @@ class _UpdateInputs:
     old_logprobs: Sequence[Tensor] | None
     """Log-probabilities before the first update of the train step; None if there is only one update."""
     reference_logprobs: Sequence[Tensor] | None
-    teacher: Sequence[Tensor] | None
+    teacher_logprobs: Sequence[Tensor] | None
     """Log-probabilities of the tokens under the teacher model; None: no teacher."""
     returns: Sequence[Tensor] | None
     """Per-token advantages, which replace those of completions; None unless the reward includes the KL penalty."""
-    high_entropy: Sequence[Tensor] | None
+    high_entropy_masks: Sequence[Tensor] | None
     """Masks of the high-entropy tokens that the policy loss includes; None: all tokens."""
-    correction: WeightCorrection | None
+    weight_rule: ImportanceWeightRule | None
     """Rule for the importance weights of tokens that another policy sampled; None: no weights."""
     is_first_update: bool
     """Whether this is the first update of the train step."""
 
 
-class _ComparedLogprobs(NamedTuple):
+class _MicroBatchLogprobs(NamedTuple):
     """Log-probabilities of a micro-batch that the loss compares with those under the current policy."""
 
     old_logprobs_BS: Tensor | None
     """Log-probabilities before the first update of the train step; None if there is only one update."""
-    logprobs_before_BS: Tensor
+    preupdate_logprobs_BS: Tensor
     """Log-probabilities before the update, without gradient; the current ones if `old_logprobs_BS` is None."""
     rollout_logprobs_BS: Tensor | None
-    """Log-probabilities of the rollouts; `logprobs_before_BS` at tokens that were not sampled; None: unknown."""
+    """Log-probabilities of the rollouts; `preupdate_logprobs_BS` at tokens that were not sampled; None: unknown."""
     is_sampled_BS: Tensor
     """Mask of the trained tokens that the policy sampled."""
 
@@ -77,7 +77,7 @@ class Grpo(Algorithm):
         """Store the settings; without `sampling`, completions are sampled from softmax(logits / temperature)."""
         super().__init__(config, custom, sampling)
         self._requested_outputs = RequestedOutputs(config.temperature)
-        self._correction = _make_importance_correction(config, sampling)
+        self._weight_rule = _make_weight_rule(config, sampling)
         objective = {"grpo": "clip", "dapo": "clip"}.get(config.variant, config.variant)
         objective = _AIPO_OBJECTIVES[config.aipo_form] if config.aipo_rho else objective
         self._settings = PolicySettings(
@@ -93,17 +93,17 @@ class Grpo(Algorithm):
         """Return the completions with a valid reward as samples, and metrics; the other completions affect no
         advantage."""
         config = self.config
-        num_ignored_tokens = [self._count_ignored_tokens(group) for group in groups]
+        prefix_lengths = [self._count_ignored_tokens(group) for group in groups]
         all_samples = [
             [
-                make_sample(group.group.prompt, completion, 0.0, score.value or 0.0, num_first_tokens)
-                for completion, score, num_first_tokens in zip(group.group.completions, group.scores, row, strict=True)
+                make_sample(group.group.prompt, completion, 0.0, score.value or 0.0, prefix_length)
+                for completion, score, prefix_length in zip(group.group.completions, group.scores, row, strict=True)
             ]
-            for group, row in zip(groups, num_ignored_tokens, strict=True)
+            for group, row in zip(groups, prefix_lengths, strict=True)
         ]
-        excluded_reason = "length" if config.mask_truncated_completions else None
-        is_excluded = [[each.finish_reason == excluded_reason for each in g.group.completions] for g in groups]
-        advantage_rows, constant_fraction = advantages(
+        excluded_finish_reason = "length" if config.mask_truncated_completions else None
+        is_excluded = [[each.finish_reason == excluded_finish_reason for each in g.group.completions] for g in groups]
+        advantage_rows, constant_group_fraction = advantages(
             [[score.value for score in group.scores] for group in groups],
             algo="grpo" if config.algo == "gdpo" else config.algo,
             normalise_std=not config.unbiased_advantage,
@@ -112,29 +112,29 @@ class Grpo(Algorithm):
                 for row in zip(all_samples, is_excluded, strict=True)
             ],
         )
-        if config.algo == "gdpo" and (weights := metric_weights(config)):  # `bypass_reward` has no reward functions
+        if config.algo == "gdpo" and (weights := metric_weights(config)):  # empty with `bypass_reward`
             reward_columns = [
                 [[None if s.value is None else s.metrics.get(name) for s in group.scores] for group in groups]
                 for name in weights
             ]
             advantage_rows = gdpo_advantages(reward_columns, list(weights.values()))
-        metrics = {"reward/constant_groups": constant_fraction}
-        samples, num_ignored, num_sampled, num_invalid, num_completions = [], 0, 0, 0, 0
+        metrics = {"reward/constant_groups": constant_group_fraction}
+        samples, num_ignored_tokens, num_sampled_tokens, num_invalid_tokens, num_completions = [], 0, 0, 0, 0
         for g, group in enumerate(groups):
-            columns = [values[g] for values in (all_samples, advantage_rows, num_ignored_tokens, is_excluded)]
+            columns = [values[g] for values in (all_samples, advantage_rows, prefix_lengths, is_excluded)]
             rows = zip(group.group.completions, *columns, strict=True)
-            for i, (completion, sample, advantage, num_first_tokens, is_dropped) in enumerate(rows, num_completions):
+            for i, (completion, sample, advantage, prefix_length, is_dropped) in enumerate(rows, num_completions):
                 if advantage is not None and not is_dropped:
                     samples.append(replace(sample, advantage=advantage, completion_index=i))
-                    num_ignored += sum(completion.loss_mask[:num_first_tokens])
-                    num_sampled += completion.num_sampled
-                    num_invalid += int((~np.isfinite(completion.logprobs)).sum())
+                    num_ignored_tokens += sum(completion.loss_mask[:prefix_length])
+                    num_sampled_tokens += completion.num_sampled
+                    num_invalid_tokens += int((~np.isfinite(completion.logprobs)).sum())
                     if self.teacher is not None and self.teacher.include_prompt:
                         samples[-1] = unmask_prompt(samples[-1], len(group.group.prompt.token_ids))
             num_completions += len(group.scores)
         if config.min_filter_prefix_tokens is not None:
-            metrics["completion/shared_prefix"] = num_ignored / max(1, num_sampled)
-        metrics["rollout/tokens_not_finite"] = float(num_invalid)
+            metrics["completion/shared_prefix"] = num_ignored_tokens / max(1, num_sampled_tokens)
+        metrics["rollout/tokens_not_finite"] = float(num_invalid_tokens)
         return batch_within_token_limit(samples, config.max_token_len_per_mini_batch), metrics
 
     def _count_ignored_tokens(self, group: ScoredGroup) -> list[int]:
@@ -147,9 +147,9 @@ class Grpo(Algorithm):
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         """Yield the optimizer steps of `mu_iterations` passes over the samples."""
         all_samples = [samples[batch] for batch in equal_batches(len(samples), self.config.batch_size_per_optimize)]
-        is_scaled_by_advantage = not self.teacher and is_zero_advantage_idle(self.config, self._settings)
-        may_be_idle = self.has_separate_gradients and is_scaled_by_advantage
-        samples, batches, metrics = exclude_idle_completions(all_samples, skips_zero_advantage=may_be_idle)
+        is_scaled_by_advantage = not self.teacher and can_skip_zero_advantage(self.config, self._settings)
+        skips_zero_advantage = self.has_separate_gradients and is_scaled_by_advantage
+        samples, batches, metrics = drop_zero_gradient_samples(all_samples, skips_zero_advantage=skips_zero_advantage)
         samples = batch_within_token_limit(samples, self.config.max_token_len_per_mini_batch)
 
         def evaluate_logprobs(weights: str) -> list[Tensor]:
@@ -162,14 +162,16 @@ class Grpo(Algorithm):
             old_logprobs = [_rollout_logprob_row(sample) for sample in samples]
         elif not has_one_update:
             old_logprobs = evaluate_logprobs("policy")
-        reference_logprobs = evaluate_logprobs("reference") if "reference" in self.config.named_weights else None
+        reference_logprobs = (
+            evaluate_logprobs("reference") if "reference" in self.config.auxiliary_model_names else None
+        )
         returns = None
         if self.config.kl_in_reward and reference_logprobs is not None:
-            logprobs_before = old_logprobs or evaluate_logprobs("policy")
-            returns = whitened_returns(samples, logprobs_before, reference_logprobs, self.config.kl_beta)
-        correction = self._correction
-        if correction is not None and old_logprobs is not None and self.config.self_normalised_weights:
-            correction = self_normalise(correction, map(_importance_ratio_rows, samples, old_logprobs))
+            preupdate_logprobs = old_logprobs or evaluate_logprobs("policy")
+            returns = whitened_returns(samples, preupdate_logprobs, reference_logprobs, self.config.kl_beta)
+        weight_rule = self._weight_rule
+        if weight_rule is not None and old_logprobs is not None and self.config.self_normalised_weights:
+            weight_rule = self_normalise_weights(weight_rule, map(_importance_ratio_rows, samples, old_logprobs))
         teacher_logprobs = None
         if self.teacher is not None:
             samples, teacher_logprobs = score_with_teacher(self.teacher, samples, view, self._requested_outputs)
@@ -178,7 +180,7 @@ class Grpo(Algorithm):
             inputs = _UpdateInputs(
                 samples[batch], step_samples, old_logprobs and old_logprobs[batch],
                 reference_logprobs and reference_logprobs[batch], teacher_logprobs and teacher_logprobs[batch],
-                returns and returns[batch], self._high_entropy_masks(samples[batch], view), correction,
+                returns and returns[batch], self._high_entropy_masks(samples[batch], view), weight_rule,
                 is_first_update=update_index == 0,
             )  # fmt: skip
             yield replace(self._make_update(inputs), metrics=metrics)
@@ -196,7 +198,7 @@ class Grpo(Algorithm):
         num_positive_tokens = float(max(1, sum(s.num_learned for s in step_samples if s.reward > 0)))
 
         def loss(micro_batch: MicroBatch) -> Loss:
-            logprobs = _collate_compared_logprobs(micro_batch, inputs.old_logprobs)
+            logprobs = _collate_logprobs(micro_batch, inputs.old_logprobs)
             loss_BS, metrics = self._policy_loss(micro_batch, inputs, logprobs)
             value = aggregate_loss(loss_BS, micro_batch.mask_BS, config.loss_type, denominator, max_tokens)
             if config.positive_nll_coef:
@@ -207,55 +209,55 @@ class Grpo(Algorithm):
                 # The engine is compared with the old policy, which is the current policy only in the first update.
                 if not inputs.is_first_update:
                     return Loss(value, metrics)
-                logprobs = logprobs._replace(logprobs_before_BS=micro_batch.logprobs_BS.detach())
+                logprobs = logprobs._replace(preupdate_logprobs_BS=micro_batch.logprobs_BS.detach())
             min_ratio, max_ratio = config.rollout_correction_low, config.rollout_correction_high
-            logprob_differences, mismatch_metrics = _engine_mismatch(logprobs, min_ratio, max_ratio)
+            logprob_differences, mismatch_metrics = _compare_engine_logprobs(logprobs, min_ratio, max_ratio)
             return Loss(value, add_metrics(metrics, mismatch_metrics), logprob_differences)
 
         entropy: Literal["", "value", "gradient"] = "value" if config.log_entropy else ""
         top_k = self.teacher.top_k if self.teacher else 0
         entropy = "gradient" if config.entropy_coeff else entropy
         request = RequestedOutputs(config.temperature, entropy=entropy, top_k=top_k)
-        # Micro-batches that were assigned over the whole train step would be only partly filled.
+        # Micro-batches are assigned per optimizer step: slices of a train step would leave some only partly filled.
         samples = batch_within_token_limit(inputs.samples, config.max_token_len_per_mini_batch)
         return Update(samples, loss, request, has_constant_gradient=self._has_constant_gradient(inputs))
 
     def _has_constant_gradient(self, inputs: _UpdateInputs) -> bool:
         """Return True if the derivative of the loss with respect to the log-probabilities is independent of them."""
         settings = self._settings
-        nonlinear_terms = (inputs.old_logprobs, inputs.reference_logprobs, inputs.teacher, inputs.correction,
+        nonlinear_terms = (inputs.old_logprobs, inputs.reference_logprobs, inputs.teacher_logprobs, inputs.weight_rule,
                            settings.off_policy_masking_delta, settings.entropy_coeff or None)  # fmt: skip
         return all(term is None for term in nonlinear_terms) and settings.objective != "aipo"
 
     def _policy_loss(
-        self, micro_batch: MicroBatch, inputs: _UpdateInputs, logprobs: _ComparedLogprobs
+        self, micro_batch: MicroBatch, inputs: _UpdateInputs, logprobs: _MicroBatchLogprobs
     ) -> tuple[Tensor, Metrics]:
         """Return the loss of each token, including importance weights and the teacher's contribution, and metrics."""
         metrics: Metrics = {}
         weights_BS = None
-        if inputs.correction is not None:
+        if inputs.weight_rule is not None:
             assert logprobs.rollout_logprobs_BS is not None, "weights need the log-probabilities of the rollouts"
             weights_BS, metrics = importance_weights(
-                logprobs.logprobs_before_BS, logprobs.rollout_logprobs_BS, logprobs.is_sampled_BS, inputs.correction
+                logprobs.preupdate_logprobs_BS, logprobs.rollout_logprobs_BS, logprobs.is_sampled_BS, inputs.weight_rule
             )
             weights_BS = torch.where(logprobs.is_sampled_BS, weights_BS, 1.0)
-        if (high_entropy_BS := _align_micro_batch_rows(inputs.high_entropy, micro_batch)) is not None:
+        if (high_entropy_BS := _pad_micro_batch(inputs.high_entropy_masks, micro_batch)) is not None:
             weights_BS = high_entropy_BS if weights_BS is None else high_entropy_BS * weights_BS
         teacher_terms = TeacherLoss(None, None, {})
-        if self.teacher and (teacher_logprobs := _align_micro_batch_rows(inputs.teacher, micro_batch)) is not None:
+        if self.teacher and (teacher_logprobs := _pad_micro_batch(inputs.teacher_logprobs, micro_batch)) is not None:
             has_top_k, outputs = self.teacher.top_k > 0, micro_batch.outputs
-            policy_logprobs = outputs["top_logprobs"] if has_top_k else logprobs.logprobs_before_BS
+            policy_logprobs = outputs["top_logprobs"] if has_top_k else logprobs.preupdate_logprobs_BS
             masks = micro_batch.mask_BS, logprobs.is_sampled_BS
             teacher_terms = teacher_loss(self.teacher, policy_logprobs, teacher_logprobs, *masks)
         advantages_B = micro_batch.logprobs_BS.new_tensor([sample.advantage for sample in micro_batch.samples])
         token_advantages_BS = teacher_terms.advantages_BS
-        if (returns_BS := _align_micro_batch_rows(inputs.returns, micro_batch)) is not None:
+        if (returns_BS := _pad_micro_batch(inputs.returns, micro_batch)) is not None:
             advantages_B = torch.zeros_like(advantages_B)
             token_advantages_BS = returns_BS if token_advantages_BS is None else returns_BS + token_advantages_BS
-        policy_inputs = PolicyInputs(
+        policy_inputs = PolicyLossInputs(
             logprobs_BT=micro_batch.logprobs_BS, advantages_B=advantages_B, mask_BT=micro_batch.mask_BS,
             weights_BT=weights_BS, old_logprobs_BT=logprobs.old_logprobs_BS,
-            ref_logprobs_BT=_align_micro_batch_rows(inputs.reference_logprobs, micro_batch),
+            ref_logprobs_BT=_pad_micro_batch(inputs.reference_logprobs, micro_batch),
             entropy_BT=micro_batch.outputs.get("entropy"), rollout_logprobs_BT=logprobs.rollout_logprobs_BS,
             token_advantages_BT=token_advantages_BS,
         )  # fmt: skip
@@ -268,45 +270,45 @@ ALGORITHM = Grpo
 
 
 def make_sample(
-    prompt: Prompt, completion: Completion, advantage: float, reward: float, num_ignored: int = 0
+    prompt: Prompt, completion: Completion, advantage: float, reward: float, num_ignored_tokens: int = 0
 ) -> Sample:
     """Return a completion as a sample whose loss mask has the tokens that the policy sampled, except the first
-    `num_ignored` tokens, and tokens without a finite log-probability from the engine: the sampling probability of such
+    `num_ignored_tokens`, and tokens without a finite log-probability from the engine: the sampling probability of such
     a token is unknown, and a ratio of 1 would treat the token as on-policy."""
     token_ids = np.array([*prompt.token_ids, *completion.token_ids], dtype=np.int64)
     sampled_mask = np.array(completion.loss_mask, dtype=np.uint8)
     loss_mask = sampled_mask.copy()
     logprobs = np.array(completion.logprobs, dtype=np.float32)
     loss_mask[sampled_mask == 1] = np.isfinite(logprobs)
-    loss_mask[:num_ignored] = 0
+    loss_mask[:num_ignored_tokens] = 0
     full_loss_mask = np.concatenate([np.zeros(len(prompt.token_ids), dtype=np.uint8), loss_mask])
     return Sample(
         token_ids, full_loss_mask, advantage, reward, logprobs[loss_mask[sampled_mask == 1] == 1], images=prompt.images
     )
 
 
-def _make_importance_correction(config: GrpoConfig, sampling: Sampling | None) -> WeightCorrection | None:
+def _make_weight_rule(config: GrpoConfig, sampling: Sampling | None) -> ImportanceWeightRule | None:
     """Return the rule for the importance weights of tokens that another policy sampled; None: no weights."""
-    deviation = config.geometric_mask
-    mean_range = None if deviation is None else (1 - deviation, 1 + deviation)
+    max_deviation = config.geometric_mask
+    mean_range = None if max_deviation is None else (1 - max_deviation, 1 + max_deviation)
     sequence_limits = (mean_range, config.mean_k3_mask, config.max_k3_mask)
-    correction = WeightCorrection("none", 0.0, math.inf, *sequence_limits)
+    weight_rule = ImportanceWeightRule("none", 0.0, math.inf, *sequence_limits)
     # An objective with the ratio to the rollout policy needs no importance weights, which would repeat the ratio.
     has_rollout_ratio = config.use_rollout_logprobs_for_loss or (config.aipo_rho and config.aipo_form == "weighted")
     if config.use_decoupled_loss:
-        correction = replace(correction, rule="mask", high=config.behav_imp_weight_cap or math.inf)
+        weight_rule = replace(weight_rule, name="mask", max_weight=config.behav_imp_weight_cap or math.inf)
     elif config.rollout_correction:
         min_weight, max_weight = config.rollout_correction_low, config.rollout_correction_high
-        correction = replace(correction, rule=config.rollout_correction, low=min_weight, high=max_weight)
+        weight_rule = replace(weight_rule, name=config.rollout_correction, min_weight=min_weight, max_weight=max_weight)
     elif sampling is not None and sampling.is_off_policy and not has_rollout_ratio:
-        correction = replace(correction, rule="truncate", high=config.rollout_correction_high)
+        weight_rule = replace(weight_rule, name="truncate", max_weight=config.rollout_correction_high)
     has_limits = any(limit is not None for limit in sequence_limits)
-    return correction if has_limits or correction.rule != "none" else None
+    return weight_rule if has_limits or weight_rule.name != "none" else None
 
 
-def _align_micro_batch_rows(values: Sequence[Tensor] | None, micro_batch: MicroBatch) -> Tensor | None:
+def _pad_micro_batch(values: Sequence[Tensor] | None, micro_batch: MicroBatch) -> Tensor | None:
     """Return the elements of `values` for the samples of a micro-batch as a padded tensor; None if `values` is None."""
-    return None if values is None else align_rows([values[i] for i in micro_batch.indices], micro_batch.logprobs_BS)
+    return None if values is None else pad_rows([values[i] for i in micro_batch.indices], micro_batch.logprobs_BS)
 
 
 def _rollout_logprob_row(sample: Sample) -> Tensor:
@@ -317,35 +319,35 @@ def _rollout_logprob_row(sample: Sample) -> Tensor:
 
 
 def _importance_ratio_rows(sample: Sample, old_logprobs_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return old log-probabilities, rollout log-probabilities and mask of one sample, for `self_normalise`."""
+    """Return old log-probabilities, rollout log-probabilities and mask of one sample, for `self_normalise_weights`."""
     rollout_logprobs_S = _rollout_logprob_row(sample).to(old_logprobs_S)
     loss_mask_S = torch.as_tensor(sample.loss_mask[1:], device=old_logprobs_S.device)
     is_sampled_S = loss_mask_S.bool() & ~rollout_logprobs_S.isnan()
     return old_logprobs_S, rollout_logprobs_S, is_sampled_S
 
 
-def _collate_compared_logprobs(micro_batch: MicroBatch, old_logprobs: Sequence[Tensor] | None) -> _ComparedLogprobs:
-    old_logprobs_BS = _align_micro_batch_rows(old_logprobs, micro_batch)
-    logprobs_before_BS = micro_batch.logprobs_BS.detach() if old_logprobs_BS is None else old_logprobs_BS
+def _collate_logprobs(micro_batch: MicroBatch, old_logprobs: Sequence[Tensor] | None) -> _MicroBatchLogprobs:
+    old_logprobs_BS = _pad_micro_batch(old_logprobs, micro_batch)
+    preupdate_logprobs_BS = micro_batch.logprobs_BS.detach() if old_logprobs_BS is None else old_logprobs_BS
     mask_BS = micro_batch.mask_BS.bool()
     if any(sample.rollout_logprobs is None for sample in micro_batch.samples):
-        return _ComparedLogprobs(old_logprobs_BS, logprobs_before_BS, None, mask_BS)
+        return _MicroBatchLogprobs(old_logprobs_BS, preupdate_logprobs_BS, None, mask_BS)
     rollout_logprobs_BS = torch.zeros_like(micro_batch.logprobs_BS)
     flat_logprobs = [torch.as_tensor(sample.rollout_logprobs) for sample in micro_batch.samples]
     rollout_logprobs_BS[mask_BS] = torch.cat(flat_logprobs).to(rollout_logprobs_BS)
-    is_unknown_BS = rollout_logprobs_BS.isnan()
-    rollout_logprobs_BS = torch.where(is_unknown_BS, logprobs_before_BS, rollout_logprobs_BS)
-    return _ComparedLogprobs(old_logprobs_BS, logprobs_before_BS, rollout_logprobs_BS, mask_BS & ~is_unknown_BS)
+    is_missing_BS = rollout_logprobs_BS.isnan()
+    rollout_logprobs_BS = torch.where(is_missing_BS, preupdate_logprobs_BS, rollout_logprobs_BS)
+    return _MicroBatchLogprobs(old_logprobs_BS, preupdate_logprobs_BS, rollout_logprobs_BS, mask_BS & ~is_missing_BS)
 
 
-def _engine_mismatch(
-    logprobs: _ComparedLogprobs, min_ratio: float, max_ratio: float
+def _compare_engine_logprobs(
+    logprobs: _MicroBatchLogprobs, min_ratio: float, max_ratio: float
 ) -> tuple[dict[str, Tensor], Metrics]:
     """Return |log pi_old - log mu| of each sampled token, of trainer (pi_old) and engine (mu), and metrics of the ratio
     pi_old / mu: its mean, its mean square, and the fraction outside `min_ratio` to `max_ratio`."""
     if logprobs.rollout_logprobs_BS is None:
         return {}, {}
-    log_ratio_BS, is_sampled_BS = logprobs.logprobs_before_BS - logprobs.rollout_logprobs_BS, logprobs.is_sampled_BS
+    log_ratio_BS, is_sampled_BS = logprobs.preupdate_logprobs_BS - logprobs.rollout_logprobs_BS, logprobs.is_sampled_BS
     difference_BS, ratio_BS = log_ratio_BS.abs(), probability_ratio(log_ratio_BS)
     return {"rollout/logprob_difference": difference_BS[is_sampled_BS]}, {
         "rollout/logprob_difference_mean": token_metric(difference_BS, is_sampled_BS),

@@ -23,7 +23,7 @@ class LabelledLogprobs(NamedTuple):
     """Summed log-probabilities of the trained tokens of each response, and whether the response is desirable."""
 
     logps_B: Tensor
-    reference_B: Tensor
+    reference_logps_B: Tensor
     """Log-probabilities under the reference policy."""
     is_desirable_B: Tensor
 
@@ -37,9 +37,9 @@ def unpaired_loss(
         responses: responses of a micro-batch.
         kl: estimate of the KL divergence of the policy from the reference policy, a scalar.
         config: loss settings.
-        total: number of responses of the whole optimizer step, the denominator.
+        num_responses: number of responses of the whole optimizer step, the denominator.
     """
-    rewards_B = config.beta * (responses.logps_B - responses.reference_B)
+    rewards_B = config.beta * (responses.logps_B - responses.reference_logps_B)
     is_desirable_B = responses.is_desirable_B
     sigmoid_sign_B = torch.where(is_desirable_B, -1.0, 1.0).to(rewards_B)
     weight_B = rewards_B.new_tensor([config.undesirable_weight, config.desirable_weight])[is_desirable_B.long()]
@@ -96,7 +96,7 @@ class Kto(Algorithm):
             sources += [sample.source for sample in labelled_samples]
             logps.append(_sum_logprobs(view, labelled_samples, "policy", size))
             references.append(logps[-1].new_tensor([sample.reference_logprob for sample in labelled_samples]))
-            if self.config.kto.loss_type == "kto" and len(mismatched_samples) > 1:  # one row has no mismatched response
+            if self.config.kto.loss_type == "kto" and len(mismatched_samples) > 1:  # KL needs responses of two rows
                 mismatched_B = logps[-1].new_tensor([sample.reference_logprob for sample in mismatched_samples])
                 log_ratios.append(_sum_logprobs(view, mismatched_samples, "policy", size) - mismatched_B)
         logps_B = torch.cat(logps)
@@ -109,7 +109,7 @@ class Kto(Algorithm):
     def _evaluate_reference_and_log_ratios(self, samples: Sequence[Sample], view: TrainerView) -> tuple[Tensor, Tensor]:
         """Return the reference log-probabilities of responses, and the log-ratios of policy to reference of mismatched
         responses, for the KL estimate; the log-ratios are 0 for losses without KL and for a step of one row."""
-        if self.config.kto.loss_type != "kto" or len(samples) < 2:  # one row has no mismatched response
+        if self.config.kto.loss_type != "kto" or len(samples) < 2:  # KL needs responses of two rows
             reference_logprobs_B = _sum_logprobs(view, samples, "reference")
             return reference_logprobs_B, torch.zeros_like(reference_logprobs_B)
         mismatched_samples = swap_responses(samples, self.max_tokens)

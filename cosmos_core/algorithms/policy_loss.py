@@ -20,7 +20,7 @@ from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettin
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyInputs:
+class PolicyLossInputs:
     """Inputs of the policy loss; values at tokens where `mask_BT` is 0 are ignored."""
 
     logprobs_BT: Tensor
@@ -50,7 +50,7 @@ class PolicyLoss(NamedTuple):
     metrics: Metrics
 
 
-def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
+def policy_loss(inputs: PolicyLossInputs, settings: PolicySettings) -> PolicyLoss:
     """Return the objective's loss per token, plus `kl_beta` times the KL to the reference, minus `entropy_coeff` times
     entropy. Weights and off-policy mask apply to the objective; `logprobs_BT` and `entropy_BT` have gradients."""
     mask_BT = inputs.mask_BT.bool()

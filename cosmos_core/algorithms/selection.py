@@ -37,16 +37,16 @@ def excluded_prefix_lengths(
     """
     indices = range(len(completions))
 
-    def shared_length(i: int, j: int) -> int:
+    def count_shared_tokens(i: int, j: int) -> int:
         pairs = zip(completions[i], completions[j], strict=False)
         return 0 if i == j else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-    shared_lengths = [[shared_length(i, j) for j in indices] for i in indices]
+    shared_lengths = [[count_shared_tokens(i, j) for j in indices] for i in indices]
     excluded_token_counts = [0] * len(completions)
     for i in indices:
-        longest_shared = max(shared_lengths[i], default=0)
-        sharing_indices = [j for j in indices if j == i or shared_lengths[i][j] == longest_shared]
-        is_longest = all(shared_lengths[a][b] <= longest_shared for a in sharing_indices for b in sharing_indices)
-        if longest_shared >= min_tokens and is_longest and len({rewards[j] for j in sharing_indices} - {None}) > 1:
-            excluded_token_counts[i] = longest_shared if len(completions[i]) > longest_shared else 0
+        prefix_length = max(shared_lengths[i], default=0)
+        sharing_indices = [j for j in indices if j == i or shared_lengths[i][j] == prefix_length]
+        is_longest = all(shared_lengths[a][b] <= prefix_length for a in sharing_indices for b in sharing_indices)
+        if prefix_length >= min_tokens and is_longest and len({rewards[j] for j in sharing_indices} - {None}) > 1:
+            excluded_token_counts[i] = prefix_length if len(completions[i]) > prefix_length else 0
     return excluded_token_counts

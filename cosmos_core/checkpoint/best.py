@@ -19,14 +19,14 @@ class BestStep:
     value: float
 
 
-def select_best(best: BestStep | None, step: int, metrics: Mapping[str, float]) -> BestStep | None:
-    """Return `step` as the new best if its metrics are better than those of `best`, otherwise `best`. On a tie the
-    earlier step wins; NaN and infinity never win. If `metrics` has a reward and a loss, the reward alone decides;
-    values of different metrics are never compared."""
-    for metric, direction in _METRIC_DIRECTIONS.items():
-        value, is_same_metric = metrics.get(metric, math.nan), best is not None and best.metric == metric
-        if math.isfinite(value) and (best is None or not is_same_metric or direction * value > direction * best.value):
+def select_best_step(best_step: BestStep | None, step: int, metrics: Mapping[str, float]) -> BestStep | None:
+    """Return `step` as the new best step if its metrics are better than those of `best_step`, otherwise `best_step`. On
+    a tie the earlier step wins; NaN and infinity never win. If `metrics` has a reward and a loss, the reward alone
+    decides; values of different metrics are never compared."""
+    for metric, sign in _METRIC_DIRECTIONS.items():
+        value, is_same_metric = metrics.get(metric, math.nan), best_step is not None and best_step.metric == metric
+        if math.isfinite(value) and (best_step is None or not is_same_metric or sign * value > sign * best_step.value):
             return BestStep(step, metric, value)
         if is_same_metric or math.isfinite(value):
-            return best
-    return best
+            return best_step
+    return best_step

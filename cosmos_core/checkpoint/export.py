@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -12,8 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 
 from cosmos_core.checkpoint.load_checkpoint_model import find_checkpoint_step, load_checkpoint_model
+from cosmos_core.config.hub_card import read_card_metadata
 from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.errors import Preempted, StageFailed
 from cosmos_core.models.export import export_model
@@ -21,18 +25,21 @@ from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.models.lora import ADAPTER_FOLDER
 from cosmos_core.models.processor import processor_files
 from cosmos_core.models.verify_export import select_auto_class, verify_export
-from cosmos_core.run.lineage import public_name
+from cosmos_core.run.lineage import strip_local_path
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome
 
 logger = logging.getLogger(__name__)
+
+_LICENSE_KEYS = ("license", "license_name", "license_link")
+_LICENSE_FILE_REGEX = re.compile(r"(licen[cs]e|notice|use_policy)([._-].*)?", re.IGNORECASE)
 
 
 class LoadingInstructions(NamedTuple):
     """Text of a model card that explains how to load the model."""
 
     library: str
-    lines: tuple[str, ...]
+    code_lines: tuple[str, ...]
     adapter: str
     """Sentence about the LoRA adapter that is exported with the model."""
 
@@ -79,7 +86,8 @@ def _export_and_verify(stage: Stage, step: int) -> Outcome:
     stage.progress.phase("export")
     copied_files = adapter_files(stage)
     readme_content = model_card(stage, loading_instructions(stage, select_auto_class(model.config).__name__)).encode()
-    extra_files = {"README.md": readme_content} | copied_files | processor_files(stage.model, revision, chat_template)
+    extra_files = {"README.md": readme_content} | license_files(stage) | copied_files
+    extra_files |= processor_files(stage.model, revision, chat_template)
     export_model(model, tokenizer, target, dtype=dtype, extra_files=extra_files)
     verify = partial(verify_export, model, target, dtype=dtype, tokenizer=tokenizer)
     weight_files = target.glob("*.safetensors")
@@ -137,21 +145,24 @@ def loading_instructions(stage: Stage, auto_class_name: str) -> LoadingInstructi
 
 def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
     """Return the README.md of an exported model: origin of the weights, loading code, metrics of upstream stages."""
-    origin, base_model_name = stage.origin, public_name(stage.origin.get("base_model", ""))
+    origin, base_model_name = stage.origin, strip_local_path(stage.origin.get("base_model", ""))
     revision = origin.get("revision", "")
     metadata = [f"library_name: {instructions.library}", *([f"base_model: {base_model_name}"] if revision else [])]
-    maker_text = f"made by `{public_name(origin['made_by'])}`" if origin.get("made_by") else ""
-    card_fields = {
-        "Base model": f"`{base_model_name}`" + f" at `{revision}`" * bool(revision) if base_model_name else maker_text,
-        "Data": ", ".join(f"`{public_name(name)}`" for name in origin.get("data", ())),
+    base_metadata = read_card_metadata(_base_model_folder(stage))
+    license_fields = {key: base_metadata[key] for key in _LICENSE_KEYS if key in base_metadata}
+    metadata += yaml.safe_dump(license_fields, sort_keys=False).splitlines() if license_fields else []
+    origin_text = f"made by `{strip_local_path(origin['made_by'])}`" if origin.get("made_by") else ""
+    model_card_fields = {
+        "Base model": f"`{base_model_name}`" + f" at `{revision}`" * bool(revision) if base_model_name else origin_text,
+        "Data": ", ".join(f"`{strip_local_path(name)}`" for name in origin.get("data", ())),
         "Run": f"`{stage.run_path.name}`",
         "Precision": describe_precision(stage),
         "Fingerprint of this stage": f"`{stage.fingerprint}`",
     }
     lines = [
         "---", *metadata, "---", "", f"# {stage.run_path.name}/{stage.name}", "",
-        *(f"- {name}: {value}" for name, value in card_fields.items() if value), "",
-        "```python", *instructions.lines, "```", "",
+        *(f"- {name}: {value}" for name, value in model_card_fields.items() if value), "",
+        "```python", *instructions.code_lines, "```", "",
     ]  # fmt: skip
     if adapter_files(stage):
         lines += [f"{instructions.adapter} Its base is `{_adapter_base_model(stage)}`.", ""]
@@ -199,5 +210,20 @@ def adapter_files(stage: Stage) -> dict[str, bytes]:
     return files
 
 
+def license_files(stage: Stage) -> dict[str, bytes]:
+    """Return the content of the licence files of the base model by name; empty if it is in no local folder."""
+    base_folder = _base_model_folder(stage)
+    files = sorted(base_folder.iterdir()) if base_folder.is_dir() else []
+    return {
+        file.name: file.read_bytes() for file in files if _LICENSE_FILE_REGEX.fullmatch(file.name) and file.is_file()
+    }
+
+
+def _base_model_folder(stage: Stage) -> Path:
+    """Return the folder of the base model; a path that is no folder if the base model is in none."""
+    path = Path(stage.origin.get("base_model", ""))
+    return path if path.is_absolute() else Path(os.devnull)
+
+
 def _adapter_base_model(stage: Stage) -> str:
-    return str(_get_upstream_info(stage).get("base") or public_name(stage.origin.get("base_model", "")))
+    return str(_get_upstream_info(stage).get("base") or strip_local_path(stage.origin.get("base_model", "")))

@@ -12,14 +12,15 @@ from cosmos_core.checkpoint.export import (
     LoadingInstructions,
     adapter_files,
     export_folder,
+    license_files,
     make_verified_outcome,
     model_card,
     num_trained_steps,
 )
-from cosmos_core.checkpoint.load_checkpoint_model import find_checkpoint_step, load_checkpoint_model, upstream_training
+from cosmos_core.checkpoint.load_checkpoint_model import find_checkpoint_step, find_train_stage, load_checkpoint_model
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.export_pipeline import ADAPTER_FILE, export_pipeline
-from cosmos_core.models.families import open_family
+from cosmos_core.models.families import open_pipeline
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.lora import ADAPTER_FOLDER, has_lora_adapter
 from cosmos_core.models.verify_pipeline_export import verify_pipeline
@@ -34,18 +35,19 @@ def run(stage: Stage) -> Outcome:
     stage.progress.phase("load")
     policy = stage.recipe.policy
     if stage.config.checkpoint:
-        step, training_stage = find_checkpoint_step(stage), upstream_training(stage)
-        family = open_family(training_stage.model, policy)
+        step, training_stage = find_checkpoint_step(stage), find_train_stage(stage)
+        family = open_pipeline(training_stage.model, policy)
         model: Any = load_checkpoint_model(stage, step, partial(_load_initial_denoiser, family))
     else:
         step = num_trained_steps(stage)
-        family = open_family(stage.model, policy)
+        family = open_pipeline(stage.model, policy)
         model = family.load_denoiser(torch.float32)
     target, dtype = stage.path / export_folder(step), getattr(torch, stage.recipe.train.param_dtype)
     stage.progress.phase("export")
     copied_files = {} if stage.config.checkpoint else adapter_files(stage)
     readme_content = model_card(stage, _loading_instructions(family)).encode()
-    export_pipeline(family, model, target, dtype=dtype, extra_files={"README.md": readme_content, **copied_files})
+    extra_files = {"README.md": readme_content} | license_files(stage) | copied_files
+    export_pipeline(family, model, target, dtype=dtype, extra_files=extra_files)
     verify = partial(verify_pipeline, family, model, target, dtype=dtype, model_class=policy.model_class)
     has_adapter = bool(copied_files) or has_lora_adapter(model)
     weight_files = target.rglob("*.safetensors")

@@ -18,24 +18,24 @@ from cosmos_core.errors import ModelError
 from cosmos_core.models.disk import unwrap_checkpoint_errors
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import load_model
-from cosmos_core.run.stage import Stage, find_stage_that_made, load_stage
+from cosmos_core.run.stage import Stage, find_source_stage, load_stage
 
 
 def find_checkpoint_step(stage: Stage) -> int:
     """Return the step of the upstream checkpoint that a stage's setting `checkpoint` (a number or `best`) selects;
     raise a `ModelError` if it is not complete or, without validation, no step is the best."""
-    selection, name = stage.config.checkpoint, referenced_stage(stage.config.model)
-    key = f"checkpoint = {selection!r} of stage {name!r}"
+    checkpoint, name = stage.config.checkpoint, referenced_stage(stage.config.model)
+    key = f"checkpoint = {checkpoint!r} of stage {name!r}"
     upstream_result = stage.inputs[str(name)]
-    if selection == "best":
+    if checkpoint == "best":
         if not (best_step_record := upstream_result["info"].get("best")):
             raise ModelError(f"{key}: it was not validated, so no step is the best; set validation.enable = true")
-        selection = best_step_record["step"]
-    step, folder = int(selection), find_stage_that_made(Path(upstream_result["path"])) / "checkpoints"
+        checkpoint = best_step_record["step"]
+    step, folder = int(checkpoint), find_source_stage(Path(upstream_result["path"])) / "checkpoints"
     if step not in saved_steps(folder):
         steps = ", ".join(map(str, saved_steps(folder))) or "none"
         raise ModelError(
-            f"{key}: there is no checkpoint of step {selection}, only {steps}; train with "
+            f"{key}: there is no checkpoint of step {checkpoint}, only {steps}; train with "
             f"train.ckpt.enable_checkpoint = true, and raise train.ckpt.max_keep to keep more; a finished training is "
             f"made again with --from-stage {name}"
         )
@@ -51,7 +51,7 @@ def load_checkpoint_model(stage: Stage, step: int, load_initial_model: Callable[
     `load_initial_model` loads the initial model of the training stage; None: a causal language model. Raise a
     `ModelError` if the initial model cannot be loaded, or has changed.
     """
-    training_stage = upstream_training(stage)
+    training_stage = find_train_stage(stage)
     train = training_stage.recipe.train
     torch.manual_seed(training_stage.seed)  # LoRA adapters get the same initial weights as in the training
     model = (load_initial_model or _load_causal_lm)(training_stage)
@@ -74,9 +74,9 @@ def load_checkpoint_model(stage: Stage, step: int, load_initial_model: Callable[
     return model
 
 
-def upstream_training(stage: Stage) -> Stage:
+def find_train_stage(stage: Stage) -> Stage:
     """Return the upstream training stage of the model whose checkpoint `stage` names."""
-    return load_stage(find_stage_that_made(Path(stage.inputs[str(referenced_stage(stage.config.model))]["path"])))
+    return load_stage(find_source_stage(Path(stage.inputs[str(referenced_stage(stage.config.model))]["path"])))
 
 
 def _load_causal_lm(training_stage: Stage) -> PreTrainedModel:

@@ -47,7 +47,7 @@ def run(stage: Stage) -> Outcome:
     config, revision = stage.recipe.merge, stage.recipe.policy.model_revision
     upstream_results = _get_upstream_results(stage)
     folders = [Path(result["path"]) / str(result["info"]["model"]) for result in upstream_results]
-    weights = merge_weights(config, len(folders))
+    weights = merge_coefficients(config, len(folders))
     stage.progress.phase("export")
     target = stage.path / _MODEL_FOLDER
     with (
@@ -55,12 +55,12 @@ def run(stage: Stage) -> Outcome:
         replace_folder(target) as temporary_folder,
         ExitStack() as exit_stack,
     ):
-        models = [_ModelTensors(str(folder), None, exit_stack) for folder in folders]
-        base_model = _ModelTensors(stage.model, revision, exit_stack) if config.method in _TASK_VECTOR_METHODS else None
+        models = [_TensorReader(str(folder), None, exit_stack) for folder in folders]
+        base_model = _TensorReader(stage.model, revision, exit_stack) if config.method in _TASK_VECTOR_METHODS else None
         for other_model in models[1:]:
             _check_same_tensors(models[0], other_model)
         if base_model is not None:
-            _check_same_tensors(models[0], base_model, allow_extra=True)
+            _check_same_tensors(models[0], base_model, allows_extra=True)
         for file_number, (file, names) in enumerate(models[0].files.items(), start=1):
             tensors = {name: combine_tensors(config, weights, models, base_model, name, stage.seed) for name in names}
             save_file(tensors, temporary_folder / Path(file).name, metadata={"format": "pt"})
@@ -80,7 +80,7 @@ def run(stage: Stage) -> Outcome:
     return Outcome(outputs=(_MODEL_FOLDER,), metrics=metrics, info=info)
 
 
-class _ModelTensors:
+class _TensorReader:
     """The tensors of a model folder by name, read one at a time."""
 
     def __init__(self, model: str, revision: str | None, exit_stack: ExitStack) -> None:
@@ -106,8 +106,8 @@ class _ModelTensors:
 def combine_tensors(
     config: MergeConfig,
     weights: Sequence[float],
-    models: Sequence[Mapping[str, Tensor] | _ModelTensors],
-    base_model: Mapping[str, Tensor] | _ModelTensors | None,
+    models: Sequence[Mapping[str, Tensor] | _TensorReader],
+    base_model: Mapping[str, Tensor] | _TensorReader | None,
     name: str,
     seed: int,
 ) -> Tensor:
@@ -137,17 +137,17 @@ def combine_tensors(
 
 
 def _get_upstream_results(stage: Stage) -> list[dict[str, Any]]:
-    """Return the results of the stages to merge: all stages in `after` with a model, except that of the base model."""
-    base_stage, after = referenced_stage(stage.config.model), stage.config.after
-    results = [stage.inputs[name] for name in after if name != base_stage and stage.inputs[name]["info"].get("model")]
+    """Return the results of the stages whose models are merged: those in `after`, except that of the base model."""
+    base_stage, names = referenced_stage(stage.config.model), stage.config.after
+    results = [stage.inputs[name] for name in names if name != base_stage and stage.inputs[name]["info"].get("model")]
     if len(results) < 2:
-        base_text = f" besides the base {base_stage!r}" if base_stage in after else ""
-        problem = f"after = {json.dumps(after)} names {len(results)} models to merge"
+        base_text = f" besides the base {base_stage!r}" if base_stage in names else ""
+        problem = f"after = {json.dumps(names)} names {len(results)} models to merge"
         raise ConfigError(f"stage {stage.name!r}: {problem}; name at least two{base_text}")
     return results
 
 
-def merge_weights(config: MergeConfig, num_models: int) -> Sequence[float]:
+def merge_coefficients(config: MergeConfig, num_models: int) -> Sequence[float]:
     """Return the weight of each of `num_models` models; without configured weights all have the same. Raise a
     `ConfigError` if the number of configured weights is not `num_models`."""
     if not config.weights:
@@ -157,11 +157,11 @@ def merge_weights(config: MergeConfig, num_models: int) -> Sequence[float]:
     return config.weights
 
 
-def _check_same_tensors(first_model: _ModelTensors, other_model: _ModelTensors, *, allow_extra: bool = False) -> None:
-    """Check that two models have tensors of the same names and shapes; with `allow_extra`, `other_model` may have
+def _check_same_tensors(first_model: _TensorReader, other_model: _TensorReader, *, allows_extra: bool = False) -> None:
+    """Check that two models have tensors of the same names and shapes; with `allows_extra`, `other_model` may have
     further tensors, such as an output layer that is stored although it is tied to the embedding."""
     shapes, other_shapes = first_model.shapes(), other_model.shapes()
-    names = shapes.keys() if allow_extra else {*shapes, *other_shapes}
+    names = shapes.keys() if allows_extra else {*shapes, *other_shapes}
     if differing_names := sorted(name for name in names if shapes.get(name) != other_shapes.get(name)):
         name = differing_names[0]
         raise ModelError(

@@ -27,7 +27,7 @@ from cosmos_core.checkpoint.state import (
 )
 from cosmos_core.errors import ModelError
 from cosmos_core.models.disk import unwrap_checkpoint_errors
-from cosmos_core.parallel.mesh import broadcast_object, first_error_of_ranks, is_first, num_ranks, rank_number
+from cosmos_core.parallel.mesh import broadcast_object, first_error_of_ranks, is_first_rank, num_ranks, rank_number
 from cosmos_core.run.files import read_json_object, sha256
 
 MANIFEST = "manifest.json"
@@ -50,10 +50,10 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in map(_STEP_FOLDER_PATTERN.fullmatch, names) if match)
 
 
-def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_verified: bool = False) -> str | None:
+def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool = False) -> str | None:
     """Return the reason why training cannot resume from the checkpoint of a step in `folder`; None: it is intact. With
-    a `fingerprint`, the checkpoint must have this one. `is_verified`: whether to compare only sizes of files and no
-    digests, because this process wrote the files."""
+    a `fingerprint`, the checkpoint must have this one. `is_hashed`: whether this process has already computed
+    the digests of the files, so that only their sizes are compared."""
     policy_folder = step_folder(folder, step) / "policy"
     manifest = read_manifest(policy_folder)
     if not manifest:
@@ -62,10 +62,10 @@ def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_veri
         return OTHER_CONFIGURATION_REASON
     if manifest.get("step") != step:
         return f"{MANIFEST} is of step {manifest.get('step')}"
-    if not _has_complete_records(manifest):
+    if not _has_complete_file_records(manifest):
         return f"{MANIFEST} is damaged: it does not say how many ranks saved which files, of which size and digest"
     files = manifest["files"].items()
-    problems = (_find_file_problem(policy_folder / name, record, is_verified=is_verified) for name, record in files)
+    problems = (_find_file_problem(policy_folder / name, record, is_hashed=is_hashed) for name, record in files)
     return next(filter(None, problems), None)
 
 
@@ -74,7 +74,7 @@ def read_manifest(policy_folder: Path) -> dict[str, Any]:
     return read_json_object(policy_folder / MANIFEST)
 
 
-def _has_complete_records(manifest: dict[str, Any]) -> bool:
+def _has_complete_file_records(manifest: dict[str, Any]) -> bool:
     records, num_saved_ranks = manifest.get("files"), manifest.get("ranks", 1)
     if not isinstance(records, dict) or FIRST_RANK_JSON_FILE not in records:
         return False
@@ -83,16 +83,16 @@ def _has_complete_records(manifest: dict[str, Any]) -> bool:
     return all(isinstance(record, dict) and record.keys() >= {"size", "sha256"} for record in records.values())
 
 
-def newest_complete_step(folder: Path, steps: Sequence[int], find_obstacle: Callable[[int], str | None]) -> int | None:
-    """Return the newest of `steps` whose checkpoint `find_obstacle` finds intact; the first rank logs a warning for
+def newest_complete_step(folder: Path, steps: Sequence[int], check_resume: Callable[[int], str | None]) -> int | None:
+    """Return the newest of `steps` whose checkpoint `check_resume` finds intact; the first rank logs a warning for
     each newer one. Raise a `ModelError` if a checkpoint folder has pickled shards of Cosmos-RL, which are not read."""
     for step in reversed(steps):
-        if is_first():
+        if is_first_rank():
             refuse_pickled_shards(step_folder(folder, step) / "policy")
-        reason = find_obstacle(step)
+        reason = check_resume(step)
         if reason is None:
             return step
-        if is_first():
+        if is_first_rank():
             logger.warning("checkpoint %s is passed over: %s", step_folder(folder, step), reason)
     return None
 
@@ -100,8 +100,8 @@ def newest_complete_step(folder: Path, steps: Sequence[int], find_obstacle: Call
 def newest_complete_step_on_ranks(folder: Path, fingerprint: str, send_heartbeat: Callable[[], None]) -> int | None:
     """Return the step of the newest intact checkpoint on every rank, as a collective; None: no intact checkpoint."""
     steps = broadcast_object(saved_steps(folder))
-    find_obstacle = partial(resume_obstacle_on_ranks, folder, fingerprint=fingerprint, send_heartbeat=send_heartbeat)
-    return newest_complete_step(folder, steps, find_obstacle)
+    check_resume = partial(resume_obstacle_on_ranks, folder, fingerprint=fingerprint, send_heartbeat=send_heartbeat)
+    return newest_complete_step(folder, steps, check_resume)
 
 
 def resume_obstacle_on_ranks(
@@ -109,7 +109,7 @@ def resume_obstacle_on_ranks(
 ) -> str | None:
     """Return the result of `resume_obstacle` on every rank, as a collective. Every rank hashes only some of the files,
     because a single rank would take longer than the timeout of a collective."""
-    reason = broadcast_object(resume_obstacle(folder, step, fingerprint, is_verified=True) if is_first() else None)
+    reason = broadcast_object(resume_obstacle(folder, step, fingerprint, is_hashed=True) if is_first_rank() else None)
     policy_folder = step_folder(folder, step) / "policy"
     return reason or first_error_of_ranks(find_damaged_file(policy_folder, rank_number(), num_ranks(), send_heartbeat))
 
@@ -123,7 +123,7 @@ def find_damaged_file(
         return f"{MANIFEST} is gone"
     for name, file_record in sorted(file_records.items())[rank::num_ranks]:
         send_heartbeat()
-        if reason := _find_file_problem(policy_folder / name, file_record, is_verified=False):
+        if reason := _find_file_problem(policy_folder / name, file_record, is_hashed=False):
             return reason
     return None
 
@@ -170,7 +170,7 @@ def _read_json_values(policy_folder: Path) -> dict[str, Any]:
     without the states of its random generators."""
     num_saved_ranks, num_current_ranks = read_manifest(policy_folder).get("ranks", 1), num_ranks()
     file_name = json_file_name(rank_number() if num_saved_ranks == num_current_ranks else 0)
-    json_values: dict[str, Any] = json.loads((policy_folder / file_name).read_bytes())  # its digest is verified
+    json_values: dict[str, Any] = json.loads((policy_folder / file_name).read_bytes())  # has a verified digest
     if num_saved_ranks != num_current_ranks:
         message = "%s was saved by %d ranks, here are %d: random numbers begin anew"
         logger.info(message, policy_folder, num_saved_ranks, num_current_ranks)
@@ -188,10 +188,10 @@ def refuse_pickled_shards(policy_folder: Path) -> None:
         )
 
 
-def _find_file_problem(file: Path, file_record: dict[str, Any], *, is_verified: bool) -> str | None:
+def _find_file_problem(file: Path, file_record: dict[str, Any], *, is_hashed: bool) -> str | None:
     if os.path.isfile(file):  # unlike Path.is_file, os.path.isfile returns False for an invalid file name
         with suppress(FileNotFoundError):  # another run that still trains may delete its checkpoint now
             if (size := file.stat().st_size) != file_record["size"]:
                 return f"{file.name} has {size} bytes instead of {file_record['size']}"
-            return None if is_verified or sha256(file) == file_record["sha256"] else f"{file.name} was altered"
+            return None if is_hashed or sha256(file) == file_record["sha256"] else f"{file.name} was altered"
     return f"{file.name} is gone"

@@ -31,7 +31,7 @@ from cosmos_core.checkpoint.state import TrainState, json_values, named_tensors
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.disk import translate_disk_errors
 from cosmos_core.parallel import exchange
-from cosmos_core.parallel.mesh import broadcast_object, is_first, is_single_rank
+from cosmos_core.parallel.mesh import broadcast_object, is_first_rank, is_single_rank
 from cosmos_core.run.files import replace_folder, write_json
 
 _UNFINISHED_FOLDER = re.compile(r"\.(step_\d+)\.(?:\d+|parts)\.(tmp|old)")
@@ -51,49 +51,48 @@ class Checkpointer:
         *,
         fingerprint: str,
         max_keep: int,
-        asynchronous: bool,
+        is_async: bool,
         on_saved: Callable[[int], None] | None = None,
         heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         """Create the folder, and clean up files that a killed process left in it.
 
         `fingerprint` is that of the configuration, recorded in each manifest. `max_keep`: maximum number of
-        checkpoints; -1: no limit. `asynchronous`: whether a background thread writes them. The first rank calls
+        checkpoints; -1: no limit. `is_async`: whether a background thread writes them. The first rank calls
         `on_saved` with the step after a checkpoint is complete; `heartbeat` is called before each file is hashed.
         """
         self._folder, self._fingerprint, self._max_keep = folder, fingerprint, max_keep
         self._on_saved, self._send_heartbeat = on_saved, heartbeat
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if is_async else None
         self._pending: Future[None] | None = None
         # Steps whose files this process wrote or verified: to hash them again at a stop would cost its grace period.
         self._hashed_steps: set[int] = set()
-        should_pin_memory = asynchronous and torch.cuda.is_available()
-        self._stager = DefaultStager(StagingOptions(use_shared_memory=False)) if should_pin_memory else None
+        should_pin_memory = is_async and torch.cuda.is_available()
+        self._stager: Any = DefaultStager(StagingOptions(use_shared_memory=False)) if should_pin_memory else None
         # Collectives of the writer threads overlap with those of the training, so they need a separate process group.
-        has_ranks = not is_single_rank()
-        self._process_group = dist.new_group(backend="gloo", timeout=_SLOWEST_RANK_TIMEOUT) if has_ranks else None
-        if is_first():
+        is_distributed = not is_single_rank()
+        self._process_group = dist.new_group(backend="gloo", timeout=_SLOWEST_RANK_TIMEOUT) if is_distributed else None
+        if is_first_rank():
             folder.mkdir(parents=True, exist_ok=True)
             _clean_unfinished_saves(folder)
 
-    def save(self, step: int, state: TrainState, best: BestStep | None = None) -> None:
-        """Save the training state after `step` steps, and write `best`, the best step so far, to `best.json`; its
-        checkpoint is kept. In asynchronous mode, this method returns after the previous save has ended and the state is
-        copied.
+    def save(self, step: int, state: TrainState, best_step: BestStep | None = None) -> None:
+        """Save the training state after `step` steps, and write `best_step`, the best step so far, to `best.json`; its
+        checkpoint is kept. In asynchronous mode, return after the previous save has ended and the state is copied.
 
         Raises:
             StageFailed: this save, or the previous asynchronous save, failed because a disk is full or broken.
         """
         self.wait()
-        if is_first():
+        if is_first_rank():
             shutil.rmtree(self._temporary_folder(step), ignore_errors=True)
         tensors = select_owned_tensors({name: tensor.detach() for name, tensor in named_tensors(state).items()})
         extra_json = json.dumps(json_values(state))
         if self._writer is None:
-            self._write_files(step, tensors, extra_json, best)
+            self._write_files(step, tensors, extra_json, best_step)
         else:  # the writer thread gets copies, because the optimizer changes the tensors in place
             host_tensors = self._copy_to_host(tensors)
-            self._pending = self._writer.submit(self._write_files, step, host_tensors, extra_json, best)
+            self._pending = self._writer.submit(self._write_files, step, host_tensors, extra_json, best_step)
 
     def wait(self) -> None:
         """Wait until no rank is writing a checkpoint; raise a `StageFailed` if the last asynchronous save failed."""
@@ -102,7 +101,7 @@ class Checkpointer:
 
     def latest_step(self) -> int | None:
         """Return the step of the newest complete checkpoint, from which training can resume; None: no checkpoint."""
-        return broadcast_object(self._newest_complete_step() if is_first() else None)
+        return broadcast_object(self._newest_complete_step() if is_first_rank() else None)
 
     def load_latest(self, state: TrainState) -> int | None:
         """Load the newest complete checkpoint into `state` and return its step; None: no checkpoint. Raise a
@@ -113,13 +112,13 @@ class Checkpointer:
             self._hashed_steps.add(step)
         return step
 
-    def write_best_step(self, best: BestStep | None) -> None:
-        """Write the best step to `best.json`, in the parent folder of the checkpoints; remove the file if `best` is
-        None, or if the checkpoint of the best step is gone."""
+    def write_best_step(self, best_step: BestStep | None) -> None:
+        """Write the best step to `best.json`, in the parent folder of the checkpoints; remove the file if `best_step`
+        is None, or if the checkpoint of the best step is gone."""
         file = self._folder.parent / BEST_STEP_FILE
-        if best is not None and is_first() and step_folder(self._folder, best.step).exists():
-            write_json(file, asdict(best))
-        elif is_first():
+        if best_step is not None and is_first_rank() and step_folder(self._folder, best_step.step).exists():
+            write_json(file, asdict(best_step))
+        elif is_first_rank():
             file.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -137,7 +136,9 @@ class Checkpointer:
         if pending_save is not None:
             pending_save.result()
 
-    def _write_files(self, step: int, tensors: dict[str, LocalTensor], extra_json: str, best: BestStep | None) -> None:
+    def _write_files(
+        self, step: int, tensors: dict[str, LocalTensor], extra_json: str, best_step: BestStep | None
+    ) -> None:
         """Write this rank's files of a checkpoint, and wait until the files of all ranks are on the disk. The first
         rank then commits the checkpoint, records the best step, deletes old checkpoints, and calls `on_saved`. If the
         disk of a rank is full or broken, all ranks raise the same `StageFailed`."""
@@ -154,16 +155,16 @@ class Checkpointer:
         try:
             if problem := next((message for _, message in results if message), ""):
                 raise StageFailed(problem)
-            if not is_first():
+            if not is_first_rank():
                 return
             with translate_disk_errors(name, self._describe_newest_complete):
                 self._commit_checkpoint(step, [rank_records for rank_records, _ in results])
         finally:
-            if is_first():
+            if is_first_rank():
                 shutil.rmtree(folder, ignore_errors=True)
         with translate_disk_errors(f"{BEST_STEP_FILE} in {self._folder.parent}", self._describe_newest_complete):
-            self.write_best_step(best)
-        self._delete_old_checkpoints(step, best)
+            self.write_best_step(best_step)
+        self._delete_old_checkpoints(step, best_step)
         if self._on_saved is not None:
             self._on_saved(step)
 
@@ -171,11 +172,10 @@ class Checkpointer:
         """Return copies of the tensors in host memory; from a GPU they are made on a separate stream into pinned
         memory, which the next save reuses."""
         if self._stager is None:
-            return {name: local._replace(tensor=local.tensor.to("cpu", copy=True)) for name, local in tensors.items()}
+            return {name: shard._replace(tensor=shard.tensor.to("cpu", copy=True)) for name, shard in tensors.items()}
         torch.cuda.current_stream().synchronize()  # the stager's CUDA stream does not wait for the current one
-        staging_future: Any = self._stager.stage({name: local.tensor for name, local in tensors.items()})
-        host_tensors = staging_future.result()
-        return {name: local._replace(tensor=host_tensors[name]) for name, local in tensors.items()}
+        host_tensors = self._stager.stage({name: shard.tensor for name, shard in tensors.items()}).result()
+        return {name: shard._replace(tensor=host_tensors[name]) for name, shard in tensors.items()}
 
     def _commit_checkpoint(self, step: int, records_by_rank: list[dict[str, Any]]) -> None:
         """Move the files of all ranks into the folder of the checkpoint, and write its manifest. `records_by_rank` has,
@@ -199,15 +199,15 @@ class Checkpointer:
     def _temporary_folder(self, step: int) -> Path:
         return self._folder / f".step_{step}.parts.tmp"
 
-    def _delete_old_checkpoints(self, newest_step: int, best: BestStep | None) -> None:
+    def _delete_old_checkpoints(self, newest_step: int, best_step: BestStep | None) -> None:
         """Delete the oldest checkpoints beyond `max_keep`, except that of the best step, if the checkpoint of step
         `newest_step`, just written, is complete. Later steps and other configurations are not counted or deleted."""
         if self._max_keep == -1:
             return
         folders = {n: step_folder(self._folder, n) / "policy" for n in saved_steps(self._folder) if n <= newest_step}
         steps = [n for n, p in folders.items() if resume.read_manifest(p).get("fingerprint") == self._fingerprint]
-        deleted_steps = [step for step in steps[: -self._max_keep] if best is None or step != best.step]
-        if not deleted_steps or resume.resume_obstacle(self._folder, newest_step, self._fingerprint, is_verified=True):
+        deleted_steps = [step for step in steps[: -self._max_keep] if best_step is None or step != best_step.step]
+        if not deleted_steps or resume.resume_obstacle(self._folder, newest_step, self._fingerprint, is_hashed=True):
             return
         for step in deleted_steps:
             # The rename is atomic, so a killed process leaves no partially deleted checkpoint.
@@ -219,10 +219,10 @@ class Checkpointer:
                 logger.warning("checkpoint step_%d in %s cannot be deleted: %s", step, self._folder, error)
 
     def _newest_complete_step(self) -> int | None:
-        def find_obstacle(step: int) -> str | None:
-            return resume.resume_obstacle(self._folder, step, self._fingerprint, is_verified=step in self._hashed_steps)
+        def check_resume(step: int) -> str | None:
+            return resume.resume_obstacle(self._folder, step, self._fingerprint, is_hashed=step in self._hashed_steps)
 
-        return resume.newest_complete_step(self._folder, saved_steps(self._folder), find_obstacle)
+        return resume.newest_complete_step(self._folder, saved_steps(self._folder), check_resume)
 
     def _describe_newest_complete(self) -> str:
         step = self._newest_complete_step()

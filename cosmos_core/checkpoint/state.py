@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _MODEL_PREFIX = "model."
 _OPTIMIZER_PREFIX = "optimizer."
-_STATE_FIELDS = ("feed", "algorithm")
+_STATEFUL_FIELDS = ("feed", "algorithm")
 POLICY_COPY_NAMES = ("ema", "old")
 """Names of the weight sets (moving average, old policy) that are copied from the policy if a checkpoint lacks them.
 
@@ -64,7 +64,7 @@ def named_tensors(state: TrainState) -> dict[str, Tensor]:
         for slot, value in state.optimizer.state.get(parameter, {}).items():
             plain_tensors = _split_optimizer_tensor(value).items()
             tensors |= {f"{_OPTIMIZER_PREFIX}{slot}{suffix}.{name}": tensor for suffix, tensor in plain_tensors}
-    for field_name in _STATE_FIELDS:
+    for field_name in _STATEFUL_FIELDS:
         _extract_tensors(getattr(state, field_name), field_name, tensors)
     return tensors
 
@@ -72,13 +72,13 @@ def named_tensors(state: TrainState) -> dict[str, Tensor]:
 def json_values(state: TrainState) -> dict[str, JsonValue]:
     """Return the JSON values of a training state: `extra` and the states of feed and algorithm, in which a JSON object
     with the name of the tensor represents each tensor."""
-    values = {name: getattr(state, name) for name in _STATE_FIELDS}
+    values = {name: getattr(state, name) for name in _STATEFUL_FIELDS}
     return state.extra | {name: _extract_tensors(value, name, {}) for name, value in values.items() if value}
 
 
 def restore_json_values(state: TrainState, saved_values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Set `extra`, `feed` and `algorithm` of `state` from a result of `json_values` and the loaded tensors."""
-    for name in _STATE_FIELDS:
+    for name in _STATEFUL_FIELDS:
         setattr(state, name, _restore_tensors(saved_values.pop(name, {}), tensors))
     state.extra = saved_values
 
@@ -106,7 +106,7 @@ def allocate_tensors(
             f"first {differing_names[0].removeprefix(_MODEL_PREFIX)!r}; start from one of this model, or from none"
         )
     current_tensors: dict[str, Tensor] = {}
-    for field_name in _STATE_FIELDS:
+    for field_name in _STATEFUL_FIELDS:
         _extract_tensors(getattr(state, field_name), field_name, current_tensors)
     named_weights = _flatten_named_weights(state)
     for name, (shape, dtype) in saved_metadata.items():
@@ -116,7 +116,7 @@ def allocate_tensors(
         elif name.startswith(_OPTIMIZER_PREFIX) and parameter is not None:
             like_tensor = parameter if parameter.shape == shape else torch.empty(shape)
             target_tensors[name] = torch.empty_like(like_tensor, dtype=dtype, requires_grad=False)
-        elif name.partition(".")[0] in _STATE_FIELDS:
+        elif name.partition(".")[0] in _STATEFUL_FIELDS:
             is_sharded = isinstance(current_tensors.get(name), DTensor)
             target_tensors[name] = current_tensors[name] if is_sharded else torch.empty(shape, dtype=dtype)
     return target_tensors
@@ -137,7 +137,7 @@ def load_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> 
     is_8bit = type(state.optimizer).__name__.endswith("8bit")
     is_muon = {index: group.get("is_matrix", False) for group in groups for index in group["params"]}
     optimizer_state = {
-        index: _merge_slots(slots)
+        index: _merge_optimizer_slots(slots)
         for index, slots in slots_by_index.items()
         if ("momentum_buffer" in slots) == is_muon[index] and (is_8bit or not any(":" in slot for slot in slots))
     }
@@ -149,19 +149,19 @@ def load_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> 
 def init_missing_weight_sets(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
     """Copy the policy's weights into each of the weight sets `POLICY_COPY_NAMES` that the loaded checkpoint lacks."""
     parameters = dict(state.model.named_parameters())
-    for set_name in POLICY_COPY_NAMES:
-        for name, tensor in state.named_weights.get(set_name, {}).items():
-            if f"{set_name}.{name}" not in tensors:
+    for weight_set in POLICY_COPY_NAMES:
+        for name, tensor in state.named_weights.get(weight_set, {}).items():
+            if f"{weight_set}.{name}" not in tensors:
                 tensor.copy_(parameters[name].detach())
 
 
 def capture_rng() -> dict[str, JsonValue]:
     """Return the states of the random generators of Python, NumPy and torch (CPU and each GPU)."""
-    version, python_words, next_gauss = random.getstate()
-    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, python_state, next_gauss = random.getstate()
+    _, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)
     return {
-        "python": [version, list(python_words), next_gauss],
-        "numpy": [np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)],
+        "python": [version, list(python_state), next_gauss],
+        "numpy": [np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached_gaussian)],
         "torch": _encode_rng_state(torch.get_rng_state()),
         "cuda": [_encode_rng_state(rng_state) for rng_state in torch.cuda.get_rng_state_all()],
     }
@@ -169,10 +169,10 @@ def capture_rng() -> dict[str, JsonValue]:
 
 def restore_rng(rng_states: Mapping[str, Any]) -> None:
     """Restore the random generators from a result of `capture_rng`; of GPUs only those that were present at capture."""
-    version, python_words, next_gauss = rng_states["python"]
-    random.setstate((version, tuple(python_words), next_gauss))
-    keys, position, has_gauss, gauss = rng_states["numpy"]
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+    version, python_state, next_gauss = rng_states["python"]
+    random.setstate((version, tuple(python_state), next_gauss))
+    keys, position, has_gauss, cached_gaussian = rng_states["numpy"]
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached_gaussian))
     torch.set_rng_state(_decode_rng_state(rng_states["torch"]))
     for device, encoded_state in enumerate(rng_states["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(_decode_rng_state(encoded_state), device)
@@ -183,7 +183,7 @@ def seed_rng(seed: int, step: int, rank: int, *, keeps_torch_rng: bool = False) 
     those of torch with a digest of `seed`, `step` and `rank`. Python and NumPy have equal generators on all ranks,
     because all ranks call the algorithm, user code, with the same samples and need equal results."""
     seeds = (seed, step), (seed, step, rank)
-    digest, rank_digest = (hashlib.sha256(repr(each).encode()).digest() for each in seeds)
+    digest, rank_digest = (hashlib.sha256(repr(seed_tuple).encode()).digest() for seed_tuple in seeds)
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[:4]))
     if not keeps_torch_rng:
@@ -205,9 +205,9 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def _flatten_named_weights(state: TrainState) -> dict[str, Tensor]:
     # A weight set named "model" or "optimizer" would overwrite the tensors of the model or optimizer in the checkpoint.
-    assert not state.named_weights.keys() & {"model", "optimizer", *_STATE_FIELDS}
+    assert not state.named_weights.keys() & {"model", "optimizer", *_STATEFUL_FIELDS}
     weight_sets = state.named_weights.items()
-    return {f"{set_name}.{name}": tensor for set_name, weights in weight_sets for name, tensor in weights.items()}
+    return {f"{weight_set}.{name}": tensor for weight_set, weights in weight_sets for name, tensor in weights.items()}
 
 
 def _extract_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValue:
@@ -244,7 +244,7 @@ def _split_optimizer_tensor(state_tensor: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _merge_slots(slot_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _merge_optimizer_slots(slot_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the optimizer state of one parameter by slot; 8-bit states are assembled from the tensors of
     `_split_optimizer_tensor`."""
     slots = {slot: tensor for slot, tensor in slot_tensors.items() if ":" not in slot}

@@ -28,7 +28,7 @@ class ActorGroup:
 
     make_object: Callable[[], Any]
     """Picklable function that creates the object in the process of each actor, at each start of the process."""
-    target_size: Callable[[], int]
+    get_target_size: Callable[[], int]
     """Function that returns the current target number of actors."""
     name: str = "Actor"
     """Name of the actors' processes in `ps` and Ray: `ray::NAME`."""
@@ -36,7 +36,7 @@ class ActorGroup:
     """Whether an actor with n processes uses the GPUs of n ranks instead of additional GPUs."""
     processes_per_actor: int = 1
     """Number of compute processes per actor, on one machine with one GPU each; the actor counts if it computes."""
-    overlaps_ranks: bool = True
+    is_concurrent_with_ranks: bool = True
     """Whether the actors compute at the same time as the ranks; False: only while the ranks wait."""
 
 
@@ -52,9 +52,9 @@ class _ObjectActor:
             torch.set_num_threads(num_threads)
         self._object = make_object()
 
-    def call(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], shared: Any = None) -> Any:
-        """Call a method of the object with `arguments`, then `shared` unless it is None, and `keywords`."""
-        return getattr(self._object, method)(*arguments, *([] if shared is None else [shared]), **keywords)
+    def call(self, method: str, arguments: tuple[Any, ...], kwargs: dict[str, Any], shared_value: Any = None) -> Any:
+        """Call a method of the object with `arguments`, then `shared_value` unless it is None, and `kwargs`."""
+        return getattr(self._object, method)(*arguments, *([] if shared_value is None else [shared_value]), **kwargs)
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,16 @@ class ActorHandle:
 
     actor: Any
 
-    def call(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
+    def call(self, method: str, *arguments: Any, shared_value: Any = None, **kwargs: Any) -> Future[Any]:
         """Call a method of the object and return a future of its result, which raises `ConnectionError` if the process
-        has died, or `ConnectionRefusedError` if it is not available yet, for example during a restart. `shared`, a
-        reference from `put`, is passed as the last argument."""
+        has died, or `ConnectionRefusedError` if it is not available yet, for example during a restart. `shared_value`,
+        a reference from `put`, is passed as the last argument."""
         result_future: Future[Any] = Future()
 
-        def set_reply(finished_call: Future[Any]) -> None:
-            error = finished_call.exception()
+        def complete_future(actor_future: Future[Any]) -> None:
+            error = actor_future.exception()
             if error is None:
-                result_future.set_result(finished_call.result())
+                result_future.set_result(actor_future.result())
             elif isinstance(error, RayTaskError):
                 error.cause.add_note(str(error))  # the text of the error includes the traceback of the actor's process
                 result_future.set_exception(error.cause)
@@ -82,7 +82,7 @@ class ActorHandle:
             else:
                 result_future.set_exception(error)
 
-        self.actor.call.remote(method, arguments, keywords, shared).future().add_done_callback(set_reply)
+        self.actor.call.remote(method, arguments, kwargs, shared_value).future().add_done_callback(complete_future)
         return result_future
 
     def put(self, value: Any) -> Any:
@@ -98,15 +98,15 @@ def _find_bundle_gpus(scheduling_strategies: Sequence[Any], gpus_per_bundle: int
     """Return `gpus_per_bundle` free GPUs for each bundle of resources, as values of `CUDA_VISIBLE_DEVICES`;
     `scheduling_strategies` are those of Ray, one per reserved bundle."""
     ray_remote: Any = ray.remote
-    get_gpus = ray_remote(num_cpus=0, num_gpus=gpus_per_bundle)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
-    return list(ray.get([get_gpus.options(scheduling_strategy=each).remote() for each in scheduling_strategies]))
+    read_gpus = ray_remote(num_cpus=0, num_gpus=gpus_per_bundle)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
+    return list(ray.get([read_gpus.options(scheduling_strategy=each).remote() for each in scheduling_strategies]))
 
 
 class ActorSupervisor:
     """Actors of a worker group, managed by the process that starts them."""
 
     def __init__(
-        self, actor_group: ActorGroup, *, is_embedded: bool, num_threads: int = 0, placements: Sequence[Any] = ()
+        self, actor_group: ActorGroup, *, owns_cluster: bool, num_threads: int = 0, placements: Sequence[Any] = ()
     ) -> None:
         """Start the actors that `actor_group` describes, each with `num_threads` CPU threads (0: the default), on an
         embedded or another Ray cluster. `placements` are Ray's scheduling strategies that start the first actors in
@@ -124,7 +124,7 @@ class ActorSupervisor:
             gpus_per_actor, self._visible_devices = 0.0, _find_bundle_gpus(placements, actor_group.processes_per_actor)
         ray_remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
         # On an embedded cluster actors reserve no CPU cores, so that more actors can start later.
-        num_cpus = 0 if is_embedded else actor_group.processes_per_actor
+        num_cpus = 0 if owns_cluster else actor_group.processes_per_actor
         self._remote_class = ray_remote(
             num_cpus=num_cpus, num_gpus=gpus_per_actor, max_restarts=-1, max_concurrency=_MAX_CONCURRENT_CALLS
         )(type(actor_group.name, (_ObjectActor,), {}))
@@ -135,22 +135,22 @@ class ActorSupervisor:
     def resize(self, on_resize: Callable[[list[ActorHandle]], object]) -> None:
         """Start or kill actors until their number is the target number of the group. If the number changes, `on_resize`
         is called to pass the new handles to the ranks; surplus actors are killed after it has returned."""
-        num_requested, previous_count = max(0, self._actor_group.target_size()), len(self.handles)
-        target_count = int(min(num_requested, self._max_actors))
-        if num_requested > target_count and num_requested != self._num_requested:
+        num_requested_actors, num_previous_actors = max(0, self._actor_group.get_target_size()), len(self.handles)
+        num_target_actors = int(min(num_requested_actors, self._max_actors))
+        if num_requested_actors > num_target_actors and num_requested_actors != self._num_requested:
             message = "%d processes are asked for; each shares GPUs of ranks, so there are %d"
-            logger.warning(message, num_requested, target_count)
-        self._num_requested = num_requested
-        if target_count == previous_count:
+            logger.warning(message, num_requested_actors, num_target_actors)
+        self._num_requested = num_requested_actors
+        if num_target_actors == num_previous_actors:
             return
-        for index in range(previous_count, target_count):
-            has_bundle, make_object = index < len(self._placements), self._actor_group.make_object
-            options = {"scheduling_strategy": self._placements[index]} if has_bundle else {}
-            arguments = (make_object, self._num_threads, self._visible_devices[index] if has_bundle else "")
+        for index in range(num_previous_actors, num_target_actors):
+            has_reserved_bundle, make_object = index < len(self._placements), self._actor_group.make_object
+            options = {"scheduling_strategy": self._placements[index]} if has_reserved_bundle else {}
+            arguments = (make_object, self._num_threads, self._visible_devices[index] if has_reserved_bundle else "")
             self.handles.append(ActorHandle(self._remote_class.options(**options).remote(*arguments)))
-        surplus_handles, self.handles = self.handles[target_count:], self.handles[:target_count]
+        surplus_handles, self.handles = self.handles[num_target_actors:], self.handles[:num_target_actors]
         on_resize(self.handles)
         for handle in surplus_handles:
             ray.kill(handle.actor, no_restart=True)
-        if previous_count:
-            logger.info("%d processes beside the ranks in place of %d", target_count, previous_count)
+        if num_previous_actors:
+            logger.info("%d processes beside the ranks in place of %d", num_target_actors, num_previous_actors)

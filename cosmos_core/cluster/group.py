@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from cosmos_core.cluster.join import join_cluster
 from cosmos_core.cluster.placement import POLL_SECONDS, count_ranks_per_bundle, reserve_bundles, resource_bundles
-from cosmos_core.cluster.properties import rank_variables
+from cosmos_core.cluster.properties import rank_environment
 from cosmos_core.cluster.rank import Rank, RankMessages, RankProgram, Rendezvous
 from cosmos_core.errors import CosmosError, ProgramError, StageFailed, first_line
 from cosmos_core.transient import is_transient
@@ -41,7 +41,7 @@ _REPLY_SECONDS = 10.0
 """Seconds between polls whether ranks have ended; needed because a lost connection can lose the reply of `run`."""
 _OBJECT_STORE_BYTES = 1 << 30
 """Size of Ray's object store in bytes, for two buckets of weights in transfer to engines, and unread values."""
-_MAX_RESTARTS = 3
+_MAX_RANK_RESTARTS = 3
 """Maximum number of restarts of all ranks after the death of a rank, if actors run alongside the ranks."""
 _DEATH_REPORT_SECONDS = 10.0
 """Seconds within which Ray reports a dead rank; other ranks may report a broken connection earlier."""
@@ -61,9 +61,9 @@ class RanksMustRestart(RankFailed):
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """Group of `size` ranks that run one program, on GPUs if there are any, otherwise on CPUs with gloo."""
+    """Group of `num_ranks` ranks that run one program, on GPUs if there are any, otherwise on CPUs with gloo."""
 
-    size: int
+    num_ranks: int
     actors: ActorGroup | None = None
     """Actors that run alongside the ranks and continue when ranks are restarted; None: no actors."""
 
@@ -81,9 +81,9 @@ class WorkerGroup:
             CosmosError: the first error of this package that a rank raised.
             StageFailed: a rank died or raised an error from outside this package.
         """
-        size, actor_group = self.size, self.actors
-        with _connect_to_cluster(size, actor_group) as (ray, is_embedded, actor_threads):
-            bundles = resource_bundles(ray, size, actor_group, is_embedded=is_embedded)
+        size, actor_group = self.num_ranks, self.actors
+        with _connect_to_cluster(size, actor_group) as (ray, owns_cluster, actor_threads):
+            bundles = resource_bundles(ray, size, actor_group, owns_cluster=owns_cluster)
             placements = reserve_bundles(ray, bundles, should_stop, on_poll)
             ranks_per_bundle = count_ranks_per_bundle(actor_group, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
             rank_placements = [placements[rank // ranks_per_bundle] for rank in range(size)]
@@ -93,15 +93,15 @@ class WorkerGroup:
             if actor_group is not None:
                 actor_placements = placements if actor_group.shares_gpus else placements[size:]
                 actors = importlib.import_module("cosmos_core.cluster.actors").ActorSupervisor(
-                    actor_group, is_embedded=is_embedded, num_threads=actor_threads, placements=actor_placements
+                    actor_group, owns_cluster=owns_cluster, num_threads=actor_threads, placements=actor_placements
                 )
-            for attempt in range(_MAX_RESTARTS + 1):
+            for attempt in range(_MAX_RANK_RESTARTS + 1):
                 rank_actors, run_refs = start_ranks(program)
                 try:
-                    return _wait_for_ranks(ray, rank_actors, run_refs, should_stop, actors, is_embedded=is_embedded)
+                    return _wait_for_ranks(ray, rank_actors, run_refs, should_stop, actors, owns_cluster=owns_cluster)
                 except RankFailed as error:
-                    must_restart = isinstance(error, RanksMustRestart) or _has_dead_rank(ray, run_refs)
-                    if actors is None or attempt == _MAX_RESTARTS or not must_restart:
+                    should_restart_ranks = isinstance(error, RanksMustRestart) or _has_dead_rank(ray, run_refs)
+                    if actors is None or attempt == _MAX_RANK_RESTARTS or not should_restart_ranks:
                         raise
                     message = "%s; the ranks start again from their newest checkpoint, and those beside them stay"
                     logger.warning(message, error)
@@ -113,11 +113,11 @@ class WorkerGroup:
 def process_group(rendezvous: Rendezvous) -> Iterator[None]:
     """Open torch's default process group over all ranks for the duration of the block."""
     os.environ |= {
-        "RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.size), "LOCAL_RANK": str(rendezvous.device),
+        "RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.num_ranks), "LOCAL_RANK": str(rendezvous.device),
         "MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port),
     }  # fmt: skip
     # By default gloo and NCCL resolve the host name, which many container images map to an unreachable address.
-    if network_interface := network_interface_to(rendezvous.address):
+    if network_interface := find_network_interface(rendezvous.address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", network_interface)
         if not ip_address(rendezvous.address).is_loopback:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", network_interface)
@@ -126,13 +126,13 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
         torch.cuda.set_device(rendezvous.device)
         backend = "cpu:gloo,cuda:nccl"
     # Long timeout: ranks also form smaller groups through the store, and some may load or compile for minutes longer.
-    tcp_store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.size, timeout=dist.default_pg_timeout)
-    dist.init_process_group(backend, store=tcp_store, rank=rendezvous.rank, world_size=rendezvous.size)
+    store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.num_ranks, timeout=dist.default_pg_timeout)
+    dist.init_process_group(backend, store=store, rank=rendezvous.rank, world_size=rendezvous.num_ranks)
     yield
     dist.destroy_process_group()  # not after an error: closing the group makes other ranks fail
 
 
-def network_interface_to(address: str) -> str | None:
+def find_network_interface(address: str) -> str | None:
     """Return the name of this machine's network interface that routes to an address; None: it cannot be determined."""
     with socket.socket(_address_family(address), socket.SOCK_DGRAM) as probe_socket:
         try:
@@ -150,12 +150,12 @@ def _address_family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
 
 
-def open_store(address: str, size: int) -> dist.TCPStore:
-    """Return a new TCP store, on a free port of `address`, through which `size` ranks form a process group. It listens
-    only on this address, because it trusts all clients."""
+def create_tcp_store(address: str, num_ranks: int) -> dist.TCPStore:
+    """Return a new TCP store, on a free port of `address`, through which ranks form a process group. It listens only on
+    this address, because it trusts all clients."""
     listener = socket.create_server((address, 0), family=_address_family(address))
     port, descriptor = listener.getsockname()[1], listener.detach()
-    return dist.TCPStore(address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+    return dist.TCPStore(address, port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def run_as_rank(program: RankProgram, messages: RankMessages, rendezvous: Rendezvous) -> tuple[bool, Any]:
@@ -177,21 +177,21 @@ def _connect_to_cluster(size: int, actor_group: ActorGroup | None) -> Iterator[t
     """Connect as the Ray driver to the cluster at `RAY_ADDRESS` or, if that is unset, to a new embedded cluster. Yield
     the module `ray`, whether the cluster is embedded, and the threads per actor process (0: the node's default)."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    is_embedded, actor_threads = not os.environ.get("RAY_ADDRESS"), 0
-    if is_embedded:
+    owns_cluster, actor_threads = not os.environ.get("RAY_ADDRESS"), 0
+    if owns_cluster:
         _restrict_ray_access()
     import ray
 
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     with join_cluster():
         try:
-            if not is_embedded:
-                ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": rank_variables()})
+            if not owns_cluster:
+                ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": rank_environment()})
             else:
                 if actor_group is not None and not actor_group.shares_gpus:
-                    num_actors = actor_group.target_size() * actor_group.processes_per_actor
-                    num_cores, overlaps = torch.get_num_threads(), actor_group.overlaps_ranks
-                    rank_threads, actor_threads = split_threads(num_cores, size, num_actors, overlaps=overlaps)
+                    num_actors = actor_group.get_target_size() * actor_group.processes_per_actor
+                    num_cores, is_parallel = torch.get_num_threads(), actor_group.is_concurrent_with_ranks
+                    rank_threads, actor_threads = split_threads(num_cores, size, num_actors, is_parallel=is_parallel)
                     os.environ["OMP_NUM_THREADS"] = str(rank_threads)  # the processes of the ranks inherit the variable
                     # Ranks and actors share cores, so a waiting OpenMP thread must release its core at once.
                     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -201,18 +201,18 @@ def _connect_to_cluster(size: int, actor_group: ActorGroup | None) -> Iterator[t
                     object_store_memory=_OBJECT_STORE_BYTES if actor_group else 128 << 20,
                 )  # fmt: skip
             signal.signal(signal.SIGTERM, sigterm_handler)  # replace the handler of `ray.init`, which ends this process
-            yield ray, is_embedded, actor_threads
+            yield ray, owns_cluster, actor_threads
         finally:
             ray.shutdown()
 
 
-def split_threads(num_cores: int, num_ranks: int, num_actors: int, *, overlaps: bool) -> tuple[int, int]:
+def split_threads(num_cores: int, num_ranks: int, num_actors: int, *, is_parallel: bool) -> tuple[int, int]:
     """Return the number of threads per rank and per actor process, on one machine with `num_cores` CPU cores.
 
     Ranks and engines (the actors) each get all cores, because engines pause often. Engines that overlap with ranks get
     half: a second thread speeds up decoding little, but takes a core from a rank (docs/benchmarks.md).
     """
-    return max(1, num_cores // max(num_ranks, num_actors)), max(1, num_cores // max(1, num_actors * (1 + overlaps)))
+    return max(1, num_cores // max(num_ranks, num_actors)), max(1, num_cores // max(1, num_actors * (1 + is_parallel)))
 
 
 def _make_rank_starter(
@@ -227,8 +227,8 @@ def _make_rank_starter(
     tcp_stores = []  # stores stay open, so that no other process reuses a port to which a dead rank may connect
 
     def start_program(program: RankProgram) -> tuple[list[Any], list[Any]]:
-        rank_actors = [rank_actor_class.options(scheduling_strategy=placement).remote() for placement in placements]
-        tcp_stores.append(open_store(address, size))
+        rank_actors = [rank_actor_class.options(scheduling_strategy=each).remote() for each in placements]
+        tcp_stores.append(create_tcp_store(address, size))
         # Each rank computes on device 0, because Ray makes one GPU visible to it.
         port = tcp_stores[-1].port
         return rank_actors, [
@@ -260,7 +260,7 @@ def _wait_for_ranks(
     should_stop: Callable[[], bool],
     actors: Any | None,
     *,
-    is_embedded: bool,
+    owns_cluster: bool,
 ) -> Any:
     """Wait until the program has ended on all ranks, and return its value on the first rank.
 
@@ -269,22 +269,22 @@ def _wait_for_ranks(
         RankFailed: a rank died.
         StageFailed: the embedded cluster has died, so that ranks cannot be restarted.
     """
-    pending_refs, is_stop_sent, first_rank_value, last_poll_time = list(run_refs), False, None, time.monotonic()
+    pending_refs, has_sent_stop, return_value, last_poll_time = list(run_refs), False, None, time.monotonic()
     if actors is not None:
         rank_actors[0].set_actors.remote(actors.handles)
     while pending_refs:
-        if should_stop() and not is_stop_sent:
-            is_stop_sent = True
+        if should_stop() and not has_sent_stop:
+            has_sent_stop = True
             for rank_actor in rank_actors:  # replies are not awaited, because a dead rank sends none
                 rank_actor.stop.remote()
         if actors is not None:
-            actors.resize(lambda handles: ray.wait([rank_actors[0].set_actors.remote(handles)], timeout=_REPLY_SECONDS))
+            actors.resize(lambda each: ray.wait([rank_actors[0].set_actors.remote(each)], timeout=_REPLY_SECONDS))
         finished_refs, _ = ray.wait(pending_refs, timeout=POLL_SECONDS)
         reply_refs = {run_ref: run_ref for run_ref in finished_refs}
         if not finished_refs and time.monotonic() - last_poll_time > _REPLY_SECONDS:
-            if is_embedded and _is_cluster_dead(ray):
+            if owns_cluster and _is_cluster_dead(ray):
                 raise StageFailed("the Ray cluster that the stage started has died; a retry starts another one")
-            reply_refs = {run_ref: rank_actors[run_refs.index(run_ref)].outcome.remote() for run_ref in pending_refs}
+            reply_refs = {ref: rank_actors[run_refs.index(ref)].read_outcome.remote() for ref in pending_refs}
             last_poll_time = time.monotonic()
         for run_ref, reply_ref in reply_refs.items():
             try:
@@ -297,10 +297,10 @@ def _wait_for_ranks(
                 pending_refs.remove(run_ref)
                 is_successful, value = outcome
                 if not is_successful:
-                    ray.wait(run_refs[:1], timeout=_REPLY_SECONDS)  # the first rank closes its metric sinks
+                    ray.wait(run_refs[:1], timeout=_REPLY_SECONDS)  # until the first rank has closed its metric sinks
                     raise value
-                first_rank_value = value if run_ref is run_refs[0] else first_rank_value
-    return first_rank_value
+                return_value = value if run_ref is run_refs[0] else return_value
+    return return_value
 
 
 def _is_cluster_dead(ray: Any) -> bool:

@@ -14,7 +14,9 @@ POLL_SECONDS = 0.2
 """Seconds between two polls whether Ray has started or finished a task."""
 
 
-def resource_bundles(ray: Any, size: int, actor_group: ActorGroup | None, *, is_embedded: bool) -> list[dict[str, int]]:
+def resource_bundles(
+    ray: Any, size: int, actor_group: ActorGroup | None, *, owns_cluster: bool
+) -> list[dict[str, int]]:
     """Return the resource bundles to reserve for `size` ranks and their actors, as amounts by name of the resource.
 
     An actor that shares GPUs with ranks is in one bundle with these ranks. Otherwise each rank and the first actor have
@@ -27,13 +29,14 @@ def resource_bundles(ray: Any, size: int, actor_group: ActorGroup | None, *, is_
     gpus_per_rank, actor_gpus, actor_cpus = min(num_gpus, 1), 0, 0
     if actor_group is not None:
         num_processes = actor_group.processes_per_actor
-        actor_gpus, actor_cpus = num_processes * gpus_per_rank, 0 if is_embedded else num_processes
+        actor_gpus, actor_cpus = num_processes * gpus_per_rank, 0 if owns_cluster else num_processes
     if actor_group is not None and actor_group.shares_gpus:
-        count = count_ranks_per_bundle(actor_group, has_gpus=gpus_per_rank > 0)
-        required_bundles = [{"CPU": count + actor_cpus * gpus_per_rank, "GPU": gpus_per_rank * count}] * (size // count)
+        num_ranks = count_ranks_per_bundle(actor_group, has_gpus=gpus_per_rank > 0)
+        bundle = {"CPU": num_ranks + actor_cpus * gpus_per_rank, "GPU": gpus_per_rank * num_ranks}
+        required_bundles = [bundle] * (size // num_ranks)
     else:
         required_bundles = [{"CPU": 1, "GPU": gpus_per_rank}] * size + [{"CPU": actor_cpus, "GPU": actor_gpus}]
-    bundles = [{name: count for name, count in bundle.items() if count} for bundle in required_bundles]
+    bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in required_bundles]
     bundles = [bundle for bundle in bundles if bundle]
     total_cpus, total_gpus = (sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU"))
     if total_gpus > num_gpus:
@@ -48,9 +51,9 @@ def resource_bundles(ray: Any, size: int, actor_group: ActorGroup | None, *, is_
             f"cluster has; give it more, or make policy.parallelism smaller"
         )
     largest_bundle, machines = bundles[-1].items(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fits_machine = any(all(machine.get(name, 0) >= count for name, count in largest_bundle) for machine in machines)
-    if actor_group is not None and not fits_machine:
-        resources_text = " and ".join(f"{count} {name}s" for name, count in largest_bundle)
+    has_machine = any(all(machine.get(name, 0) >= amount for name, amount in largest_bundle) for machine in machines)
+    if actor_group is not None and not has_machine:
+        resources_text = " and ".join(f"{amount} {name}s" for name, amount in largest_bundle)
         raise ConfigError(
             f"rollout.parallelism.tp_size = {actor_group.processes_per_actor}: an engine takes {resources_text} of one "
             f"machine, and no machine of the Ray cluster has them; make it smaller"
@@ -75,14 +78,14 @@ def reserve_bundles(
     from ray.util.placement_group import placement_group, placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    group = placement_group(bundles, strategy="PACK")
-    ready_ref = group.ready()
-    while not ray.wait([ready_ref], timeout=POLL_SECONDS)[0]:
+    reservation = placement_group(bundles, strategy="PACK")
+    reservation_ref = reservation.ready()
+    while not ray.wait([reservation_ref], timeout=POLL_SECONDS)[0]:
         on_poll()
         if should_stop():
             raise Preempted("asked to stop while the ranks wait for room in the Ray cluster")
-    ray.get(ready_ref)
+    ray.get(reservation_ref)
     # Ray distributes equal bundles over machines in any order, and neighbouring ranks exchange the most data.
-    node_ids = placement_group_table(group)["bundles_to_node_id"]
+    node_ids = placement_group_table(reservation)["bundles_to_node_id"]
     indices = sorted(range(len(bundles)), key=lambda i: (bundles[i] != bundles[0], node_ids[i]))
-    return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in indices]
+    return [PlacementGroupSchedulingStrategy(reservation, placement_group_bundle_index=i) for i in indices]

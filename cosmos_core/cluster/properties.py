@@ -13,22 +13,22 @@ from typing import Any
 from cosmos_core.cluster.join import join_cluster
 from cosmos_core.machine_properties import MachineProperties, measure_machine
 
-_RANK_VARIABLE_NAMES = frozenset({
+_RANK_ENVIRONMENT_NAMES = frozenset({
     "CUBLAS_WORKSPACE_CONFIG", "HF_HOME", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_OFFLINE", "MKL_NUM_THREADS",
     "OMP_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM",
     "TRANSFORMERS_OFFLINE",
 })  # fmt: skip
-_RANK_VARIABLE_PREFIXES = ("GLOO_", "NCCL_", "TORCH", "VLLM_")
-_SERVICE_VARIABLE_PREFIXES = ("COSMOS_", "HF_", "MLFLOW_", "REMOTE_REWARD_", "TRACKIO_", "WANDB_")
+_RANK_ENVIRONMENT_PREFIXES = ("GLOO_", "NCCL_", "TORCH", "VLLM_")
+_SERVICE_ENVIRONMENT_PREFIXES = ("COSMOS_", "HF_", "MLFLOW_", "REMOTE_REWARD_", "TRACKIO_", "WANDB_")
 
 
-def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
+def collect_cluster_properties(libraries: Sequence[str]) -> MachineProperties:
     """Return the properties of one machine of the cluster, with the versions of the Python packages `libraries`, and
     with the GPUs of all machines of the cluster."""
     import ray
 
     with join_cluster():
-        ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env={"env_vars": rank_variables()})
+        ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env={"env_vars": rank_environment()})
         try:
             num_gpus = int(ray.cluster_resources().get("GPU", 0))
             ray_remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
@@ -36,27 +36,27 @@ def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
             best_node = max(nodes, key=lambda node: [node["Resources"].get(name, 0) for name in ("GPU", "CPU")])
             # Request no CPU or GPU of the node, because another training may hold all of them for days.
             node_resource = f"node:{best_node['NodeManagerAddress']}"
-            measure_node = ray_remote(num_cpus=0, resources={node_resource: 0.001})(measure_machine)
-            node_properties: MachineProperties = ray.get(measure_node.remote(list(libraries)))
+            read_node_properties = ray_remote(num_cpus=0, resources={node_resource: 0.001})(measure_machine)
+            node_properties: MachineProperties = ray.get(read_node_properties.remote(list(libraries)))
         finally:
             ray.shutdown()
     gpu_model = node_properties.gpus[0] if node_properties.gpus else "GPU"
     return replace(node_properties, gpus=(gpu_model,) * num_gpus)
 
 
-def rank_variables() -> dict[str, str]:
+def rank_environment() -> dict[str, str]:
     """Return the environment variables of this process that ranks and actors on other machines need: variables that a
     worker sets for its stage, and settings of numeric libraries."""
-    return _select_variables(_RANK_VARIABLE_NAMES, _RANK_VARIABLE_PREFIXES)
+    return _select_environment_variables(_RANK_ENVIRONMENT_NAMES, _RANK_ENVIRONMENT_PREFIXES)
 
 
-def service_variables(names: Collection[str]) -> dict[str, str]:
+def service_environment(names: Collection[str]) -> dict[str, str]:
     """Return the environment variables of this process with which ranks and actors reach services and metric sinks, and
     those in `names`. They may be secrets, so they are arguments of a call: Ray logs its runtime environment."""
-    return _select_variables(names, _SERVICE_VARIABLE_PREFIXES)
+    return _select_environment_variables(names, _SERVICE_ENVIRONMENT_PREFIXES)
 
 
-def _select_variables(names: Collection[str], prefixes: tuple[str, ...]) -> dict[str, str]:
+def _select_environment_variables(names: Collection[str], prefixes: tuple[str, ...]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name in names or name.startswith(prefixes)}
 
 
@@ -67,4 +67,4 @@ def call_with_environment(environment: Mapping[str, str], function: Callable[...
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asdict(measure_cluster(sys.argv[1:]))) + "\n")
+    sys.stdout.write(json.dumps(asdict(collect_cluster_properties(sys.argv[1:]))) + "\n")

@@ -13,8 +13,8 @@ from cosmos_core.imports import without_garbage_collection
 
 
 class RankMessages(threading.Event):
-    """What the launcher tells the training program of a rank: the Ray actors that are alive now, and, by setting this
-    event, that the program shall stop."""
+    """Messages of the launcher to the program of a rank: the handles of the Ray actors that are alive, and a request to
+    stop, which sets this event."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Rendezvous:
     """Address of the TCP store through which the ranks form a process group, and number and GPU of one rank."""
 
     rank: int
-    size: int
+    num_ranks: int
     address: str
     """Address of the machine that started the ranks and runs the TCP store."""
     port: int
@@ -56,7 +56,7 @@ class Rank:
         self._outcome = run_as_rank(program, self._sent_messages, rendezvous)
         return self._outcome
 
-    def outcome(self) -> tuple[bool, Any] | None:
+    def read_outcome(self) -> tuple[bool, Any] | None:
         """Return the result of `run` again, in case the reply of `run` was lost; None: the program is still running."""
         return self._outcome
 

@@ -1,18 +1,20 @@
 """Refuse settings that the schema accepts but this version does not support, with a one-line error before a run.
 
-A field declares its limits with marks (`KeyStatus`, `SupportedValues`); `Table.refusals` checks several fields.
+A field declares its limits in metadata such as `KeyStatus`; `Table.unsupported_setting_errors` checks several fields.
 """
 
 import itertools
+import os
 from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline, StageKinds, stage_references
 from cosmos_core.config.conditions import parse_condition
+from cosmos_core.config.hub_card import read_declared_subsets
 from cosmos_core.config.inputs import existing_path, referenced_stage
 from cosmos_core.config.override import IMPLIED_STAGE_SUFFIX
-from cosmos_core.config.schema.marks import SupportedValues, find_mark
+from cosmos_core.config.schema.marks import SupportedValues, metadata_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.table import (
     StageContext,
@@ -111,8 +113,8 @@ def _missing_statistics_errors(pipeline: Pipeline, stage: StageConfig) -> Iterat
         source = referenced_stage(dataset.pass_rates)
         if source is not None and not pipeline.stage_kind(pipeline.stage(source)).completes_prompts:
             yield f"{key}.pass_rates = {dataset.pass_rates!r} completes no prompts; name a stage of kind rl or sample"
-    is_measuring_stage = stage_kind.makes == "metrics" and stage_kind.scores and not stage_kind.trains_model
-    if not is_measuring_stage or not recipe.train.train_policy.saves_reference_logprobs:
+    only_measures = stage_kind.makes == "metrics" and stage_kind.scores and not stage_kind.trains_model
+    if not only_measures or not recipe.train.train_policy.saves_reference_logprobs:
         return
     training_names = [name for name in stage.after if pipeline.stage_kind(pipeline.stage(name)).trains_model]
     if not any(pipeline.recipes[name].validation.enable for name in training_names):
@@ -135,7 +137,8 @@ def _dataset_mixture_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[
 
 def _export_comparison_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
     """Yield an error for an export in quantised formats without rows on which they are compared with the model."""
-    if not pipeline.stage_kind(stage).reads_key("export.formats") or not pipeline.recipes[stage.name].export.quantized:
+    reads_formats = pipeline.stage_kind(stage).reads_key("export.formats")
+    if not reads_formats or not pipeline.recipes[stage.name].export.quantized_formats:
         return
     rows_stage_name = referenced_stage(stage.data)
     if rows_stage_name is not None and pipeline.stage_kind(pipeline.stage(rows_stage_name)).makes != "data":
@@ -157,7 +160,7 @@ def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
     kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
     for key, reference in stage_references(stage, recipe, kind):
         name, output_type = referenced_stage(reference), "model" if key in _MODEL_REFERENCE_KEYS else "data"
-        if name is not None and not key.endswith("pass_rates") and not _may_produce(pipeline, name, output_type):
+        if name is not None and not key.endswith("pass_rates") and not _may_produce_output(pipeline, name, output_type):
             source_kind = pipeline.stage(name).kind
             yield f"{key} = {reference!r}: a stage of kind {source_kind!r} makes no {output_type}; name another stage"
     if stage.checkpoint:
@@ -166,15 +169,15 @@ def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
         required_settings = {"train.ckpt.enable_checkpoint": model_recipe.train.ckpt.enable_checkpoint}
         if stage.checkpoint == "best":
             required_settings["validation.enable"] = model_recipe.validation.enable
-        missing_text = " and ".join(f"{key} = true" for key, is_enabled in required_settings.items() if not is_enabled)
-        if missing_text and stage.checkpoint != str(model_recipe.train.max_num_steps):
+        missing_keys = " and ".join(f"{key} = true" for key, is_enabled in required_settings.items() if not is_enabled)
+        if missing_keys and stage.checkpoint != str(model_recipe.train.max_num_steps):
             yield (
-                f"checkpoint = {stage.checkpoint!r} needs {missing_text} in stage {source!r}; set it there, or leave "
+                f"checkpoint = {stage.checkpoint!r} needs {missing_keys} in stage {source!r}; set it there, or leave "
                 f"checkpoint out for the final model"
             )
     if kind.table == "merge":
         weights, base_stage = recipe.merge.weights, referenced_stage(stage.model)
-        names = [name for name in stage.after if name != base_stage and _may_produce(pipeline, name, "model")]
+        names = [name for name in stage.after if name != base_stage and _may_produce_output(pipeline, name, "model")]
         min_num_models = sum(bool(pipeline.stage_kind(pipeline.stage(name)).entry) for name in names)
         if len(names) < 2 or (weights and not min_num_models <= len(weights) <= len(names)):
             yield (
@@ -187,16 +190,16 @@ def _unsupported_setting_errors(pipeline: Pipeline, stage: StageConfig) -> Itera
     context = StageContext(pipeline.recipes[stage.name], pipeline.stage_kind(stage))
     for table in (stage, context.recipe):
         for key, field, value, is_set in active_fields(table):
-            field_status, supported_values = support_status(field), find_mark(field, SupportedValues)
+            field_status, supported_values = support_status(field), metadata_of(field, SupportedValues)
             if supported_values and not supported_values.is_supported(value):
                 yield f"{key} = {short_toml(value)}: {supported_values.note}"
             elif not supported_values and is_set and field_status.name in {"planned", "unsupported"}:
                 yield f"{key} = {short_toml(value)}: {field_status.note}"
         for subtable in active_tables(table):
-            yield from subtable.refusals(context)
+            yield from subtable.unsupported_setting_errors(context)
 
 
-def _may_produce(pipeline: Pipeline, name: str, output_type: str) -> bool:
+def _may_produce_output(pipeline: Pipeline, name: str, output_type: str) -> bool:
     """Return True if the stage `name` may make an output of type `model` or `data`; a user's program may make both."""
     kind = pipeline.stage_kind(pipeline.stage(name))
     if output_type == "model":
@@ -222,13 +225,14 @@ def _ignored_settings(stage: StageContext, kinds: StageKinds) -> Iterator[str]:
             yield f"{key} = {short_toml(value)} has no effect here: {field_status.note}"
     for table, dataset in stage.recipe.datasets.items():
         for key in ("subset", "revision"):
-            value = getattr(dataset, key)
-            if value and existing_path(dataset.name, Path.cwd()):
+            value, path = getattr(dataset, key), existing_path(dataset.name, Path.cwd())
+            is_read = key == "subset" and path and (os.path.isdir(path / value) or read_declared_subsets(path))
+            if value and path and not is_read:
                 yield f"{table}.{key} = {short_toml(value)} has no effect here: {dataset.name} is on this machine"
-    for key, value, switch_name in disabled_settings(stage.recipe):
+    for key, value, enabling_field in disabled_settings(stage.recipe):
         # No stage kind reads keys that do not change results, such as those of the profiler; they are always reported.
         if stage.kind.reads_key(key) or not any(kind.reads_key(key) for kind in kinds.values()):
-            yield f"{key} = {short_toml(value)} has no effect here: {switch_name} is off"
+            yield f"{key} = {short_toml(value)} has no effect here: {enabling_field} is off"
 
 
 def _ignored_stage_settings(pipeline: Pipeline) -> Iterator[str]:

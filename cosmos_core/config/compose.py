@@ -17,7 +17,7 @@ from typing import Any
 
 import tomli_w
 
-from cosmos_core.config.compat.translate import with_algorithm_keys, with_current_keys
+from cosmos_core.config.compat.translate import with_current_algorithm_keys, with_current_keys
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.files import read_config
 from cosmos_core.config.inputs import STAGE_PREFIX, StageInput, existing_path, referenced_stage, stage_inputs
@@ -26,8 +26,8 @@ from cosmos_core.config.load import (
     TomlTable,
     describe_unsupported_value,
     escape_controls,
-    merge,
-    parse,
+    merge_tables,
+    parse_table,
     shorten_message,
     without_none,
 )
@@ -47,7 +47,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import convert_references
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.config.sweep import with_expanded_sweeps
-from cosmos_core.config.target import absolute_target
+from cosmos_core.config.target import absolute_publication_target
 from cosmos_core.config.uploads import with_upload_stages
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggest_names
@@ -109,7 +109,7 @@ class Pipeline:
         model_stage_names = [name for name in names if self.stage_kind(self.stage(name)).makes == "model"] or names[:1]
         return f"{STAGE_PREFIX}{model_stage_names[-1]}"
 
-    def find_selecting_stage(self, name: str) -> StageConfig | None:
+    def find_branch_selector(self, name: str) -> StageConfig | None:
         """Return the stage that selects the best branch of the sweep in which the stage `name` runs; None: no sweep."""
         sweep_stages = ((stage, stage.sweep.branches) for stage in self.stages if stage.sweep is not None)
         return next((stage for stage, branches in sweep_stages if any(name in each.stages for each in branches)), None)
@@ -184,9 +184,9 @@ def _shorten_errors() -> Iterator[None]:
 
 def _check_serializable(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline after a check that a run can save it and read it again."""
-    saved_tables = pipeline.as_toml()
-    problem = describe_unsupported_value(saved_tables)
-    if not problem and len(tomli_w.dumps(saved_tables).encode()) > MAX_FILE_BYTES:
+    resolved_tables = pipeline.as_toml()
+    problem = describe_unsupported_value(resolved_tables)
+    if not problem and len(tomli_w.dumps(resolved_tables).encode()) > MAX_FILE_BYTES:
         problem = f"more than {MAX_FILE_BYTES} bytes once it is written out for {len(pipeline.stages)} stages"
     if problem:
         raise ConfigError(f"{pipeline.source}: {problem}")
@@ -200,23 +200,25 @@ def _compose_pipeline(
     parsed_overrides = drop_ineffective_overrides([parse_override(text) for text in overrides], notices)
     entries = _read_stage_entries(path, pipeline_table)
     if not entries:
-        recipe_tables = with_algorithm_keys(merge(tables, recipe_overrides(parsed_overrides)), [])
-        recipe = parse(Recipe, recipe_tables, source=str(path), notices=[])
+        recipe_tables = with_current_algorithm_keys(merge_tables(tables, recipe_overrides(parsed_overrides)), [])
+        recipe = parse_table(Recipe, recipe_tables, source=str(path), notices=[])
         entries = [stage.model_dump(exclude_defaults=True) for stage in _default_stages(recipe, kinds)]
     names = [entry["name"] for entry in entries if isinstance(entry.get("name"), str)]
     grouped_overrides = group_overrides(parsed_overrides, names)
     settings = {"name": path.stem, **{key: value for key, value in pipeline_table.items() if key != "stages"}}
-    config = parse(PipelineConfig, merge(settings, grouped_overrides.pipeline), source=str(path), prefix="pipeline")
+    settings = merge_tables(settings, grouped_overrides.pipeline)
+    config = parse_table(PipelineConfig, settings, source=str(path), prefix="pipeline")
     stages, recipes, tables_by_stage, recipe_folders = [], {}, {}, {"": list[Path]()}
     for index, entry in enumerate(entries):
         name = entry.get("name")
         location = f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{index}]"
-        stage = parse(StageConfig, merge(entry, grouped_overrides.stage_entries.get(str(name), {})), source=location)
+        stage_table = merge_tables(entry, grouped_overrides.stage_entries.get(str(name), {}))
+        stage = parse_table(StageConfig, stage_table, source=location)
         recipe_values, recipe_folders[stage.recipe] = _read_recipe_file(path, stage, notices)
-        stage_tables = tables_by_stage[stage.name] = merge(merge(tables, recipe_values), stage.overrides)
+        stage_tables = tables_by_stage[stage.name] = merge_tables(merge_tables(tables, recipe_values), stage.overrides)
         location = f"{path}: stage {stage.name!r}" + (f" (recipe {stage.recipe})" if stage.recipe else "")
-        recipe_tables = with_algorithm_keys(stage_tables, notices)
-        recipes[stage.name] = parse(Recipe, recipe_tables, source=location, notices=notices)
+        recipe_tables = with_current_algorithm_keys(stage_tables, notices)
+        recipes[stage.name] = parse_table(Recipe, recipe_tables, source=location, notices=notices)
         notices += grid_override_notices(parsed_overrides, stage)
         stages.append(stage)
     resolved_config = config.model_copy(update={"stages": tuple(stages)})
@@ -252,13 +254,13 @@ def _read_recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> tup
 
 def _default_stages(recipe: Recipe, kinds: StageKinds) -> tuple[StageConfig, ...]:
     """Return the stages of a recipe without `[pipeline]`, each with the name of its kind."""
-    prepare, train = _find_stage_kind(kinds, makes="data"), _find_stage_kind(kinds, feed=_required_feed(recipe))
+    prepare, train = _find_stage_kind(kinds, makes="data"), _find_stage_kind(kinds, feed=_sample_source(recipe))
     data = f"{STAGE_PREFIX}{prepare}"
     stages = [StageConfig(name=prepare, kind=prepare), StageConfig(name=train, kind=train, after=(prepare,), data=data)]
     model_settings: TomlTable = {"after": (train,), "model": f"{STAGE_PREFIX}{train}"}
     if recipe.validation.enable:
-        validate_kind = _find_stage_kind(kinds, makes="metrics", reads_data="prepared")
-        stages.append(StageConfig(name=validate_kind, kind=validate_kind, data=data, **model_settings))
+        validation_kind = _find_stage_kind(kinds, makes="metrics", reads_data="prepared")
+        stages.append(StageConfig(name=validation_kind, kind=validation_kind, data=data, **model_settings))
     if recipe.train.ckpt.export_safetensors:
         export_kind = _find_stage_kind(kinds, makes="model", feed="", selects_branch=False, required_keys={})
         stages.append(StageConfig(name=export_kind, kind=export_kind, **model_settings))
@@ -276,7 +278,7 @@ def stage_references(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) 
     yield "data", stage.data
     if stage_kind.reads_data == "source":
         yield from _row_references(recipe)
-    if teacher := recipe.stage_teacher(stage_kind):
+    if teacher := recipe.teacher_for_stage(stage_kind):
         yield "distillation.model_name_or_path", teacher.model_name_or_path
 
 
@@ -288,7 +290,7 @@ def _row_references(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield f"{key}.pass_rates", dataset.pass_rates
 
 
-def _required_feed(recipe: Recipe) -> str:
+def _sample_source(recipe: Recipe) -> str:
     """Return the value of `StageKind.feed`, the source of training samples, that the recipe's algorithm needs."""
     return "rollouts" if recipe.train.train_policy.has_rollouts else "dataset"
 
@@ -334,19 +336,19 @@ def _check_stage_kind(location: str, stage: StageConfig, recipe: Recipe, kinds: 
     for key, example_value in stage_kind.required_keys.items():
         if not getattr(stage, key):
             raise ConfigError(f"{location}: kind {stage_kind.name!r} needs {key} = {example_value}")
-    if stage_kind.trains_model and stage_kind.feed != _required_feed(recipe):
+    if stage_kind.trains_model and stage_kind.feed != _sample_source(recipe):
         raise ConfigError(
             f"{location}: kind {stage_kind.name!r} does not train with train.train_policy.type = "
-            f"{recipe.train.train_policy.type!r}; take kind = {_find_stage_kind(kinds, feed=_required_feed(recipe))!r}"
+            f"{recipe.train.train_policy.type!r}; take kind = {_find_stage_kind(kinds, feed=_sample_source(recipe))!r}"
         )
 
 
 def _with_output_dir(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with the `output_dir` that its recipes set; refuse recipes that set different folders."""
     if folder := pipeline.config.output_dir:
-        train_folders = {recipe.train.output_dir for recipe in pipeline.recipes.values()} - {_DEFAULT_OUTPUT_DIR}
+        train_output_dirs = {recipe.train.output_dir for recipe in pipeline.recipes.values()} - {_DEFAULT_OUTPUT_DIR}
         reason = f"has no effect here: pipeline.output_dir = {folder!r}"
-        notices = sorted(f"train.output_dir = {ignored!r} {reason}" for ignored in train_folders - {folder})
+        notices = sorted(f"train.output_dir = {other!r} {reason}" for other in train_output_dirs - {folder})
         return replace(pipeline, notices=(*pipeline.notices, *notices))
     stage_by_folder: dict[str, str] = {}
     for name, recipe in pipeline.recipes.items():
@@ -357,7 +359,8 @@ def _with_output_dir(pipeline: Pipeline) -> Pipeline:
         raise ConfigError(
             f"{pipeline.source}: train.output_dir = {folders_text}: a run has one folder; set pipeline.output_dir"
         )
-    return replace(pipeline, config=pipeline.config.derive(output_dir=next(iter(stage_by_folder), _DEFAULT_OUTPUT_DIR)))
+    output_dir = next(iter(stage_by_folder), _DEFAULT_OUTPUT_DIR)
+    return replace(pipeline, config=pipeline.config.copy_with(output_dir=output_dir))
 
 
 def _sort_topologically(pipeline: Pipeline) -> Pipeline:
@@ -387,7 +390,7 @@ def _inherit_export_dtype(pipeline: Pipeline) -> Pipeline:
         is_export = stage_kind.makes == "model" and not stage_kind.trains_model
         if is_export and source and "param_dtype" not in recipe.train.model_fields_set:
             source_dtype = recipes[source].train.param_dtype
-            recipes[stage.name] = recipe.derive(train=recipe.train.derive(param_dtype=source_dtype))
+            recipes[stage.name] = recipe.copy_with(train=recipe.train.copy_with(param_dtype=source_dtype))
     return replace(pipeline, recipes=recipes)
 
 
@@ -399,13 +402,13 @@ def _topological_order(pipeline: Pipeline) -> list[StageConfig]:
         sorter.prepare()
     except CycleError as error:
         raise ConfigError(f"{pipeline.source}: the stages form a cycle: {' -> '.join(error.args[1])}") from error
-    ready_names, ordered_stages = list(sorter.get_ready()), []
-    while ready_names:
-        name = min(ready_names, key=list(stages).index)
-        ready_names.remove(name)
+    ready_stage_names, ordered_stages = list(sorter.get_ready()), []
+    while ready_stage_names:
+        name = min(ready_stage_names, key=list(stages).index)
+        ready_stage_names.remove(name)
         ordered_stages.append(stages[name])
         sorter.done(name)
-        ready_names += sorter.get_ready()
+        ready_stage_names += sorter.get_ready()
     return ordered_stages
 
 
@@ -472,11 +475,11 @@ def _add_data_dependency(stage: StageConfig, name: str) -> StageConfig:
 def _find_tokenizer_model(pipeline: Pipeline, stages_by_name: Mapping[str, StageConfig], stage: StageConfig) -> str:
     """Return the model whose tokenizer prepares the rows of a stage (empty: that of its recipe). For a trained model it
     is the model that the training started from, which has the same tokenizer, so that rows are prepared earlier."""
-    recipes, model, visited = pipeline.recipes, stage.model, {stage.name}
+    recipes, model, visited_stage_names = pipeline.recipes, stage.model, {stage.name}
     while (name := referenced_stage(model)) is not None and pipeline.stage_kind(stages_by_name[name]).makes == "model":
-        if name in visited:
+        if name in visited_stage_names:
             break  # `_topological_order` refuses the cycle later
-        visited.add(name)
+        visited_stage_names.add(name)
         model = pipeline.initial_model(stages_by_name[name]) or recipes[name].policy.model_name_or_path
     return "" if model == recipes[stage.name].policy.model_name_or_path else model
 
@@ -497,12 +500,13 @@ def _with_absolute_paths(
         convert_reference_fn = partial(_convert_reference, to_absolute)
         stages.append(convert_references(stage, convert_reference_fn))
         recipe = convert_references(recipes[stage.name], convert_reference_fn)
-        recipes[stage.name] = recipe.derive(custom=with_absolute_media_paths(recipe.custom, to_absolute))
+        recipes[stage.name] = recipe.copy_with(custom=with_absolute_media_paths(recipe.custom, to_absolute))
     python = pipeline.config.python
     # The path of an interpreter on the machines of a work pool is unknown here.
     if os.sep in python and not any(stage.work_pool for stage in stages):
         # Links are not resolved, because the link in a virtual environment selects the environment.
-        pipeline = replace(pipeline, config=pipeline.config.derive(python=os.path.abspath(os.path.expanduser(python))))
+        python = os.path.abspath(os.path.expanduser(python))
+        pipeline = replace(pipeline, config=pipeline.config.copy_with(python=python))
     return pipeline.with_stages(stages, recipes)
 
 
@@ -520,7 +524,7 @@ def _absolute_path(base_folders: Sequence[Path], text: str) -> str:
 
 def _convert_reference(to_absolute: Callable[[str], str], reference_kind: ReferenceKind, text: str) -> str:
     if reference_kind is ReferenceKind.PUBLICATION_TARGET:
-        return absolute_target(text, to_absolute)
+        return absolute_publication_target(text, to_absolute)
     file_path, separator, object_name = text.rpartition(":")
     if file_path.endswith(".py"):
         return f"{to_absolute(file_path)}{separator}{object_name}"

@@ -10,13 +10,13 @@ from fnmatch import fnmatchcase
 from statistics import NormalDist
 
 _PUBLISHED_KEYWORD = "published"
-STDERR_SUFFIX = "_stderr"
+STANDARD_ERROR_SUFFIX = "_stderr"
 """Suffix of the name of a metric that is the standard error of another metric."""
-_OPERATORS: dict[str, Callable[[float, float], bool]] = {
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt,
 }  # fmt: skip
 _COMPARISON_PATTERN = re.compile(r"\s*(\S+)\s*(>=|<=|==|>|<)\s*(?:published\s*(?:([+-])\s*([\d.]\S*))?|(\S+))\s*")
-_NOT_WORSE_PATTERN = re.compile(r"\s*(\S+)\s+not\s+worse\s+than\s+published(?:\s+by\s+([\d.]\S*))?\s*")
+_NOT_WORSE_THAN_PUBLISHED_PATTERN = re.compile(r"\s*(\S+)\s+not\s+worse\s+than\s+published(?:\s+by\s+([\d.]\S*))?\s*")
 _PASS_RATE_PATTERN = re.compile(r"\s*(?:([\d.]+)\s*(<=|<))?\s*pass_rate\s*(?:(<=|<|>=|>)\s*([\d.]+))?\s*")
 LOWER_IS_BETTER = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated", "bits_per_byte")
 """Words in the names of metrics whose lower values are better."""
@@ -51,14 +51,14 @@ class MetricCondition:
 
     def matches_metric(self, name: str) -> bool:
         """Return True if the condition applies to a metric; a pattern with `*` does not match a standard error."""
-        is_pattern = "*" in self.metric and not name.endswith(STDERR_SUFFIX)
+        is_pattern = "*" in self.metric and not name.endswith(STANDARD_ERROR_SUFFIX)
         return name == self.metric or (is_pattern and fnmatchcase(name, self.metric))
 
     def is_satisfied(self, value: float, threshold: float | None, margin: float = 0.0) -> bool:
         """Return True if the metric satisfies the condition even if it is worse than `value` by `margin`. If
         `threshold` is None (no model was published yet), any value satisfies it; NaN never does."""
         worst_value = value - margin if self.operator.startswith(">") else value + margin
-        return not math.isnan(value) and (threshold is None or _OPERATORS[self.operator](worst_value, threshold))
+        return not math.isnan(value) and (threshold is None or _COMPARISONS[self.operator](worst_value, threshold))
 
 
 def parse_condition(text: str) -> MetricCondition:
@@ -67,7 +67,7 @@ def parse_condition(text: str) -> MetricCondition:
     Raises:
         ValueError: the text has none of the forms of a condition.
     """
-    if match := _NOT_WORSE_PATTERN.fullmatch(text):
+    if match := _NOT_WORSE_THAN_PUBLISHED_PATTERN.fullmatch(text):
         metric, offset, number = match[1], match[2] or "0", None
         is_lower_better = any(word in metric.rpartition("/")[2].lower() for word in LOWER_IS_BETTER)
         comparison, sign = ("<=", "+") if is_lower_better else (">=", "-")
@@ -91,10 +91,10 @@ def parse_pass_rate_range(text: str) -> Callable[[float], bool]:
     match = _PASS_RATE_PATTERN.fullmatch(text)
     if not match or not (match[1] or match[4]) or not all(_is_number(match[i] or "0") for i in (1, 4)):
         raise ValueError(f"keep = {text!r} must be NUMBER <= pass_rate <= NUMBER, or one half of it (also < and >)")
-    min_rate, low_operator, high_operator, max_rate = match.groups()
+    min_pass_rate, lower_operator, upper_operator, max_pass_rate = match.groups()
     return lambda pass_rate: (
-        (not min_rate or _OPERATORS[low_operator](float(min_rate), pass_rate))
-        and (not max_rate or _OPERATORS[high_operator](pass_rate, float(max_rate)))
+        (not min_pass_rate or _COMPARISONS[lower_operator](float(min_pass_rate), pass_rate))
+        and (not max_pass_rate or _COMPARISONS[upper_operator](pass_rate, float(max_pass_rate)))
     )
 
 
@@ -110,7 +110,7 @@ def significance_margin(name: str, confidence: float, *measurements: Mapping[str
 
 
 def _standard_error(name: str, metrics: Mapping[str, float]) -> float | None:
-    if (error := metrics.get(name + STDERR_SUFFIX)) is not None:
+    if (error := metrics.get(name + STANDARD_ERROR_SUFFIX)) is not None:
         return error
     prefix, _, metric_name = name.rpartition("/")
     num_prompts = metrics.get(f"{prefix}/prompts", 0.0)

@@ -19,14 +19,14 @@ from pydantic.fields import FieldInfo
 from cosmos_core.config.compat import trl
 from cosmos_core.config.compat.translate import INEFFECTIVE_KEYS, RENAMED_KEYS, current_key
 from cosmos_core.config.load import shorten_message
-from cosmos_core.config.schema.marks import IntroducedIn, KeyStatus, StatusName, SupportedValues, UnitMark, find_mark
+from cosmos_core.config.schema.marks import FieldUnit, IntroducedIn, KeyStatus, StatusName, SupportedValues, metadata_of
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import Table, all_fields, support_status, tables_in
+from cosmos_core.config.schema.table import Table, all_fields, find_table_classes, support_status
 from cosmos_core.errors import ConfigError
 from cosmos_core.types import StageKind
 
-_LABEL_BY_GENERATION = {"first": "Cosmos-RL", "later": "later Cosmos-RL", "ours": "ours"}
+_LABEL_BY_VERSION = {"first": "Cosmos-RL", "later": "later Cosmos-RL", "ours": "ours"}
 _MAX_COMPARED_LENGTH = 200
 _TOML_TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "string"}
 
@@ -41,7 +41,7 @@ class KeyDescription:
     type: str
     default: str
     unit: str
-    meaning: str
+    description: str
     status: StatusName
     note: str
     """Reason why the key has no effect, or the key to use instead."""
@@ -53,7 +53,7 @@ class KeyDescription:
 def all_keys() -> tuple[KeyDescription, ...]:
     """Return the description of every key of a recipe, then of `[pipeline]`, in the order of the schema."""
     fields = [*all_fields(Recipe), *all_fields(PipelineConfig, "pipeline.")]
-    status_by_table = {name: support_status(field) for name, _, field in fields if tables_in(field.annotation)}
+    status_by_table = {name: support_status(field) for name, _, field in fields if find_table_classes(field.annotation)}
     keys = {(name, table): _describe_field(name, table, field, status_by_table) for name, table, field in fields}
     return tuple(keys.values())
 
@@ -67,10 +67,10 @@ def find_key(name: str) -> list[KeyDescription]:
     """
     key_name, trl_keys = RENAMED_KEYS.get(name) or current_key(name), trl.keys_for_trl_name(name)
     keys = [key for key in all_keys() if key.name == key_name]
-    keys_of_name = [key for key in all_keys() if key.name.rpartition(".")[2] == name]
-    if key_name in INEFFECTIVE_KEYS and not keys_of_name and not trl_keys:
+    keys_with_same_name = [key for key in all_keys() if key.name.rpartition(".")[2] == name]
+    if key_name in INEFFECTIVE_KEYS and not keys_with_same_name and not trl_keys:
         raise ConfigError(f"{name} does nothing in any version; it would have meant {INEFFECTIVE_KEYS[key_name]}")
-    keys = keys or [key for key in all_keys() if key.name in trl_keys or key in keys_of_name]
+    keys = keys or [key for key in all_keys() if key.name in trl_keys or key in keys_with_same_name]
     if not keys:
         hint = trl.describe_equivalent_key(name) or _suggest_keys(name)
         raise ConfigError(shorten_message(f"{name}: unknown key{hint}"))
@@ -84,8 +84,8 @@ def _suggest_keys(name: str) -> str:
     if not similar_keys and len(name) <= _MAX_COMPARED_LENGTH:  # the comparison of a very long name is slow
         # Keys with as many parts are preferred, so that no table such as `train` is suggested for a key.
         same_depth_keys = [key for key in names if key.count(".") == name.count(".")]
-        match_lists = (difflib.get_close_matches(name, keys, n=1) for keys in (same_depth_keys, names))
-        similar_keys = next(filter(None, match_lists), [])
+        similar_key_lists = (difflib.get_close_matches(name, keys, n=1) for keys in (same_depth_keys, names))
+        similar_keys = next(filter(None, similar_key_lists), [])
     suggestion_text = " or ".join(map(repr, similar_keys))
     return f"; did you mean {suggestion_text}?" if similar_keys else "; `cosmos config coverage` lists them all"
 
@@ -98,14 +98,14 @@ def find_kinds_that_read_key(key: KeyDescription, kinds: Mapping[str, StageKind]
 
 
 @cache
-def effect_tests() -> Mapping[str, str]:
+def effect_test_by_key() -> Mapping[str, str]:
     """Return the name of the test that shows the effect of each key, by key."""
     keys_by_test = tomllib.loads(files("cosmos_core.config").joinpath("effects.toml").read_text(encoding="utf-8"))
     return {key: test for test, keys in keys_by_test.items() for key in keys}
 
 
 def explain_key(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
-    """Yield lines that describe a key: type, default, unit, meaning, status.
+    """Yield lines that describe a key: type, default, unit, description, status.
 
     Raises:
         ConfigError: there is no such key.
@@ -116,7 +116,7 @@ def explain_key(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
             yield f"  was       {name}"
         elif key.name in trl.keys_for_trl_name(name):
             yield f"  in TRL    {name.rpartition('.')[2]}"
-        yield f"  {key.meaning}"
+        yield f"  {key.description}"
         key_properties = {
             "type": key.type,
             "default": key.default,
@@ -124,7 +124,7 @@ def explain_key(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
             "since": key.since,
             "used by": ", ".join(find_kinds_that_read_key(key, kinds)) if key.status == "used" else "",
             "status": key.status + (f": {key.note}" if key.note else ""),
-            "test": effect_tests().get(key.name, ""),
+            "test": effect_test_by_key().get(key.name, ""),
         }
         yield from (f"  {label:<9} {text}" for label, text in key_properties.items() if text)
 
@@ -133,24 +133,24 @@ def _describe_field(
     name: str, table: type[Table], field: FieldInfo, status_by_table: Mapping[str, KeyStatus]
 ) -> KeyDescription:
     """Return the description of a field. If `status_by_table` says that its table has no effect, the field has none."""
-    unit_mark: UnitMark | None = find_mark(field, UnitMark)
-    introduced_in: IntroducedIn | None = find_mark(field, IntroducedIn)
-    supported_values: SupportedValues | None = find_mark(field, SupportedValues)
+    unit: FieldUnit | None = metadata_of(field, FieldUnit)
+    introduced_in: IntroducedIn | None = metadata_of(field, IntroducedIn)
+    supported_values: SupportedValues | None = metadata_of(field, SupportedValues)
     key_status = support_status(field)
     if key_status.name == "used":
         key_status = status_by_table.get(name.rpartition(".")[0], key_status)
-    generation = "ours" if name.startswith("pipeline") else introduced_in.generation if introduced_in else "first"
+    version = "ours" if name.startswith("pipeline") else introduced_in.version if introduced_in else "first"
     return KeyDescription(
         name=name,
         table=table,
         type=toml_type_name(field.annotation),
         default="required" if field.is_required() else toml_text(field.get_default(call_default_factory=True)),
-        unit=unit_mark.name if unit_mark else "",
-        meaning=" ".join((field.description or _field_docstrings(table).get(name.rpartition(".")[2], "")).split()),
+        unit=unit.name if unit else "",
+        description=" ".join((field.description or _field_docstrings(table).get(name.rpartition(".")[2], "")).split()),
         status=key_status.name,
         note=key_status.note or (supported_values.note if supported_values else ""),
-        since=_LABEL_BY_GENERATION[generation],
-        is_table=bool(tables_in(field.annotation)),
+        since=_LABEL_BY_VERSION[version],
+        is_table=bool(find_table_classes(field.annotation)),
     )
 
 
@@ -210,4 +210,4 @@ def toml_type_name(annotation: Any) -> str:
         return f"list of {item_types[0]}s" if Ellipsis in arguments else f"[{', '.join(item_types)}]"
     if type_origin is dict:
         return f"table of {toml_type_name(arguments[1])}s" if arguments[1] is not Any else "table"
-    return "table" if tables_in(annotation) else "any value"
+    return "table" if find_table_classes(annotation) else "any value"

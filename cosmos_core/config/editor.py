@@ -26,7 +26,7 @@ def json_schema() -> dict[str, Any]:
     for key in all_keys():
         properties = schema["$defs"].get(key.table.__name__, schema)["properties"]
         note = f" [{key.status}: {key.note}]" if key.note else ""
-        properties[key.name.rpartition(".")[2]]["description"] = key.meaning + note
+        properties[key.name.rpartition(".")[2]]["description"] = key.description + note
     renamed_keys = {old_key: f"today's {new_key}" for old_key, new_key in RENAMED_KEYS.items()}
     for old_key, description in (renamed_keys | INEFFECTIVE_KEYS).items():
         _add_deprecated_key(schema, old_key, description)

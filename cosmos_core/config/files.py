@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cosmos_core.config.compat.translate import with_current_keys
-from cosmos_core.config.load import MAX_NESTING_DEPTH, TomlTable, merge, read_toml
+from cosmos_core.config.load import MAX_NESTING_DEPTH, TomlTable, merge_tables, read_toml
 from cosmos_core.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ def read_config(path: Path, notices: list[str], overriding_files: Sequence[Path]
     values, folders = _read_with_extends(path, notices, ())
     for file in overriding_files:
         overriding_values, overriding_folders = _read_with_extends(file, notices, ())
-        values = merge(values, _with_absolute_recipe_paths(overriding_values, file))
+        values = merge_tables(values, _with_absolute_recipe_paths(overriding_values, file))
         folders = overriding_folders + folders
     return values, folders
 
@@ -50,9 +50,9 @@ def _read_with_extends(path: Path, notices: list[str], parents: tuple[Path, ...]
         if not os.path.exists(file):  # os.path.exists returns False for an invalid path; Path.exists raises
             raise ConfigError(f"{path}: extends = {name!r}: no such file ({file})")
         base_values, base_folders = _read_with_extends(file, notices, (*parents, resolved_path))
-        merged_values = merge(merged_values, _with_absolute_recipe_paths(base_values, file))
+        merged_values = merge_tables(merged_values, _with_absolute_recipe_paths(base_values, file))
         folders = base_folders + folders
-    return merge(merged_values, values), [path.parent, *folders]
+    return merge_tables(merged_values, values), [path.parent, *folders]
 
 
 def _with_absolute_recipe_paths(values: TomlTable, config_file: Path) -> TomlTable:

@@ -19,12 +19,12 @@ from cosmos_core.config.load import read_toml
 from cosmos_core.config.media import ImageSettings, image_settings
 from cosmos_core.config.prompt_sets import KNOWN_PROMPT_SETS, find_prompt_set
 from cosmos_core.config.schema.dataset import data_suffix, reasoning_gym_generator
-from cosmos_core.config.schema.marks import ReferenceKind, find_mark
+from cosmos_core.config.schema.marks import ReferenceKind, metadata_of
 from cosmos_core.config.schema.modality import ALL_FILES, TOKENIZER_FILES
 from cosmos_core.config.schema.pipeline import BLOCK_PREFIX, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import active_fields, affects_result
-from cosmos_core.config.target import split_target
+from cosmos_core.config.target import split_publication_target
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.registry import is_import_path, is_user_code, locate_code
 from cosmos_core.types import StageKind
@@ -65,8 +65,8 @@ class StageInput:
     location: str
     """Location of the input: a path, URL, Hub id, `stage:NAME` or import path, or the name of a built-in module or of a
     row generator."""
-    form: LocationType
-    """Form of the location; `folder` is a file or folder on this machine, which may be missing."""
+    location_type: LocationType
+    """Type of the location; `folder` is a file or folder on this machine, which may be missing."""
     patterns: tuple[str, ...] = ALL_FILES
     """Patterns of the files of a folder that are read; see `run.content.matches_patterns`."""
     revision: str | None = None
@@ -116,13 +116,13 @@ def _model_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> 
     if name:
         model = StageInput(key, "model", *_locate_model_or_dataset(name), patterns, policy.model_revision)
         yield model
-        if model.form == "folder" and not may_read_any_file:
+        if model.location_type == "folder" and not may_read_any_file:
             yield StageInput(key, "end_tokens", f"{model.location}/generation_config.json", "folder")
             if reads_weights:
                 yield replace(model, role="carried", patterns=_EXCLUDED_TRAINING_FILES)
-        if reads_weights and model.form != "stage" and policy.model_safetensor_path:
+        if reads_weights and model.location_type != "stage" and policy.model_safetensor_path:
             yield from _weight_inputs(policy.model_safetensor_path)
-    if teacher := recipe.stage_teacher(stage_kind):
+    if teacher := recipe.teacher_for_stage(stage_kind):
         location = _locate_model_or_dataset(teacher.model_name_or_path)
         yield StageInput("distillation.model_name_or_path", "teacher", *location, patterns, teacher.model_revision)
     # The manifest of a checkpoint contains the digests of its other files.
@@ -148,9 +148,9 @@ def _row_inputs(
     # A user function (`entry`) may read any file of a folder.
     data_files, media_files = (ALL_FILES, ALL_FILES) if stage.entry else (modality.data_files, modality.media_files)
     reads_raw_rows, policy_by_dataset = stage_kind.reads_data == "source", recipe.train.train_policy.tables_by_dataset
-    annotations = images.annotation_path
-    is_annotated = (reads_raw_rows and not stage.data) or (stage.entry and existing_path(annotations, Path.cwd()))
-    names_by_key = {"data": stage.data, ANNOTATION_PATH_KEY: annotations if is_annotated else ""}
+    annotation_path = images.annotation_path
+    is_annotated = (reads_raw_rows and not stage.data) or (stage.entry and existing_path(annotation_path, Path.cwd()))
+    names_by_key = {"data": stage.data, ANNOTATION_PATH_KEY: annotation_path if is_annotated else ""}
     for dataset_key, dataset in recipe.datasets.items() if reads_raw_rows else ():
         if dataset_key not in policy_by_dataset or not stage.data:
             key = "local_dir" if getattr(dataset, "local_dir", "") else "name"
@@ -158,13 +158,13 @@ def _row_inputs(
         names_by_key[f"{dataset_key}.pass_rates"] = dataset.pass_rates
     datasets = [source.dataset for source in policy_by_dataset.values()]
     has_dataset_name = any(dataset.name or getattr(dataset, "local_dir", "") for dataset in datasets)
-    if reads_raw_rows and not (stage.data or annotations or has_dataset_name):
+    if reads_raw_rows and not (stage.data or annotation_path or has_dataset_name):
         yield StageInput(f"{_TRAIN_DATASET_KEY}.name", "data", "", "folder")
     for key, name in names_by_key.items():
         if name:
             rows = _dataset_input(key, name, data_files, allows_prompt_sets=modality.accepts_prompt_set_names)
             table = recipe.datasets.get(key.removesuffix(".name"))
-            yield replace(rows, revision=table.revision or None) if table and rows.form != "folder" else rows
+            yield replace(rows, revision=table.revision or None) if table and rows.location_type != "folder" else rows
     if (reads_raw_rows or stage.entry) and (media_folder := _find_media_folder(stage, recipe, images, model)):
         needs_media_path = reads_raw_rows and not stage.data and bool(images.media_path)
         if needs_media_path or os.path.isdir(media_folder):
@@ -199,7 +199,7 @@ def _find_media_folder(stage: StageConfig, recipe: Recipe, images: ImageSettings
     if images.media_path:
         return _to_existing_path(images.media_path)
     rows_path = images.annotation_path
-    model_folder = model.location if model and model.form == "folder" else ""
+    model_folder = model.location if model and model.location_type == "folder" else ""
     if model_folder and any(os.path.isfile(Path(model_folder, name)) for name in _PROCESSOR_FILES):
         first_dataset = next(iter(recipe.datasets.values()))
         rows_path = rows_path or stage.data or first_dataset.name
@@ -212,7 +212,7 @@ def _benchmark_inputs(recipe: Recipe, stage_kind: StageKind) -> Iterator[StageIn
     if stage_kind.reads_key(EVALUATION_PROMPTS_KEY):
         for name in recipe.evaluate.prompts:
             prompts = _dataset_input(EVALUATION_PROMPTS_KEY, name, ALL_FILES, allows_prompt_sets=True)
-            yield replace(prompts, form="folder")
+            yield replace(prompts, location_type="folder")
     key = "evaluate.include_path"
     if stage_kind.reads_key(key) and (folder := recipe.evaluate.include_path):
         yield StageInput(key, "data", location := _to_existing_path(folder), "folder", LM_EVAL_TASK_FILES)
@@ -265,8 +265,8 @@ def _file_inputs(stage: StageConfig, recipe: Recipe) -> Iterator[StageInput]:
         yield StageInput(key, "chat_template", _to_existing_path(template_path), "folder")
     if chat_template:
         is_file = os.path.isfile(path := _to_existing_path(chat_template))
-        form: LocationType = "folder" if is_file else "literal"
-        yield StageInput("policy.chat_template", "template", path if is_file else chat_template, form)
+        location_type: LocationType = "folder" if is_file else "literal"
+        yield StageInput("policy.chat_template", "template", path if is_file else chat_template, location_type)
     if stage.reward_service and not stage.reward_service.startswith(BLOCK_PREFIX):
         service_path = _to_existing_path(stage.reward_service)
         yield StageInput("reward_service", "reward_service", service_path, "folder")
@@ -296,17 +296,17 @@ def _code_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> I
     """Yield the user code of a stage, and the built-in reward functions that the stage uses."""
     if stage.entry:
         yield StageInput("entry", "entry", stage.entry, "code")
-    if is_import_path(target := split_target(stage.target)[0]):
+    if is_import_path(target := split_publication_target(stage.target)[0]):
         yield StageInput("target", "target", target, "code")
-    policy, held_out_rewards = recipe.train.train_policy, recipe.validation.reward_function
+    policy, explicit_rewards = recipe.train.train_policy, recipe.validation.reward_function
     for key, field, value, _ in active_fields(recipe):
-        if find_mark(field, ReferenceKind) is ReferenceKind.CODE:
+        if metadata_of(field, ReferenceKind) is ReferenceKind.CODE:
             names = (value,) if isinstance(value, str) else value or ()
             role: InputRole = "code" if affects_result(field) else "hook"
-            rewards = {*policy.held_out_rewards, *held_out_rewards, *recipe.evaluate.rewards}
+            rewards = {*policy.validation_rewards, *explicit_rewards, *recipe.evaluate.rewards}
             yield from (StageInput(key, role, n, "code") for n in names if is_import_path(n) and n not in rewards)
     reward_names: dict[str, Iterable[str]] = {
-        "train.train_policy.reward_function": policy.held_out_rewards, "validation.reward_function": held_out_rewards
+        "train.train_policy.reward_function": policy.validation_rewards, "validation.reward_function": explicit_rewards
     }  # fmt: skip
     if stage_kind.reads_key(EVALUATION_REWARDS_KEY):
         reward_names = {EVALUATION_REWARDS_KEY: recipe.evaluate.rewards}
@@ -326,7 +326,7 @@ def _code_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> I
 
 
 def _locate_model_or_dataset(name: str) -> tuple[str, LocationType]:
-    """Return location and form of a model or data set; a name that neither exists nor looks like a path is a Hub id."""
+    """Return location and location type of a model or data set; a name that is no path or existing file is a Hub id."""
     if referenced_stage(name) is not None:
         return name, "stage"
     if is_s3_url(name):

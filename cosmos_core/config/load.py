@@ -12,7 +12,8 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from cosmos_core.config.compat import trl
-from cosmos_core.config.schema.table import Table, TableT, all_fields, tables_in
+from cosmos_core.config.schema.marks import SupportedValues, metadata_of
+from cosmos_core.config.schema.table import Table, TableT, all_fields, find_table_classes
 from cosmos_core.errors import ConfigError
 
 TomlTable = dict[str, Any]
@@ -57,8 +58,8 @@ def read_toml(path: Path) -> TomlTable:
         raise ConfigError(f"{path}: nested more than {MAX_NESTING_DEPTH} tables deep") from None
     except ValueError as error:  # invalid TOML, or an integer with more digits than Python parses
         format_name = _FORMAT_BY_SUFFIX.get(path.suffix.lower())
-        usage = f"a configuration is TOML, not {format_name}; write [table] and key = value"
-        problem = usage if format_name else "not valid TOML"
+        format_hint = f"a configuration is TOML, not {format_name}; write [table] and key = value"
+        problem = format_hint if format_name else "not valid TOML"
         raise ConfigError(f"{path}: {problem}: {_join_lines(str(error))}") from error
     if values is None:
         raise ConfigError(f"{path}: more than {MAX_FILE_BYTES} bytes, the most that a configuration may have")
@@ -72,7 +73,7 @@ def _parse_toml(content: bytes) -> TomlTable:
     return tomllib.loads(content.decode("utf-8-sig"))
 
 
-def parse(
+def parse_table(
     table: type[TableT], values: Any, *, source: str, prefix: str = "", notices: list[str] | None = None
 ) -> TableT:
     """Return `values` as a validated `table`; rules that change values of the user append a message to `notices`.
@@ -106,7 +107,7 @@ def nest_value(keys: Sequence[str], value: Any) -> Any:
     return value
 
 
-def merge(base: Mapping[str, Any], overriding_values: Mapping[str, Any], table: str = "") -> TomlTable:
+def merge_tables(base: Mapping[str, Any], overriding_values: Mapping[str, Any], table: str = "") -> TomlTable:
     """Return `base` with `overriding_values` merged into it: tables are merged, and all other values are replaced,
     including maps of names to values.
 
@@ -116,7 +117,7 @@ def merge(base: Mapping[str, Any], overriding_values: Mapping[str, Any], table: 
     for name, value in overriding_values.items():
         old_value, key = merged_values.get(name), f"{table}.{name}".removeprefix(".").removeprefix("overrides.")
         if isinstance(old_value, Mapping) and isinstance(value, Mapping) and not _replaces_table(key, old_value, value):
-            merged_values[name] = merge(old_value, value, key)
+            merged_values[name] = merge_tables(old_value, value, key)
         else:
             merged_values[name] = value
     return merged_values
@@ -125,22 +126,22 @@ def merge(base: Mapping[str, Any], overriding_values: Mapping[str, Any], table: 
 def _replaces_table(key: str, old_value: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
     if key == "train.train_policy":  # a table with another `type` has other keys, so it replaces the old table
         return "type" in value and value["type"] != old_value.get("type", value["type"])
-    return key in _keys_of_free_mappings() and not isinstance(value, OverrideTable)
+    return key in _keys_of_user_keyed_mappings() and not isinstance(value, OverrideTable)
 
 
 @cache
-def _keys_of_free_mappings() -> frozenset[str]:
+def _keys_of_user_keyed_mappings() -> frozenset[str]:
     """Return the recipe keys whose values map names that the user chooses to values, such as rewards to weights."""
     from cosmos_core.config.schema.recipe import Recipe
 
-    return frozenset(key for key, _, field in all_fields(Recipe) if _is_free_mapping(field.annotation))
+    return frozenset(key for key, _, field in all_fields(Recipe) if _is_user_keyed_mapping(field.annotation))
 
 
-def _is_free_mapping(annotation: Any) -> bool:
+def _is_user_keyed_mapping(annotation: Any) -> bool:
     arguments = get_args(annotation)
     if get_origin(annotation) is dict:
         return arguments[1] is not Any  # the table `[custom]` may contain nested tables
-    return any(map(_is_free_mapping, arguments))
+    return any(map(_is_user_keyed_mapping, arguments))
 
 
 def without_none(value: Any) -> Any:
@@ -157,8 +158,8 @@ def describe_unsupported_value(values: TomlTable) -> str:
     integer; empty if there is none. The search is not recursive, because tables may be nested too deeply."""
     values_at_depth: list[Any] = [values]
     for _ in range(MAX_NESTING_DEPTH):
-        child_lists = ([*value, *value.values()] if isinstance(value, dict) else value for value in values_at_depth)
-        nested_values = list(chain.from_iterable(child_lists))
+        nested_lists = ([*value, *value.values()] if isinstance(value, dict) else value for value in values_at_depth)
+        nested_values = list(chain.from_iterable(nested_lists))
         if any(isinstance(item, int) and not -(1 << 63) <= item < 1 << 63 for item in nested_values):
             return "an integer of more than 64 bits, the most that TOML has"
         # Command line arguments and file names may contain any bytes.
@@ -199,6 +200,10 @@ def _describe_validation_error(table: type[Table], details: Any, keys: list[str]
         is_unquoted = error_type == "string_type" and not isinstance(details["input"], dict | list)
         remedy = f", in quotes (with --set: '{key}=\"...\"')" if is_unquoted and not keys[-1].isdigit() else ""
         return f"{key} = {value}: must be {_TOML_TYPE_BY_ERROR_TYPE[error_type]}{remedy}"
+    if error_type == "literal_error":  # the message of pydantic names values that would be refused next
+        marks = (metadata_of(field, SupportedValues) for name, _, field in all_fields(table) if name == ".".join(keys))
+        if supported_values := next(filter(None, marks), None):
+            return f"{key} = {value}: must be {' or '.join(map(repr, supported_values.values))}"
     message = _join_lines(details["msg"].removeprefix("Value error, "))
     message = message[:1].lower() + message[1:]
     if error_type != "value_error":
@@ -218,7 +223,7 @@ def _error_location_keys(table: type[Table], details: Any) -> Iterator[int | str
     for key in location:
         fields = {name: field for model in tables_at_location for name, field in model.model_fields.items()}
         if key in fields:
-            tables_at_location = tables_in(fields[str(key)].annotation)
+            tables_at_location = find_table_classes(fields[str(key)].annotation)
             yield key
         elif isinstance(key, str) and any(key in _discriminator_values(model) for model in tables_at_location):
             tables_at_location = [model for model in tables_at_location if key in _discriminator_values(model)]
@@ -238,12 +243,12 @@ def _suggest_known_key(table: type[Table], keys: list[str], prefix: str, values:
     names = sorted({key for key, *_ in all_fields(table)})
     dotted_key = ".".join(keys)
     if dotted_key in names:
-        fields_by_owner = [model.model_fields for key, model, _ in all_fields(table) if key == dotted_key]
-        type_fields = [fields["type"] for fields in fields_by_owner if "type" in fields]
+        field_dicts = [model.model_fields for key, model, _ in all_fields(table) if key == dotted_key]
+        type_fields = [fields["type"] for fields in field_dicts if "type" in fields]
         type_names = dict.fromkeys(f'"{name}"' for field in type_fields for name in get_args(field.annotation))
         type_choices = " or ".join(type_names)
         type_key = f"{'.'.join(keys[:-1])}.type"
-        if not _sets_type_or_no_table(values, keys[:-1]):
+        if _lacks_type(values, keys[:-1]):
             return f" here; set {type_key} = {type_choices}"
         return f" here; it belongs to {type_key} = {type_choices}" if type_choices else " here"
     if equivalent_key := trl.describe_equivalent_key(dotted_key):
@@ -276,11 +281,11 @@ def _normalise_key(name: str) -> str:
     return name.removeprefix("optm_").replace("_", "")
 
 
-def _sets_type_or_no_table(values: Any, keys: list[str]) -> bool:
-    """Return True if the table at the path `keys` sets `type`, or if the value at this path is not a table."""
+def _lacks_type(values: Any, keys: list[str]) -> bool:
+    """Return True if there is a table at the path `keys` and it has no key `type`."""
     for key in keys:
         values = values.get(key) if isinstance(values, Mapping) else None
-    return not isinstance(values, Mapping) or "type" in values
+    return isinstance(values, Mapping) and "type" not in values
 
 
 def short_text(value: Any) -> str:

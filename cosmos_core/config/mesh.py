@@ -100,7 +100,9 @@ def resolve_gpu_settings(pipeline: Pipeline) -> Pipeline:
 
 def num_worker_gpus(pipeline: Pipeline) -> int:
     """Return `pipeline.gpus` or, if unset, the number of GPUs of the machine or cluster that runs the stages."""
-    return pipeline.config.gpus or len(measure_worker_machine(python=pipeline.config.python, is_group=True).gpus)
+    return pipeline.config.gpus or len(
+        measure_worker_machine(python_path=pipeline.config.python, may_use_ray=True).gpus
+    )
 
 
 def describe_placements(pipeline: Pipeline) -> list[str]:
@@ -131,8 +133,8 @@ def with_dp_shard_size(recipe: Recipe, num_gpus: int | None) -> Recipe:
             f"{ranks_per_shard} that the other sizes take; the nearest is dp_shard_size = {shard_size}, with "
             f"{shard_size * ranks_per_shard * mesh.n_init_replicas + num_engine_gpus} GPUs"
         )
-    parallelism = mesh.derive(dp_shard_size=shard_size)
-    return recipe.derive(policy=recipe.policy.derive(parallelism=parallelism))
+    parallelism = mesh.copy_with(dp_shard_size=shard_size)
+    return recipe.copy_with(policy=recipe.policy.copy_with(parallelism=parallelism))
 
 
 def read_text_model_config(folder: Path | None) -> dict[str, Any]:
@@ -153,21 +155,21 @@ def _ranks_per_shard(mesh: ParallelismConfig) -> int:
 
 def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model: Mapping[str, Any]) -> None:
     """Check that the mesh sizes tp, cp, pp and ep divide the heads, vocabulary, layers and experts of the model."""
-    key_lists = (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
-    num_heads, num_layers = (next((model[key] for key in keys if key in model), None) for keys in key_lists)
+    key_alternatives = (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
+    num_heads, num_layers = (next((model[key] for key in keys if key in model), None) for keys in key_alternatives)
     num_kv_heads, vocab_size = model.get("num_key_value_heads"), model.get("vocab_size")
     if key_prefix == "rollout.parallelism":  # vLLM pads the vocabulary, and copies key-value heads to several ranks
         vocab_size = None
         copies_kv_heads = isinstance(num_kv_heads, int) and num_kv_heads > 0 and mesh.tp_size % num_kv_heads == 0
         num_kv_heads = None if copies_kv_heads else num_kv_heads
-    divisible_counts = (
+    item_counts = (
         ("attention heads", num_heads),
         ("key-value heads", num_kv_heads),
         ("features of the feed-forward part", model.get("intermediate_size")),
         ("vocabulary entries", vocab_size),
     )
-    for item_name, count in divisible_counts:
-        _check_divisibility(f"{key_prefix}.tp_size", mesh.tp_size, item_name, count)
+    for item_name, num_items in item_counts:
+        _check_divisibility(f"{key_prefix}.tp_size", mesh.tp_size, item_name, num_items)
     if isinstance(num_heads, int):
         item_name = f"attention heads of tp_size = {mesh.tp_size}"
         _check_divisibility(f"{key_prefix}.cp_size", mesh.cp_size, item_name, num_heads // mesh.tp_size)
@@ -190,7 +192,7 @@ def _check_pipeline_stages(key_prefix: str, mesh: ParallelismConfig, num_layers:
         )
     if (num_stages := mesh.num_pipeline_stages(num_layers)) > num_layers:
         sizes = range(mesh.pp_layers_per_stage + 1, num_layers + 1)
-        meshes = (mesh.derive(pp_layers_per_stage=size) for size in sizes)
+        meshes = (mesh.copy_with(pp_layers_per_stage=size) for size in sizes)
         nearest_size = next(m.pp_layers_per_stage for m in meshes if m.num_pipeline_stages(num_layers) <= num_layers)
         raise ConfigError(
             f"{key_prefix}.pp_layers_per_stage = {mesh.pp_layers_per_stage} makes {num_stages} stages of the model's "
@@ -198,19 +200,19 @@ def _check_pipeline_stages(key_prefix: str, mesh: ParallelismConfig, num_layers:
         )
 
 
-def _check_divisibility(key: str, size: int, item_name: str, count: Any) -> None:
-    if isinstance(count, int) and count > 0 and count % size:
-        nearest_size = max(divisor for divisor in range(1, size + 1) if count % divisor == 0)
-        raise ConfigError(f"{key} = {size} does not divide the {count} {item_name}; the nearest is {nearest_size}")
+def _check_divisibility(key: str, size: int, item_name: str, num_items: Any) -> None:
+    if isinstance(num_items, int) and num_items > 0 and num_items % size:
+        nearest_size = max(divisor for divisor in range(1, size + 1) if num_items % divisor == 0)
+        raise ConfigError(f"{key} = {size} does not divide the {num_items} {item_name}; the nearest is {nearest_size}")
 
 
 def _check_batch_size(recipe: Recipe, num_shards: int) -> None:
     """Check that the completions of a replica can be distributed to its data-parallel ranks in equal micro-batches."""
     train_config, policy = recipe.train, recipe.train.train_policy
-    batch_multiple = num_shards * policy.mini_batch
-    if not policy.has_rollouts or train_config.train_batch_per_replica % batch_multiple == 0:
+    min_batch_size = num_shards * policy.mini_batch
+    if not policy.has_rollouts or train_config.train_batch_per_replica % min_batch_size == 0:
         return
-    nearest_batch_size = max(batch_multiple, train_config.train_batch_per_replica // batch_multiple * batch_multiple)
+    nearest_batch_size = max(min_batch_size, train_config.train_batch_per_replica // min_batch_size * min_batch_size)
     divisor = gcd(train_config.train_batch_per_replica, num_shards)
     raise ConfigError(
         f"train.train_batch_per_replica = {train_config.train_batch_per_replica} must be a multiple of dp_shard_size x "
@@ -235,12 +237,12 @@ def _choose_default_mode(recipe: Recipe, num_gpus: int | None) -> tuple[Recipe, 
     """Return the recipe with `mode` set to `disaggregated`, the default of Cosmos-RL, or, with a notice, to `colocated`
     if that takes more than `num_gpus` GPUs (None: another machine runs the stage, and it has enough). In `colocated`
     mode, `tp_size` of the engines is changed to a divisor of the number of ranks."""
-    disaggregated_recipe = recipe.derive(mode="disaggregated")
+    disaggregated_recipe = recipe.copy_with(mode="disaggregated")
     num_required_gpus = disaggregated_recipe.num_gpus(has_rollouts=True)
     if num_gpus is None or num_required_gpus <= num_gpus:
         return disaggregated_recipe, ""
     colocated_recipe, change = _with_colocated_engine_size(recipe)
-    return colocated_recipe.derive(mode="colocated"), (
+    return colocated_recipe.copy_with(mode="colocated"), (
         f"mode is left out, which means 'disaggregated' in a recipe of Cosmos-RL and takes {num_required_gpus} GPUs, "
         f"and there are {num_gpus}: mode = 'colocated'{change and f' and {change}'}, so that ranks train and generate "
         f"in turns; set mode to choose"
@@ -253,9 +255,9 @@ def _with_colocated_engine_size(recipe: Recipe) -> tuple[Recipe, str]:
     num_ranks, engine_mesh = recipe.policy.parallelism.world_size, recipe.rollout.parallelism
     if num_ranks % engine_mesh.tp_size == 0:
         return recipe, ""
-    parallelism = engine_mesh.derive(tp_size=gcd(num_ranks, engine_mesh.tp_size))
-    rollout = recipe.rollout.derive(parallelism=parallelism)
-    return recipe.derive(rollout=rollout), f"rollout.parallelism.tp_size = {parallelism.tp_size}"
+    parallelism = engine_mesh.copy_with(tp_size=gcd(num_ranks, engine_mesh.tp_size))
+    rollout = recipe.rollout.copy_with(parallelism=parallelism)
+    return recipe.copy_with(rollout=rollout), f"rollout.parallelism.tp_size = {parallelism.tp_size}"
 
 
 def _gpu_only_settings(recipe: Recipe, kind: StageKind) -> list[str]:
@@ -291,10 +293,10 @@ def _describe_placement(pipeline: Pipeline, stage: StageConfig, *, has_gpus: boo
     )
 
 
-def _format_range(device_name: str, first_index: int, count: int) -> str:
-    if count == 1:
+def _format_range(device_name: str, first_index: int, num_devices: int) -> str:
+    if num_devices == 1:
         return f"{device_name} {first_index}"
-    return f"{device_name}{'es' if device_name.endswith('s') else 's'} {first_index}-{first_index + count - 1}"
+    return f"{device_name}{'es' if device_name.endswith('s') else 's'} {first_index}-{first_index + num_devices - 1}"
 
 
 def _describe_engines(num_engines: int, engine_size: int) -> str:

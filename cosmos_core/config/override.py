@@ -9,10 +9,10 @@ from typing import Any
 
 from cosmos_core.config.compat import trl
 from cosmos_core.config.compat.translate import current_key, no_effect_message
-from cosmos_core.config.load import MAX_NESTING_DEPTH, TomlTable, describe_unsupported_value, merge, nest_value
+from cosmos_core.config.load import MAX_NESTING_DEPTH, TomlTable, describe_unsupported_value, merge_tables, nest_value
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import all_fields, tables_in
+from cosmos_core.config.schema.table import all_fields, find_table_classes
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggest_names
 
@@ -21,7 +21,7 @@ IMPLIED_STAGE_SUFFIX = "-data"
 
 _KEY_PART_PATTERN = re.compile(r"""\s*(?:"[^"]*"\s*|'[^']*'\s*|[^.="'\s][^.="']*)""")
 """Regular expression of one part of a dotted key; a part that contains a dot is quoted."""
-_KEYS_OF_STAGES = {*StageConfig.model_fields, *Recipe.model_fields}
+_STAGE_KEYS = {*StageConfig.model_fields, *Recipe.model_fields}
 """Keys that may follow the name of a stage in `STAGE.KEY`, needed if a stage is named like a recipe table."""
 _DOTTED_KEY_PATTERN = re.compile(rf"{_KEY_PART_PATTERN.pattern}(?:\.{_KEY_PART_PATTERN.pattern})*")
 _OVERRIDE_PATTERN = re.compile(rf"({_DOTTED_KEY_PATTERN.pattern})=(.*)", re.DOTALL)
@@ -46,7 +46,7 @@ class GroupedOverrides:
 
     def add_stage_override(self, name: str, keys: Sequence[str], value: Any) -> None:
         """Merge a value for a stage over the values that earlier overrides set for it."""
-        self.stage_entries[name] = merge(self.stage_entries.get(name, {}), nest_value(keys, value))
+        self.stage_entries[name] = merge_tables(self.stage_entries.get(name, {}), nest_value(keys, value))
 
 
 def split_key(key: str) -> tuple[str, ...]:
@@ -72,8 +72,8 @@ def parse_override(text: str) -> Override:
         values = tomllib.loads(f"value = {value}")
     except (ValueError, RecursionError):
         return Override(text, keys, value)
-    is_single_value = set(values) == {"value"} and not describe_unsupported_value(values)
-    return Override(text, keys, values["value"] if is_single_value else value)
+    is_toml_value = set(values) == {"value"} and not describe_unsupported_value(values)
+    return Override(text, keys, values["value"] if is_toml_value else value)
 
 
 def drop_ineffective_overrides(overrides: Sequence[Override], notices: list[str]) -> list[Override]:
@@ -88,12 +88,12 @@ def recipe_overrides(overrides: Sequence[Override]) -> TomlTable:
     values: TomlTable = {}
     for override in overrides:
         field = Recipe.model_fields.get(override.keys[0])
-        tables = tables_in(field.annotation) if field else []
+        tables = find_table_classes(field.annotation) if field else []
         keys = {key for table in tables for key in table.model_fields}
         # `export.retries` is a key of the pipeline stage `export`, not of the table `[export]`.
-        is_stage_key = bool(tables) and bool({*override.keys[1:2]} & (_KEYS_OF_STAGES - keys))
+        is_stage_key = bool(tables) and bool({*override.keys[1:2]} & (_STAGE_KEYS - keys))
         if field and not is_stage_key:
-            values = merge(values, nest_value(override.keys, override.value))
+            values = merge_tables(values, nest_value(override.keys, override.value))
     return values
 
 
@@ -103,37 +103,37 @@ def group_overrides(overrides: Sequence[Override], stage_names: Sequence[str]) -
     Raises:
         ConfigError: the first part of a key is neither a stage, nor a recipe table, nor `pipeline`.
     """
-    grouped = GroupedOverrides()
+    result = GroupedOverrides()
     for override in overrides:
-        (first, *remaining_keys), value, location = override.keys, override.value, f"--set {override.text!r}"
-        is_stage = first in stage_names
-        if is_stage and remaining_keys and (first not in Recipe.model_fields or remaining_keys[0] in _KEYS_OF_STAGES):
+        (scope, *remaining_keys), value, location = override.keys, override.value, f"--set {override.text!r}"
+        is_stage = scope in stage_names
+        if is_stage and remaining_keys and (scope not in Recipe.model_fields or remaining_keys[0] in _STAGE_KEYS):
             is_recipe_key = remaining_keys[0] in Recipe.model_fields
             keys = ["overrides", *remaining_keys] if is_recipe_key else remaining_keys
-            grouped.add_stage_override(first, keys, value)
-        elif first in Recipe.model_fields:
+            result.add_stage_override(scope, keys, value)
+        elif scope in Recipe.model_fields:
             for name in stage_names:  # a value for all stages takes precedence over the recipe file of a stage
-                grouped.add_stage_override(name, ["overrides", *override.keys], value)
-        elif first == "pipeline" and remaining_keys and remaining_keys[0] != "stages":
-            grouped.pipeline = merge(grouped.pipeline, nest_value(remaining_keys, value))
-        elif first == "pipeline":
+                result.add_stage_override(name, ["overrides", *override.keys], value)
+        elif scope == "pipeline" and remaining_keys and remaining_keys[0] != "stages":
+            result.pipeline = merge_tables(result.pipeline, nest_value(remaining_keys, value))
+        elif scope == "pipeline":
             names = ", ".join(name for name in PipelineConfig.model_fields if name != "stages")
             raise ConfigError(f"{location}: write pipeline.KEY=VALUE with one of {names}, or STAGE.KEY=VALUE")
-        elif first.endswith(IMPLIED_STAGE_SUFFIX) and (name := first.removesuffix(IMPLIED_STAGE_SUFFIX)) in stage_names:
+        elif scope.endswith(IMPLIED_STAGE_SUFFIX) and (name := scope.removesuffix(IMPLIED_STAGE_SUFFIX)) in stage_names:
             raise ConfigError(
-                f"{location}: stage {first!r} is implied by {name!r}; write it out in [[pipeline.stages]] to set a key "
+                f"{location}: stage {scope!r} is implied by {name!r}; write it out in [[pipeline.stages]] to set a key "
                 f"of it, or set one of its recipe with {name}.KEY=VALUE"
             )
         elif is_stage:
-            raise ConfigError(f"{location}: {first!r} is a stage; write {first}.KEY=VALUE")
+            raise ConfigError(f"{location}: {scope!r} is a stage; write {scope}.KEY=VALUE")
         else:
             known_names = list(dict.fromkeys([*stage_names, *Recipe.model_fields, "pipeline"]))
             name = ".".join(override.keys)
             full_keys = list(dict.fromkeys(key for key, _, _ in all_fields(Recipe) if key.endswith(f".{name}")))
             full_key_hint = f"; did you mean {' or '.join(map(repr, full_keys))}?" if full_keys else ""
-            hint = trl.describe_equivalent_key(name) or full_key_hint or suggest_names(first, known_names)
-            raise ConfigError(f"{location}: {first!r} is no stage and no table of a recipe{hint}")
-    return grouped
+            hint = trl.describe_equivalent_key(name) or full_key_hint or suggest_names(scope, known_names)
+            raise ConfigError(f"{location}: {scope!r} is no stage and no table of a recipe{hint}")
+    return result
 
 
 def grid_override_notices(overrides: Sequence[Override], stage: StageConfig) -> list[str]:

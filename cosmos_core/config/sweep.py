@@ -13,9 +13,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cosmos_core.config.compat.translate import current_key, with_algorithm_keys
+from cosmos_core.config.compat.translate import current_key, with_current_algorithm_keys
 from cosmos_core.config.inputs import STAGE_PREFIX, referenced_stage
-from cosmos_core.config.load import TomlTable, merge, nest_value, parse
+from cosmos_core.config.load import TomlTable, merge_tables, nest_value, parse_table
 from cosmos_core.config.override import split_key
 from cosmos_core.config.schema.marks import ReferenceKind
 from cosmos_core.config.schema.pipeline import MAX_STAGE_NAME_LENGTH, StageConfig
@@ -28,19 +28,18 @@ from cosmos_core.registry import suggest_names
 if TYPE_CHECKING:
     from cosmos_core.config.compose import Pipeline
 
-_ARGUMENTS_KEY = "arguments"
-_GRID_TABLES = (*Recipe.model_fields, _ARGUMENTS_KEY)
-"""Tables to which the keys of a grid may belong."""
+_STAGE_ARGUMENTS_KEY = "arguments"
+_GRID_TABLE_NAMES = (*Recipe.model_fields, _STAGE_ARGUMENTS_KEY)
+"""Names of the tables to which the keys of a grid may belong."""
 # Branches that differ in the seed share their prepared rows, so that they are compared on the same held-out rows.
-_ROW_PRESERVING_KEY = "train.seed"
+_SEED_KEY = "train.seed"
 _TOKENIZER_KEY = "policy.model_name_or_path"  # rows are prepared with the tokenizer of this model
 _DIGEST_LENGTH = 6
 
 
 def with_expanded_sweeps(pipeline: Pipeline, tables: Mapping[str, TomlTable]) -> Pipeline:
     """Return a pipeline with each sweep expanded to branches and a stage that selects the best branch. The stages of
-    `pipeline` must be in topological order; `tables` holds the recipe of each stage as written in the file, by stage
-    name.
+    `pipeline` must be in topological order; `tables` holds the recipes as written in the file, by stage name.
 
     Raises:
         ConfigError: a sweep cannot be expanded; the message names stage and key.
@@ -85,29 +84,29 @@ def _expand_sweep(
     pipeline: Pipeline, sweep_stage: StageConfig, sweep: SweepConfig, tables: Mapping[str, TomlTable]
 ) -> Pipeline:
     location = _describe_stage(pipeline, sweep_stage)
-    repeated_names = _find_repeated_stages(pipeline, sweep_stage, sweep, tables)
+    copied_names = _find_copied_stages(pipeline, sweep_stage, sweep, tables)
     recipes, new_stages, branches = dict(pipeline.recipes), [], []
     dependents = pipeline.stage_and_dependents(sweep_stage.name)
-    for suffix, settings in _list_grid_points(sweep.grid, max(map(len, repeated_names))):
-        branch_names = {original_name: f"{original_name}-{suffix}" for original_name in repeated_names}
-        split_keys = {key: _split_grid_key(key, sweep_stage.name, repeated_names) for key in settings}
+    for suffix, settings in _list_grid_points(sweep.grid, max(map(len, copied_names))):
+        branch_names = {original_name: f"{original_name}-{suffix}" for original_name in copied_names}
+        split_keys = {key: _split_grid_key(key, sweep_stage.name, copied_names) for key in settings}
         for original_name, name in branch_names.items():
             if name in recipes:
                 raise ConfigError(f"{location}: sweep: the name {name!r} of a branch is taken by another stage")
             # The stage that prepares the rows of the stage with the sweep gets the grid values of the latter.
-            owner_name = original_name if original_name in dependents else sweep_stage.name
-            values = {split_keys[key][1]: value for key, value in settings.items() if split_keys[key][0] == owner_name}
+            key_stage = original_name if original_name in dependents else sweep_stage.name
+            values = {split_keys[key][1]: value for key, value in settings.items() if split_keys[key][0] == key_stage}
             overrides = {key: value for key, value in values.items() if not _is_stage_argument(key)}
             recipe = pipeline.recipes[original_name]
             if overrides:
                 settings_text = "".join(f" with {key} = {value!r}" for key, value in overrides.items())
-                merged_tables = with_algorithm_keys(merge(tables[owner_name], _nest_keys(overrides)), [])
-                recipe = parse(Recipe, merged_tables, source=f"{location}{settings_text}", notices=[])
+                merged_tables = with_current_algorithm_keys(merge_tables(tables[key_stage], _nest_keys(overrides)), [])
+                recipe = parse_table(Recipe, merged_tables, source=f"{location}{settings_text}", notices=[])
             recipes[name] = _rename_references(recipe, branch_names)
             stage = _rename_references(pipeline.stage(original_name), branch_names)
             arguments = {key: value for key, value in values.items() if _is_stage_argument(key)}
-            if owner_name == original_name:
-                stage = stage.model_copy(update=merge({"arguments": stage.arguments}, _nest_keys(arguments)))
+            if key_stage == original_name:
+                stage = stage.model_copy(update=merge_tables({"arguments": stage.arguments}, _nest_keys(arguments)))
             predecessors = tuple(branch_names.get(predecessor, predecessor) for predecessor in stage.after)
             new_stages.append(stage.model_copy(update={"name": name, "after": predecessors, "sweep": None}))
         branches.append(SweepBranch(stages=tuple(branch_names.values()), settings=settings))
@@ -120,69 +119,69 @@ def _expand_sweep(
         sweep=sweep.model_copy(update={"grid": {}, "through": (), "branches": tuple(branches)}),
     )
     other_stages = [
-        _replace_branch_references(pipeline, stage, sweep_stage.name, repeated_names)
+        _replace_branch_references(pipeline, stage, sweep_stage.name, copied_names)
         for stage in pipeline.stages
-        if stage.name not in repeated_names
+        if stage.name not in copied_names
     ]
-    for original_name in set(repeated_names) - {sweep_stage.name}:
+    for original_name in set(copied_names) - {sweep_stage.name}:
         del recipes[original_name]
     return pipeline.with_stages([*other_stages, *new_stages, select_stage], recipes)
 
 
-def _find_repeated_stages(
+def _find_copied_stages(
     pipeline: Pipeline, sweep_stage: StageConfig, sweep: SweepConfig, tables: Mapping[str, TomlTable]
 ) -> tuple[str, ...]:
-    """Return the names of the stages of which each branch of a sweep has a copy: the stage with the sweep, the stages
-    up to those in `through`, and the stage that prepares the rows if the grid affects the rows."""
-    location, repeated_names = _describe_stage(pipeline, sweep_stage), {sweep_stage.name}
+    """Return the names of the stages that are copied into each branch of a sweep: the stage with the sweep, the stages
+    between it and those in `through`, and the stage that prepares the rows if the grid affects the rows."""
+    location, copied_names = _describe_stage(pipeline, sweep_stage), {sweep_stage.name}
     dependents = pipeline.stage_and_dependents(sweep_stage.name)
     for name in sweep.through:
         if name not in dependents:
             raise ConfigError(f"{location}: sweep.through: stage {name!r} is not behind {sweep_stage.name!r}")
-        repeated_names |= {other for other in dependents if name in pipeline.stage_and_dependents(other)}
+        copied_names |= {other for other in dependents if name in pipeline.stage_and_dependents(other)}
     rows_stage_name = referenced_stage(sweep_stage.data) or ""
     recipe_tables = tables[sweep_stage.name]
-    has_own_rows = bool(rows_stage_name) and tables.get(rows_stage_name, recipe_tables) == recipe_tables
+    has_own_prepare_stage = bool(rows_stage_name) and tables.get(rows_stage_name, recipe_tables) == recipe_tables
     for key in sweep.grid:
-        owner_name, stage_key = _split_grid_key(current_key(key), sweep_stage.name, tuple(repeated_names))
-        if not owner_name:
-            hint = suggest_names(key, list(_GRID_TABLES))
+        key_stage, stage_key = _split_grid_key(current_key(key), sweep_stage.name, tuple(copied_names))
+        if not key_stage:
+            hint = suggest_names(key, list(_GRID_TABLE_NAMES))
             raise ConfigError(f"{location}: sweep.grid: {key!r} is no key of a recipe{hint}")
-        kind = pipeline.stage_kind(pipeline.stage(owner_name))
-        if _is_stage_argument(stage_key) and _ARGUMENTS_KEY not in kind.allowed_keys:
+        kind = pipeline.stage_kind(pipeline.stage(key_stage))
+        if _is_stage_argument(stage_key) and _STAGE_ARGUMENTS_KEY not in kind.allowed_keys:
             raise ConfigError(f"{location}: sweep.grid: {key!r}: a stage of kind {kind.name!r} takes no arguments")
-        if (owner_name == sweep_stage.name and has_own_rows and stage_key != _ROW_PRESERVING_KEY) and (
+        if (key_stage == sweep_stage.name and has_own_prepare_stage and stage_key != _SEED_KEY) and (
             stage_key == _TOKENIZER_KEY or pipeline.stage_kind(pipeline.stage(rows_stage_name)).reads_key(stage_key)
         ):
-            repeated_names.add(rows_stage_name)
-    for name in sorted(repeated_names):
+            copied_names.add(rows_stage_name)
+    for name in sorted(copied_names):
         stage = pipeline.stage(name)
         if not pipeline.stage_kind(stage).is_reusable:
             raise ConfigError(f"{location}: sweep: stage {name!r} of kind {stage.kind!r} cannot be in a branch; put it "
                               "behind the choice")  # fmt: skip
         if name != sweep_stage.name and stage.sweep is not None:
             raise ConfigError(f"{location}: sweep.through: stage {name!r} has a sweep of its own")
-    return tuple(stage.name for stage in pipeline.stages if stage.name in repeated_names)
+    return tuple(stage.name for stage in pipeline.stages if stage.name in copied_names)
 
 
-def _split_grid_key(key: str, sweep_stage_name: str, repeated_names: Sequence[str]) -> tuple[str, str]:
+def _split_grid_key(key: str, sweep_stage_name: str, copied_names: Sequence[str]) -> tuple[str, str]:
     """Return the stage to which a key `KEY` or `STAGE.KEY` of a grid belongs (empty: none), and `KEY`."""
     first_part, _, stage_key = key.partition(".")
-    if first_part in repeated_names and stage_key.partition(".")[0] in _GRID_TABLES:
+    if first_part in copied_names and stage_key.partition(".")[0] in _GRID_TABLE_NAMES:
         return first_part, stage_key
-    return (sweep_stage_name, key) if first_part in _GRID_TABLES and stage_key else ("", key)
+    return (sweep_stage_name, key) if first_part in _GRID_TABLE_NAMES and stage_key else ("", key)
 
 
 def _is_stage_argument(key: str) -> bool:
-    return key.partition(".")[0] == _ARGUMENTS_KEY
+    return key.partition(".")[0] == _STAGE_ARGUMENTS_KEY
 
 
 def _list_grid_points(grid: Mapping[str, list[Any]], max_original_length: int) -> list[tuple[str, TomlTable]]:
-    """Return each combination of the grid's values after a suffix for the names of its stages; the names of the
-    original stages have at most `max_original_length` characters."""
+    """Return pairs of a suffix for stage names and a combination of the grid's values. The names to which the suffix is
+    appended have at most `max_original_length` characters."""
     settings = [dict(zip(map(current_key, grid), values, strict=True)) for values in itertools.product(*grid.values())]
     labels = _shorten_keys([current_key(key) for key in grid])
-    suffixes = ["-".join(f"{labels[key]}-{_value_as_name(value)}" for key, value in each.items()) for each in settings]
+    suffixes = ["-".join(f"{labels[key]}-{_format_value(value)}" for key, value in each.items()) for each in settings]
     max_suffix_length = MAX_STAGE_NAME_LENGTH - max_original_length - 1
     grid_points = []
     for suffix, each in zip(suffixes, settings, strict=True):
@@ -199,21 +198,21 @@ def _shorten_keys(keys: Sequence[str]) -> dict[str, str]:
     label_by_key = {}
     for key in keys:
         key_parts = split_key(key)
-        num_label_parts = next(
+        num_last_parts = next(
             num_parts for num_parts in range(1, len(key_parts) + 1)
             if num_parts == len(key_parts)
             or sum(split_key(other_key)[-num_parts:] == key_parts[-num_parts:] for other_key in keys) == 1
         )  # fmt: skip
-        label_by_key[key] = re.sub(r"[^A-Za-z0-9_]+", "_", "_".join(key_parts[-num_label_parts:]))
+        label_by_key[key] = re.sub(r"[^A-Za-z0-9_]+", "_", "_".join(key_parts[-num_last_parts:]))
     return label_by_key
 
 
-def _value_as_name(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return the value of a setting as a text for the name of a stage."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return "_".join(map(_value_as_name, value))
+        return "_".join(map(_format_value, value))
     text = re.sub(r"e([+-])0*(?=\d)", r"e\1", repr(value)) if isinstance(value, float) else str(value)
     return re.sub(r"[^A-Za-z0-9-]+", "_", text.rpartition("/")[2] if isinstance(value, str) else text).strip("_")
 
@@ -221,7 +220,7 @@ def _value_as_name(value: Any) -> str:
 def _nest_keys(settings: TomlTable) -> TomlTable:
     values: TomlTable = {}
     for key, value in settings.items():
-        values = merge(values, nest_value(split_key(key), value))
+        values = merge_tables(values, nest_value(split_key(key), value))
     return values
 
 
@@ -236,23 +235,23 @@ def _rename_references(table: TableT, branch_names: Mapping[str, str]) -> TableT
 
 
 def _replace_branch_references(
-    pipeline: Pipeline, stage: StageConfig, sweep_stage_name: str, repeated_names: Sequence[str]
+    pipeline: Pipeline, stage: StageConfig, sweep_stage_name: str, copied_names: Sequence[str]
 ) -> StageConfig:
     """Return a stage outside of the sweep with each reference to a stage of the sweep replaced by the select stage."""
     location = _describe_stage(pipeline, stage)
-    repeated_references = {f"{STAGE_PREFIX}{name}" for name in repeated_names}
-    if stage.data in repeated_references:
+    copied_references = {f"{STAGE_PREFIX}{name}" for name in copied_names}
+    if stage.data in copied_references:
         raise ConfigError(
             f"{location}: data = {stage.data!r} is in every branch of the sweep of {sweep_stage_name!r}; name the "
             f"stage in its sweep.through, or give it rows of its own"
         )
-    if stage.model in repeated_references and stage.checkpoint:
+    if stage.model in copied_references and stage.checkpoint:
         raise ConfigError(
             f"{location}: checkpoint = {stage.checkpoint!r}: the choice of sweep {sweep_stage_name!r} has no "
             f"checkpoints; name the stage in its sweep.through"
         )
-    predecessors = tuple(dict.fromkeys(sweep_stage_name if name in repeated_names else name for name in stage.after))
-    model = f"{STAGE_PREFIX}{sweep_stage_name}" if stage.model in repeated_references else stage.model
+    predecessors = tuple(dict.fromkeys(sweep_stage_name if name in copied_names else name for name in stage.after))
+    model = f"{STAGE_PREFIX}{sweep_stage_name}" if stage.model in copied_references else stage.model
     return stage.model_copy(update={"after": predecessors, "model": model})
 
 

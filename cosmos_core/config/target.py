@@ -5,25 +5,25 @@ from collections.abc import Callable
 
 from cosmos_core.registry import is_user_code
 
-TARGETS_FOLDER = "cosmos_core.upload"
-FOLDER_TARGET = "file"
+PUBLICATION_TARGETS_FOLDER = "cosmos_core.upload"
+LOCAL_FOLDER_TARGET = "file"
 """Name of the publication target that is a local folder, and the default for a target without a name."""
 
 
-def split_target(target: str) -> tuple[str, str]:
+def split_publication_target(target: str) -> tuple[str, str]:
     """Return the name or import path of a publication target, and its location."""
     name, separator, location = target.partition("://")
     if separator:
         return name, location
-    return (target, "") if is_user_code(target) else (FOLDER_TARGET, target)
+    return (target, "") if is_user_code(target) else (LOCAL_FOLDER_TARGET, target)
 
 
-def absolute_target(target: str, to_absolute: Callable[[str], str]) -> str:
+def absolute_publication_target(target: str, to_absolute: Callable[[str], str]) -> str:
     """Return a publication target with an absolute folder; `to_absolute` converts the path of a file with user code."""
     if not target:
         return ""
-    name, location = split_target(target)
-    if name == FOLDER_TARGET:
+    name, location = split_publication_target(target)
+    if name == LOCAL_FOLDER_TARGET:
         return os.path.abspath(os.path.expanduser(location))
     file_path, separator, object_name = name.rpartition(":")
     name = f"{to_absolute(file_path)}{separator}{object_name}" if file_path.endswith(".py") else name

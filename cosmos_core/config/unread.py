@@ -23,13 +23,12 @@ _TEXT_MODEL_KEYS = (
 
 
 def disabled_keys(pipeline: Pipeline, stage: StageConfig) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield each setting of a stage that disables other keys, as text, and the prefixes of these keys. The fingerprint
-    of the stage omits them."""
+    """Yield settings of a stage, as text, that disable keys which its fingerprint omits, and prefixes of these keys."""
     kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
     if kind.trains_model and not recipe.validation.enable:
         names = type(recipe.validation).model_fields
         yield "validation.enable is off", [f"validation.{name}" for name in names if name != "enable"]
-    if recipe.stage_teacher(kind) is None:
+    if recipe.teacher_for_stage(kind) is None:
         names = type(recipe.distillation).model_fields
         yield "distillation.enable is off", [f"distillation.{name}" for name in names if name != "enable"]
     if not _may_complete_prompts(pipeline, stage):
@@ -39,7 +38,7 @@ def disabled_keys(pipeline: Pipeline, stage: StageConfig) -> Iterator[tuple[str,
     for modality, keys in kind.keys_by_modality.items():
         if modality != recipe.policy.modality.name:
             yield "the model has another modality", keys
-    if not recipe.export.quantized:
+    if not recipe.export.quantized_formats:
         yield "export.formats has no quantised format", ["export.formats", "export.unproven"]
 
 
@@ -64,36 +63,36 @@ def unread_key_notices(pipeline: Pipeline) -> Iterator[str]:
     if any(stage.entry for stage in pipeline.stages):  # a user function may read any key of the recipe
         return
     grid_keys = [key for s in pipeline.stages if s.sweep for branch in s.sweep.branches for key in branch.settings]
-    read_settings: set[str] = set()
-    reasons: dict[str, str] = {}
+    used_settings: set[str] = set()
+    reason_by_setting: dict[str, str] = {}
     for stage in pipeline.stages:
         kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
-        disabling_settings = [*disabled_keys(pipeline, stage), *_further_disabled_keys(recipe)]
+        disabling_settings = [*disabled_keys(pipeline, stage), *_disabled_keys_in_fingerprint(recipe)]
         for key, field, value, is_set in active_fields(recipe):
             if not is_set or not affects_result(field) or isinstance(value, dict):
                 continue
             if is_at_or_below(key, _IMPLICITLY_READ_KEYS):
                 continue
             schema_key, setting = re.sub(r"\.\d+\.", ".", key), f"{key} = {short_toml(value)}"
-            readers = [each for each in pipeline.kinds.values() if each.reads_key(schema_key)]
+            reading_kinds = [each for each in pipeline.kinds.values() if each.reads_key(schema_key)]
             reason = next((reason for reason, keys in disabling_settings if is_at_or_below(key, keys)), "")
-            if kind in readers and not reason:
-                read_settings.add(setting)
-            elif kind in readers:
-                reasons[setting] = reason
-            elif readers and not (
-                any(each.endswith(key) for each in grid_keys)  # the branches of the sweep have other values of the key
-                or (kind.reads_data == "prepared" and all(each.reads_data == "source" for each in readers))
+            if kind in reading_kinds and not reason:
+                used_settings.add(setting)
+            elif kind in reading_kinds:
+                reason_by_setting[setting] = reason
+            elif reading_kinds and not (
+                any(each.endswith(key) for each in grid_keys)  # the key has other values in the branches
+                or (kind.reads_data == "prepared" and all(each.reads_data == "source" for each in reading_kinds))
             ):
-                names = " or ".join(repr(each.name) for each in readers)
-                reasons.setdefault(setting, f"only stages of kind {names} read it")
-    for reason in dict.fromkeys(reasons.values()):
-        if settings := [key for key in reasons if reasons[key] == reason and key not in read_settings]:
+                names = " or ".join(repr(each.name) for each in reading_kinds)
+                reason_by_setting.setdefault(setting, f"only stages of kind {names} read it")
+    for reason in dict.fromkeys(reason_by_setting.values()):
+        if settings := [s for s, why in reason_by_setting.items() if why == reason and s not in used_settings]:
             yield f"{', '.join(settings)} {'has' if len(settings) == 1 else 'have'} no effect here: {reason}"
 
 
-def _further_disabled_keys(recipe: Recipe) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield further settings that disable other keys, and prefixes of these keys. Fingerprints include them."""
+def _disabled_keys_in_fingerprint(recipe: Recipe) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield settings, as text, that disable keys which fingerprints still include, and the prefixes of these keys."""
     policy = recipe.train.train_policy
     if not recipe.policy.modality.has_text_engines:
         yield "policy.is_diffusers is on", _TEXT_MODEL_KEYS

@@ -38,15 +38,15 @@ def with_upload_stages(pipeline: Pipeline) -> Pipeline:
 def _list_requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConfig]]:
     """Yield the name of each training whose recipe requests an upload of its model, and the upload stage."""
     upload_kind = next((name for name, kind in pipeline.kinds.items() if kind.makes == "publication"), "")
-    for model_stage, training, is_last in _list_published_stages(pipeline):
-        readers = [stage for stage in pipeline.stages if referenced_stage(stage.model) == model_stage.name]
-        kinds = [(stage, pipeline.stage_kind(stage)) for stage in readers]
+    for model_stage, training, is_last_training in _list_published_stages(pipeline):
+        dependent_stages = [stage for stage in pipeline.stages if referenced_stage(stage.model) == model_stage.name]
+        kinds = [(stage, pipeline.stage_kind(stage)) for stage in dependent_stages]
         export_stages = [stage for stage, kind in kinds if kind.makes == "model" and not kind.trains_model]
         source_stages, checkpoint_config = export_stages or [model_stage], pipeline.recipes[training].train.ckpt
         for source in source_stages:
             predecessors = dict.fromkeys((source.name, training) if training == model_stage.name else (source.name,))
-            uploads_to_hub = is_last and source == source_stages[-1]
-            urls = checkpoint_config.upload_urls(pipeline.config.name, source.name, is_last=uploads_to_hub)
+            uploads_to_hub = is_last_training and source == source_stages[-1]
+            urls = checkpoint_config.upload_urls(pipeline.config.name, source.name, is_last_model=uploads_to_hub)
             for suffix, url in urls.items():
                 name = f"{source.name[: MAX_STAGE_NAME_LENGTH - len(suffix) - 1]}-{suffix}"
                 yield training, StageConfig(
@@ -60,7 +60,7 @@ def _list_published_stages(pipeline: Pipeline) -> Iterator[tuple[StageConfig, st
     follows. The stage is the training itself or, for a training in a sweep, the stage that selects the best branch."""
     trainings = [stage for stage in pipeline.stages if pipeline.stage_kind(stage).trains_model]
     for training in trainings:
-        if pipeline.find_selecting_stage(training.name) is None:
+        if pipeline.find_branch_selector(training.name) is None:
             dependents = pipeline.stage_and_dependents(training.name)
             yield training, training.name, not any(other.name in dependents for other in trainings if other != training)
     for stage in pipeline.stages:

@@ -20,43 +20,42 @@ class BatchingSettings:
     pool_size: int
     """Number of upcoming rows, in training order, among which the next row of a micro-batch is chosen."""
     is_packed: bool
-    prefers_closest: bool
-    """Whether, of rows that fit equally well, the one closest in length to the longest row of the micro-batch is
-    chosen."""
+    prefers_closest_length: bool
+    """Whether, of equally good rows, the one is chosen that is closest in length to the micro-batch's longest row."""
 
 
-def fill_batches(lengths: Sequence[int], order: Sequence[int], settings: BatchingSettings) -> list[list[int]]:
-    """Divide the rows of `order` into micro-batches, each row once. A micro-batch starts with the first remaining row.
-    While rows fit into the token budget, of the next `pool_size` rows the one is added that makes the micro-batch
-    shortest, padding included."""
-    remaining_rows = iter(order)
+def fill_micro_batches(lengths: Sequence[int], row_order: Sequence[int], settings: BatchingSettings) -> list[list[int]]:
+    """Divide rows into micro-batches, in the order `row_order`. A micro-batch starts with the first remaining row. Then
+    rows are added until none of the next `pool_size` rows fits into the token budget, each time the row that gives the
+    micro-batch the fewest tokens, padding included."""
+    remaining_rows = iter(row_order)
     candidate_rows = list(islice(remaining_rows, settings.pool_size))
     batches = []
     while candidate_rows:
         batch = [candidate_rows.pop(0)]
-        while (candidate_index := _select_next_candidate(lengths, batch, candidate_rows, settings)) is not None:
+        while (candidate_index := _select_next_row(lengths, batch, candidate_rows, settings)) is not None:
             batch.append(candidate_rows.pop(candidate_index))
         batches.append(batch)
         candidate_rows += islice(remaining_rows, settings.pool_size - len(candidate_rows))
     return batches
 
 
-def _select_next_candidate(
+def _select_next_row(
     lengths: Sequence[int], batch: list[int], candidate_rows: list[int], settings: BatchingSettings
 ) -> int | None:
     batch_lengths = [lengths[row_index] for row_index in batch]
     max_length, total_length = max(batch_lengths), sum(batch_lengths)
-    fitting_candidates = []
+    fitting_rows = []
     for candidate_index, row_index in enumerate(candidate_rows):
         length = lengths[row_index]
         num_tokens = total_length + length if settings.is_packed else max(max_length, length) * (len(batch) + 1)
         if num_tokens <= settings.max_tokens:
-            length_gap = abs(max_length - length) if settings.prefers_closest else 0
-            fitting_candidates.append((num_tokens, length_gap, candidate_index))
-    return min(fitting_candidates)[2] if fitting_candidates else None
+            length_difference = abs(max_length - length) if settings.prefers_closest_length else 0
+            fitting_rows.append((num_tokens, length_difference, candidate_index))
+    return min(fitting_rows)[2] if fitting_rows else None
 
 
-class BalancedStepPlan:
+class BalancedBatchPlan:
     """Plan of the micro-batches of each optimizer step; the last step of an epoch may have fewer micro-batches."""
 
     def __init__(
@@ -99,5 +98,5 @@ class BalancedStepPlan:
     def _plan_micro_batches(self, epoch: int) -> list[list[int]]:
         if self._newest_step[0] != epoch:
             order = self._epoch_order_fn(epoch).tolist()
-            self._newest_step = epoch, fill_batches(self._row_lengths, order, self._settings)
+            self._newest_step = epoch, fill_micro_batches(self._row_lengths, order, self._settings)
         return self._newest_step[1]

@@ -18,7 +18,7 @@ class CollatedRows(NamedTuple):
     inputs: dict[str, Any]
     """`input_ids` and `position_ids` of a model, with `attention_mask` (1: no padding) and shape BT if padded, or with
     the values of `packed_attention_kwargs` and shape 1P if packed."""
-    first_predicted: list[int]
+    target_starts: list[int]
     """Index of each row's first predicted token (its second token) in the flattened grid BS, or 1S if packed."""
 
 
@@ -75,14 +75,14 @@ def collate_shared_prompts(
             indices[row_index] = len(segments)
             segments.append((row_index, prompt_length, len(rows[row_index]), prompt_segment))
     segment_bounds = np.cumsum([0, *(end - start for _, start, end, _ in segments)])
-    num_padding = padded_length_fn(int(segment_bounds[-1])) - int(segment_bounds[-1])
+    num_padding_tokens = padded_length_fn(int(segment_bounds[-1])) - int(segment_bounds[-1])
     id_tensors = [*(torch.as_tensor(rows[row_index][start:end]).long() for row_index, start, end, _ in segments)]
     position_tensors = [torch.arange(start, end) for _, start, end, _ in segments]
     prompt_segments = [prompt_segment for *_, prompt_segment in segments]
-    if num_padding:
-        id_tensors.append(torch.full((num_padding,), pad_id))
-        position_tensors.append(torch.arange(num_padding))
-        segment_bounds = np.append(segment_bounds, segment_bounds[-1] + num_padding)
+    if num_padding_tokens:
+        id_tensors.append(torch.full((num_padding_tokens,), pad_id))
+        position_tensors.append(torch.arange(num_padding_tokens))
+        segment_bounds = np.append(segment_bounds, segment_bounds[-1] + num_padding_tokens)
         prompt_segments.append(-1)
     ids_1P, positions_1P = torch.cat(id_tensors).unsqueeze(0), torch.cat(position_tensors).unsqueeze(0)
     inputs = {"input_ids": ids_1P, "position_ids": positions_1P}
@@ -90,13 +90,13 @@ def collate_shared_prompts(
     return CollatedRows(inputs, [int(segment_bounds[indices[i]]) - segments[indices[i]][1] for i in range(len(rows))])
 
 
-def packed_attention_kwargs(boundaries: np.ndarray, prompts: Sequence[int] | None = None) -> dict[str, Any]:
+def packed_attention_kwargs(boundaries: np.ndarray, prompt_indices: Sequence[int] | None = None) -> dict[str, Any]:
     """Return the boundaries of packed sequences as keyword arguments of attention: `sequence_bounds` in host memory, so
     that no layer synchronises with the device to read them, and transformers' arguments of flash attention."""
     boundaries = np.asarray(boundaries, dtype=np.int32)
     max_length, cu_seqlens = int(np.diff(boundaries).max()), torch.from_numpy(boundaries)
     return {
-        "sequence_bounds": SequenceBounds(boundaries, prompts),
+        "sequence_bounds": SequenceBounds(boundaries, prompt_indices),
         "cu_seq_lens_q": cu_seqlens,
         "cu_seq_lens_k": cu_seqlens,
         "max_length_q": max_length,

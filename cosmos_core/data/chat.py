@@ -18,20 +18,20 @@ from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.data.messages import Message
 from cosmos_core.data.spans import common_prefix_length
 from cosmos_core.data.template_limits import limit_resources
-from cosmos_core.data.tool_calls import with_string_arguments
+from cosmos_core.data.tool_calls import encode_arguments
 from cosmos_core.errors import DataError, ModelError
 from cosmos_core.tools.base import ToolCall, ToolResult, parse_tool_calls
 from cosmos_core.tools.runner import ToolRunner
 
 _MULTI_TURN_KEY = "rollout.multi_turn_config"
 _USER_TURN = {"role": "user", "content": "?"}
-_ASSISTANT_FORMS: tuple[Message, ...] = (
+_ASSISTANT_TURN_VARIANTS: tuple[Message, ...] = (
     {"role": "assistant", "content": ""},
     # Qwen3's template renders `reasoning_content` only in the last turn.
     {"role": "assistant", "content": "", "reasoning_content": "."},
     {"role": "assistant", "content": "."},
 )
-"""Assistant turns to try in order, until the template renders one turn equally with and without a tool result."""
+"""Assistant turns to try in order, until the rendering of a turn stays the same if a tool result follows it."""
 
 
 @dataclass(frozen=True)
@@ -113,21 +113,21 @@ class ToolResultTokens:
     out, or writes calls in a form that `parse_tool_calls` does not read."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, render_settings: PromptRendering, end_ids: Sequence[int]
+        self, tokenizer: PreTrainedTokenizerBase, render_settings: PromptRendering, stop_ids: Sequence[int]
     ) -> None:
-        """Find the text between turns; `end_ids` are the tokens that end an assistant turn."""
+        """Determine the template's text between turns; `stop_ids` are the tokens that end an assistant turn."""
         self._tokenizer, self._render_settings = tokenizer, render_settings
-        self._end_tokens = {str(tokenizer.decode([token])): token for token in end_ids}
+        self._end_tokens = {str(tokenizer.decode([token])): token for token in stop_ids}
         special_tokens = [re.escape(token) for token in tokenizer.all_special_tokens if len(token) > 2]
         self._special_tokens = re.compile("|".join(sorted(special_tokens, key=len, reverse=True)) or "(?!)")
         with limit_resources(f"{_MULTI_TURN_KEY}: the chat template"):
-            self._assistant_form = self._select_assistant_form()
+            self._assistant_turn = self._select_assistant_turn()
             self._check_call_format()
 
     def tokenise_results(self, results: Sequence[tuple[str, ToolResult]]) -> tuple[int, ...]:
         """Return the tokens between an assistant turn and the next one, with the tool results between them; `results`
         are pairs of tool name and result. Raise ModelError if the results change how the first turn is rendered."""
-        end_token_and_text = self._render_text_after_call(self._assistant_form, results)
+        end_token_and_text = self._render_text_after_call(self._assistant_turn, results)
         if end_token_and_text is None:
             raise _make_changed_turn_error(self._tokenizer)
         end_token, text = end_token_and_text
@@ -137,19 +137,19 @@ class ToolResultTokens:
             return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         return tuple(ids[1:])
 
-    def _select_assistant_form(self) -> Message:
-        """Return the first form of an assistant turn that renders equally with and without a tool result after it."""
+    def _select_assistant_turn(self) -> Message:
+        """Return the first of `_ASSISTANT_TURN_VARIANTS` whose rendering stays the same if a tool result follows it."""
         reason = ""
-        for assistant_form in _ASSISTANT_FORMS:
+        for assistant_turn in _ASSISTANT_TURN_VARIANTS:
             try:
-                end_token_and_text = self._render_text_after_call(assistant_form, [("tool", ToolResult("forty-two"))])
+                end_token_and_text = self._render_text_after_call(assistant_turn, [("tool", ToolResult("forty-two"))])
             except (TemplateError, ValueError, TypeError) as error:
                 reason = f" ({' '.join(str(error).split())})"
                 continue
             if end_token_and_text is not None and "forty-two" not in end_token_and_text[1]:
                 reason = " (it leaves out what a tool says)"
             elif end_token_and_text is not None:
-                return assistant_form
+                return assistant_turn
         raise _make_changed_turn_error(self._tokenizer, reason)
 
     def _check_call_format(self) -> None:
@@ -159,10 +159,10 @@ class ToolResultTokens:
         function_fields = {"name": expected_call.name, "arguments": expected_call.arguments}
         tool_calls = [{"type": "function", "id": "call00000", "function": function_fields}]
         call_text = ""
-        for call_variant in (tool_calls, with_string_arguments(tool_calls)):
+        for encoded_calls in (tool_calls, encode_arguments(tool_calls)):
             with suppress(TemplateError, ValueError, TypeError):
                 prompt_text = self._render_template([_USER_TURN], add_generation_prompt=False)
-                assistant_turn = {"role": "assistant", "content": "", "tool_calls": call_variant}
+                assistant_turn = {"role": "assistant", "content": "", "tool_calls": encoded_calls}
                 text = self._render_template([_USER_TURN, assistant_turn], add_generation_prompt=False)
                 text = text[common_prefix_length(prompt_text, text) :]
                 if parse_tool_calls(text) == [expected_call]:
@@ -177,7 +177,7 @@ class ToolResultTokens:
             )
 
     def _render_text_after_call(
-        self, assistant_form: Message, results: Sequence[tuple[str, ToolResult]]
+        self, assistant_turn: Message, results: Sequence[tuple[str, ToolResult]]
     ) -> tuple[str, str] | None:
         """Return the end token of an assistant turn, and the text after it, in which the tool results are rendered;
         None if the chat template renders the assistant turn differently when tool results follow."""
@@ -186,7 +186,7 @@ class ToolResultTokens:
             {"type": "function", "id": call_id, "function": {"name": name, "arguments": {}}}
             for call_id, (name, _) in zip(call_ids, results, strict=True)
         ]
-        turn = assistant_form if assistant_form["content"] else {**assistant_form, "tool_calls": tool_calls}
+        turn = assistant_turn if assistant_turn["content"] else {**assistant_turn, "tool_calls": tool_calls}
         tool_turns = [
             {"role": "tool", "name": name, "tool_call_id": call_id, "content": self._escape_special_tokens(result.text)}
             for call_id, (name, result) in zip(call_ids, results, strict=True)

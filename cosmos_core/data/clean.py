@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cosmos_core.config.schema.clean import BENCHMARKS_KEY, BenchmarkRowsConfig, CleanConfig
-from cosmos_core.data.images import images_in_columns
+from cosmos_core.data.images import get_column_images
 from cosmos_core.data.kinds.registry import load_tokenised_kind
 from cosmos_core.data.messages import Row
 from cosmos_core.data.ngrams import MinHashBands, hash_ngrams, hash_words, normalise_text, remove_operators, split_words
@@ -40,8 +40,8 @@ _SHINGLE_SIZE = 2  # number of words per shingle, the unit of comparison of two 
 _MIN_BENCHMARK_WORDS = 8  # minimum words of a benchmark text that is searched for, as in GPT-3 (arXiv 2005.14165)
 _MAX_CANDIDATES = 32  # maximum number of candidates with which a row is compared
 _MAX_TEXT_CHARACTERS = 2_000
-_MAX_EXAMPLES = 3
-_RowPacker = Callable[[Row, str], Row]
+_MAX_EXAMPLES_PER_MATCH_TYPE = 3
+_PackerFn = Callable[[Row, str], Row]
 
 
 def clean_training_rows(
@@ -49,20 +49,19 @@ def clean_training_rows(
 ) -> tuple[Rows, dict[str, float], list[str]]:
     """Write the duplicates and benchmark texts among the training rows to a file in `folder`, and drop these rows if
     the recipe sets `action = "drop"`; rows that match held-out rows are only reported. Return the kept rows, metrics
-    and notices. Raise DataError for a benchmark without text, or if no row remains, and Preempted if a stop was
-    requested."""
+    and notices. Raise DataError if a benchmark has no text or no row remains, and Preempted if a stop was requested."""
     config = stage.recipe.train.train_policy.clean
     assert config is not None
     counts: Counter[str] = Counter()
     examples: list[str] = []
     is_dropped = np.zeros(len(rows), dtype=bool)
     with open(folder / MATCHES_FILE, "w", encoding="utf-8") as file:
-        pack_row = dataset_loader.make_packer()
-        for row_number, should_remove, match in _find_matches(stage, config, rows, held_out_sets, pack_row):
-            match["dropped"] = should_remove and config.action == "drop"
+        apply_packer = dataset_loader.make_packer()
+        for row_number, should_drop, match in _find_repeated_texts(stage, config, rows, held_out_sets, apply_packer):
+            match["dropped"] = should_drop and config.action == "drop"
             is_dropped[row_number] |= match["dropped"]
             counts[match["match"]] += 1
-            if counts[match["match"]] <= _MAX_EXAMPLES:
+            if counts[match["match"]] <= _MAX_EXAMPLES_PER_MATCH_TYPE:
                 examples.append(f"{match['row']}: {match['match']} of {match['of']}: {match['text'][:80]!r}")
             file.write(json.dumps(match, ensure_ascii=False) + "\n")
     kept_rows = rows.select(~is_dropped)
@@ -77,46 +76,46 @@ def clean_training_rows(
     return kept_rows, {f"data/clean_{name}": float(counts[name]) for name in count_names}, notices
 
 
-def _find_matches(
-    stage: Stage, config: CleanConfig, rows: Rows, held_out_sets: Sequence[Rows], pack_row: _RowPacker | None
+def _find_repeated_texts(
+    stage: Stage, config: CleanConfig, rows: Rows, held_out_sets: Sequence[Rows], apply_packer: _PackerFn | None
 ) -> Iterator[tuple[int, bool, dict[str, Any]]]:
     """Yield the number of each training row that repeats another text, whether that is a reason to drop the row, and
     the match, a line of `clean.jsonl`. Matches with benchmarks and held-out rows come first, then duplicates."""
-    benchmarks = Benchmarks(config.decontaminate_against, config.ngram)
-    bands = MinHashBands(config.near_duplicates) if config.near_duplicates else None
+    benchmarks = BenchmarkIndex(config.decontaminate_against, config.ngram)
+    minhash = MinHashBands(config.near_duplicates) if config.near_duplicates else None
     row_numbers, hash_keys = array("Q"), array("Q")
-    held_out_rows, held_out_index = list[ComparedRow](), _RowIndex()
+    held_out_rows, held_out_index = list[RowFingerprint](), _HashKeyIndex()
     for held_out_set in held_out_sets:
-        for _, location, texts, has_images in _iterate_readable_rows(stage, held_out_set, pack_row):
+        for _, location, texts, has_images in _iterate_readable_rows(stage, held_out_set, apply_packer):
             if not has_images:
-                row, _ = _make_compared_row(location, texts)
-                held_out_index.add(len(held_out_rows), enumerate(row.keys(bands)))
-                held_out_rows.append(row)
+                fingerprint, _ = _make_row_fingerprint(location, texts)
+                held_out_index.add(len(held_out_rows), enumerate(fingerprint.compute_hash_keys(minhash)))
+                held_out_rows.append(fingerprint)
     with tempfile.TemporaryFile(dir=stage.path) as file:
-        compared_rows = ComparedRows(file)
-        for row_number, location, texts, has_images in _iterate_readable_rows(stage, rows, pack_row):
-            row, turn_words = _make_compared_row(location, texts)
-            if match := benchmarks.match(turn_words):
-                should_remove = match["similarity"] >= config.min_overlap
-                yield row_number, should_remove, {"row": location, **match}
-                if should_remove:
+        fingerprints = RowFingerprintFile(file)
+        for row_number, location, texts, has_images in _iterate_readable_rows(stage, rows, apply_packer):
+            fingerprint, turn_words = _make_row_fingerprint(location, texts)
+            if match := benchmarks.find_match(turn_words):
+                should_drop = match["similarity"] >= config.min_overlap
+                yield row_number, should_drop, {"row": location, **match}
+                if should_drop:
                     continue
-            if has_images:  # one question may be asked about many images
+            if has_images:  # rows with equal text may show different images
                 continue
-            row_keys = row.keys(bands)
+            row_keys = fingerprint.compute_hash_keys(minhash)
             candidates = map(held_out_rows.__getitem__, held_out_index.find_rows(enumerate(row_keys)))
-            if match := row.match(candidates, config.near_duplicates):
+            if match := fingerprint.find_match(candidates, config.near_duplicates):
                 yield row_number, False, {**match, "match": "held_out_row"}
-            compared_rows.add(row)
+            fingerprints.add(fingerprint)
             row_numbers.append(row_number)
             hash_keys.extend(row_keys)
-        key_table = np.frombuffer(hash_keys, dtype=np.uint64).reshape(-1, 1 + (bands.count if bands else 0))
-        for position, match in find_duplicates(key_table, compared_rows, config.near_duplicates):
+        key_table = np.frombuffer(hash_keys, dtype=np.uint64).reshape(-1, 1 + (minhash.num_bands if minhash else 0))
+        for position, match in find_duplicates(key_table, fingerprints, config.near_duplicates):
             yield row_numbers[position], True, match
 
 
 def _iterate_readable_rows(
-    stage: Stage, rows: Rows, pack_row: _RowPacker | None
+    stage: Stage, rows: Rows, apply_packer: _PackerFn | None
 ) -> Iterator[tuple[int, str, list[str], bool]]:
     """Yield number, location and texts of each row, and whether it shows images; unreadable rows are skipped."""
     policy, row_kind = stage.recipe.train.train_policy, load_tokenised_kind(stage.recipe.train.train_policy.rows)
@@ -126,29 +125,29 @@ def _iterate_readable_rows(
             if stage.stop_requested:
                 raise Preempted(f"stopped after {row_number} rows were compared; preparing starts anew")
         with suppress(DataError):
-            packed_row = pack_row(row, location) if pack_row else row
+            packed_row = apply_packer(row, location) if apply_packer else row
             value = row_kind.read(packed_row, location, policy)
             yield row_number, location, list(iterate_texts(value)), _shows_images(packed_row, value)
 
 
 def _shows_images(row: Row, value: Any) -> bool:
-    parts = value if isinstance(value, tuple) else (value,)
-    turns = chain.from_iterable(part for part in parts if isinstance(part, list))
-    return bool(images_in_columns(row)) or any(isinstance(turn["content"], list) for turn in turns)
+    values = value if isinstance(value, tuple) else (value,)
+    turns = chain.from_iterable(item for item in values if isinstance(item, list))
+    return bool(get_column_images(row)) or any(isinstance(turn["content"], list) for turn in turns)
 
 
-def _make_compared_row(location: str, texts: list[str]) -> tuple["ComparedRow", list[list[str]]]:
-    """Return a row reduced to what the search for duplicates compares, and the normalised words of each text."""
+def _make_row_fingerprint(location: str, texts: list[str]) -> tuple["RowFingerprint", list[list[str]]]:
+    """Return the fingerprint of a row, and the normalised words of each text of the row."""
     normalised_texts = list(map(normalise_text, texts))
     text_words = list(map(split_words, normalised_texts))
     digest = blake2b("\0".join(normalised_texts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
     ngram_hashes = np.unique(hash_ngrams(hash_words([*chain.from_iterable(text_words)]), _SHINGLE_SIZE))
     text = "\n".join(texts)[:_MAX_TEXT_CHARACTERS].encode("utf-8", "replace").decode()
-    return ComparedRow(digest, location, text, ngram_hashes), text_words
+    return RowFingerprint(digest, location, text, ngram_hashes), text_words
 
 
 def iterate_texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a value that a kind of rows has read from a row, except the texts of system turns."""
+    """Yield all texts in nested lists and dictionaries, such as turns, except the texts of system turns."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -159,8 +158,8 @@ def iterate_texts(value: Any) -> Iterator[str]:
             yield from iterate_texts(element)
 
 
-class ComparedRow(NamedTuple):
-    """Row of a data set, reduced to what the search for duplicates compares."""
+class RowFingerprint(NamedTuple):
+    """Digest and n-gram hashes of a row's text, which the search for duplicates compares."""
 
     digest: bytes
     location: str
@@ -169,87 +168,91 @@ class ComparedRow(NamedTuple):
     ngram_hashes: np.ndarray
     """Sorted hashes of the row's n-grams, uint64."""
 
-    def similarity(self, other_row: "ComparedRow") -> float:
+    def compute_similarity(self, other: "RowFingerprint") -> float:
         """Return the Jaccard similarity of the n-grams of two rows."""
-        num_common_ngrams = np.intersect1d(self.ngram_hashes, other_row.ngram_hashes, assume_unique=True).size
-        return num_common_ngrams / max(1, self.ngram_hashes.size + other_row.ngram_hashes.size - num_common_ngrams)
+        num_common_ngrams = np.intersect1d(self.ngram_hashes, other.ngram_hashes, assume_unique=True).size
+        return num_common_ngrams / max(1, self.ngram_hashes.size + other.ngram_hashes.size - num_common_ngrams)
 
-    def keys(self, bands: MinHashBands | None) -> list[int]:
-        """Return the hash of the row's text and, with `bands`, a key per band; similar rows very likely share a key."""
-        return [int.from_bytes(self.digest[:8]), *(bands.keys(self.ngram_hashes).tolist() if bands else ())]
+    def compute_hash_keys(self, minhash: MinHashBands | None) -> list[int]:
+        """Return the hash of the row's text and, with `minhash`, a key per band: similar rows probably share one."""
+        band_keys = minhash.compute_band_keys(self.ngram_hashes).tolist() if minhash else []
+        return [int.from_bytes(self.digest[:8]), *band_keys]
 
-    def match(self, other_rows: Iterable["ComparedRow"], threshold: float) -> dict[str, Any] | None:
-        """Return the match with the most similar row; None if no text is equal, and no similarity reaches `threshold`
-        (0: off)."""
-        best_row, best_similarity = None, threshold or 2.0
-        for other_row in other_rows:
-            other_similarity = 2.0 if self.digest == other_row.digest else self.similarity(other_row)
-            if other_similarity > best_similarity or (other_similarity == best_similarity and best_row is None):
-                best_row, best_similarity = other_row, other_similarity
-        if best_row is None:
+    def find_match(self, candidates: Iterable["RowFingerprint"], threshold: float) -> dict[str, Any] | None:
+        """Return the match with the most similar row; None if no row has an equal text or a similarity of at least
+        `threshold` (0: only equal texts match)."""
+        best_candidate, best_similarity = None, threshold or 2.0
+        for candidate in candidates:
+            similarity = 2.0 if self.digest == candidate.digest else self.compute_similarity(candidate)
+            if similarity > best_similarity or (similarity == best_similarity and best_candidate is None):
+                best_candidate, best_similarity = candidate, similarity
+        if best_candidate is None:
             return None
         return {
             "row": self.location, "match": "exact_duplicate" if best_similarity == 2.0 else "near_duplicate",
             "similarity": min(best_similarity, 1.0), "text": self.text,
-            "of": best_row.location, "of_text": best_row.text,
+            "of": best_candidate.location, "of_text": best_candidate.text,
         }  # fmt: skip
 
 
-class _RowIndex:
+class _HashKeyIndex:
     """Index of row numbers by hash keys, with at most `_MAX_CANDIDATES` rows per key."""
 
     def __init__(self) -> None:
         self._rows_by_key: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
 
-    def add(self, row_number: int, keys: Iterable[tuple[int, int]]) -> None:
+    def add(self, row_number: int, hash_keys: Iterable[tuple[int, int]]) -> None:
         """Add a row under its hash keys, pairs of column number and hash."""
-        for key in keys:
+        for key in hash_keys:
             if len(self._rows_by_key[key]) < _MAX_CANDIDATES:
                 self._rows_by_key[key].append(row_number)
 
-    def find_rows(self, keys: Iterable[tuple[int, int]]) -> list[int]:
+    def find_rows(self, hash_keys: Iterable[tuple[int, int]]) -> list[int]:
         """Return the sorted numbers of the rows that have at least one of the hash keys."""
-        return sorted({row_number for key in keys for row_number in self._rows_by_key.get(key, ())})
+        return sorted({row_number for key in hash_keys for row_number in self._rows_by_key.get(key, ())})
 
 
-class ComparedRows:
-    """Sequence of `ComparedRow`s that are stored in a file."""
+class RowFingerprintFile:
+    """Sequence of `RowFingerprint`s that are stored in a file."""
 
     def __init__(self, file: Any) -> None:
         self._file, self._offsets = file, array("Q")
 
-    def add(self, row: ComparedRow) -> None:
-        """Append a row to the file."""
+    def add(self, fingerprint: RowFingerprint) -> None:
+        """Append the fingerprint of a row to the file."""
         self._offsets.append(self._file.tell())
-        # A file name may not be UTF-8, unlike `clean.jsonl`.
-        location = row.location.encode("utf-8", "replace").decode()
-        pickle.dump(row._replace(location=location), self._file)
+        # `clean.jsonl` must be UTF-8, and a file name can have other bytes.
+        location = fingerprint.location.encode("utf-8", "replace").decode()
+        pickle.dump(fingerprint._replace(location=location), self._file)
 
-    def __getitem__(self, index: int) -> ComparedRow:
+    def __getitem__(self, index: int) -> RowFingerprint:
         self._file.seek(self._offsets[index])
-        row: ComparedRow = pickle.load(self._file)
-        return row
+        fingerprint: RowFingerprint = pickle.load(self._file)
+        return fingerprint
 
 
-def find_duplicates(keys: np.ndarray, rows: ComparedRows, threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the position and the match of each row that duplicates an earlier row, which is no duplicate itself: their
-    texts are equal, or their similarity is at least `threshold` (0: equal texts only). `keys` are the hash keys of the
-    rows, shape (rows, keys); rows with an equal key in a column are compared."""
-    is_key_shared = np.zeros(keys.shape, dtype=bool)
-    for column in range(keys.shape[1]):
-        _, inverse_indices, key_counts = np.unique(keys[:, column], return_inverse=True, return_counts=True)
+def find_duplicates(
+    hash_keys: np.ndarray, fingerprints: RowFingerprintFile, threshold: float
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the position and the match of each row whose text is equal to that of an earlier row, or has a similarity
+    of at least `threshold` to it (0: equal texts only). Earlier rows that are duplicates themselves are not compared.
+    `hash_keys`, shape (rows, keys), are the hash keys of the rows; rows with an equal key in a column are compared."""
+    is_key_shared = np.zeros(hash_keys.shape, dtype=bool)
+    for column in range(hash_keys.shape[1]):
+        _, inverse_indices, key_counts = np.unique(hash_keys[:, column], return_inverse=True, return_counts=True)
         is_key_shared[:, column] = key_counts[inverse_indices] > 1
-    index = _RowIndex()
+    index = _HashKeyIndex()
     for position in np.flatnonzero(is_key_shared.any(axis=1)).tolist():
         shared_columns = np.flatnonzero(is_key_shared[position]).tolist()
-        row_keys = [(column, int(keys[position, column])) for column in shared_columns]
-        if match := rows[position].match(map(rows.__getitem__, index.find_rows(row_keys)), threshold):
+        row_keys = [(column, int(hash_keys[position, column])) for column in shared_columns]
+        candidates = map(fingerprints.__getitem__, index.find_rows(row_keys))
+        if match := fingerprints[position].find_match(candidates, threshold):
             yield position, match
         else:
             index.add(position, row_keys)
 
 
-class Benchmarks:
+class BenchmarkIndex:
     """Index of the n-grams of the texts of benchmarks, held in memory."""
 
     def __init__(self, benchmark_configs: Sequence[BenchmarkRowsConfig], ngram_size: int) -> None:
@@ -273,10 +276,10 @@ class Benchmarks:
         sorted_indices = np.argsort(hashes, kind="stable")
         self._hashes, self._text_indices = hashes[sorted_indices], np.frombuffer(text_indices, "I")[sorted_indices]
 
-    def match(self, turns: Sequence[list[str]]) -> dict[str, Any] | None:
-        """Return the match of a row, whose turns are lists of words, with the benchmark text that it repeats most;
-        None: no text. `similarity` is the fraction of the benchmark's words in common n-grams; `text` is the longest
-        common passage."""
+    def find_match(self, turns: Sequence[list[str]]) -> dict[str, Any] | None:
+        """Return the match of a row, whose turns are lists of words, with the benchmark text that it repeats most; None
+        if it repeats no text. In the match, `similarity` is the fraction of the benchmark's words that are in common
+        n-grams, and `text` is the longest common passage."""
         turns = [remove_operators(words) for words in turns] if self._texts else []
         hashes_by_turn = [*map(hash_words, turns)]
         ngram_hashes = [
@@ -289,24 +292,24 @@ class Benchmarks:
             return None
         row_hashes = np.concatenate(ngram_hashes)
         first_positions = np.minimum(np.searchsorted(self._hashes, row_hashes), len(self._hashes) - 1)
-        match_counts: Counter[int] = Counter()
+        hit_counts: Counter[int] = Counter()
         for start in first_positions[self._hashes[first_positions] == row_hashes].tolist():
             end = start + _MAX_CANDIDATES
-            match_counts.update(self._text_indices[start:end][self._hashes[start:end] == self._hashes[start]].tolist())
+            hit_counts.update(self._text_indices[start:end][self._hashes[start:end] == self._hashes[start]].tolist())
         best_match: tuple[float, int, list[str]] | None = None
-        for text_index, _ in match_counts.most_common(_MAX_CANDIDATES):
+        for text_index, _ in hit_counts.most_common(_MAX_CANDIDATES):
             benchmark_words = remove_operators(split_words(normalise_text(self._texts[text_index][1])))
-            overlap, passage = self._compare_with_turns(turns, benchmark_words)
-            if passage and (best_match is None or overlap > best_match[0]):
-                best_match = overlap, text_index, passage
+            overlap_fraction, common_passage = self._measure_overlap(turns, benchmark_words)
+            if common_passage and (best_match is None or overlap_fraction > best_match[0]):
+                best_match = overlap_fraction, text_index, common_passage
         if best_match is None:
             return None
-        overlap, text_index, passage = best_match
+        overlap_fraction, text_index, common_passage = best_match
         location, text = self._texts[text_index]
-        return {"match": "benchmark_text", "similarity": round(overlap, 4), "text": " ".join(passage),
+        return {"match": "benchmark_text", "similarity": round(overlap_fraction, 4), "text": " ".join(common_passage),
                 "of": location, "of_text": text[:_MAX_TEXT_CHARACTERS]}  # fmt: skip
 
-    def _compare_with_turns(self, turns: Sequence[list[str]], benchmark_words: list[str]) -> tuple[float, list[str]]:
+    def _measure_overlap(self, turns: Sequence[list[str]], benchmark_words: list[str]) -> tuple[float, list[str]]:
         """Return the fraction of `benchmark_words` that are in an n-gram of a turn, and the longest common passage."""
         ngram_size = min(self._ngram_size, len(benchmark_words))
         turn_ngrams = {tuple(turn[i : i + ngram_size]) for turn in turns for i in range(len(turn) - ngram_size + 1)}

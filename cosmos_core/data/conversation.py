@@ -16,7 +16,7 @@ from cosmos_core.data.rendering import Tools, render
 from cosmos_core.data.spans import Span
 from cosmos_core.errors import DataError
 
-NO_ROOM_FOR_COMPLETION = "with a prompt that leaves no room for a completion in policy.model_max_length"
+PROMPT_TOO_LONG_REASON = "with a prompt that leaves no room for a completion in policy.model_max_length"
 
 
 def tokenise_conversation(
@@ -24,38 +24,38 @@ def tokenise_conversation(
     conversation: list[Message] | str,
     location: str,
     tools: Tools = None,
-    end_ids: tuple[int, ...] = (),
+    stop_ids: tuple[int, ...] = (),
 ) -> tuple[list[int], list[int]]:
     """Return token ids and loss mask of a conversation or plain text, not cut to a maximum length; errors are those of
     `find_learned_spans`.
 
     The mask is 1 for tokens that are learned. In a conversation these are the tokens that the assistant has to
-    generate, including the token that ends each turn (one of `end_ids`, at which generation stops). In plain text these
-    are all tokens, including the final end token.
+    generate, including the token that ends each turn (one of `stop_ids`, at which generation stops). In plain text
+    these are all tokens, including the final end token.
     """
     if isinstance(conversation, str):
         return _tokenise_plain_text(tokenizer, conversation)
-    rendered_text, spans = find_learned_spans(tokenizer, conversation, location, tools, end_ids)
+    rendered_text, spans = find_learned_spans(tokenizer, conversation, location, tools, stop_ids)
     return _tokenise_with_loss_mask(tokenizer, rendered_text, spans, location)
 
 
-def span_token_mask(span: Span, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def make_span_token_mask(span: Span, token_starts: np.ndarray, token_ends: np.ndarray) -> np.ndarray:
     """Return a mask of the tokens that have a character inside the span, from the character offsets of tokens."""
     start, end = span
     # Byte-level tokenizers that trim offsets report a whitespace token as an empty span at the token's end.
-    return (ends > start) & ((starts < end) | ((starts == ends) & (ends <= end)))
+    return (token_ends > start) & ((token_starts < end) | ((token_starts == token_ends) & (token_ends <= end)))
 
 
 def tokenise_prompt_and_completion(
     tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str, location: str
 ) -> tuple[list[int], list[int]]:
-    """Return token ids and loss mask of a prompt and completion of plain text. Completion and end token are learned,
-    and a token with characters of both texts; raise DataError if such a token has no character offsets."""
+    """Return token ids and loss mask of a prompt and completion of plain text. The mask is 1 for tokens with characters
+    of the completion and for the end token. Raise DataError if tokens at the border have no character offsets."""
     text = prompt + completion
-    all_ids, _ = _tokenise_plain_text(tokenizer, text)
+    ids_with_special_tokens, _ = _tokenise_plain_text(tokenizer, text)
     ids, mask = _tokenise_with_loss_mask(tokenizer, text, [(len(prompt), len(text))], location)
-    offset = next(i for i in range(len(all_ids)) if all_ids[i : i + len(ids)] == ids)
-    return all_ids, [0] * offset + mask + [1] * (len(all_ids) - offset - len(ids))
+    offset = next(i for i in range(len(ids_with_special_tokens)) if ids_with_special_tokens[i : i + len(ids)] == ids)
+    return ids_with_special_tokens, [0] * offset + mask + [1] * (len(ids_with_special_tokens) - offset - len(ids))
 
 
 def truncate_tokens(tokens: tuple[list[int], list[int]], max_length: int, location: str) -> tuple[list[int], list[int]]:
@@ -96,7 +96,7 @@ def tokenise_rendered_prompt(
     """Return token ids and text of a rendered prompt; raise SkippedRow if it is longer than `max_length`."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) > max_length:
-        raise SkippedRow(location, NO_ROOM_FOR_COMPLETION)
+        raise SkippedRow(location, PROMPT_TOO_LONG_REASON)
     return ids, text
 
 
@@ -115,10 +115,10 @@ def _tokenise_with_loss_mask(
     if not tokenizer.is_fast:
         return _tokenise_between_borders(tokenizer, text, spans, location)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    starts, token_ends = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
-    mask = np.zeros(len(starts), dtype=bool)
+    token_starts, token_ends = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+    mask = np.zeros(len(token_starts), dtype=bool)
     for span in spans:
-        mask |= span_token_mask(span, starts, token_ends)
+        mask |= make_span_token_mask(span, token_starts, token_ends)
     return encoding["input_ids"], mask.astype(int).tolist()
 
 
@@ -127,8 +127,8 @@ def _tokenise_between_borders(
 ) -> tuple[list[int], list[int]]:
     """Tokenise the texts between span borders separately; raise DataError if the tokens of the whole text differ."""
     ids, mask = list[int](), list[int]()
-    span_borders = [0, *(border for span in spans for border in span), len(text)]
-    for text_index, (start, end) in enumerate(pairwise(span_borders)):
+    span_boundaries = [0, *(boundary for span in spans for boundary in span), len(text)]
+    for text_index, (start, end) in enumerate(pairwise(span_boundaries)):
         text_ids = tokenizer(text[start:end], add_special_tokens=False, verbose=False)["input_ids"]
         ids += text_ids
         mask += [text_index % 2] * len(text_ids)

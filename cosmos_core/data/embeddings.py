@@ -21,10 +21,10 @@ _ALLOWED_GLOBALS = {
 """Globals (module, name) that a pickle of NumPy arrays refers to; any other global could execute arbitrary code."""
 
 
-def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return the tensors of a text embedding by name, without a batch dimension. `names` are the names of the text
-    encoder's outputs; a pickle has no names, so `names` must then have one element. Raise DataError if the file is
-    damaged, holds other objects than arrays, or lacks one of the names."""
+def read_embedding(path: Path, output_names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Return the tensors of a text embedding by name, without a batch dimension. `output_names` are the names of the
+    text encoder's outputs; only one name is possible for a pickle, which stores no names. Raise DataError if the file
+    is damaged, holds other objects than arrays, or lacks one of the names."""
 
     def convert_error(error: Exception) -> Exception:
         # A damaged pickle may claim an array that exceeds the memory, so only errors of the disk are raised unchanged.
@@ -32,15 +32,15 @@ def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
         return error if is_disk_error else DataError(f"{path.name}: it is damaged: {first_line(error)}")
 
     is_pickle = path.suffix.lower() != ".safetensors"
-    if is_pickle and len(names) != 1:
-        raise DataError(f"{path.name}: a pickle has one array, and the model needs {', '.join(names)}; write "
+    if is_pickle and len(output_names) != 1:
+        raise DataError(f"{path.name}: a pickle has one array, and the model needs {', '.join(output_names)}; write "
                         "safetensors with these names")  # fmt: skip
     with convert_errors(convert_error):
-        tensors = {names[0]: torch.from_numpy(_read_pickled_array(path))} if is_pickle else load_file(path)
-    if missing_names := set(names) - tensors.keys():
-        known, missing = (", ".join(sorted(each)) for each in (tensors, missing_names))
-        raise DataError(f"{path.name}: it has {known}, and the model needs {missing}")
-    return {name: tensors[name] for name in names}
+        tensors = {output_names[0]: torch.from_numpy(_read_pickled_array(path))} if is_pickle else load_file(path)
+    if missing_names := set(output_names) - tensors.keys():
+        present_names, absent_names = (", ".join(sorted(each)) for each in (tensors, missing_names))
+        raise DataError(f"{path.name}: it has {present_names}, and the model needs {absent_names}")
+    return {name: tensors[name] for name in output_names}
 
 
 class _ArrayUnpickler(pickle.Unpickler):
@@ -53,7 +53,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def _read_pickled_array(path: Path) -> np.ndarray:
-    """Return the array of a pickle, in lists of one element or not; refuse a pickle that holds other objects."""
+    """Return the array in a pickle, even inside lists of one element; raise an error if it holds other objects."""
     with open(path, "rb") as file:
         value = _ArrayUnpickler(file).load()
     while isinstance(value, list) and len(value) == 1:

@@ -12,7 +12,7 @@ from cosmos_core.data.tool_calls import parse_json
 from cosmos_core.errors import DataError
 
 _ROLE_KEYS, _CONTENT_KEYS = {"role", "from"}, {"content", "value", "tool_calls", "function_call"}
-_TURN_LIST_START = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
+_TURN_LIST_START_REGEX = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 _MAX_LITERAL_LENGTH = 1 << 20  # Python's parser needs about a hundred times the memory of its text
 
 
@@ -24,15 +24,15 @@ def decode_conversation(value: Any, location: str = "") -> Any:
     turns = parse_json(value)
     if turns is None and len(value) <= _MAX_LITERAL_LENGTH:
         turns = _parse_literal(value)
-    if location and _TURN_LIST_START.match(value) and not are_turns(turns):
+    if location and _TURN_LIST_START_REGEX.match(value) and not is_turn_list(turns):
         text = " ".join(value[-40:].split())
         remedy = "spreadsheets cut a cell after 32,767 characters; write JSON Lines"
         raise DataError(f"{location}: turns that end with {text!r} cannot be decoded, {remedy}")
-    return turns if are_turns(turns) else value
+    return turns if is_turn_list(turns) else value
 
 
-def are_turns(value: Any) -> bool:
-    """Return whether a value is a list of turns: each has a role, and one a content, unlike other lists with `role`."""
+def is_turn_list(value: Any) -> bool:
+    """Return whether a value is a list of turns: every element has a role, and at least one element has a content."""
     has_roles = isinstance(value, list) and all(isinstance(turn, dict) and _ROLE_KEYS & turn.keys() for turn in value)
     return has_roles and any(_CONTENT_KEYS & turn.keys() for turn in value)
 

@@ -37,7 +37,7 @@ class FlowSample:
     """Weight of the sample's loss."""
     negative_text: Mapping[str, Tensor] | None = None
     """Embedding of the negative prompt for guidance; None disables guidance."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    algorithm_values: Mapping[str, Any] = field(default_factory=dict)
     """Additional values of an algorithm, such as an advantage."""
 
 
@@ -67,8 +67,8 @@ class NoiseSampler:
         num_frames = self._sample_num_conditioning_frames(row, generator)
         latents = row.mean
         if row.logvar is not None:
-            std = torch.exp(0.5 * row.logvar)
-            latents = row.mean + std * torch.randn(row.mean.shape, generator=generator, dtype=row.mean.dtype)
+            posterior_std = torch.exp(0.5 * row.logvar)
+            latents = row.mean + posterior_std * torch.randn(row.mean.shape, generator=generator, dtype=row.mean.dtype)
         noise = torch.randn(row.mean.shape, generator=generator, dtype=row.mean.dtype)
         weight = loss_weights(sigma_1, config.weighting_scheme).item()
         return FlowSample(latents, sigma_1.item(), text, noise, num_conditioning_frames=num_frames, weight=weight)

@@ -38,7 +38,7 @@ _BLOCK_CHARACTERS = 1 << 20  # characters that are read from a file at a time
 _ROWS_PER_BATCH = 1024
 _JSON_DECODER = json.JSONDecoder(parse_constant=lambda name: None if name == "NaN" else float(name))
 """Decoder that reads NaN as null, because Python writes missing values of pandas as NaN."""
-_MEDIA_FEATURE = re.compile(r"\b(Audio|Image|Mesh|Nifti|Pdf|Video)\(")
+_MEDIA_FEATURE_REGEX = re.compile(r"\b(Audio|Image|Mesh|Nifti|Pdf|Video)\(")
 """Pattern of the types of columns that `datasets` decodes on access."""
 _CSV_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 _TOOL_KEYS = {"tools", "functions", "tool_calls", "function_call"}
@@ -49,16 +49,16 @@ LocatedRow = tuple[str, Row]
 
 
 @dataclass(frozen=True)
-class RowPart:
-    """Rows of one file or one split; each call of `read` iterates over the rows from the beginning."""
+class RowReader:
+    """Reader of the rows of one file or one split; each call of `read` iterates from the beginning."""
 
     name: str
     num_rows: int
     read: Callable[[], Iterator[LocatedRow]]
 
-    def select(self, start: int, end: int) -> RowPart:
-        """Return the rows from number `start` up to number `end`, which is excluded."""
-        return RowPart(self.name, end - start, lambda: islice(self.read(), start, end))
+    def select(self, start: int, end: int) -> RowReader:
+        """Return a reader of the rows from number `start` up to number `end`, which is excluded."""
+        return RowReader(self.name, end - start, lambda: islice(self.read(), start, end))
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
     with ExitStack() as exit_stack:
         with convert_reader_errors(f"{path.name} cannot be read"):
             file = exit_stack.enter_context(_FILE_OPENERS.get(path.suffix.lower(), open)(path, "rb"))
-            if isinstance(file, bz2.BZ2File | lzma.LZMAFile):  # by default they end silently at a damaged later stream
+            if isinstance(file, bz2.BZ2File | lzma.LZMAFile):  # by default they silently ignore a damaged later stream
                 cast(Any, file)._buffer.raw._trailing_error = ()
             num_bom_bytes = 0  # bytes of byte order marks, which some programs repeat with each save
             while file.read(len(BOM_UTF8)) == BOM_UTF8:
@@ -112,8 +112,8 @@ def _parse_object(text: str, location: str) -> Row:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{location}: malformed JSON, {first_line(error)}") from None
     if not isinstance(value, dict):
-        rule = 'a line must be a JSON object such as {"prompt": "..."}'
-        raise DataError(f"{location}: {rule}, not {text.strip()[:40]!r}")
+        expected_line = 'a line must be a JSON object such as {"prompt": "..."}'
+        raise DataError(f"{location}: {expected_line}, not {text.strip()[:40]!r}")
     return value
 
 
@@ -124,9 +124,9 @@ def _read_json(path: Path) -> Iterator[LocatedRow]:
         if not first_block.lstrip().startswith("["):
             first_row_values = [list(row.values()) for _, row in islice(_read_json_lines(path), 2)]
             elements = first_row_values[0][0] if [len(values) for values in first_row_values] == [1] else None
-            is_list = isinstance(elements, list) and all(isinstance(element, dict) for element in elements)
+            is_object_list = isinstance(elements, list) and all(isinstance(element, dict) for element in elements)
             # A list of turns, as in `{"messages": [{"role": ...}]}`, belongs to a row.
-            if elements and is_list and not {"role", "from"} & elements[0].keys():
+            if elements and is_object_list and not {"role", "from"} & elements[0].keys():
                 yield from ((f"{path.name} row {index}", element) for index, element in enumerate(elements))
             else:
                 yield from _read_json_lines(path)
@@ -212,12 +212,12 @@ def _detect_separator(path: Path, header: str) -> str:
     return next((separator for separator in _CSV_SEPARATORS if separator in unquoted_header), ",")
 
 
-def _make_text_part(read_rows: Callable[[Path], Iterator[LocatedRow]], path: Path) -> RowPart:
-    """Return the rows of a text file. The file is read once here, so that a damaged file raises an error at once."""
-    return RowPart(path.name, sum(1 for _ in read_rows(path)), lambda: read_rows(path))
+def _make_text_reader(read_rows: Callable[[Path], Iterator[LocatedRow]], path: Path) -> RowReader:
+    """Return the reader of a text file. The file is read once here, so that a damaged file raises an error at once."""
+    return RowReader(path.name, sum(1 for _ in read_rows(path)), lambda: read_rows(path))
 
 
-def _open_parquet(path: Path) -> RowPart:
+def _open_parquet(path: Path) -> RowReader:
     error_description = f"{path.name} is not a readable parquet file"
     with convert_reader_errors(error_description):
         num_rows = pa.parquet.read_metadata(path).num_rows
@@ -236,10 +236,10 @@ def _open_parquet(path: Path) -> RowPart:
                     dataset = _read_undecoded_rows(_make_dataset(pa.Table.from_batches([record_batch])))
             yield from dataset
 
-    return RowPart(path.name, num_rows, lambda: _locate_rows(path.name, rows()))
+    return RowReader(path.name, num_rows, lambda: _locate_rows(path.name, rows()))
 
 
-def _open_arrow(path: Path) -> RowPart:
+def _open_arrow(path: Path) -> RowReader:
     with convert_reader_errors(f"{path.name} is not a readable Arrow file"):
         source = pa.memory_map(str(path))
         try:
@@ -248,7 +248,7 @@ def _open_arrow(path: Path) -> RowPart:
             source.seek(0)
             table = pa.ipc.open_stream(source).read_all()
         table.validate(full=True)
-        return make_dataset_part(_make_dataset(table), path.name)
+        return make_dataset_reader(_make_dataset(table), path.name)
 
 
 def _make_dataset(table: pa.Table) -> Any:
@@ -257,15 +257,15 @@ def _make_dataset(table: pa.Table) -> Any:
     return datasets.Dataset(table)
 
 
-def make_dataset_part(dataset: Any, name: str) -> RowPart:
-    """Return the rows of a data set object of the library `datasets`."""
+def make_dataset_reader(dataset: Any, name: str) -> RowReader:
+    """Return the reader of a data set object of the library `datasets`."""
     dataset = dataset.with_format(None)  # `save_to_disk` keeps a format, such as tensors of a selection of columns
-    return RowPart(name, len(dataset), lambda: _locate_rows(name, _read_undecoded_rows(dataset)))
+    return RowReader(name, len(dataset), lambda: _locate_rows(name, _read_undecoded_rows(dataset)))
 
 
 def _read_undecoded_rows(dataset: Any) -> Iterator[Row]:
     """Yield rows with media as stored (path and bytes): decoding is slow, and needs packages for audio and videos."""
-    media_columns = [name for name, feature in dataset.features.items() if _MEDIA_FEATURE.search(str(feature))]
+    media_columns = [name for name, feature in dataset.features.items() if _MEDIA_FEATURE_REGEX.search(str(feature))]
     if not media_columns:
         yield from dataset
         return
@@ -309,14 +309,14 @@ def convert_reader_errors(description: str) -> AbstractContextManager[None]:
     return convert_errors(convert_error, DataError)
 
 
-_PART_OPENERS: dict[str, Callable[[Path], RowPart]] = {
-    **dict.fromkeys((".jsonl", ".ndjson"), partial(_make_text_part, _read_json_lines)),
-    ".json": partial(_make_text_part, _read_json),
+_READER_OPENERS: dict[str, Callable[[Path], RowReader]] = {
+    **dict.fromkeys((".jsonl", ".ndjson"), partial(_make_text_reader, _read_json_lines)),
+    ".json": partial(_make_text_reader, _read_json),
     ".parquet": _open_parquet, ".arrow": _open_arrow,
-    ".csv": partial(_make_text_part, _read_csv), ".tsv": partial(_make_text_part, _read_csv),
+    ".csv": partial(_make_text_reader, _read_csv), ".tsv": partial(_make_text_reader, _read_csv),
 }  # fmt: skip
 
 
-def open_part(path: Path) -> RowPart:
-    """Return the rows of a file whose name ends with one of `DATA_SUFFIXES`; raise DataError if it is malformed."""
-    return _PART_OPENERS["." + data_suffix(path.name).split(".")[1]](path)
+def open_row_file(path: Path) -> RowReader:
+    """Return the reader of a file whose name ends with one of `DATA_SUFFIXES`; raise DataError if it is malformed."""
+    return _READER_OPENERS["." + data_suffix(path.name).split(".")[1]](path)

@@ -14,17 +14,17 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from cosmos_core.config.schema.dataset import GENERATOR_PREFIX
-from cosmos_core.data.formats import LocatedRow, RowPart
+from cosmos_core.config.schema.dataset import REASONING_GYM_PREFIX
+from cosmos_core.data.formats import LocatedRow, RowReader
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.registry import suggest_names
 
 
-def make_generated_part(generator: str, arguments: Mapping[str, Any], config_key: str) -> RowPart:
+def make_generator_reader(generator: str, arguments: Mapping[str, Any], config_key: str) -> RowReader:
     """Return the rows of a generator; `config_key` is the name of the data set's table in the TOML, for messages. Raise
     DataError if the package is not installed, has no such generator, or refuses the arguments."""
-    name = GENERATOR_PREFIX + generator
+    name = REASONING_GYM_PREFIX + generator
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -40,12 +40,12 @@ def make_generated_part(generator: str, arguments: Mapping[str, Any], config_key
     error_prefix = f"{config_key}.arguments: {generator} refuses {dict(arguments)}"
     with convert_errors(lambda error: DataError(f"{error_prefix}: {first_line(error)}")):
         dataset = reasoning_gym.create_dataset(generator, **generator_arguments)
-    return RowPart(name, len(dataset), partial(_iterate_generated_rows, dataset, generator, generator_arguments))
+    return RowReader(name, len(dataset), partial(_iterate_generated_rows, dataset, generator, generator_arguments))
 
 
 def _iterate_generated_rows(dataset: Any, generator: str, arguments: Mapping[str, Any]) -> Iterator[LocatedRow]:
     for index in range(len(dataset)):
-        location = f"{GENERATOR_PREFIX}{generator} row {index}"
+        location = f"{REASONING_GYM_PREFIX}{generator} row {index}"
         try:
             entry = dataset[index]
         except Exception as error:
@@ -56,7 +56,7 @@ def _iterate_generated_rows(dataset: Any, generator: str, arguments: Mapping[str
 
 
 def _to_python_literal(entry: Mapping[str, Any]) -> str:
-    """Return the text of an entry as a Python literal, which unlike JSON has tuples, sets and keys of any type."""
+    """Serialise an entry as a Python literal, because JSON does not support tuples, sets and keys of any type."""
     try:
         text = repr(entry)
         if ast.literal_eval(text) == entry:

@@ -1,8 +1,8 @@
 """Images of a row: their positions in a conversation, their sources and their pixels.
 
 Supported are parts of a turn (`{"type": "image", "image": path}`, `image_url` with a path or a data: URI), and a column
-`image` or `images` with paths, bytes, or both as in Hugging Face data sets. The images of a column belong to <image>
-marks, to parts without a source, or precede the first user text. Nothing is fetched from a network.
+such as `image` or `images` with paths, bytes, or both as in Hugging Face data sets. The images of a column belong to
+<image> marks, to parts without a source, or precede the first user text. Nothing is fetched from a network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from cosmos_core.data.messages import IMAGE_MARK, Message, Row
+from cosmos_core.data.messages import IMAGE_MARK_REGEX, Message, Row
 from cosmos_core.errors import DataError
 from cosmos_core.types import ImageRef
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _SOURCE_KEYS = ("image", "image_url", "url", "path")
+_IMAGE_COLUMNS = ("images", "image")
+_OTHER_IMAGE_COLUMNS = ("img", "image_path", "image_paths", "img_path")
+"""Columns of images in rows whose turns do not say where their images are."""
 _IMAGE_PLACEHOLDER = {"type": "image"}
 _MAX_PATH_LENGTH = 4095  # maximum length of a path on Linux (PATH_MAX), in bytes
 _DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EOFError, LookupError, struct.error)
@@ -38,9 +41,11 @@ _DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EO
 def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Message], list[Any]]:
     """Return the turns with a placeholder part for each image, and the sources of the images in the same order; raise
     DataError if the turns show more or fewer images than the row has, or the row has a video."""
-    if images_in_columns(row, ("videos", "video")):
+    if get_column_images(row, ("videos", "video")):
         raise DataError(f"{location}: the row has a video, and this version reads images and text; leave such rows out")
-    if column_images := images_in_columns(row):
+    parts = [part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
+    has_sources = any(part.get(key) is not None for part in parts for key in _SOURCE_KEYS)
+    if column_images := get_column_images(row, _IMAGE_COLUMNS + (() if has_sources else _OTHER_IMAGE_COLUMNS)):
         turns = [{**turn, "content": _split_at_image_marks(turn["content"])} for turn in turns]
     contents = [turn["content"] for turn in turns if isinstance(turn["content"], list)]
     if column_images and not any(part["type"] == "image" for content in contents for part in content):
@@ -67,9 +72,9 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
     return placeholder_turns, sources
 
 
-def read_image(source: Any, root: Path, location: str, stored_root: Path | None = None) -> tuple[ImageRef, Image]:
-    """Return the image of a source and its `ImageRef` for prepared rows; paths are relative to the folder `root`, those
-    of an `ImageRef` to `stored_root` (None: `root`). Raise DataError if it cannot be decoded completely."""
+def read_image(source: Any, image_root: Path, location: str, stored_root: Path | None = None) -> tuple[ImageRef, Image]:
+    """Return the image of a source and its `ImageRef` for prepared rows. Source paths are relative to `image_root`, the
+    path in an `ImageRef` to `stored_root` (None: `image_root`). Raise DataError if the image cannot be decoded."""
     path, content = locate_image(source, location)
     if content is not None:
         image_ref = ImageRef(None, content, hashlib.sha256(content).hexdigest())
@@ -77,9 +82,9 @@ def read_image(source: Any, root: Path, location: str, stored_root: Path | None 
     assert path is not None
     # os.path.expanduser keeps the name of an unknown user, for which Path.expanduser raises.
     image_path = Path(os.path.expanduser(path))
-    image_path = image_path if image_path.is_absolute() else root / image_path
+    image_path = image_path if image_path.is_absolute() else image_root / image_path
     file_bytes = _read_file(image_path, f"{location}: image {path!r}")
-    stored_root = stored_root or root
+    stored_root = stored_root or image_root
     name = image_path.relative_to(stored_root) if image_path.is_relative_to(stored_root) else image_path.absolute()
     image_ref = ImageRef(str(name), None, hashlib.sha256(file_bytes).hexdigest())
     return image_ref, _decode_image(file_bytes, f"{location}: image {image_path}")
@@ -98,7 +103,7 @@ def open_image(image_ref: ImageRef) -> Image:
     return _decode_image(image_bytes, f"image {image_ref.path}")
 
 
-def images_in_columns(row: Row, columns: tuple[str, ...] = ("images", "image")) -> list[Any]:
+def get_column_images(row: Row, columns: tuple[str, ...] = _IMAGE_COLUMNS + _OTHER_IMAGE_COLUMNS) -> list[Any]:
     """Return the images in the first of `columns` that a row has a value in; empty if there is none."""
     for value in map(row.get, columns):
         images = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -109,10 +114,10 @@ def images_in_columns(row: Row, columns: tuple[str, ...] = ("images", "image")) 
 
 def _split_at_image_marks(content: Any) -> Any:
     """Split a text with <image> marks into parts; return any other content unchanged."""
-    if not isinstance(content, str) or not IMAGE_MARK.search(content):
+    if not isinstance(content, str) or not IMAGE_MARK_REGEX.search(content):
         return content
     parts: list[dict[str, Any]] = []
-    for text_index, text in enumerate(IMAGE_MARK.split(content)):
+    for text_index, text in enumerate(IMAGE_MARK_REGEX.split(content)):
         parts += [dict(_IMAGE_PLACEHOLDER)] if text_index else []
         parts += [{"type": "text", "text": text}] if text else []
     return parts
@@ -132,8 +137,8 @@ def _insert_images(turns: list[Message], num_images: int, location: str) -> list
 
 def _take_image_source(part: dict[str, Any], unused_images: Iterator[Any]) -> Any:
     """Return the image source that a part of a turn names, else the next unused image; None if none is left."""
-    source_of_part = next((part[key] for key in _SOURCE_KEYS if part.get(key) is not None), None)
-    return next(unused_images, None) if source_of_part is None else source_of_part
+    part_source = next((part[key] for key in _SOURCE_KEYS if part.get(key) is not None), None)
+    return next(unused_images, None) if part_source is None else part_source
 
 
 def locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:

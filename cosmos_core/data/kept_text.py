@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from transformers import PreTrainedTokenizerBase
 
 _MIN_LOST_FRACTION = 0.1  # fraction of lost characters at or above which `cosmos check` reports an error
-_MAX_CHARACTERS = 2_000  # number of characters at the start of a text that are compared
-_NUM_EXAMPLES = 5
+_MAX_COMPARED_CHARACTERS = 2_000  # number of characters at the start of a text that are compared
+_MAX_LISTED_CHARACTERS = 5
 
 
 def find_lost_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> tuple[str, bool]:
@@ -16,17 +16,17 @@ def find_lost_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> 
     lost), and whether at least a tenth is lost. Case, accents, punctuation and repeated spaces may differ."""
     lost_characters, num_characters = Counter[str](), 0
     for full_text in texts:
-        text = full_text[:_MAX_CHARACTERS].encode(errors="ignore").decode()  # drops lone surrogates
+        text = full_text[:_MAX_COMPARED_CHARACTERS].encode(errors="ignore").decode()  # drops lone surrogates
         ids = tokenizer.encode(text, add_special_tokens=False)
-        ids_without_unknown = [token_id for token_id in ids if token_id != tokenizer.unk_token_id]
+        known_token_ids = [token_id for token_id in ids if token_id != tokenizer.unk_token_id]
         character_counts = _count_characters(text)
-        lost_characters += character_counts - _count_characters(str(tokenizer.decode(ids_without_unknown)))
+        lost_characters += character_counts - _count_characters(str(tokenizer.decode(known_token_ids)))
         num_characters += character_counts.total()
     if not lost_characters:
         return "", False
-    examples = ", ".join(repr(character) for character, _ in lost_characters.most_common(_NUM_EXAMPLES))
+    character_list = ", ".join(repr(character) for character, _ in lost_characters.most_common(_MAX_LISTED_CHARACTERS))
     lost_fraction = lost_characters.total() / num_characters
-    problem = f"the tokenizer loses {lost_fraction:.1%} of the letters, digits and spaces of rows ({examples})"
+    problem = f"the tokenizer loses {lost_fraction:.1%} of the letters, digits and spaces of rows ({character_list})"
     remedy = "; take the tokenizer of the model, with the tokenizer_class that it was saved with"
     return problem + remedy, lost_fraction >= _MIN_LOST_FRACTION
 

@@ -14,14 +14,14 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cosmos_core.data.messages import Message, SkippedRow, turn_texts
+from cosmos_core.data.messages import Message, SkippedRow, get_turn_texts
 from cosmos_core.data.rendering import RefusedRow, TemplateRenderer, Tools, check_tools, render, render_template
 from cosmos_core.data.spans import (
     RenderFn,
     Span,
+    find_spans_by_placeholders,
+    find_spans_by_prefixes,
     make_unused_word,
-    prefix_spans,
-    spans_by_placeholders,
     strip_trailing_space,
 )
 from cosmos_core.data.template_limits import limit_resources
@@ -29,18 +29,18 @@ from cosmos_core.data.turn_weights import is_trained_turn
 from cosmos_core.errors import DataError
 
 _MIN_PLACEHOLDER_TURNS = 64
-"""Number of turns above which `spans_by_placeholders` is tried before `prefix_spans`, whose time is quadratic."""
-_GENERATION_MARK = re.compile(r"\{%[-+]?\s*(end)?generation\s*([-+]?)%\}")
+"""Number of turns above which `find_spans_by_placeholders` is tried first: the other method takes quadratic time."""
+_GENERATION_TAG_REGEX = re.compile(r"\{%[-+]?\s*(end)?generation\s*([-+]?)%\}")
 _SPAN_START, _SPAN_END = "\ue000", "\ue001"  # private-use characters that replace {% generation %} marks
 _TEMPLATE_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
 def find_learned_spans(
-    renderer: TemplateRenderer, turns: list[Message], location: str, tools: Tools = None, end_ids: tuple[int, ...] = ()
+    renderer: TemplateRenderer, turns: list[Message], location: str, tools: Tools = None, stop_ids: tuple[int, ...] = ()
 ) -> tuple[str, list[Span]]:
     """Return the rendering of a conversation, and the spans of the assistant's turns that are learned. If the template
     marks assistant text with {% generation %}, the marks decide. A span includes the token that ends the turn: one of
-    `end_ids`, at which generation stops, or the tokenizer's end token.
+    `stop_ids`, at which generation stops, or the tokenizer's end token.
 
     Raise DataError if the assistant's turns cannot be located in the rendering, SkippedRow if no assistant turn with
     content is learned, and the errors of `render`."""
@@ -49,22 +49,22 @@ def find_learned_spans(
     turns, rendered_text = render(renderer, turns, location, tools=tools)
     check_tools(tools, rendered_text, location)
     tokenizer = renderer.tokenizer if isinstance(renderer, ProcessorMixin) else renderer
-    special_tokens, end_token_texts = added_tokens(tokenizer), _decode_end_tokens(tokenizer, end_ids)
+    special_tokens, end_token_texts = list_added_tokens(tokenizer), _decode_end_tokens(tokenizer, stop_ids)
     render_messages = partial(render_template, renderer, location=location, tools=tools)
-    if not any(map(str.strip, chain.from_iterable(turn_texts(turn) for turn in turns if is_trained_turn(turn)))):
-        trained_keys = ("role", "content")
-        short_turns = [{key: turn[key] for key in trained_keys} if is_trained_turn(turn) else turn for turn in turns]
-        with suppress(TemplateError):  # the template needs other keys of the turns
-            if render_messages(short_turns, False) == rendered_text:
+    if not any(map(str.strip, chain.from_iterable(get_turn_texts(turn) for turn in turns if is_trained_turn(turn)))):
+        kept_keys = ("role", "content")
+        reduced_turns = [{key: turn[key] for key in kept_keys} if is_trained_turn(turn) else turn for turn in turns]
+        with suppress(TemplateError):  # a template may fail without the removed keys
+            if render_messages(reduced_turns, False) == rendered_text:
                 raise SkippedRow(location, "without an assistant turn to learn")
     with limit_resources(f"{location}: the chat template"):
         spans = _find_marked_spans(renderer, tokenizer, turns, rendered_text, tools)
-    has_generation_marks, assistant_turns = spans is not None, [turn for turn in turns if turn["role"] == "assistant"]
+    has_generation_tags, assistant_turns = spans is not None, [turn for turn in turns if turn["role"] == "assistant"]
     if spans is None or not all(map(is_trained_turn, assistant_turns)):
         turn_spans = _find_turn_spans(render_messages, turns, rendered_text, special_tokens)
         if turn_spans is None:
             raise _make_location_error(turns, location)
-        if spans is None and _are_results_in_spans(render_messages, turns, special_tokens):
+        if spans is None and _are_tool_results_learned(render_messages, turns, special_tokens):
             raise RefusedRow(location, "with a tool's result that the chat template writes before the text of its call")
         trained_spans = [span for span, turn in zip(turn_spans, assistant_turns, strict=True) if is_trained_turn(turn)]
         spans = trained_spans if spans is None else _select_trained_spans(trained_spans, spans, turn_spans, location)
@@ -72,7 +72,7 @@ def find_learned_spans(
         raise SkippedRow(location, "in which the chat template marks nothing to learn")
     spans = [strip_trailing_space(span, rendered_text, special_tokens) for span in spans]
     return rendered_text, [
-        _extend_to_end_token(span, rendered_text, end_token_texts, has_generation_marks=has_generation_marks)
+        _extend_to_end_token(span, rendered_text, end_token_texts, has_generation_tags=has_generation_tags)
         for span in spans
     ]
 
@@ -80,22 +80,22 @@ def find_learned_spans(
 def _find_turn_spans(
     render_messages: RenderFn, turns: list[Message], rendered_text: str, special_tokens: Sequence[str]
 ) -> list[Span] | None:
-    by_placeholders = partial(spans_by_placeholders, closing_tokens=special_tokens)
-    span_finders: list[Callable[..., list[Span] | None]] = [prefix_spans, by_placeholders]
+    find_by_placeholders = partial(find_spans_by_placeholders, turn_end_tokens=special_tokens)
+    span_finders: list[Callable[..., list[Span] | None]] = [find_spans_by_prefixes, find_by_placeholders]
     if len(turns) > _MIN_PLACEHOLDER_TURNS:
         span_finders.reverse()
-    span_finders.append(partial(by_placeholders, keeps_thoughts=True))
+    span_finders.append(partial(find_by_placeholders, keeps_reasoning=True))
     span_candidates = (find_spans(render_messages, turns, rendered_text) for find_spans in span_finders)
     return next((candidate for candidate in span_candidates if candidate is not None), None)
 
 
-def _are_results_in_spans(render_messages: RenderFn, turns: list[Message], special_tokens: Sequence[str]) -> bool:
-    """Return whether results of tools would be learned. Gemma 4 writes the text of a turn with calls after them."""
-    if not any("tool_calls" in turn and any(turn_texts(turn)) for turn in turns):
+def _are_tool_results_learned(render_messages: RenderFn, turns: list[Message], special_tokens: Sequence[str]) -> bool:
+    """Return whether spans include tool results: Gemma 4 renders the results before the text of the calling turn."""
+    if not any("tool_calls" in turn and any(get_turn_texts(turn)) for turn in turns):
         return False
     unused_word = make_unused_word(turns)
     turns = [{**turn, "content": unused_word} if turn["role"] == "tool" else turn for turn in turns]
-    with suppress(TemplateError):  # a template may need another form of results
+    with suppress(TemplateError):  # a template may fail because a result is no JSON
         text = render_messages(turns, False)
         spans = _find_turn_spans(render_messages, turns, text, special_tokens)
         return any(unused_word in text[start:end] for start, end in spans or ())
@@ -103,12 +103,12 @@ def _are_results_in_spans(render_messages: RenderFn, turns: list[Message], speci
 
 
 def _select_trained_spans(
-    trained_spans: list[Span], marked_spans: list[Span], turn_spans: list[Span], location: str
+    trained_spans: list[Span], generation_spans: list[Span], turn_spans: list[Span], location: str
 ) -> list[Span]:
-    """Return the spans marked by the template that overlap a trained turn, of which the spans are `trained_spans`."""
-    selected_spans = [span for span in marked_spans if _is_overlapping(span, trained_spans)]
+    """Return the spans that the template marks and that overlap one of `trained_spans`, the spans of trained turns."""
+    selected_spans = [span for span in generation_spans if _is_span_overlapping(span, trained_spans)]
     untrained_spans = [turn_span for turn_span in turn_spans if turn_span not in trained_spans]
-    if any(_is_overlapping(span, untrained_spans) for span in selected_spans):
+    if any(_is_span_overlapping(span, untrained_spans) for span in selected_spans):
         raise DataError(
             f"{location}: weight = 0 leaves out a turn, and the chat template marks it together with another; put "
             "{% generation %} around each turn, or leave out `weight`"
@@ -116,29 +116,29 @@ def _select_trained_spans(
     return selected_spans
 
 
-def _is_overlapping(span: Span, other_spans: list[Span]) -> bool:
+def _is_span_overlapping(span: Span, other_spans: list[Span]) -> bool:
     return any(max(span[0], other[0]) < min(span[1], other[1]) for other in other_spans)
 
 
 def _extend_to_end_token(
-    span: Span, rendered_text: str, end_token_texts: Sequence[str], *, has_generation_marks: bool
+    span: Span, rendered_text: str, end_token_texts: Sequence[str], *, has_generation_tags: bool
 ) -> Span:
     """Extend the span by the end token after it, without which a model never learns to stop. Marks often exclude the
     end token. In some models, such as GLM-4, the first token of the next turn is the end token."""
     start, end = span
-    has_end = rendered_text[start:end].endswith(tuple(end_token_texts))
-    if has_end and not has_generation_marks:
+    has_end_token = rendered_text[start:end].endswith(tuple(end_token_texts))
+    if has_end_token and not has_generation_tags:
         return span
     end_start = end
-    if has_generation_marks and not has_end:  # whitespace between a mark and the end token has to be generated too
+    if has_generation_tags and not has_end_token:  # whitespace between a mark and the end token has to be generated too
         end_start = len(rendered_text) - len(rendered_text[end:].lstrip())
     next_tokens = (text for text in end_token_texts if rendered_text.startswith(text, end_start))
     return start, next((end_start + len(text) for text in next_tokens), end)
 
 
 @lru_cache(maxsize=4)
-def _decode_end_tokens(tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]) -> tuple[str, ...]:
-    stop_token_texts = [str(tokenizer.decode([token])) for token in end_ids]
+def _decode_end_tokens(tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...]) -> tuple[str, ...]:
+    stop_token_texts = [str(tokenizer.decode([token])) for token in stop_ids]
     return tuple(dict.fromkeys(filter(None, [tokenizer.eos_token, *stop_token_texts])))
 
 
@@ -163,31 +163,31 @@ def _find_marked_spans(
     template = renderer.chat_template
     if not isinstance(renderer, ProcessorMixin):
         template = renderer.get_chat_template(tools=tools)
-    if not isinstance(template, str) or not _GENERATION_MARK.search(_TEMPLATE_COMMENT.sub("", template)):
+    if not isinstance(template, str) or not _GENERATION_TAG_REGEX.search(_TEMPLATE_COMMENT.sub("", template)):
         return None
     arguments = {"conversations": [turns], "tools": tools, **tokenizer.special_tokens_map}
-    marked_template = _GENERATION_MARK.sub(_append_span_character, template)
+    marked_template = _GENERATION_TAG_REGEX.sub(_append_span_marker, template)
     [marked_text], _ = cast(Any, render_jinja_template)(chat_template=marked_template, **arguments)
-    parts = re.split(f"([{_SPAN_START}{_SPAN_END}])", marked_text)
-    if "".join(parts[::2]) == text:
-        ends = list(accumulate(map(len, parts[::2])))
-        return [(ends[i], ends[i + 1]) for i, mark in enumerate(parts[1::2]) if mark == _SPAN_START]
+    text_parts = re.split(f"([{_SPAN_START}{_SPAN_END}])", marked_text)
+    if "".join(text_parts[::2]) == text:
+        text_ends = list(accumulate(map(len, text_parts[::2])))
+        return [(text_ends[i], text_ends[i + 1]) for i, mark in enumerate(text_parts[1::2]) if mark == _SPAN_START]
     # The template computes with the text that the marks are in, for example by a filter.
-    rendered_texts, generation_spans = cast(Any, render_jinja_template)(
+    rendered_texts, spans_by_conversation = cast(Any, render_jinja_template)(
         chat_template=template, return_assistant_tokens_mask=True, **arguments
     )
     if rendered_texts[0] != text:
         return None
-    return [(start, stop) for start, stop in generation_spans[0]]
+    return [(start, end) for start, end in spans_by_conversation[0]]
 
 
-def _append_span_character(match: re.Match[str]) -> str:
+def _append_span_marker(match: re.Match[str]) -> str:
     """Return the matched `{% generation %}` or `{% endgeneration %}` tag, followed by the character that marks the
     start or end of a span in the rendering, and by an empty tag that strips the same whitespace as the matched tag."""
     return f"{match[0]}{{{{ '{_SPAN_END if match[1] else _SPAN_START}' }}}}{{% if 1 %}}{{% endif {match[2]}%}}"
 
 
 @lru_cache(maxsize=4)  # every row needs the special tokens, and listing them is slow
-def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+def list_added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the special and added tokens of a tokenizer as they appear in text, such as <|im_end|>."""
     return tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})

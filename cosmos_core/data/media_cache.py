@@ -43,9 +43,9 @@ class KeyedItem(NamedTuple, Generic[ItemT]):
     item: ItemT
 
 
-def compute_digest(*parts: object) -> str:
+def compute_digest(*values: object) -> str:
     """Return the digest of JSON values."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(values, sort_keys=True, ensure_ascii=True).encode()).hexdigest()[:32]
 
 
 def group_into_shards(items: Iterable[KeyedItem[ItemT]]) -> Iterator[list[KeyedItem[ItemT]]]:
@@ -75,29 +75,29 @@ class MediaCache:
         # Processes on other machines may write to the cache too; their files have a recent modification time.
         remove_temporary_files(self.folder, lambda path: time.time() - path.lstat().st_mtime < _MIN_LEFTOVER_SECONDS)
 
-    def shard_key(self, keys: Sequence[str]) -> str:
-        """Return the key of the shard whose entries have the keys `keys`."""
-        return compute_digest(_CACHE_VERSION, self._encoders_digest, list(keys))
+    def compute_shard_key(self, entry_keys: Sequence[str]) -> str:
+        """Return the key of the shard whose entries have the keys `entry_keys`."""
+        return compute_digest(_CACHE_VERSION, self._encoders_digest, list(entry_keys))
 
     def has_shard(self, shard: str) -> bool:
         """Return whether a shard exists and is intact; a damaged shard is logged and removed from the cache."""
-        record, path = read_json(self._record_path(shard)), self.path(shard)
+        record, path = read_json(self._get_record_path(shard)), self.path(shard)
         if not isinstance(record, dict):
             return False
         if path.is_file() and path.stat().st_size == record.get("size") and sha256(path) == record.get("sha256"):
             return True
         logger.warning("%s is damaged; its rows are encoded again", path)
-        self._record_path(shard).unlink(missing_ok=True)
+        self._get_record_path(shard).unlink(missing_ok=True)
         return False
 
-    def skip_reasons(self, shard: str) -> dict[str, str]:
+    def read_skip_reasons(self, shard: str) -> dict[str, str]:
         """Return the reasons why items of a shard could not be encoded, by key."""
-        record = read_json(self._record_path(shard))
+        record = read_json(self._get_record_path(shard))
         return dict(record.get("refused", {})) if isinstance(record, dict) else {}
 
-    def write(self, shard: str, entries: Mapping[str, Encoding | str]) -> None:
-        """Write the tensors of a shard, then its record, which marks it as complete; a string is the reason of a
-        missing entry."""
+    def write_shard(self, shard: str, entries: Mapping[str, Encoding | str]) -> None:
+        """Write the tensors of a shard, then the record that marks the shard as complete. An entry is an encoding, or
+        the reason why there is none."""
         path = self.path(shard)
         temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         tensors = {
@@ -109,14 +109,14 @@ class MediaCache:
         with translate_disk_errors(str(path), lambda: "what was encoded before it stays encoded"):
             save_file(tensors, temporary_path)
         apply_umask(temporary_path)
-        digest = sha256(temporary_path, durable=True)
+        digest = sha256(temporary_path, fsync=True)
         size = temporary_path.stat().st_size
         temporary_path.replace(path)
         sync_folder(path.parent)
         skip_reasons = {key: entry for key, entry in entries.items() if isinstance(entry, str)}
-        write_json(self._record_path(shard), {"size": size, "sha256": digest, "refused": skip_reasons})
+        write_json(self._get_record_path(shard), {"size": size, "sha256": digest, "refused": skip_reasons})
 
-    def tensor_shapes(self, shard: str, name: str) -> dict[str, list[int]]:
+    def read_tensor_shapes(self, shard: str, name: str) -> dict[str, list[int]]:
         """Return the shape of one tensor of each entry of a shard, by key, from the header of its file."""
         shapes = {}
         with safe_open(str(self.path(shard)), framework="pt") as file:
@@ -130,5 +130,5 @@ class MediaCache:
         """Return the path of the tensors of a shard."""
         return self.folder / f"{shard}.safetensors"
 
-    def _record_path(self, shard: str) -> Path:
+    def _get_record_path(self, shard: str) -> Path:
         return self.folder / f"{shard}.json"

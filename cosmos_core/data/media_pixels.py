@@ -53,19 +53,19 @@ class FrameSettings:
         """Return the size to which media with `height` and `width` are resized and cropped."""
         if not self.buckets:
             return self.size
-        ratio = math.log(height / width)
-        return min(bucket_sizes(self.size, self.multiple), key=lambda size: abs(math.log(size[0] / size[1]) - ratio))
+        log_ratio = math.log(height / width)
+        return min(list_bucket_sizes(self.size, self.multiple), key=lambda s: abs(math.log(s[0] / s[1]) - log_ratio))
 
 
 @lru_cache(maxsize=8)
-def bucket_sizes(size: Size, multiple: int) -> tuple[Size, ...]:
-    """Return sizes of about the same area as `size`, from 1:2 to 2:1, whose sides are divisible by `multiple`."""
+def list_bucket_sizes(size: Size, size_multiple: int) -> tuple[Size, ...]:
+    """Return sizes of about the same area as `size`, from 1:2 to 2:1, whose sides are divisible by `size_multiple`."""
     square_side = math.sqrt(size[0] * size[1])
     sizes = []
-    for ratio_index in range(-_NUM_BUCKET_STEPS, _NUM_BUCKET_STEPS + 1):
-        ratio = 2.0 ** (ratio_index / _NUM_BUCKET_STEPS / 2)
-        sides = square_side * ratio, square_side / ratio
-        height, width = (max(multiple, round(side / multiple) * multiple) for side in sides)
+    for bucket_index in range(-_NUM_BUCKET_STEPS, _NUM_BUCKET_STEPS + 1):
+        side_ratio = 2.0 ** (bucket_index / _NUM_BUCKET_STEPS / 2)
+        sides = square_side * side_ratio, square_side / side_ratio
+        height, width = (max(size_multiple, round(side / size_multiple) * size_multiple) for side in sides)
         sizes.append((height, width))
     return tuple(dict.fromkeys(sizes))
 
@@ -74,7 +74,7 @@ def decode_media(content: MediaContent, frame_config: FrameSettings, clip_positi
     """Return an image (HWC) or a clip (FHWC) as uint8; `clip_position` in [0, 1] selects the clip if `sampling` is
     random. Raise DataError if the content cannot be decoded completely or a video has too few frames, and OSError if a
     disk or network operation failed, so that the content may be valid."""
-    with convert_errors(partial(_decoder_error, content), DataError):
+    with convert_errors(partial(_convert_decoder_error, content), DataError):
         if content.is_video:
             if not frame_config.num_frames:
                 raise DataError("it is a video, and the model makes images")
@@ -83,7 +83,7 @@ def decode_media(content: MediaContent, frame_config: FrameSettings, clip_positi
         return image[None] if frame_config.num_frames else image
 
 
-def _decoder_error(content: MediaContent, error: Exception) -> Exception:
+def _convert_decoder_error(content: MediaContent, error: Exception) -> Exception:
     # FFmpeg reports an input/output error for a Matroska file that ends within its header.
     if type(error).__module__.startswith("av.") and getattr(error, "errno", None) == errno.EIO:
         content.digest()  # raises OSError if the disk is at fault
@@ -123,9 +123,9 @@ def _crop_to_size(image: Image, frame_config: FrameSettings) -> np.ndarray:
     from PIL import Image as pillow
 
     height, width = frame_config.target_size(image.height, image.width)
-    scale = min(image.width / width, image.height / height)
-    x_offset, y_offset = (image.width - width * scale) / 2, (image.height - height * scale) / 2
-    crop_box = (x_offset, y_offset, x_offset + width * scale, y_offset + height * scale)
+    crop_scale = min(image.width / width, image.height / height)
+    x_offset, y_offset = (image.width - width * crop_scale) / 2, (image.height - height * crop_scale) / 2
+    crop_box = (x_offset, y_offset, x_offset + width * crop_scale, y_offset + height * crop_scale)
     if crop_box == (0, 0, width, height):
         return np.asarray(image)
     return np.asarray(image.resize((width, height), pillow.Resampling.LANCZOS, box=crop_box))
@@ -135,8 +135,8 @@ def _decode_clip(content: MediaContent, frame_config: FrameSettings, clip_positi
     """Return the frames of a clip; the video is decoded once, up to the last of these frames."""
     num_video_frames = _count_frames(content)
     if num_video_frames < frame_config.num_frames:
-        requirement = f"policy.diffusers.train_frames = {frame_config.num_frames}"
-        raise DataError(f"it has {num_video_frames} frames, and {requirement} are needed")
+        frame_requirement = f"policy.diffusers.train_frames = {frame_config.num_frames}"
+        raise DataError(f"it has {num_video_frames} frames, and {frame_requirement} are needed")
     indices = _select_frame_indices(num_video_frames, frame_config, clip_position)
     frames: list[np.ndarray] = []
     with _open_container(content) as container:
@@ -152,10 +152,10 @@ def _select_frame_indices(num_video_frames: int, frame_config: FrameSettings, cl
     num_frames = frame_config.num_frames
     if frame_config.sampling == "uniform":
         return np.linspace(0, num_video_frames - 1, num_frames).round().astype(int).tolist()
-    max_start = num_video_frames - num_frames
-    random_start = min(max_start, int(clip_position * (max_start + 1)))
-    start = {"first": 0, "middle": max_start // 2}.get(frame_config.sampling, random_start)
-    return list(range(start, start + num_frames))
+    max_start_index = num_video_frames - num_frames
+    random_start_index = min(max_start_index, int(clip_position * (max_start_index + 1)))
+    start_index = {"first": 0, "middle": max_start_index // 2}.get(frame_config.sampling, random_start_index)
+    return list(range(start_index, start_index + num_frames))
 
 
 def _count_frames(content: MediaContent) -> int:
@@ -195,11 +195,11 @@ def _read_header_duration(container: Any, stream: Any) -> float:
     return container.duration / 1e6 if container.duration and len(container.streams) == 1 else 0.0
 
 
-def frame_rate(content: MediaContent) -> float:
+def read_frame_rate(content: MediaContent) -> float:
     """Return the frame rate of a video in Hz, rounded to hundredths; 0 if it is unknown."""
     with _open_container(content) as container:
-        rate = container.streams.video[0].average_rate
-        return round(float(rate), 2) if rate else 0.0
+        average_rate = container.streams.video[0].average_rate
+        return round(float(average_rate), 2) if average_rate else 0.0
 
 
 def _open_container(content: MediaContent) -> Any:

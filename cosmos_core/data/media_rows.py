@@ -66,7 +66,7 @@ class _MediaTable(IndexedSequence[RowT]):
         """Text embedding of the empty prompt, without a batch dimension, for guidance and for dropped prompts."""
         return self._read_tensors(json.loads(self._table.schema.metadata[NULL_TEXT_KEY]))
 
-    def _cell(self, name: str, index: int) -> Any:
+    def _read_cell(self, name: str, index: int) -> Any:
         return self._table[name][index].as_py()
 
     def _read_tensors(self, tensor_location: dict[str, str]) -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ class MediaRows(_MediaTable[MediaRow]):
         self._cache_bytes_left = max_cached_bytes
 
     @cached_property
-    def shapes(self) -> list[tuple[int, ...]]:
+    def latent_shapes(self) -> list[tuple[int, ...]]:
         """Shape of each row's latent; a micro-batch holds latents of one shape only."""
         return [tuple(shape) for shape in self._table["shape"].to_pylist()]
 
@@ -99,9 +99,9 @@ class MediaRows(_MediaTable[MediaRow]):
         """Return the row with number `index`, which stays cached in memory while the memory budget allows."""
         row = self._cached_rows.get(index)
         if row is None:
-            latent = self._read_tensors(self._cell("media", index))
-            text = self._read_tensors(self._cell("text", index))
-            row = MediaRow(index, self._cell("prompt", index), text, latent["mean"], latent.get("logvar"))
+            latent = self._read_tensors(self._read_cell("media", index))
+            text = self._read_tensors(self._read_cell("text", index))
+            row = MediaRow(index, self._read_cell("prompt", index), text, latent["mean"], latent.get("logvar"))
             num_bytes = sum(tensor.nbytes for tensor in (*latent.values(), *text.values()))
             if num_bytes <= self._cache_bytes_left:
                 self._cached_rows[index] = row
@@ -113,21 +113,21 @@ class MediaPrompts(_MediaTable[Prompt]):
     """Prompts to sample images or clips from, by row, with their text embeddings."""
 
     def __init__(self, table: pa.Table, folder: Path, reference_key: str = "", clips: MediaRows | None = None) -> None:
-        """Wrap a table of prompts; for `reference_key` see `find_reference`. `clips` are the clips of the same rows,
-        for rollouts that are conditioned on first frames."""
+        """Wrap a table of prompts; for `reference_key` see `find_reference_response`. `clips` are the clips of the same
+        rows, for rollouts that are conditioned on first frames."""
         super().__init__(table, folder)
         self._reference_key, self._clips = reference_key, clips
 
     def item(self, index: int) -> Prompt:
-        metadata = json.loads(self._cell("metadata", index))
+        metadata = json.loads(self._read_cell("metadata", index))
         return Prompt(
-            index, (), self._cell("prompt", index), find_reference(metadata, self._reference_key),
-            embedding=self._read_tensors(self._cell("text", index)), metadata=metadata,
+            index, (), self._read_cell("prompt", index), find_reference_response(metadata, self._reference_key),
+            embedding=self._read_tensors(self._read_cell("text", index)), metadata=metadata,
             conditioning_clip=self._clips[index].mean.float() if self._clips is not None else None,
         )  # fmt: skip
 
 
-def find_reference(metadata: Mapping[str, Any], reference_key: str) -> str:
+def find_reference_response(metadata: Mapping[str, Any], reference_key: str) -> str:
     """Return the reference for rewards: the metadata of `reference_key`, or of a usual key if it is empty."""
     reference_keys = (reference_key,) if reference_key else _REFERENCE_KEYS
     return next((str(metadata[name]) for name in reference_keys if metadata.get(name) is not None), "")

@@ -41,6 +41,8 @@ PROMPT_KEYS = ("prompt", "caption", "text")
 _MEDIA_SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
 _PAIR_SUFFIXES = (*_MEDIA_SUFFIXES, *CAPTION_SUFFIXES, *EMBEDDING_SUFFIXES, ".json", ".npz")
 _MEDIA_KEYS = ("image", "img", "jpg", "png", "webp", "video", "mp4", "file_name")
+_PATH_KEYS = ("image_path", "img_path", "images", "video_path")
+"""Columns with the media of a row without a column of `_MEDIA_KEYS`, beside which they are metadata."""
 _METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _MEDIA_FOLDERS = ("videos", "images")
 _EMBEDDING_FOLDERS = ("text_embeddings", "t5_xxl", "t5")
@@ -90,7 +92,7 @@ class MediaItem:
     """Reason why the row or, if it has a prompt, its media cannot be used, in one line; empty if all is usable."""
 
 
-def _unusable_item(location: str, problem: str) -> MediaItem:
+def _make_error_item(location: str, problem: str) -> MediaItem:
     return MediaItem(location, "", problem=f"{location}: {problem}")
 
 
@@ -108,8 +110,8 @@ def open_media_items(dataset: DatasetConfig, config_key: str) -> MediaItems:
     path = Path(os.path.expanduser(name))
     if not os.path.exists(path):
         path = find_prompt_set(name, f"{config_key}.name") or path
-    readers = [_make_reader(path, split, dataset, config_key) for split in dataset.split]
-    return lambda: (item for reader in readers for item in reader())
+    item_readers = [_make_reader(path, split, dataset, config_key) for split in dataset.split]
+    return lambda: (item for reader in item_readers for item in reader())
 
 
 def _make_reader(path: Path, split: str, dataset: DatasetConfig, config_key: str) -> MediaItems:
@@ -129,14 +131,14 @@ def _make_reader(path: Path, split: str, dataset: DatasetConfig, config_key: str
     if path.is_dir() and (path / "metas").is_dir():
         return lambda: _read_metas_folder(path)
     if tar_files:
-        return lambda: (item for path in tar_files for item in _items_from_tar(path))
+        return lambda: (item for path in tar_files for item in _iterate_tar_items(path))
     if metadata_file := next((path / name for name in _METADATA_FILES if (path / name).is_file()), None):
         # A metadata file lists all media of the folder, so its rows are the data set.
         path, split = metadata_file, "train" + split[split.find("[") :] if "[" in split else "train"
     elif path.is_dir() and _is_media_folder(path):
         return lambda: _read_media_folder(path)
-    rows = load_rows(dataset.derive(name=str(path) if path.exists() else dataset.name, split=(split,)), config_key)
-    return lambda: (_make_row_item(located, rows.folder) for located in rows)
+    rows = load_rows(dataset.copy_with(name=str(path) if path.exists() else dataset.name, split=(split,)), config_key)
+    return lambda: (_make_row_item(located_row, rows.folder) for located_row in rows)
 
 
 def _is_media_folder(path: Path) -> bool:
@@ -191,9 +193,9 @@ def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
     stems_without_media = caption_file_by_stem.keys() - media_by_stem.keys()
     for file in files:
         suffix = file.suffix.lower()
-        may_be_media = file.stem in stems_without_media and suffix not in _PAIR_SUFFIXES and file.is_file()
-        if suffix in _UNSUPPORTED_SUFFIXES or may_be_media:
-            yield _unusable_item(file.name, f"{file.suffix} is not read; convert it to png or mp4")
+        is_unknown_media = file.stem in stems_without_media and suffix not in _PAIR_SUFFIXES and file.is_file()
+        if suffix in _UNSUPPORTED_SUFFIXES or is_unknown_media:
+            yield _make_error_item(file.name, f"{file.suffix} is not read; convert it to png or mp4")
     table_files = [file for file in files if data_suffix(file.name) and file.suffix.lower() != ".json"]
     table_files += [folder.parent / name for name in _METADATA_FILES if (folder.parent / name).is_file()]
     remedy = f"; if its prompt is in {table_files[0]}, give that file in place of the folder" if table_files else ""
@@ -202,21 +204,21 @@ def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
         try:
             json_value = json.loads(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
-            yield _unusable_item(file.name, f"malformed JSON, {describe_error(error)}")
+            yield _make_error_item(file.name, f"malformed JSON, {describe_error(error)}")
             continue
         if isinstance(json_value, dict) and not _has_prompt(json_value) and file.stem in media_by_stem:
             json_value |= {"prompt": caption} if (caption := _read_caption(caption_file_by_stem.get(file.stem))) else {}
         for path in media_by_stem.get(file.stem, [None]):  # one JSON file may describe several media files
-            yield _item_from_json(json_value, file.name, _make_file_content(path), embedding_by_stem.get(file.stem))
+            yield _make_item(json_value, file.name, _make_file_content(path), embedding_by_stem.get(file.stem))
     for stem in sorted(media_by_stem.keys() - {file.stem for file in json_files}):
         caption, embedding = _read_caption(caption_file_by_stem.get(stem)), embedding_by_stem.get(stem)
         for path in media_by_stem[stem]:
             if caption is None:
-                yield _unusable_item(path.name, f"there is no {stem}.txt, .caption or .json with its prompt{remedy}")
+                yield _make_error_item(path.name, f"there is no {stem}.txt, .caption or .json with its prompt{remedy}")
             elif not caption and embedding is None:
-                yield _unusable_item(path.name, "its caption file is empty or not UTF-8; write its prompt there")
+                yield _make_error_item(path.name, "its caption file is empty or not UTF-8; write its prompt there")
             else:
-                yield _item_from_json({"prompt": caption}, path.name, _make_file_content(path), embedding)
+                yield _make_item({"prompt": caption}, path.name, _make_file_content(path), embedding)
 
 
 def _read_caption(file: Path | None) -> str | None:
@@ -247,17 +249,17 @@ def _read_metas_folder(folder: Path) -> Iterator[MediaItem]:
         try:
             prompt = file.read_text(encoding="utf-8-sig").strip()
         except (OSError, ValueError) as error:
-            yield _unusable_item(location, describe_error(error))
+            yield _make_error_item(location, describe_error(error))
             continue
         embedding = embedding_by_stem.get(file.stem)
         if not prompt and embedding is None:
-            yield _unusable_item(location, "it is empty; write its prompt there")
+            yield _make_error_item(location, "it is empty; write its prompt there")
             continue
         for path in media_by_stem.get(file.stem, [None]):  # one text may describe several media files
-            yield _item_from_json({"prompt": prompt}, location, _make_file_content(path), embedding)
+            yield _make_item({"prompt": prompt}, location, _make_file_content(path), embedding)
     for stem in sorted(media_by_stem.keys() - {file.stem for file in text_files}):
         location = "/".join(media_by_stem[stem][0].parts[-2:])
-        yield _unusable_item(location, f"there is no metas/{stem}.txt with its prompt")
+        yield _make_error_item(location, f"there is no metas/{stem}.txt with its prompt")
 
 
 def _list_files(folder: Path, folder_names: Iterable[str], suffixes: Sequence[str]) -> list[Path]:
@@ -281,7 +283,7 @@ def _find_tar_files(path: Path, split: str = "") -> list[Path]:
     return [file for file in all_files if not split or has_split_word(file, split)]
 
 
-def _items_from_tar(path: Path) -> Iterator[MediaItem]:
+def _iterate_tar_items(path: Path) -> Iterator[MediaItem]:
     """Yield the items of a webdataset shard: consecutive members whose names agree up to the first dot. A damaged file
     raises DataError, because the number of rows after the damage, which `max_skipped_fraction` limits, is unknown."""
     members_by_suffix: dict[str, tarfile.TarInfo] = {}
@@ -289,17 +291,17 @@ def _items_from_tar(path: Path) -> Iterator[MediaItem]:
     try:
         with tarfile.open(path, "r:") as archive:
             for member in filter(tarfile.TarInfo.isfile, archive):
-                folder, _, base_name = member.name.rpartition("/")
-                if base_name.startswith("."):  # macOS adds a ._NAME file for each file
+                folder, _, file_name = member.name.rpartition("/")
+                if file_name.startswith("."):  # macOS adds a ._NAME file for each file
                     continue
-                stem, _, suffix = base_name.partition(".")
+                stem, _, suffix = file_name.partition(".")
                 if members_by_suffix and (folder, stem) != name:
-                    yield _item_from_members(path, members_by_suffix)
+                    yield _make_item_from_members(path, members_by_suffix)
                     members_by_suffix = {}
                 name = folder, stem
                 members_by_suffix[suffix.lower()] = member
             if members_by_suffix:
-                yield _item_from_members(path, members_by_suffix)
+                yield _make_item_from_members(path, members_by_suffix)
             _check_tar_end(path, archive.offset)
     except (tarfile.TarError, OSError) as error:
         reason = describe_error(error)
@@ -318,21 +320,21 @@ def _check_tar_end(path: Path, offset: int) -> None:
         raise tarfile.ReadError(f"the header at byte {offset} is damaged, and nothing behind it can be read")
 
 
-def _item_from_members(path: Path, members_by_suffix: dict[str, tarfile.TarInfo]) -> MediaItem:
+def _make_item_from_members(path: Path, members_by_suffix: dict[str, tarfile.TarInfo]) -> MediaItem:
     location = f"{path.name}:{next(iter(members_by_suffix.values())).name}"
-    contents = {
+    content_by_suffix = {
         f".{suffix}": MediaContent(f".{suffix}" in VIDEO_SUFFIXES, path, member.offset_data, member.size)
         for suffix, member in members_by_suffix.items()
     }
-    content = next((content for suffix, content in contents.items() if suffix in _MEDIA_SUFFIXES), None)
+    content = next((content for suffix, content in content_by_suffix.items() if suffix in _MEDIA_SUFFIXES), None)
     try:
-        json_value = json.loads(contents[".json"].read()) if ".json" in contents else {}
-        caption_suffix = next((suffix for suffix in CAPTION_SUFFIXES if suffix in contents), None)
+        json_value = json.loads(content_by_suffix[".json"].read()) if ".json" in content_by_suffix else {}
+        caption_suffix = next((suffix for suffix in CAPTION_SUFFIXES if suffix in content_by_suffix), None)
         if caption_suffix is not None and isinstance(json_value, dict) and not _has_prompt(json_value):
-            json_value["prompt"] = contents[caption_suffix].read().decode("utf-8-sig").strip()
+            json_value["prompt"] = content_by_suffix[caption_suffix].read().decode("utf-8-sig").strip()
     except (ValueError, RecursionError) as error:
-        return _unusable_item(location, first_line(error))
-    return _item_from_json(json_value, location, content, None)
+        return _make_error_item(location, first_line(error))
+    return _make_item(json_value, location, content, None)
 
 
 def _read_prompt_lines(files: Iterable[Path], dataset_path: Path) -> Iterator[MediaItem]:
@@ -347,41 +349,42 @@ def _read_prompt_lines(files: Iterable[Path], dataset_path: Path) -> Iterator[Me
                     line.encode()
                     json_value = dict(prompt_metadata(line, dataset_path), prompt=line) if is_text else json.loads(line)
                 except UnicodeEncodeError:
-                    yield _unusable_item(location, "it is not UTF-8; save the file as UTF-8")
+                    yield _make_error_item(location, "it is not UTF-8; save the file as UTF-8")
                 except (ValueError, RecursionError) as error:
-                    yield _unusable_item(location, f"malformed JSON, {first_line(error)}")
+                    yield _make_error_item(location, f"malformed JSON, {first_line(error)}")
                 else:
-                    yield _item_from_json(json_value, location, None, None)
+                    yield _make_item(json_value, location, None, None)
 
 
 def _make_row_item(located_row: LocatedRow, folder: Path) -> MediaItem:
     location, row = located_row
-    key = next((name for name in _MEDIA_KEYS if row.get(name) not in (None, "")), None)
+    key = next((name for name in (*_MEDIA_KEYS, *_PATH_KEYS) if row.get(name) not in (None, "", [])), None)
     if key is None:
         reason = f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
-        return replace(_item_from_json(row, location, None, None), missing_media_reason=reason)
-    is_video = key in {"video", "mp4"}
+        return replace(_make_item(row, location, None, None), missing_media_reason=reason)
+    is_video = key in {"video", "mp4", "video_path"}
+    source = row[key][0] if isinstance(row[key], list) and len(row[key]) == 1 else row[key]
     if key == "file_name":
         is_video = str(row[key]).lower().endswith(VIDEO_SUFFIXES)
     content, problem = None, ""
     try:
-        path, content_bytes = locate_image(row[key], location)
+        path, content_bytes = locate_image(source, location)
         file = None if path is None else folder / os.path.expanduser(path)
         content = MediaContent(is_video, file, content_bytes=content_bytes or b"")
     except DataError as error:
         problem = str(error)
-    item = _item_from_json({k: v for k, v in row.items() if k not in _MEDIA_KEYS}, location, content, None)
+    item = _make_item({k: v for k, v in row.items() if k not in (*_MEDIA_KEYS, key)}, location, content, None)
     return replace(item, problem=problem or item.problem)
 
 
-def _item_from_json(json_object: Any, location: str, content: MediaContent | None, embedding: Path | None) -> MediaItem:
+def _make_item(json_object: Any, location: str, content: MediaContent | None, embedding: Path | None) -> MediaItem:
     if not isinstance(json_object, dict):
         problem = 'it must be a JSON object such as {"prompt": "..."}; name a file of rows itself'
-        return _unusable_item(location, problem)
+        return _make_error_item(location, problem)
     # The first non-empty text is the prompt, else the first empty text.
     text_keys = [name for name in PROMPT_KEYS if isinstance(json_object.get(name), str)]
     if not text_keys:
-        return _unusable_item(location, f"it has no text {', '.join(PROMPT_KEYS)}")
+        return _make_error_item(location, f"it has no text {', '.join(PROMPT_KEYS)}")
     key = next((name for name in text_keys if json_object[name].strip()), text_keys[0])
     metadata = {name: field_value for name, field_value in json_object.items() if name != key}
     return MediaItem(location, json_object[key].strip(), metadata, content, embedding)

@@ -24,7 +24,7 @@ from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.run.stage import Stage
 
 _NUM_DECODER_THREADS = 4  # number of decoding threads, which run in parallel since Pillow and PyAV release the GIL
-_MAX_PATH_CHARACTERS = 300  # of a path in a message, which may be an image in base64
+_MAX_PATH_CHARACTERS = 300  # maximum length of a path in a message; the path may be an image in base64
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -45,7 +45,7 @@ class Encoders:
     """Whether the model takes video clips."""
 
 
-class ItemRow(NamedTuple):
+class MediaItemRow(NamedTuple):
     """Prompt, metadata and cache keys of an item: computed in the first pass over the data, for the encoding pass."""
 
     location: str
@@ -61,13 +61,13 @@ class MediaSplit(NamedTuple):
     """Split of a data set: its items with their cache keys, after one pass over the data set."""
 
     items: MediaItems
-    rows: list[ItemRow | None]
+    rows: list[MediaItemRow | None]
     """Rows of the split, one entry per item of the data set; None: the item is in another split or is left out."""
     skip_reasons: list[str]
     num_items: int
     config: DatasetConfig
 
-    def rows_with_items(self) -> Iterator[tuple[ItemRow, MediaItem]]:
+    def read_rows(self) -> Iterator[tuple[MediaItemRow, MediaItem]]:
         """Read the data set again, and yield the rows of this split with their items; raise DataError if it changed."""
         items = self.items()
         for row in self.rows:
@@ -79,8 +79,8 @@ class MediaSplit(NamedTuple):
                 yield row, item
 
     @property
-    def kept_rows(self) -> list[ItemRow]:
-        """Return the rows of this split, without the entries for items of other splits."""
+    def kept_rows(self) -> list[MediaItemRow]:
+        """Return the rows of this split: the entries of `rows` that are not None."""
         return [row for row in self.rows if row is not None]
 
 
@@ -109,13 +109,13 @@ def read_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]:
 def _read_full_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]:
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     config_key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
-    dataset_config = policy.dataset.derive(name=str(stage.data), local_dir="") if stage.data else policy.dataset
+    dataset_config = policy.dataset.copy_with(name=str(stage.data), local_dir="") if stage.data else policy.dataset
     train = _read_split(stage, encoders, dataset_config, config_key, needs_media=True)
     held_out_config: DatasetConfig | None = None
     if validation.dataset.name or validation.dataset.local_dir:
         held_out_config, config_key = validation.dataset, "validation.dataset"
     elif (folder := stage.data) and ((folder / VALIDATION_SPLIT).is_dir() or any(folder.glob(f"{VALIDATION_SPLIT}.*"))):
-        held_out_config = dataset_config.derive(split=(VALIDATION_SPLIT,))
+        held_out_config = dataset_config.copy_with(split=(VALIDATION_SPLIT,))
     if held_out_config is not None:
         held_out = _read_split(stage, encoders, held_out_config, config_key, needs_media=False)
         return {TRAIN_SPLIT: train, VALIDATION_SPLIT: held_out}
@@ -136,10 +136,10 @@ def _read_split(
     items = open_media_items(config, config_key)
     has_media = load_row_kind(stage.recipe.train.train_policy.rows).has_media
     frame_config = make_frame_settings(stage.recipe, config, encoders) if has_media else None
-    rows: list[ItemRow | None] = []
+    rows: list[MediaItemRow | None] = []
     skip_reasons: list[str] = []
-    for item, row_or_reason in map_in_threads(
-        stage, lambda item: (item, _make_row(item, frame_config, needs_media)), items()
+    for item, row_or_reason in thread_map(
+        stage, lambda item: (item, _make_media_item_row(item, frame_config, needs_media)), items()
     ):
         stage.progress.beat()
         rows.append(None if isinstance(row_or_reason, str) else row_or_reason)
@@ -153,7 +153,7 @@ def _read_split(
     return MediaSplit(items, rows, skip_reasons, len(rows), config)
 
 
-def _make_row(item: MediaItem, frame_config: FrameSettings | None, needs_media: bool) -> ItemRow | str:
+def _make_media_item_row(item: MediaItem, frame_config: FrameSettings | None, needs_media: bool) -> MediaItemRow | str:
     """Return the row of an item, or the reason why the item is left out; without `frame_config`, media are ignored."""
     if item.problem and (frame_config or not item.prompt):
         return item.problem
@@ -169,16 +169,16 @@ def _make_row(item: MediaItem, frame_config: FrameSettings | None, needs_media: 
     except OSError as error:
         describe_error(error)
         return f"{error.strerror}: {str(error.filename)[:_MAX_PATH_CHARACTERS]}"
-    metadata = json.dumps(item.metadata, ensure_ascii=False, default=_describe_value)
+    metadata = json.dumps(item.metadata, ensure_ascii=False, default=_convert_to_text)
     try:
         (item.prompt + metadata).encode()
     except UnicodeEncodeError:
         return "it has half a character (a lone surrogate)"
-    return ItemRow(_replace_unencodable(item.location), item.prompt, metadata, text_key, media_key)
+    return MediaItemRow(_replace_unencodable(item.location), item.prompt, metadata, text_key, media_key)
 
 
-def _describe_value(value: object) -> str | None:
-    """Return a value of a row that JSON does not have as text; None for bytes, such as those of a further image."""
+def _convert_to_text(value: object) -> str | None:
+    """Convert a value that JSON cannot represent to text; return None for bytes, such as those of a second image."""
     return None if isinstance(value, bytes) else str(value)
 
 
@@ -186,7 +186,7 @@ def _replace_unencodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def map_in_threads(stage: Stage, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+def thread_map(stage: Stage, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Apply a function to items in a pool of threads, and yield the results in order with a bounded prefetch."""
     item_iterator = iter(items)
     num_threads = stage.recipe.train.train_policy.dataloader_num_workers or _NUM_DECODER_THREADS

@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from cosmos_core.data.columns import find_column, has_column_value, is_filled
 from cosmos_core.data.encoded_turns import decode_conversation, decode_history
-from cosmos_core.data.tool_calls import parse_sharegpt_calls, pop_calls
+from cosmos_core.data.tool_calls import parse_sharegpt_calls, pop_tool_calls
 from cosmos_core.data.turn_weights import check_part_keys, pop_turn_weight
 from cosmos_core.errors import DataError, MissingColumn
 
@@ -42,9 +43,9 @@ _STANDARD_ROLES = {
     "ai": "assistant", "bot": "assistant", "chatbot": "assistant", "tool_call": "assistant", "tool_response": "tool",
 }  # fmt: skip
 _SHAREGPT_KEYS = ("value", "content", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-IMAGE_MARK = re.compile("<image>")
+IMAGE_MARK_REGEX = re.compile("<image>")
 # LLaVA puts <image> or <video> at the start or end of a turn; elsewhere in a turn these are ordinary words.
-_MEDIA_MARK = re.compile(r"\A\s*<(image|video)>|<(image|video)>\s*\Z")
+_MEDIA_MARK_REGEX = re.compile(r"\A\s*<(image|video)>|<(image|video)>\s*\Z")
 
 
 class SkippedRow(DataError):
@@ -58,7 +59,7 @@ class SkippedRow(DataError):
         return f"{self.args[0]}: skipped, {self.reason}"
 
 
-class TrackedRow(Row):
+class ColumnTrackingRow(Row):
     """Row of a data set that records which of its columns have been read."""
 
     def __init__(self, row: Row, column_names: Mapping[str, str], location: str) -> None:
@@ -80,7 +81,7 @@ class TrackedRow(Row):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value and record its column as read; the function `has_value` does not record it."""
+        """Return a value and record its column as read; the function `has_column_value` does not record it."""
         self._read_columns.add(name)
         return super().get(name, default)
 
@@ -91,20 +92,13 @@ class TrackedRow(Row):
         return [name for name in self._columns if name not in read_columns]
 
 
-def has_value(row: Row, column: str) -> bool:
-    """Return whether a row has a value in a column, without recording the column as read."""
-    return column in row and dict.get(row, column) is not None
-
-
 def plain_text_columns(row: Row, *columns: tuple[str, ...]) -> list[str] | None:
     """Return the texts of columns for a model without a chat template; None if a text is missing or holds turns.
 
-    Each tuple lists alternative names of one column, of which the first that exists is used. The texts are meant to be
-    concatenated as they are.
-    """
-    if any(has_value(row, name) for name in _CONVERSATION_COLUMNS) or read_system_prompt(row):
+    Each tuple lists alternative names of one column. The texts are meant to be concatenated as they are."""
+    if any(is_filled(row, name) for name in _CONVERSATION_COLUMNS) or read_system_prompt(row):
         return None
-    present_columns = [next((name for name in alternatives if has_value(row, name)), "") for alternatives in columns]
+    present_columns = [find_column(row, aliases) for aliases in columns]
     column_values: list[Any] = [_read_column(row, name) if name else None for name in present_columns]
     return column_values if all(isinstance(value, str) for value in column_values) else None
 
@@ -121,8 +115,9 @@ def read_conversation(
 
     Raise DataError for a row without a known column, an unknown role, or content that is not text, and SkippedRow if
     the text or conversation is empty."""
-    present_column = next((name for name in (column, *_CONVERSATION_COLUMNS) if has_value(row, name)), None)
-    if present_column is not None:
+    present_column = find_column(row, (column, *_CONVERSATION_COLUMNS))
+    pair = () if present_column and is_filled(row, present_column) else _find_pair_columns(row)
+    if present_column and not (pair and is_filled(row, *pair)):
         value = row[present_column] if present_column == "text" else decode_conversation(row[present_column], location)
         if not isinstance(value, str):
             turns = read_turns(value, present_column, location, with_images)
@@ -130,23 +125,27 @@ def read_conversation(
         if not value.strip():
             raise SkippedRow(location, "empty")
         return value
-    for question_column, response_column in _PAIR_COLUMNS:
-        if has_value(row, question_column) and has_value(row, response_column):
-            question_turns = read_column_turns(row, question_column, "user", location, with_images)
-            response_turns = read_column_turns(row, response_column, "assistant", location, with_images)
-            num_turns = len(question_turns)  # the response may begin with the prompt or its last turns
-            starts = (i for i in range(num_turns) if question_turns[i:] == response_turns[: num_turns - i])
-            start = next(starts, num_turns)
-            if not isinstance(decode_conversation(row[question_column]), str):  # not learned, unlike `history`
-                question_turns = exclude_from_loss(question_turns)
-            turns = question_turns + response_turns[num_turns - start :]
-            return add_system_turn(turns, read_system_prompt(row) or system_prompt)
+    if pair:
+        question_turns = read_column_turns(row, pair[0], "user", location, with_images)
+        response_turns = read_column_turns(row, pair[1], "assistant", location, with_images)
+        num_turns = len(question_turns)  # the response may begin with the prompt or its last turns
+        overlap_starts = (i for i in range(num_turns) if question_turns[i:] == response_turns[: num_turns - i])
+        overlap_start = next(overlap_starts, num_turns)
+        if not isinstance(decode_conversation(row[pair[0]]), str):  # turns of a prompt are not learned
+            question_turns = mask_assistant_turns(question_turns)
+        turns = question_turns + response_turns[num_turns - overlap_start :]
+        return add_system_turn(turns, read_system_prompt(row) or system_prompt)
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
     if not _has_response_column(row):  # training on one column would leave out a response in another column
         remedy += ", or conversation_column_name for one column of turns or of plain text"
     if None in row.values():
         remedy = f"fill the null, or {remedy}"
     raise MissingColumn(f"{location}: no conversation among the columns {describe_columns(row)}; {remedy}")
+
+
+def _find_pair_columns(row: Row) -> tuple[str, ...]:
+    pairs = [pair for pair in _PAIR_COLUMNS if all(has_column_value(row, name) for name in pair)]
+    return next((pair for pair in pairs if is_filled(row, *pair)), next(iter(pairs), ()))
 
 
 def omits_response(row: Row, column: str) -> bool:
@@ -156,7 +155,7 @@ def omits_response(row: Row, column: str) -> bool:
 
 
 def _has_response_column(row: Row, ignored_column: str = "") -> bool:
-    return any(has_value(row, column) for column in _RESPONSE_COLUMNS if column != ignored_column)
+    return any(has_column_value(row, column) for column in _RESPONSE_COLUMNS if column != ignored_column)
 
 
 def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit most rows
@@ -176,11 +175,11 @@ def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit m
     Raise DataError if a named column is missing, or no column is known as a prompt, and SkippedRow for a row without a
     user turn."""
     for key, name in (("prompt_column_name", prompt_column), ("response_column_name", response_column)):
-        if name in row and not has_value(row, name):
+        if name in row and not has_column_value(row, name):
             raise DataError(f"{location}: column {name!r} (train_policy.{key}) is null; fill it, or leave the row out")
         if name and name not in row:
             raise DataError(f"{location}: no column {name!r} (train_policy.{key}); the row has {describe_columns(row)}")
-    column = prompt_column or next((candidate for candidate in PROMPT_COLUMNS if has_value(row, candidate)), "")
+    column = prompt_column or find_column(row, PROMPT_COLUMNS)
     if not column:
         raise MissingColumn(
             f"{location}: no prompt among the columns {describe_columns(row)}; set "
@@ -188,7 +187,7 @@ def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit m
         )
     turns = read_column_turns(row, column, "user", location, with_images)
     turns = add_system_turn(turns, read_system_prompt(row) or system_prompt)
-    reference = _read_reference(row, response_column, location)
+    reference = _read_reference_response(row, response_column, location)
     if keeps_last_turn and turns and turns[-1]["role"] == "assistant":
         return [*_extract_prompt(turns, "", location)[0], turns[-1]], reference or ""
     return _extract_prompt(turns, reference, location)
@@ -205,28 +204,28 @@ def read_held_out(
             f"{location}: plain text has no prompt to complete; give validation.dataset conversations, "
             "or leave validation.reward_function empty to measure the loss"
         )
-    return _extract_prompt(conversation, _read_reference(row, "", location), location)
+    return _extract_prompt(conversation, _read_reference_response(row, "", location), location)
 
 
 def _extract_prompt(turns: list[Message], reference_response: str | None, location: str) -> tuple[list[Message], str]:
     if turns and turns[-1]["role"] == "assistant":
-        reference_response = "".join(turn_texts(turns[-1])) if reference_response is None else reference_response
+        reference_response = "".join(get_turn_texts(turns[-1])) if reference_response is None else reference_response
         turns = turns[:-1]
-    if not any(turn["role"] == "user" and any(map(str.strip, turn_texts(turn))) for turn in turns):
+    if not any(turn["role"] == "user" and any(map(str.strip, get_turn_texts(turn))) for turn in turns):
         raise SkippedRow(location, "without a user turn to answer")
     return turns, reference_response or ""
 
 
-def _read_reference(row: Row, column: str, location: str) -> str | None:
-    column = column or next((candidate for candidate in _REFERENCE_COLUMNS if has_value(row, candidate)), "")
-    reward_model = None if column else row.get("reward_model")  # a column of verl
+def _read_reference_response(row: Row, column: str, location: str) -> str | None:
+    column = column or find_column(row, _REFERENCE_COLUMNS)
+    reward_model = None if column else row.get("reward_model")  # verl stores the reference in this column
     value = row[column] if column else reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     if value is None:
         return None
     turns = decode_conversation(value)
     turn = turns[-1] if isinstance(turns, list) and turns else None
     if isinstance(turn, dict) and _STANDARD_ROLES.get(_read_role(turn)) == "assistant":
-        return "".join(turn_texts(_read_turn(turn, location, with_images=False)))
+        return "".join(get_turn_texts(_read_turn(turn, location, with_images=False)))
     try:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except TypeError:  # columnar formats have values without a JSON form, such as dates and bytes
@@ -239,19 +238,19 @@ def read_column_turns(row: Row, column: str, role: str, location: str, with_imag
     value = _read_column(row, column)
     if not isinstance(value, str):
         return read_turns(value, column, location, with_images)
-    history = decode_history(row.get("history"), location) if _is_named(row, column, "instruction", "query") else []
-    turns = [*history, {"role": role, "content": value}]
+    history = row.get("history") if _is_column_named(row, column, "instruction", "query") else None
+    turns = [*decode_history(history, location), {"role": role, "content": value}]
     return [{**turn, "content": read_content(turn["content"], location, with_images)} for turn in turns]
 
 
-def _is_named(row: Row, column: str, *names: str) -> bool:
-    return (row.column_names if isinstance(row, TrackedRow) else {}).get(column, column) in names
+def _is_column_named(row: Row, column: str, *names: str) -> bool:
+    return (row.column_names if isinstance(row, ColumnTrackingRow) else {}).get(column, column) in names
 
 
 def _read_column(row: Row, column: str) -> Any:
     """Return the turns or the text of a column; `input` or `context` is appended to the text of `instruction`."""
     value = decode_conversation(row[column])
-    if isinstance(value, str) and _is_named(row, column, "instruction"):
+    if isinstance(value, str) and _is_column_named(row, column, "instruction"):
         value = "\n\n".join(filter(None, [value, *(_column_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS)]))
     return value
 
@@ -291,7 +290,7 @@ def _read_turn(turn: Any, location: str, with_images: bool) -> Message:
     if "role" not in turn:
         turn = {key: value for key, value in turn.items() if key in _SHAREGPT_KEYS}
     default_content = None if {"tool_calls", "function_call"}.isdisjoint(turn) else ""
-    call_field = pop_calls(turn, location)
+    call_field = pop_tool_calls(turn, location)
     content = read_content(turn.get("content", turn.pop("value", default_content)), location, with_images)
     if role in {"function_call", "tool_call"} and (calls := parse_sharegpt_calls(content)):
         content, call_field = "", {"tool_calls": calls}
@@ -313,7 +312,7 @@ def read_content(content: Any, location: str, with_images: bool = False) -> Any:
     if not isinstance(content, str):
         remedy = _TEXT_ONLY_MESSAGE if isinstance(content, list) else "write it as text"
         raise DataError(f"{location}: content {str(content)[:40]!r} is not text; {remedy}")
-    if media_mark := _MEDIA_MARK.search(content):
+    if media_mark := _MEDIA_MARK_REGEX.search(content):
         media_kind, remedy = media_mark[1] or media_mark[2], f"take rows without {media_mark[0].strip()}"
         if media_kind != "image" or not with_images:
             raise DataError(f"{location}: the turn shows an {media_kind}, and {_TEXT_ONLY_MESSAGE}; {remedy}")
@@ -339,12 +338,12 @@ def _normalise_part(part: Any, location: str) -> dict[str, Any]:
     raise DataError(f"{location}: the part {str(part)[:60]!r} is neither text nor an image, which is all that is read")
 
 
-def exclude_from_loss(turns: list[Message]) -> list[Message]:
+def mask_assistant_turns(turns: list[Message]) -> list[Message]:
     """Return the turns with assistant turns that are not learned."""
     return [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in turns]
 
 
-def turn_texts(message: Message) -> list[str]:
+def get_turn_texts(message: Message) -> list[str]:
     """Return the texts of a turn: one string, or one per text part if the turn shows images."""
     content = message["content"]
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
@@ -361,20 +360,20 @@ def merge_turns(turns: list[Message]) -> list[Message]:
     """Merge consecutive turns of one role into one turn, except tool results and turns with extra keys."""
     merged_turns: list[Message] = []
     for turn in turns:
-        previous = merged_turns[-1] if merged_turns else {}
-        has_same_keys = previous.keys() == turn.keys() <= {"role", "content", "weight"}
-        if has_same_keys and previous["role"] == turn["role"] != "tool":
-            merged_turns[-1] = {**turn, "content": _join_contents(previous["content"], turn["content"])}
+        previous_turn = merged_turns[-1] if merged_turns else {}
+        has_same_keys = previous_turn.keys() == turn.keys() <= {"role", "content", "weight"}
+        if has_same_keys and previous_turn["role"] == turn["role"] != "tool":
+            merged_turns[-1] = {**turn, "content": _join_contents(previous_turn["content"], turn["content"])}
         else:
             merged_turns.append(turn)
     return merged_turns
 
 
-def _join_contents(first: Any, second: Any) -> Any:
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}\n\n{second}"
-    first, second = ([{"type": "text", "text": e}] if isinstance(e, str) else e for e in (first, second))
-    return [*first, {"type": "text", "text": "\n\n"}, *second]
+def _join_contents(content: Any, next_content: Any) -> Any:
+    if isinstance(content, str) and isinstance(next_content, str):
+        return f"{content}\n\n{next_content}"
+    parts, next_parts = ([{"type": "text", "text": e}] if isinstance(e, str) else e for e in (content, next_content))
+    return [*parts, {"type": "text", "text": "\n\n"}, *next_parts]
 
 
 def read_system_prompt(row: Row) -> str:

@@ -46,12 +46,12 @@ def hash_words(words: list[str]) -> np.ndarray:
     return np.fromiter(map(_hash_word, words), dtype=np.uint64, count=len(words))
 
 
-def hash_ngrams(hashes: np.ndarray, n: int) -> np.ndarray:
+def hash_ngrams(word_hashes: np.ndarray, n: int) -> np.ndarray:
     """Return a hash of each run of `n` words, uint64, from the hashes of words; fewer than `n` words give one hash."""
-    n = min(n, len(hashes))
+    n = min(n, len(word_hashes))
     if not n:
-        return hashes
-    return np.convolve(hashes, _compute_hash_powers(n), mode="valid")
+        return word_hashes
+    return np.convolve(word_hashes, _compute_hash_powers(n), mode="valid")
 
 
 @cache
@@ -71,14 +71,14 @@ class MinHashBands:
         while band_size > 1 and 1 - (1 - threshold**band_size) ** (_NUM_PERMUTATIONS // band_size) < _TARGET_RECALL:
             band_size -= 1
         self._band_size = band_size
-        self.count = _NUM_PERMUTATIONS // self._band_size
+        self.num_bands = _NUM_PERMUTATIONS // self._band_size
         """Number of keys that each set of n-grams has."""
         self._empty_minhash = MinHash(num_perm=_NUM_PERMUTATIONS, hashfunc=int)
         self._hash_powers = _compute_hash_powers(self._band_size)
 
-    def keys(self, ngram_hashes: np.ndarray) -> np.ndarray:
+    def compute_band_keys(self, ngram_hashes: np.ndarray) -> np.ndarray:
         """Return one key per band, uint64, of a set of hashes of n-grams."""
         minhash = self._empty_minhash.copy()
         minhash.update_batch((ngram_hashes >> np.uint64(32)).tolist())
-        bands = minhash.hashvalues[: self.count * self._band_size].reshape(self.count, self._band_size)
-        return bands.astype(np.uint64) @ self._hash_powers
+        band_hashes = minhash.hashvalues[: self.num_bands * self._band_size].reshape(self.num_bands, self._band_size)
+        return band_hashes.astype(np.uint64) @ self._hash_powers

@@ -52,22 +52,22 @@ class Mixture:
         rows, relative_positions, row_offset = [], [], 0
         counts = divide_by_weights(sum(self.sizes), self.weights)
         for i, (size, rows_per_epoch) in enumerate(zip(self.sizes, counts, strict=True)):
-            numbers = np.arange(rows_per_epoch, dtype=np.int64)
-            pass_indices, positions = np.divmod(numbers + epoch * rows_per_epoch, size)
+            epoch_indices = np.arange(rows_per_epoch, dtype=np.int64)
+            pass_indices, positions = np.divmod(epoch_indices + epoch * rows_per_epoch, size)
             for n in np.unique(pass_indices).tolist():
                 pass_order = shuffled_indices(size, seed, n, i) if shuffle else np.arange(size)
                 rows.append(row_offset + pass_order[positions[pass_indices == n]])
-            relative_positions.append((numbers + 0.5) / max(1, rows_per_epoch))
+            relative_positions.append((epoch_indices + 0.5) / max(1, rows_per_epoch))
             row_offset += size
         return np.concatenate(rows)[np.argsort(np.concatenate(relative_positions), kind="stable")]
 
 
-def divide_by_weights(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide `total` in proportion to weights; the parts with the largest remainders are rounded up."""
-    exact_sizes = [total * weight / sum(weights) for weight in weights]
-    sizes = [int(size) for size in exact_sizes]
-    indices_by_remainder = sorted(range(len(exact_sizes)), key=lambda i: (sizes[i] - exact_sizes[i], i))
-    for i in indices_by_remainder[: total - sum(sizes)]:
+def divide_by_weights(total_size: int, weights: Sequence[float]) -> list[int]:
+    """Divide `total_size` in proportion to weights; the parts with the largest remainders are rounded up."""
+    unrounded_sizes = [total_size * weight / sum(weights) for weight in weights]
+    sizes = [int(size) for size in unrounded_sizes]
+    indices_by_remainder = sorted(range(len(unrounded_sizes)), key=lambda i: (sizes[i] - unrounded_sizes[i], i))
+    for i in indices_by_remainder[: total_size - sum(sizes)]:
         sizes[i] += 1
     return sizes
 
@@ -77,7 +77,7 @@ def mixture_or_num_rows(rows: Any) -> int | Mixture:
     return getattr(rows, "mixture", None) or len(rows)
 
 
-@lru_cache(maxsize=4)  # a step may span two epochs, each with orders of prompts and of supervised rows
+@lru_cache(maxsize=4)  # orders of two epochs, for prompts and for supervised rows
 def epoch_order(seed: int, epoch: int, rows: int | Mixture, shuffle: bool) -> np.ndarray:
     """Return the row numbers of one epoch in training order, int64, read-only (see `Mixture.epoch_order`)."""
     if isinstance(rows, Mixture):
@@ -105,16 +105,16 @@ def unused_rows_notice(train_config: TrainConfig, batch_size: int, num_rows: int
     if policy.has_token_based_batches or batch_size < 1:
         return ""
     batches_per_epoch(batch_size, num_rows, policy.drops_last_rows)
-    num_unused = num_rows % batch_size if policy.drops_last_rows else 0
-    if not num_unused or (train_config.max_num_steps or math.inf) * batch_size <= num_rows - num_unused:
+    num_unused_rows = num_rows % batch_size if policy.drops_last_rows else 0
+    if not num_unused_rows or (train_config.max_num_steps or math.inf) * batch_size <= num_rows - num_unused_rows:
         return ""
-    changes_each_epoch = policy.dataloader_shuffle and train_config.epoch > 1
-    repetition_note = "others in each epoch" if changes_each_epoch else "the same ones"
+    is_reshuffled_each_epoch = policy.dataloader_shuffle and train_config.epoch > 1
+    repetition_note = "others in each epoch" if is_reshuffled_each_epoch else "the same ones"
     remedy = "lower train.train_batch_per_replica"
     if not policy.has_rollouts:
         remedy = "train.train_policy.dataloader_drop_last = false learns them in a smaller batch"
     return (
-        f"{num_unused:,} of {num_rows:,} rows fill no batch of {batch_size} and are left out of an epoch "
+        f"{num_unused_rows:,} of {num_rows:,} rows fill no batch of {batch_size} and are left out of an epoch "
         f"({repetition_note}); {remedy}"
     )
 

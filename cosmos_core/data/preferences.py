@@ -4,28 +4,30 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from cosmos_core.data.columns import find_column, has_column_value
 from cosmos_core.data.encoded_turns import decode_conversation
 from cosmos_core.data.messages import (
-    IMAGE_MARK,
+    IMAGE_MARK_REGEX,
     Message,
     Row,
     SkippedRow,
     add_system_turn,
     describe_columns,
-    exclude_from_loss,
-    has_value,
+    get_turn_texts,
+    mask_assistant_turns,
     merge_turns,
     read_column_turns,
     read_content,
     read_conversation,
     read_system_prompt,
     read_turns,
-    turn_texts,
 )
 from cosmos_core.data.spans import common_prefix_length
 from cosmos_core.errors import DataError, MissingColumn
 
 _PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem")
+_TURNS_COLUMNS = ("messages", "conversations")
+_SWIFT_REJECTED_COLUMNS = ("rejected_messages", "rejected_response")
 _LABEL_BY_TEXT = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
@@ -50,11 +52,12 @@ def read_preference(
     `system_prompt` and `with_images` see `read_conversation`.
     Raise DataError if `chosen`, `rejected` or the prompt is missing or has the wrong form, and SkippedRow if the
     completions are equal or empty, or the prompt is empty."""
-    names = ("chosen", "rejected")
-    chosen_value, rejected_value = (_read_completion(row, name, location, with_images) for name in names)
+    chosen_value, rejected_value = _read_completions(row, location, with_images)
     if chosen_value == rejected_value:
         raise SkippedRow(location, "with equal chosen and rejected")
-    prompt_column = next((name for name in (column, *_PROMPT_COLUMNS) if has_value(row, name)), None)
+    has_prompt_turns = "user" in {turn["role"] for turn in chosen_value if isinstance(turn, dict)}
+    turns_columns = () if has_prompt_turns else _TURNS_COLUMNS  # which would repeat the completion too
+    prompt_column = find_column(row, (column, *_PROMPT_COLUMNS, *turns_columns)) or None
     if prompt_column is None and isinstance(chosen_value, str) and isinstance(rejected_value, str):
         if any(name in row for name in (column, *_PROMPT_COLUMNS)):
             raise SkippedRow(location, "without a prompt")
@@ -80,11 +83,12 @@ def read_preference(
             f"{location}: no prompt among the columns {describe_columns(row)}; name it `prompt`, or set "
             "train.train_policy.prompt_column_name"
         )
-    if not any(turn["role"] != "assistant" and any(map(str.strip, turn_texts(turn))) for turn in prompt):
+    if not any(turn["role"] != "assistant" and any(map(str.strip, get_turn_texts(turn))) for turn in prompt):
         raise SkippedRow(location, "without a prompt")
     if prompt[-1]["role"] == "assistant":
         raise DataError(f"{location}: the prompt ends with an assistant turn; end it with the turn to respond to")
-    if not all(any(map(str.strip, turn_texts(turns[-1]))) or "tool_calls" in turns[-1] for turns in (chosen, rejected)):
+    last_turns = (chosen[-1], rejected[-1])
+    if not all(any(map(str.strip, get_turn_texts(turn))) or "tool_calls" in turn for turn in last_turns):
         raise SkippedRow(location, "with an empty answer")
     prompt = add_system_turn(prompt, read_system_prompt(row) or system_prompt)
     return Preference(prompt, merge_turns(chosen), merge_turns(rejected))
@@ -99,7 +103,7 @@ def remove_repeated_prompt(prompt: Any, *completions: Any) -> list[str]:
 
 def read_label(row: Row, location: str) -> bool:
     """Return whether the completion of a row is desirable; raise DataError if the row has no valid label."""
-    value = row.get("label")
+    value = row.get(find_column(row, ("label", "kto_tag")) or "label")
     if (label := _LABEL_BY_TEXT.get(str(value).lower())) is None:
         raise DataError(
             f"{location}: label {value!r} among the columns {describe_columns(row)} must be true or false, or 1 or 0; "
@@ -108,7 +112,7 @@ def read_label(row: Row, location: str) -> bool:
     return label
 
 
-def read_labelled(
+def read_labelled_conversation(
     row: Row, location: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> list[Message]:
     """Return the conversation of a row with a label; only turns after the last user turn are learned. Raise SkippedRow
@@ -121,17 +125,16 @@ def read_labelled(
     last_user_index = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
     if last_user_index < 0:
         raise SkippedRow(location, "without a prompt")
-    return exclude_from_loss(turns[:last_user_index]) + turns[last_user_index:]
+    return mask_assistant_turns(turns[:last_user_index]) + turns[last_user_index:]
 
 
 def _select_longer_prompt(
     prompt: list[Message], shared_turns: list[Message], column: str | None, location: str
 ) -> list[Message]:
-    """Return the longer of a prompt and the turns shared by both completions; raise DataError if neither contains the
-    other."""
+    """Return the prompt or the turns shared by both completions, whichever contains the other, or raise DataError."""
     # Role and words of each turn, to compare turns regardless of whitespace and of the form of images.
     prompt_words, shared_words = (
-        [(turn["role"], IMAGE_MARK.sub(" ", " ".join(turn_texts(turn))).split()) for turn in turns]
+        [(turn["role"], IMAGE_MARK_REGEX.sub(" ", " ".join(get_turn_texts(turn))).split()) for turn in turns]
         for turns in (prompt, shared_turns)
     )
     is_empty, num_turns = not any(words for _, words in prompt_words), len(prompt_words)
@@ -140,9 +143,25 @@ def _select_longer_prompt(
     if prompt_words[-len(shared_words) :] == shared_words:
         return prompt
     raise DataError(
-        f"{location}: column {column!r} says {' '.join(turn_texts(prompt[-1]))[:40]!r} and `chosen` begins with "
-        f"{' '.join(turn_texts(shared_turns[-1]))[:40]!r}; give one prompt"
+        f"{location}: column {column!r} says {' '.join(get_turn_texts(prompt[-1]))[:40]!r} and `chosen` begins with "
+        f"{' '.join(get_turn_texts(shared_turns[-1]))[:40]!r}; give one prompt"
     )
+
+
+def _read_completions(row: Row, location: str, with_images: bool) -> list[list[Message] | str]:
+    """Return the chosen and the rejected completion of a row. Rows of ms-swift have the chosen one in their turns or in
+    `response`, and the other in `rejected_response` or `rejected_messages`."""
+    rejected_column = find_column(row, _SWIFT_REJECTED_COLUMNS)
+    chosen_column = find_column(row, (*_TURNS_COLUMNS, "response"))
+    if has_column_value(row, "chosen") or not (rejected_column and chosen_column):
+        return [_read_completion(row, name, location, with_images) for name in ("chosen", "rejected")]
+    names = (chosen_column, rejected_column)
+    chosen, rejected = (_read_completion(row, name, location, with_images) for name in names)
+    if isinstance(chosen, str):
+        return [chosen, rejected]
+    rejected = [{"role": "assistant", "content": rejected}] if isinstance(rejected, str) else rejected
+    num_prompt_turns = max((i for i, turn in enumerate(chosen, 1) if turn["role"] != "assistant"), default=0)
+    return [chosen, rejected if rejected[0]["role"] != "assistant" else [*chosen[:num_prompt_turns], *rejected]]
 
 
 def _read_completion(row: Row, name: str, location: str, with_images: bool) -> list[Message] | str:

@@ -38,7 +38,7 @@ from cosmos_core.data.kinds.registry import load_row_kind, load_tokenised_kind
 from cosmos_core.data.messages import SkippedRow
 from cosmos_core.data.order import divide_by_weights
 from cosmos_core.data.pool import initialise_process
-from cosmos_core.data.prepared import DATA_TERM_SPLIT, HELD_OUT_SEQUENCES_SPLIT, STATISTICS_FILE, split_path
+from cosmos_core.data.prepared import DATA_TERM_SPLIT, HELD_OUT_SEQUENCES_SPLIT, STATISTICS_FILE, get_split_path
 from cosmos_core.data.records import RecordSpec, convert_rows, find_image_root, read_pass_rates
 from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows, training_sources
 from cosmos_core.data.statistics import RowChunk, SplitCounts
@@ -70,13 +70,13 @@ def tokenise(stage: Stage) -> Outcome:
     tokenizer = _load_tokenizer(stage.model, stage.recipe.policy)
     stop_ids = read_stop_tokens(stage.model, stage.recipe.policy.model_revision, tokenizer)
     specs = {
-        split: [replace(_make_spec(stage, split, source), end_ids=stop_ids) for source in sources]
+        split: [replace(_make_record_spec(stage, split, source), stop_ids=stop_ids) for source in sources]
         for split, sources in splits.items()
     }
     for split, split_specs in specs.items():
-        roots = {spec.root for spec in split_specs if spec.root is not None}
-        if len(roots) > 1:
-            specs[split] = [replace(spec, stored_root=Path(os.path.commonpath(roots))) for spec in split_specs]
+        image_roots = {spec.image_root for spec in split_specs if spec.image_root is not None}
+        if len(image_roots) > 1:
+            specs[split] = [replace(spec, stored_root=Path(os.path.commonpath(image_roots))) for spec in split_specs]
     first_texts = (text for source in splits[TRAIN_SPLIT] for text in _read_first_texts(stage, source))
     lost_text_notice, is_much_text_lost = find_lost_text(tokenizer, first_texts)
     specs, tool_notices = _add_prompt_rendering(stage, specs, tokenizer)
@@ -86,28 +86,28 @@ def tokenise(stage: Stage) -> Outcome:
     notices += [*tool_notices, *filter(None, [lost_text_notice])]
     if lost_text_notice:
         logger.warning("%s", lost_text_notice)
-    num_rows_done, clean_metrics = 0, dict[str, float]()
+    num_rows_done, cleaning_metrics = 0, dict[str, float]()
     with replace_folder(stage.path / "data") as folder:
         if stage.recipe.train.train_policy.clean is not None:  # with `clean`, the schema allows only one data set
             held_out_sets = [source.rows for source in splits.get(VALIDATION_SPLIT, ())]
-            dataset_loader, training_set = _dataset_loader(stage, stage.recipe), splits[TRAIN_SPLIT][0]
-            cleaning = clean_training_rows(stage, training_set.rows, held_out_sets, folder, dataset_loader)
-            cleaned_rows, clean_metrics, clean_notices = cleaning
-            splits[TRAIN_SPLIT], notices = [replace(training_set, rows=cleaned_rows)], [*notices, *clean_notices]
+            dataset_loader, train_source = _make_dataset_loader(stage, stage.recipe), splits[TRAIN_SPLIT][0]
+            cleaning_result = clean_training_rows(stage, train_source.rows, held_out_sets, folder, dataset_loader)
+            cleaned_rows, cleaning_metrics, cleaning_notices = cleaning_result
+            splits[TRAIN_SPLIT], notices = [replace(train_source, rows=cleaned_rows)], [*notices, *cleaning_notices]
         total_rows = sum(len(source.rows) for sources in splits.values() for source in sources)
         for split, sources in splits.items():
-            path = split_path(folder, split)
-            split_counts, source_counts = _write_split(stage, path, specs[split], sources, num_rows_done, total_rows)
+            path = get_split_path(folder, split)
+            split_counts, counts_by_source = _write_split(stage, path, specs[split], sources, num_rows_done, total_rows)
             num_rows_done += sum(len(source.rows) for source in sources)
             if not split_counts.num_rows:
                 continue
             statistics[split] = split_counts.summary()
             logger.info("%s: %d rows, %d tokens", split, statistics[split]["rows"], statistics[split]["tokens"])
             if sources[0].label:
-                statistics[split]["sources"] = _make_mixture_statistics(sources, source_counts)
-            for source, counts_of_source in zip(sources, source_counts, strict=True):
+                statistics[split]["sources"] = _make_mixture_statistics(sources, counts_by_source)
+            for source, source_counts in zip(sources, counts_by_source, strict=True):
                 source_description = f"{split} of {source.label}" if source.label else split
-                for notice in counts_of_source.notices(tokenizer.eos_token):
+                for notice in source_counts.make_notices(tokenizer.eos_token):
                     logger.warning("%s: %s", source_description, notice)
                     notices.append(f"{source_description}: {notice}")
         write_json(folder / STATISTICS_FILE, statistics)
@@ -115,7 +115,7 @@ def tokenise(stage: Stage) -> Outcome:
     metrics = {f"data/{split}_{name}": float(statistics[split][name]) for split in statistics for name in metric_names}
     info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
     info |= {"loses_text": lost_text_notice} if is_much_text_lost else {}
-    return Outcome(outputs=("data",), metrics=metrics | clean_metrics, info=info)
+    return Outcome(outputs=("data",), metrics=metrics | cleaning_metrics, info=info)
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,10 @@ class _RowSource:
 
 def _read_first_texts(stage: Stage, source: _RowSource) -> Iterator[str]:
     policy = source.recipe.train.train_policy
-    pack_row = _dataset_loader(stage, source.recipe).make_packer()
+    apply_packer = _make_dataset_loader(stage, source.recipe).make_packer()
     for location, row in islice(source.rows, _NUM_COMPARED_ROWS):
         with suppress(DataError):
-            packed_row = pack_row(row, location) if pack_row else row
+            packed_row = apply_packer(row, location) if apply_packer else row
             yield from iterate_texts(load_tokenised_kind(policy.rows).read(packed_row, location, policy))
 
 
@@ -143,14 +143,14 @@ def _add_prompt_rendering(
     stage: Stage, specs: dict[str, list[RecordSpec]], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, list[RecordSpec]], list[JsonValue]]:
     """Add the settings for rendering prompts to the specs; return the specs and notices about the chat template."""
-    if not any(spec.kind.is_completed for split_specs in specs.values() for spec in split_specs):
+    if not any(spec.kind.is_prompt for split_specs in specs.values() for spec in split_specs):
         return specs, []
     render_settings = make_prompt_rendering(stage.recipe.rollout.multi_turn_config)
     notices: list[JsonValue] = []
     if render_settings.tools and not template_uses_tools(tokenizer, render_settings):
         notices.append("the chat template leaves out the tools, so the policy is told of none; give another template")
-    rendered = {name: [replace(each, rendering=render_settings) for each in split] for name, split in specs.items()}
-    return rendered, notices
+    specs = {name: [replace(each, prompt_rendering=render_settings) for each in split] for name, split in specs.items()}
+    return specs, notices
 
 
 def _write_split(
@@ -159,30 +159,30 @@ def _write_split(
     """Write the prepared file of a split; return the statistics of the split and of each of its data sets. Raise
     DataError if too many rows cannot be read, or no row of a data set is left. `num_rows_done` of `total_rows` rows
     were processed before."""
-    counts, counts_of_sources = SplitCounts(specs[0]), [SplitCounts(spec) for spec in specs]
+    split_counts, counts_by_source = SplitCounts(specs[0]), [SplitCounts(spec) for spec in specs]
     with pa.ipc.new_file(path, specs[0].schema) as file, closing(_tokenise_each(stage, specs, sources)) as chunks:
         for i, chunk in chunks:
             if chunk.batch.num_rows:
                 file.write_batch(chunk.batch)
-            counts.add(chunk)
-            counts_of_sources[i].add(chunk)
+            split_counts.add(chunk)
+            counts_by_source[i].add(chunk)
             # HELD_OUT_SEQUENCES_SPLIT has the same rows as the validation split, whose check covers these rows.
             if path.stem != HELD_OUT_SEQUENCES_SPLIT:
-                counts_of_sources[i].check_unusable(sources[i].dataset.max_skipped_fraction, len(sources[i].rows))
-            num_rows_done += chunk.batch.num_rows + len(chunk.skipped)
+                counts_by_source[i].check_unusable_rows(sources[i].dataset.max_skipped_fraction, len(sources[i].rows))
+            num_rows_done += chunk.batch.num_rows + len(chunk.skipped_rows)
             stage.progress.step(num_rows_done, total_rows)
             if stage.stop_requested:
-                num_done = f"{num_rows_done} of {total_rows} rows"
-                raise Preempted(f"stopped after {num_done} were tokenised; preparing starts anew")
+                progress_text = f"{num_rows_done} of {total_rows} rows"
+                raise Preempted(f"stopped after {progress_text} were tokenised; preparing starts anew")
     # Remove the file of the split HELD_OUT_SEQUENCES_SPLIT if no held-out prompt has a response.
-    if path.stem == HELD_OUT_SEQUENCES_SPLIT and not counts.num_rows:
+    if path.stem == HELD_OUT_SEQUENCES_SPLIT and not split_counts.num_rows:
         path.unlink()
     elif path.stem != HELD_OUT_SEQUENCES_SPLIT:
-        for source, source_counts in zip(sources, counts_of_sources, strict=True):
+        for source, source_counts in zip(sources, counts_by_source, strict=True):
             if not source_counts.num_rows:
                 source_description = f"{path.stem} of {source.label}" if source.label else path.stem
-                raise DataError(f"{source_description}: {source_counts.notices()[0]}; no row is left, give others")
-    return counts, counts_of_sources
+                raise DataError(f"{source_description}: {source_counts.make_notices()[0]}; no row is left, give others")
+    return split_counts, counts_by_source
 
 
 def _tokenise_each(stage: Stage, specs: list[RecordSpec], sources: list[_RowSource]) -> Generator[tuple[int, RowChunk]]:
@@ -191,22 +191,22 @@ def _tokenise_each(stage: Stage, specs: list[RecordSpec], sources: list[_RowSour
             yield from ((source_index, chunk) for chunk in chunks)
 
 
-def _make_mixture_statistics(sources: list[_RowSource], source_counts: list[SplitCounts]) -> list[dict[str, Any]]:
-    """Return the statistics of each data set of a mixture; raise DataError if a weight gives it no row of an epoch."""
+def _make_mixture_statistics(sources: list[_RowSource], counts_by_source: list[SplitCounts]) -> list[dict[str, Any]]:
+    """Return the statistics of each data set of a mixture; raise DataError if one has no row in an epoch."""
     entries = [
         {
             "source": source.label,
-            "weight": source.weight or counts.num_rows,
-            **(counts.summary() if counts.num_rows else {"rows": 0}),
+            "weight": source.weight or source_counts.num_rows,
+            **(source_counts.summary() if source_counts.num_rows else {"rows": 0}),
         }
-        for source, counts in zip(sources, source_counts, strict=True)
+        for source, source_counts in zip(sources, counts_by_source, strict=True)
     ]
-    total = sum(entry["rows"] for entry in entries)
-    for entry, count in zip(entries, divide_by_weights(total, [entry["weight"] for entry in entries]), strict=True):
+    total_rows = sum(entry["rows"] for entry in entries)
+    for entry, count in zip(entries, divide_by_weights(total_rows, [e["weight"] for e in entries]), strict=True):
         if not count and entry["rows"]:
             raise DataError(
                 f"train.train_policy.datasets: the weight of {entry['source']} is {entry['weight']:g}, which gives it "
-                f"none of the {total:,} rows of an epoch; raise it"
+                f"none of the {total_rows:,} rows of an epoch; raise it"
             )
     return entries
 
@@ -220,9 +220,9 @@ def _load_splits(stage: Stage) -> dict[str, list[_RowSource]]:
         if validation.max_rows is not None:
             counts = divide_by_weights(validation.max_rows, [len(source.rows) for source in held_out_sources])
             held_out_sources = [
-                replace(each, rows=each.rows.first(n)) for each, n in zip(held_out_sources, counts, strict=True) if n
+                replace(each, rows=each.rows.take(n)) for each, n in zip(held_out_sources, counts, strict=True) if n
             ]
-        splits |= dict.fromkeys(_kinds_by_split(stage.recipe), held_out_sources)
+        splits |= dict.fromkeys(_get_row_kinds_by_split(stage.recipe), held_out_sources)
     if policy.supervised_rows is not None:
         dataset = policy.supervised_rows.dataset
         rows = load_rows(dataset, "train.train_policy.data_term")
@@ -238,13 +238,13 @@ def _load_train_and_held_out(stage: Stage) -> tuple[list[_RowSource], list[_RowS
         source_recipe, mixture_fields = recipe, dict[str, Any]()
         dataset: RowsConfig = policy.dataset
         if isinstance(dataset, SourceConfig):
-            source_recipe = recipe.derive(train=recipe.train.derive(train_policy=policy))
+            source_recipe = recipe.copy_with(train=recipe.train.copy_with(train_policy=policy))
             mixture_fields = {"label": dataset.label, "weight": dataset.weight}
-        loader = None if stage.data is not None else _dataset_loader(stage, source_recipe)
+        loader = None if stage.data is not None else _make_dataset_loader(stage, source_recipe)
         rows = load_rows(dataset, config_key, loader)
         train_sources.append(_RowSource(rows, source_recipe, dataset, **mixture_fields))
     if validation.dataset.name:
-        rows = load_rows(validation.dataset, "validation.dataset", _dataset_loader(stage, recipe))
+        rows = load_rows(validation.dataset, "validation.dataset", _make_dataset_loader(stage, recipe))
         return train_sources, [_RowSource(rows, recipe, validation.dataset)]
     if stage.data is not None and has_local_split(stage.data, VALIDATION_SPLIT):
         rows = load_rows(DatasetConfig(name=str(stage.data), split=(VALIDATION_SPLIT,)), f"stage {stage.name!r}: data")
@@ -272,15 +272,15 @@ def _load_train_and_held_out(stage: Stage) -> tuple[list[_RowSource], list[_RowS
 def _remove_pass_rates(dataset: RowsConfig) -> RowsConfig:
     """Return the data set of held-out rows without a range of pass rates: held-out rows stay the same if a stage trains
     on a selection of rows, and files of pass rates have only training prompts."""
-    return dataset.derive(keep="", pass_rates="")
+    return dataset.copy_with(keep="", pass_rates="")
 
 
-def _kinds_by_split(recipe: Recipe) -> dict[str, str]:
+def _get_row_kinds_by_split(recipe: Recipe) -> dict[str, str]:
     kind = load_row_kind(recipe.train.train_policy.rows)
     return kind.held_out_row_kinds(has_rewards=bool(recipe.validation.reward_function))
 
 
-def _dataset_loader(stage: Stage, recipe: Recipe) -> UserDatasetLoader:
+def _make_dataset_loader(stage: Stage, recipe: Recipe) -> UserDatasetLoader:
     return UserDatasetLoader(recipe, partial(_load_tokenizer, stage.model, recipe.policy))
 
 
@@ -289,19 +289,19 @@ def read_stop_tokens(model: str, revision: str | None, tokenizer: PreTrainedToke
     generation_config = load_generation_config(model, revision)
     stop_ids: Any = generation_config and generation_config.eos_token_id
     stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
-    # Some published files have -1 for no token.
+    # Some published models have the token id -1, which means none.
     return tuple(token_id for token_id in (tokenizer.eos_token_id, *stop_ids) if token_id is not None and token_id >= 0)
 
 
-def _make_spec(stage: Stage, split: str, source: _RowSource) -> RecordSpec:
+def _make_record_spec(stage: Stage, split: str, source: _RowSource) -> RecordSpec:
     recipe, validation = source.recipe, source.recipe.validation
     max_length = recipe.policy.model_max_length
     is_data_term, policy = split == DATA_TERM_SPLIT, recipe.train.train_policy
-    kind = load_tokenised_kind("sequences" if is_data_term else _kinds_by_split(recipe).get(split, policy.rows))
+    kind = load_tokenised_kind("sequences" if is_data_term else _get_row_kinds_by_split(recipe).get(split, policy.rows))
     pass_rates = read_pass_rates(Path(source.dataset.pass_rates)) if source.dataset.pass_rates else None
-    root = find_image_root(recipe, stage.model, source.rows.folder)
-    spec = RecordSpec(recipe, kind, max_length, stage.model, root, pass_rate_range=source.dataset.keep)
-    if not kind.is_completed:
+    image_root = find_image_root(recipe, stage.model, source.rows.folder)
+    spec = RecordSpec(recipe, kind, max_length, stage.model, image_root, pass_rate_range=source.dataset.keep)
+    if not kind.is_prompt:
         return replace(spec, is_data_term=is_data_term)
     max_completion_tokens = recipe.rollout.max_response_length
     if split == VALIDATION_SPLIT:
@@ -312,8 +312,8 @@ def _make_spec(stage: Stage, split: str, source: _RowSource) -> RecordSpec:
 def _tokenise_rows(stage: Stage, spec: RecordSpec, rows: Rows) -> Generator[RowChunk]:
     """Yield chunks of tokenised rows in the order of the rows, from this process or from a pool of processes."""
     model, policy = stage.model, spec.recipe.policy
-    pack_row = None if spec.is_data_term else _dataset_loader(stage, spec.recipe).make_packer()
-    row_iterator = ((location, pack_row(row, location)) for location, row in rows) if pack_row else iter(rows)
+    apply_packer = None if spec.is_data_term else _make_dataset_loader(stage, spec.recipe).make_packer()
+    row_iterator = ((location, apply_packer(row, location)) for location, row in rows) if apply_packer else iter(rows)
     chunks = iter(lambda: list(islice(row_iterator, _CHUNK_ROWS)), [])
     num_workers = min(spec.recipe.train.train_policy.dataloader_num_workers, -(-len(rows) // _CHUNK_ROWS))
     if num_workers <= 1:

@@ -25,21 +25,21 @@ from cosmos_core.data.embeddings import read_embedding
 from cosmos_core.data.kinds.base import TRAIN_SPLIT
 from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.media_cache import Encoding, KeyedItem, MediaCache, compute_digest, group_into_shards
-from cosmos_core.data.media_pixels import FrameSettings, bucket_sizes, decode_media, frame_rate, is_upscaled
+from cosmos_core.data.media_pixels import FrameSettings, decode_media, is_upscaled, list_bucket_sizes, read_frame_rate
 from cosmos_core.data.media_rows import NULL_TEXT_KEY, TENSORS_FOLDER
 from cosmos_core.data.media_source import MediaContent
 from cosmos_core.data.media_splits import (
     Encoders,
-    ItemRow,
+    MediaItemRow,
     MediaSplit,
     make_frame_settings,
-    map_in_threads,
     read_splits,
+    thread_map,
 )
-from cosmos_core.data.prepared import STATISTICS_FILE, split_path
-from cosmos_core.data.statistics import row_remedy
+from cosmos_core.data.prepared import STATISTICS_FILE, get_split_path
+from cosmos_core.data.statistics import make_unusable_rows_remedy
 from cosmos_core.errors import DataError, Preempted
-from cosmos_core.models.families import open_family
+from cosmos_core.models.families import open_pipeline
 from cosmos_core.registry import compute_code_digest
 from cosmos_core.run.content import list_model_files
 from cosmos_core.run.digests import shared_digest_cache
@@ -58,57 +58,57 @@ _MAX_DECODED_MEDIA = 1000  # maximum number of images or clips of a split that `
 T = TypeVar("T")
 _Encodings = list[Encoding | str]
 """Encoding of each item, or the reason why the item could not be encoded."""
-_Preview = tuple[str, int, list[JsonValue]]
+_SplitPreview = tuple[str, int, list[JsonValue]]
 _EncodedItem = tuple[dict[str, str], list[int]] | str
 """Location (shard and entry) and shape of an encoded item, or the reason why it could not be encoded."""
 
 
-def preview(stage: Stage, encoders: Encoders | None = None) -> dict[str, _Preview]:
+def preview(stage: Stage, encoders: Encoders | None = None) -> dict[str, _SplitPreview]:
     """Return a description, the number of rows and the first prompts of each split, for `cosmos check`; errors are
-    those of `prepare`. Nothing is encoded. Media to learn are decoded, or an evenly spaced sample of them if there are
-    many."""
+    those of `prepare`. Nothing is encoded. Media to learn are decoded; if there are many, an evenly spaced sample."""
     encoders = encoders or open_encoders(stage)
     return {name: _preview_split(stage, encoders, name, split) for name, split in read_splits(stage, encoders).items()}
 
 
-def _preview_split(stage: Stage, encoders: Encoders, name: str, split: MediaSplit) -> _Preview:
-    skip_reasons, rates, num_remaining = list(split.skip_reasons), set[float](), len(split.kept_rows)
-    details = ""
+def _preview_split(stage: Stage, encoders: Encoders, name: str, split: MediaSplit) -> _SplitPreview:
+    skip_reasons, clip_fps, num_remaining = list(split.skip_reasons), set[float](), len(split.kept_rows)
+    detail_text = ""
     if encodes_media(stage, name, split):
         frame_config = make_frame_settings(stage.recipe, split.config, encoders)
         stride = -(-num_remaining // _MAX_DECODED_MEDIA) or 1
-        sampled_media = islice(((row, item.content) for row, item in split.rows_with_items()), 0, None, stride)
+        sampled_media = islice(((row, item.content) for row, item in split.read_rows()), 0, None, stride)
         num_enlarged = 0
-        for row, rate, decode_error, is_image_enlarged in map_in_threads(
+        for row, fps, decode_error, is_image_enlarged in thread_map(
             stage, lambda row_and_content: _try_to_decode(*row_and_content, frame_config), sampled_media
         ):
             stage.progress.beat()
-            rates |= {rate} if rate else set()
+            clip_fps |= {fps} if fps else set()
             num_enlarged += is_image_enlarged
             skip_reasons += [f"{row.location}: {decode_error}"] if decode_error else []
-        details = f" (of which {-(-num_remaining // stride):,} were decoded)" if stride > 1 else ""
-        details += f", {num_enlarged:,} images smaller than inference_size, which are enlarged" * bool(num_enlarged)
+        detail_text = f" (of which {-(-num_remaining // stride):,} were decoded)" if stride > 1 else ""
+        detail_text += f", {num_enlarged:,} images smaller than inference_size, which are enlarged" * bool(num_enlarged)
     num_remaining -= len(skip_reasons) - len(split.skip_reasons)
     _check_skip_reasons(name, skip_reasons, split, num_remaining)
-    if rates:
-        details += f", clips of {min(rates):g}" + (f" to {max(rates):g}" if len(rates) > 1 else "") + " frames a second"
-        details += ", which are learned frame by frame" if len(rates) > 1 else ""
-    details += f", {len(skip_reasons):,} left out (first: {skip_reasons[0]})" if skip_reasons else ""
+    if clip_fps:
+        fps_range = f"{min(clip_fps):g}" + (f" to {max(clip_fps):g}" if len(clip_fps) > 1 else "")
+        detail_text += f", clips of {fps_range} frames a second"
+        detail_text += ", which are learned frame by frame" if len(clip_fps) > 1 else ""
+    detail_text += f", {len(skip_reasons):,} left out (first: {skip_reasons[0]})" if skip_reasons else ""
     prompts = [
         {"text": row.prompt, "reference": "", "metadata": json.loads(row.metadata)} for row in split.kept_rows[:2]
     ]
-    return f"{name}: {num_remaining:,} rows{details}", num_remaining, list(prompts)
+    return f"{name}: {num_remaining:,} rows{detail_text}", num_remaining, list(prompts)
 
 
 def _try_to_decode(
-    row: ItemRow, content: MediaContent | None, frame_config: FrameSettings
-) -> tuple[ItemRow, float, str, bool]:
+    row: MediaItemRow, content: MediaContent | None, frame_config: FrameSettings
+) -> tuple[MediaItemRow, float, str, bool]:
     """Decode the image or clip of a row; return the row, the frame rate of its clip (0 for an image), the decoding
     error (empty if there is none), and whether the image is enlarged."""
-    pixels_or_error = _decode_or_error(row.media_key, content, frame_config)
+    pixels_or_error = _decode_pixels(row.media_key, content, frame_config)
     if isinstance(pixels_or_error, str) or content is None:
         return row, 0.0, str(pixels_or_error), False
-    return row, frame_rate(content) if content.is_video else 0.0, "", is_upscaled(content, frame_config)
+    return row, read_frame_rate(content) if content.is_video else 0.0, "", is_upscaled(content, frame_config)
 
 
 def encodes_media(stage: Stage, name: str, split: MediaSplit) -> bool:
@@ -121,9 +121,9 @@ def open_encoders(stage: Stage) -> Encoders:
     """Return the encoders of a stage's model without their weights; raise ModelError if it is no supported pipeline."""
     stage.progress.phase("prepare")  # a download, and the digest of large weights, may take long
     policy = stage.recipe.policy
-    family = open_family(stage.model, policy, "cuda" if torch.cuda.is_available() else "cpu")
+    family = open_pipeline(stage.model, policy, "cuda" if torch.cuda.is_available() else "cpu")
     size, has_buckets = policy.diffusers.inference_size, stage.recipe.train.train_policy.dataset.aspect_ratio_buckets
-    for image_size in [size, *(bucket_sizes(size, family.size_multiple) if has_buckets else ())]:
+    for image_size in [size, *(list_bucket_sizes(size, family.size_multiple) if has_buckets else ())]:
         family.latent_shape(*image_size)
     for name in family.text_components:
         family.folder.component_class(name)  # raises ModelError if the pipeline lacks it
@@ -158,8 +158,9 @@ def prepare(stage: Stage, encoders: Encoders | None = None) -> Outcome:
                 notices.append(f"{name}: {num_cut_prompts} prompts have more tokens than {max_tokens}, and are cut")
                 logger.warning("%s", notices[-1])
             if skip_reasons:
-                num_unlisted = len(skip_reasons) - _MAX_LISTED_ROWS
-                reasons = "; ".join(skip_reasons[:_MAX_LISTED_ROWS]) + f" and {num_unlisted} more" * (num_unlisted > 0)
+                num_unlisted_rows = len(skip_reasons) - _MAX_LISTED_ROWS
+                reasons = "; ".join(skip_reasons[:_MAX_LISTED_ROWS])
+                reasons += f" and {num_unlisted_rows} more" if num_unlisted_rows > 0 else ""
                 notices.append(f"{name}: {len(skip_reasons)} of {split.num_items} rows skipped: {reasons}")
                 logger.warning("%s", notices[-1])
         write_json(folder / STATISTICS_FILE, metrics)
@@ -178,12 +179,11 @@ class _SplitEncoder:
         self.num_encoded = [0, 0]
 
     def write(self, name: str, split: MediaSplit, null_text: dict[str, str], folder: Path) -> tuple[int, list[str]]:
-        """Write a split; return its number of rows, and a reason for each row that was left out. Errors are those of
-        `prepare`."""
+        """Write a split; return its number of rows, and a reason for each row left out. Errors: see `prepare`."""
         is_media = encodes_media(self._stage, name, split)
-        with self._encoders.model.residency.keep_on_device():
+        with self._encoders.model.component_offload.keep_on_device():
             encoded_texts = self._encode_items(split, is_media=False, folder=folder)
-        with self._encoders.model.residency.keep_on_device():
+        with self._encoders.model.component_offload.keep_on_device():
             encoded_media = self._encode_items(split, is_media=True, folder=folder) if is_media else {}
         skip_reasons = list(split.skip_reasons)
         records = []
@@ -198,7 +198,7 @@ class _SplitEncoder:
         schema = load_row_kind("media" if is_media else "media_prompts").schema
         schema = schema.with_metadata({**schema.metadata, NULL_TEXT_KEY: json.dumps(null_text).encode()})
         columns = [pa.array([record[i] for record in records], field.type) for i, field in enumerate(schema)]
-        with pa.ipc.new_file(split_path(folder, name), schema) as file:
+        with pa.ipc.new_file(get_split_path(folder, name), schema) as file:
             file.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
         return len(records), skip_reasons
 
@@ -216,42 +216,42 @@ class _SplitEncoder:
     def encode_null_text(self, folder: Path) -> dict[str, str]:
         """Encode the empty text, and return the shard and entry of its embedding."""
         key = compute_digest("text", "")
-        return {"shard": self._ensure_shard([KeyedItem(key, "")], self._encode_texts, folder, False), "entry": key}
+        return {"shard": self._copy_shard([KeyedItem(key, "")], self._encode_texts, folder, False), "entry": key}
 
     def _encode_items(self, split: MediaSplit, *, is_media: bool, folder: Path) -> dict[str, _EncodedItem]:
         """Encode the texts or the media of a split shard by shard; return the location of each output by cache key."""
-        encoded_entries: dict[str, _EncodedItem] = {}
+        encoded_items_by_key: dict[str, _EncodedItem] = {}
         if is_media:
             frame_config = make_frame_settings(self._stage.recipe, split.config, self._encoders)
             encode_fn: Any = partial(self._encode_media, frame_config=frame_config)
-            items = (KeyedItem[Any](r.media_key, (r.media_key, item.content)) for r, item in split.rows_with_items())
+            items = (KeyedItem[Any](r.media_key, (r.media_key, item.content)) for r, item in split.read_rows())
         else:
             encode_fn = self._encode_texts
-            items = (KeyedItem[Any](r.text_key, item.embedding or r.prompt) for r, item in split.rows_with_items())
+            items = (KeyedItem[Any](r.text_key, item.embedding or r.prompt) for r, item in split.read_rows())
         for shard in group_into_shards(items):
-            shard_key = self._ensure_shard(shard, encode_fn, folder, is_media)
-            skip_reasons = self._cache.skip_reasons(shard_key)
-            latent_shapes = self._cache.tensor_shapes(shard_key, "mean") if is_media else {}
+            shard_key = self._copy_shard(shard, encode_fn, folder, is_media)
+            skip_reasons = self._cache.read_skip_reasons(shard_key)
+            latent_shapes = self._cache.read_tensor_shapes(shard_key, "mean") if is_media else {}
             for key, _ in shard:
                 location = {"shard": shard_key, "entry": key}
-                encoded_entries[key] = skip_reasons.get(key) or (location, latent_shapes.get(key, []))
-        return encoded_entries
+                encoded_items_by_key[key] = skip_reasons.get(key) or (location, latent_shapes.get(key, []))
+        return encoded_items_by_key
 
-    def _ensure_shard(
+    def _copy_shard(
         self, shard: Sequence[KeyedItem[T]], encode_fn: Callable[[list[T]], _Encodings], folder: Path, is_media: bool
     ) -> str:
         """Copy a shard to the folder of the stage, after encoding it if it is not cached; return its name."""
         if self._stage.stop_requested:
             raise Preempted(f"stopped after {sum(self.num_encoded)} texts and media were encoded; they stay encoded")
         item_keys = [keyed_item.key for keyed_item in shard]
-        shard_key = self._cache.shard_key(item_keys)
+        shard_key = self._cache.compute_shard_key(item_keys)
         # Refused media are decoded again, because a codec may have been installed since.
-        refused_keys = self._cache.skip_reasons(shard_key) if is_media else {}
+        refused_keys = self._cache.read_skip_reasons(shard_key) if is_media else {}
         retried_items = [keyed_item.item for keyed_item in shard if keyed_item.key in refused_keys]
         is_outdated = any(not isinstance(entry, str) for entry in encode_fn(retried_items))
         if is_outdated or not self._cache.has_shard(shard_key):
             entries = encode_fn([keyed_item.item for keyed_item in shard])
-            self._cache.write(shard_key, dict(zip(item_keys, entries, strict=True)))
+            self._cache.write_shard(shard_key, dict(zip(item_keys, entries, strict=True)))
             self.num_encoded[is_media] += len(item_keys)
         if not (target_path := folder / TENSORS_FOLDER / f"{shard_key}.safetensors").exists():
             copy_file(self._cache.path(shard_key), target_path)
@@ -261,16 +261,16 @@ class _SplitEncoder:
     def _encode_texts(self, texts: Sequence[str | Path]) -> _Encodings:
         """Return the embedding of each text, or the reason why it is missing; a path names a file with an embedding."""
         prompts = [text for text in texts if isinstance(text, str)]
-        entries: list[Encoding] = []
+        encodings: list[Encoding] = []
         for start in range(0, len(prompts), _TEXT_BATCH_SIZE):
             prompt_batch = prompts[start : start + _TEXT_BATCH_SIZE]
             with torch.no_grad():
                 batch_embeddings = self._encoders.model.text_embedding(prompt_batch)
-            entries += [{name: batch[i] for name, batch in batch_embeddings.items()} for i in range(len(prompt_batch))]
-        entry_iterator = iter(entries)
-        return [next(entry_iterator) if isinstance(text, str) else self._read_given_embedding(text) for text in texts]
+            encodings += [{name: x[i] for name, x in batch_embeddings.items()} for i in range(len(prompt_batch))]
+        encoding_iter = iter(encodings)
+        return [next(encoding_iter) if isinstance(text, str) else self._read_embedding_file(text) for text in texts]
 
-    def _read_given_embedding(self, path: Path) -> Encoding | str:
+    def _read_embedding_file(self, path: Path) -> Encoding | str:
         """Return the text embedding in a file of the data set, or the reason why it does not fit the text encoder."""
         try:
             embedding = read_embedding(path, tuple(self._reference_embedding))
@@ -297,7 +297,7 @@ class _SplitEncoder:
         """Return the latent of each image or clip, or why it cannot be decoded; media of one shape share batches."""
         latents: dict[int, Encoding | str] = {}
         batches_by_shape: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
-        decoded_media = map_in_threads(self._stage, lambda item: _decode_or_error(*item, frame_config), items)
+        decoded_media = thread_map(self._stage, lambda item: _decode_pixels(*item, frame_config), items)
         for index, pixels in enumerate(decoded_media):
             self._stage.progress.beat()
             if isinstance(pixels, str):
@@ -319,7 +319,7 @@ class _SplitEncoder:
         return {index: {name: moments[name][i] for name in moments} for i, (index, _) in enumerate(batch)}
 
 
-def _decode_or_error(content_key: str, content: MediaContent | None, frame_config: FrameSettings) -> np.ndarray | str:
+def _decode_pixels(content_key: str, content: MediaContent | None, frame_config: FrameSettings) -> np.ndarray | str:
     assert content is not None
     try:
         return decode_media(content, frame_config, int(content_key[:13], 16) / 16**13)
@@ -332,7 +332,7 @@ def _check_skip_reasons(name: str, skip_reasons: Sequence[str], split: MediaSpli
     if len(skip_reasons) > max_fraction * split.num_items:
         raise DataError(
             f"{skip_reasons[0]}; {len(skip_reasons)} of {split.num_items} rows of {name} cannot be used, "
-            + row_remedy(max_fraction, is_every_row=not num_remaining)
+            + make_unusable_rows_remedy(max_fraction, is_every_row_unusable=not num_remaining)
         )
     if not num_remaining:
         raise DataError(f"{name}: no row is left of {split.num_items}; give others")

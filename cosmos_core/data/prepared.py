@@ -29,7 +29,7 @@ from cosmos_core.data.kinds.base import (
     HeldOutSet,
     RowKind,
 )
-from cosmos_core.data.kinds.registry import load_row_kind, row_kind_names
+from cosmos_core.data.kinds.registry import list_row_kind_names, load_row_kind
 from cosmos_core.data.order import Mixture
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.run.files import read_json_object
@@ -48,14 +48,14 @@ STATISTICS_FILE = "statistics.json"
 HELD_OUT_REMEDY = "name validation.dataset, or split some off with train.train_policy.dataset.test_size"
 
 
-def split_path(folder: Path, split: str) -> Path:
+def get_split_path(folder: Path, split: str) -> Path:
     """Return the path of the file of a split in the data folder of a `prepare` stage."""
     return folder / f"{split}.arrow"
 
 
 def has_split(folder: Path, split: str) -> bool:
     """Return whether the data folder of a `prepare` stage has this split."""
-    return split_path(folder, split).is_file()
+    return get_split_path(folder, split).is_file()
 
 
 def read_mixture(file: Path) -> Mixture | None:
@@ -72,9 +72,9 @@ class RowImages:
     def __init__(self, table: pa.Table) -> None:
         self._column = table["images"] if "images" in table.column_names else None
         self._root = Path((table.schema.metadata or {}).get(IMAGE_ROOT_KEY, b"").decode())
-        self.counts: np.ndarray = np.zeros(len(table), dtype=np.int64)
+        self.num_images: np.ndarray = np.zeros(len(table), dtype=np.int64)
         if self._column is not None:
-            self.counts = pc.fill_null(pc.list_value_length(self._column), 0).to_numpy().astype(np.int64)
+            self.num_images = pc.fill_null(pc.list_value_length(self._column), 0).to_numpy().astype(np.int64)
 
     def __getitem__(self, index: int) -> tuple[ImageRef, ...]:
         """Return the images of a row, with absolute paths."""
@@ -106,12 +106,12 @@ class IndexedSequence(Sequence[T_co]):
 def open_table(folder: Path, split: str, *kinds: RowKind) -> pa.Table:
     """Return the table of a split, whose kind of rows must be one of `kinds` (none: any); raise DataError if the split
     does not exist, its file is damaged, or it holds rows of another kind."""
-    return _open_arrow_table(split_path(folder, split), *kinds)
+    return _open_arrow_table(get_split_path(folder, split), *kinds)
 
 
 def has_images(folder: Path) -> bool:
     """Return whether any row of any split shows an image; raise DataError if a file is damaged."""
-    return any(RowImages(_open_arrow_table(file)).counts.any() for file in folder.glob("*.arrow"))
+    return any(RowImages(_open_arrow_table(file)).num_images.any() for file in folder.glob("*.arrow"))
 
 
 def check_token_ids(folder: Path, num_embeddings: int) -> None:
@@ -120,7 +120,7 @@ def check_token_ids(folder: Path, num_embeddings: int) -> None:
         max_token_id = pc.max(pc.list_flatten(table[column_name])).as_py()
         if max_token_id is not None and max_token_id >= num_embeddings:
             rows = zip(table[LOCATION_COLUMN], table[column_name], strict=True)
-            location = next(where for where, ids in rows if max(ids.as_py(), default=0) >= num_embeddings)
+            location = next(row_location for row_location, ids in rows if max(ids.as_py(), default=0) >= num_embeddings)
             raise DataError(
                 f"{location}: token id {max_token_id} has no embedding, of which the model "
                 f"has {num_embeddings:,}; save the tokenizer of the model beside it, or resize its embeddings"
@@ -141,7 +141,7 @@ def _iterate_id_columns(folder: Path) -> Iterator[tuple[pa.Table, str]]:
 def read_row_kind(folder: Path, split: str) -> str:
     """Return the kind of rows in a split, such as `sequences` or `prompts`, from the header of its file; raise
     DataError if the split does not exist, or its file is damaged."""
-    with _open_reader(path := split_path(folder, split)) as reader:
+    with _open_reader(path := get_split_path(folder, split)) as reader:
         return _find_row_kind(path, reader.schema).name
 
 
@@ -164,7 +164,7 @@ def _open_arrow_table(path: Path, *kinds: RowKind) -> pa.Table:
         table.validate(full=True)
     kind = _find_row_kind(path, table.schema, *kinds)
     if not any(table.schema.equals(schema) for schema in (kind.schema, kind.schema_with_images)):
-        raise damaged_file_error(path, f"its columns are {', '.join(table.column_names)}")
+        raise make_damaged_file_error(path, f"its columns are {', '.join(table.column_names)}")
     return table
 
 
@@ -175,12 +175,12 @@ def _open_reader(path: Path) -> Iterator[pa.RecordBatchFileReader]:
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; run the prepare stage that should have written this split") from None
     except (pa.ArrowException, OSError) as error:
-        raise damaged_file_error(path, first_line(error)) from error
+        raise make_damaged_file_error(path, first_line(error)) from error
 
 
 def _find_row_kind(path: Path, schema: pa.Schema, *kinds: RowKind) -> RowKind:
     kind_name = (schema.metadata or {}).get(b"rows", b"").decode()
-    if kind_name not in ([kind.name for kind in kinds] or row_kind_names()):
+    if kind_name not in ([kind.name for kind in kinds] or list_row_kind_names()):
         expected_kind = f"{kinds[0].name} {kinds[0].purpose}" if kinds else "known ones"
         raise DataError(
             f"{path} holds {kind_name or 'unknown rows'}, but {expected_kind} are needed; "
@@ -207,6 +207,6 @@ def preview_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int
     return lines
 
 
-def damaged_file_error(path: Path, reason: str) -> DataError:
+def make_damaged_file_error(path: Path, reason: str) -> DataError:
     """Return the error for a prepared file that is damaged."""
     return DataError(f"{path} is damaged ({reason}); delete it and run the prepare stage again")

@@ -14,12 +14,12 @@ from cosmos_core.data.kinds.base import VALIDATION_SPLIT
 from cosmos_core.data.kinds.registry import load_tokenised_kind
 from cosmos_core.data.messages import Row, SkippedRow, read_conversation
 from cosmos_core.data.rows import load_rows, training_sources
-from cosmos_core.data.statistics import row_remedy
+from cosmos_core.data.statistics import make_unusable_rows_remedy
 from cosmos_core.errors import DataError
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
-_MAX_ROWS, _MAX_GENERATED_ROWS = 200, 8
+_MAX_READ_ROWS, _MAX_GENERATED_ROWS = 200, 8
 """Maximum number of rows that are read of a split, and of a generator, which may be slow."""
 
 
@@ -31,8 +31,8 @@ def run(stage: Stage) -> Outcome:
         _check_first_rows(source_policy.dataset, config_key, partial(row_kind.read, policy=source_policy))
     if data_term := policy.supervised_rows:
         column, system_prompt = data_term.conversation_column_name, getattr(policy, "system_prompt", "")
-        read_term_row = partial(read_conversation, column=column, system_prompt=system_prompt, with_images=True)
-        _check_first_rows(data_term.dataset, "train.train_policy.data_term", read_term_row)
+        read_data_term_row = partial(read_conversation, column=column, system_prompt=system_prompt, with_images=True)
+        _check_first_rows(data_term.dataset, "train.train_policy.data_term", read_data_term_row)
     if validation.dataset.name:
         kind_names = row_kind.held_out_row_kinds(has_rewards=bool(validation.reward_function))
         held_out_kind = load_tokenised_kind(kind_names[VALIDATION_SPLIT])
@@ -45,7 +45,7 @@ def _check_first_rows(dataset: RowsConfig, config_key: str, read_row: Callable[[
     name of the data set's table in the TOML, for messages."""
     rows, max_fraction = load_rows(dataset, config_key), dataset.max_skipped_fraction
     errors: list[DataError] = []
-    num_checked_rows = min(len(rows), _MAX_GENERATED_ROWS if reasoning_gym_generator(dataset.name) else _MAX_ROWS)
+    num_checked_rows = min(len(rows), _MAX_GENERATED_ROWS if reasoning_gym_generator(dataset.name) else _MAX_READ_ROWS)
     for location, row in islice(rows, num_checked_rows):
         try:
             read_row(row, location)
@@ -56,5 +56,5 @@ def _check_first_rows(dataset: RowsConfig, config_key: str, read_row: Callable[[
     if len(errors) > max_fraction * len(rows):
         raise DataError(
             f"{errors[0]}; {len(errors)} of the first {num_checked_rows} rows cannot be used, "
-            + row_remedy(max_fraction, is_every_row=len(errors) == num_checked_rows)
+            + make_unusable_rows_remedy(max_fraction, is_every_row_unusable=len(errors) == num_checked_rows)
         )

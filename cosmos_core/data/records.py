@@ -25,11 +25,12 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.chat import DEFAULT_RENDERING, PromptRendering
+from cosmos_core.data.columns import is_filled
 from cosmos_core.data.conversation import tokenise_conversation, truncate_tokens
 from cosmos_core.data.formats import LocatedRow
 from cosmos_core.data.images import align_images, read_image
 from cosmos_core.data.kinds.base import TokenisedKind
-from cosmos_core.data.messages import Message, Row, SkippedRow, TrackedRow, propose_merged_turns
+from cosmos_core.data.messages import ColumnTrackingRow, Message, Row, SkippedRow, propose_merged_turns
 from cosmos_core.data.rendering import RefusedRow, Tools
 from cosmos_core.data.statistics import RowChunk, SkippedRowEntry
 from cosmos_core.data.visual import tokenise_images_and_text, truncate_visual_tokens
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 ImageFields = dict[str, Any]
 """Fields of an `ImageRef` as a dictionary."""
-_DEFAULT_COLUMN = SupervisedConfig.model_fields["conversation_column_name"].default
+_DEFAULT_CONVERSATION_COLUMN = SupervisedConfig.model_fields["conversation_column_name"].default
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,13 @@ class RecordSpec:
     max_tokens: int
     """Maximum length in tokens: longer sequences are cut, longer prompts are left out."""
     model: str
-    root: Path | None
+    image_root: Path | None
     """Folder that image paths are relative to; None if the model reads only text."""
     stored_root: Path | None = None
-    """Folder that the image paths in the prepared file are relative to; None: `root`."""
-    end_ids: tuple[int, ...] = ()
+    """Folder that the image paths in the prepared file are relative to; None: `image_root`."""
+    stop_ids: tuple[int, ...] = ()
     """Token ids at which generation stops."""
-    rendering: PromptRendering = DEFAULT_RENDERING
+    prompt_rendering: PromptRendering = DEFAULT_RENDERING
     """Settings for rendering prompts to complete."""
     pass_rates: Mapping[str, float | None] | None = None
     """Pass rate of each prompt by its rendered text; None: the rows have a column `pass_rate`."""
@@ -72,13 +73,13 @@ class RecordSpec:
     """Maximum number of tokens of a completion, unless a long prompt leaves fewer."""
 
     @property
-    def column(self) -> str:
+    def conversation_column(self) -> str:
         """Return the conversation column that the recipe names; empty if the recipe has the default name."""
-        name = self.conversation[0]
-        return "" if name == _DEFAULT_COLUMN else name
+        name = self.conversation_settings[0]
+        return "" if name == _DEFAULT_CONVERSATION_COLUMN else name
 
     @property
-    def conversation(self) -> tuple[str, str]:
+    def conversation_settings(self) -> tuple[str, str]:
         """Return the column of conversations to learn, and the system prompt to insert if there is no system turn."""
         policy = self.recipe.train.train_policy
         if isinstance(policy, SupervisedConfig):
@@ -95,14 +96,14 @@ class RecordSpec:
         return policy.column_names if isinstance(policy, SupervisedConfig) else {}
 
     @property
-    def empty_images(self) -> list[list[ImageFields]]:
+    def empty_image_value(self) -> list[list[ImageFields]]:
         """Return the value of the column `images` for a row without images; no value if there is no such column."""
-        return [] if self.root is None else [[]]
+        return [] if self.image_root is None else [[]]
 
     @property
     def schema(self) -> pa.Schema:
         """Return the Arrow schema of the prepared file."""
-        return self.kind.make_schema(self.stored_root or self.root)
+        return self.kind.make_schema(self.stored_root or self.image_root)
 
 
 class Record(NamedTuple):
@@ -120,30 +121,30 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, rows: lis
     records: list[Record] = []
     skipped_rows = []
     counts: Counter[str] = Counter()
-    unread_counts: Counter[str] = Counter()
+    unread_column_counts: Counter[str] = Counter()
     for location, raw_row in rows:
         try:
-            row = TrackedRow(raw_row, spec.column_names, location)
+            row = ColumnTrackingRow(raw_row, spec.column_names, location)
             record = spec.kind.make_record(tokenizer, spec, row, location)
             if spec.pass_rate_range:
                 _check_pass_rate(spec, row, record, location)
             records.append(record)
-            unread_counts.update(row.unread_columns)
-            counts["other_column"] += bool(spec.column) and row.get(spec.column) is None
-            counts["text_alone"] += spec.kind.omits_response(row, spec.column)
+            unread_column_counts.update(row.unread_columns)
+            counts["other_column"] += bool(spec.conversation_column) and not is_filled(row, spec.conversation_column)
+            counts["text_alone"] += spec.kind.omits_response(row, spec.conversation_column)
         except SkippedRow as skipped:
             error_text = f"{location}: {skipped.reason}" if isinstance(skipped, RefusedRow) else ""
             skipped_rows.append(SkippedRowEntry(skipped.reason, location, error_text))
         except DataError as error:
             skipped_rows.append(SkippedRowEntry("that cannot be read", str(error), str(error)))
     schema = spec.schema
-    arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(schema)]
-    batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
+    column_arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(schema)]
+    batch = pa.RecordBatch.from_arrays(column_arrays, schema=schema)
     counts["learned_ends"] = _count_learned_end_tokens(batch, spec)
     for record in records:
         counts.update(record.counts)
     merged_locations = [record.values[-1] for record in records if record.is_merged]
-    return RowChunk(batch, skipped_rows, merged_locations, counts, unread_counts)
+    return RowChunk(batch, skipped_rows, merged_locations, counts, unread_column_counts)
 
 
 def read_pass_rates(file: Path) -> dict[str, float | None]:
@@ -159,30 +160,30 @@ def read_pass_rates(file: Path) -> dict[str, float | None]:
 
 
 def _check_pass_rate(spec: RecordSpec, row: Row, record: Record, location: str) -> None:
-    rates: Mapping[str, Any] = row if spec.pass_rates is None else spec.pass_rates
-    key, rates_source = "pass_rate", "its row"
+    pass_rates_by_key: Mapping[str, Any] = row if spec.pass_rates is None else spec.pass_rates
+    key, rate_source = "pass_rate", "its row"
     if spec.pass_rates is not None:
-        key, rates_source = record.values[list(spec.kind.columns).index("prompt_text")], "dataset.pass_rates"
+        key, rate_source = record.values[list(spec.kind.columns).index("prompt_text")], "dataset.pass_rates"
         if record.counts.get("images"):  # prompts with the same text can show different images
-            problem = f"{rates_source} are by the text of prompts without images"
+            problem = f"{rate_source} are by the text of prompts without images"
             raise DataError(f"{location}: {problem}; use a column pass_rate")
-    if key not in rates:
-        rule = f"which dataset.keep = {spec.pass_rate_range!r} needs"
-        raise DataError(f"{location}: {rates_source} has no pass rate, {rule}")
-    raw_rate = rates[key]
+    if key not in pass_rates_by_key:
+        keep_setting = f"which dataset.keep = {spec.pass_rate_range!r} needs"
+        raise DataError(f"{location}: {rate_source} has no pass rate, {keep_setting}")
+    raw_pass_rate = pass_rates_by_key[key]
     try:
-        pass_rate = None if raw_rate is None else float(raw_rate)
+        pass_rate = None if raw_pass_rate is None else float(raw_pass_rate)
     except (TypeError, ValueError):
-        raise DataError(f"{location}: the pass rate {raw_rate!r} of {rates_source} is no number or null") from None
+        raise DataError(f"{location}: the pass rate {raw_pass_rate!r} of {rate_source} is no number or null") from None
     if pass_rate is not None and not parse_pass_rate_range(spec.pass_rate_range)(pass_rate):
         raise SkippedRow(location, f"with a pass rate outside of {spec.pass_rate_range}")
 
 
 def _count_learned_end_tokens(batch: pa.RecordBatch, spec: RecordSpec) -> int:
     num_learned_ends = 0
-    for columns in zip(spec.kind.id_columns, spec.kind.mask_columns, strict=False):
+    for columns in zip(spec.kind.token_id_columns, spec.kind.mask_columns, strict=False):
         ids, mask = (batch.column(name).values.to_numpy() for name in columns)
-        num_learned_ends += int((np.isin(ids, spec.end_ids) & (mask == 1)).sum())
+        num_learned_ends += int((np.isin(ids, spec.stop_ids) & (mask == 1)).sum())
     return num_learned_ends
 
 
@@ -190,9 +191,9 @@ def read_images(
     spec: RecordSpec, turns: list[Message], row: Row, location: str
 ) -> tuple[list[Message], list[ImageFields], list[Image]]:
     """Return the turns with a placeholder part for each image, the fields of their `ImageRef`s, and the images."""
-    assert spec.root is not None
+    assert spec.image_root is not None
     placeholder_turns, sources = align_images(turns, row, location)
-    refs_and_images = [read_image(source, spec.root, location, spec.stored_root) for source in sources]
+    refs_and_images = [read_image(source, spec.image_root, location, spec.stored_root) for source in sources]
     image_refs = [asdict(image_ref) for image_ref, _ in refs_and_images]
     return placeholder_turns, image_refs, [image for _, image in refs_and_images]
 
@@ -245,7 +246,7 @@ def make_text_record(
     """Return the record of one sequence of text, cut to the maximum length; errors are those of `truncate_tokens`."""
     counts["truncated_rows"] = int(len(tokens[0]) > spec.max_tokens)
     ids_and_mask = truncate_tokens(tokens, spec.max_tokens, location)
-    return Record((*ids_and_mask, *spec.empty_images, location), is_merged, counts)
+    return Record((*ids_and_mask, *spec.empty_image_value, location), is_merged, counts)
 
 
 def make_conversation_record(
@@ -253,15 +254,15 @@ def make_conversation_record(
 ) -> Record:
     """Return the record of one conversation, with the images of its row if the model reads images; errors are those of
     `tokenise_conversation` and `tokenise_images_and_text`."""
-    if spec.root is None:
+    if spec.image_root is None:
         text_tokens, is_merged = tokenise_turns(
-            lambda turns: tokenise_conversation(tokenizer, turns, location, tools, spec.end_ids), turns
+            lambda turns: tokenise_conversation(tokenizer, turns, location, tools, spec.stop_ids), turns
         )
         return make_text_record(spec, text_tokens, location, is_merged=is_merged)
     processor = get_processor(spec)
     placeholder_turns, image_refs, images = read_images(spec, turns, row, location)
     tokens, is_merged = tokenise_turns(
-        lambda turns: tokenise_images_and_text(processor, turns, images, location, tools, spec.end_ids),
+        lambda turns: tokenise_images_and_text(processor, turns, images, location, tools, spec.stop_ids),
         placeholder_turns,
     )
     ids, mask = truncate_visual_tokens(tokens, spec.max_tokens, location)

@@ -7,14 +7,14 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from cosmos_core.data.messages import Message, SkippedRow, turn_texts
+from cosmos_core.data.messages import Message, SkippedRow, get_turn_texts
 from cosmos_core.data.template_limits import limit_resources
-from cosmos_core.data.tool_calls import uses_python_notation, with_string_arguments_in_turns
+from cosmos_core.data.tool_calls import encode_arguments_in_turns, uses_python_notation
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, ModelError
 
 _MAX_RENDERED_CHARACTERS = 1 << 26  # maximum number of characters that a template may render, more than any model reads
-_THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 TemplateRenderer = PreTrainedTokenizerBase | ProcessorMixin
 Tools = list[Any] | None
 """Descriptions of the callable tools that are passed to the chat template."""
@@ -52,14 +52,14 @@ def render(
     arguments: Any = {"add_generation_prompt": add_generation_prompt, "tools": tools}
     arguments["template_kwargs"] = template_kwargs
     renderings: list[tuple[list[Message], list[Message], str]] = []
-    for rendered_turns in (turns, _with_text_parts(turns)) if isinstance(renderer, ProcessorMixin) else (turns,):
+    for rendered_turns in (turns, _convert_to_text_parts(turns)) if isinstance(renderer, ProcessorMixin) else (turns,):
         try:
             text = render_template(renderer, rendered_turns, location=location, **arguments)
             missing_turns = [turn for turn in rendered_turns if _is_turn_missing(turn, text)]
             renderings.append((missing_turns, rendered_turns, text))
         except TemplateError as error:
             last_error = error
-    turns_with_string_arguments = with_string_arguments_in_turns(turns)
+    turns_with_string_arguments = encode_arguments_in_turns(turns)
     calls = [call for turn in turns for call in turn.get("tool_calls", [])]
     if turns_with_string_arguments != turns and (not renderings or uses_python_notation(calls, renderings[0][2])):
         return render(renderer, turns_with_string_arguments, location, **arguments)
@@ -72,14 +72,14 @@ def render(
         # Templates of some vision models expect parts as content of a turn, and render nothing for a string.
         if turn["role"] == "user":
             raise DataError(
-                f"{location}: the chat template leaves out the user's text {' '.join(turn_texts(turn))[:40]!r}; "
+                f"{location}: the chat template leaves out the user's text {' '.join(get_turn_texts(turn))[:40]!r}; "
                 "use a template that accepts strings as content"
             )
-    _check_calls_and_thoughts(rendered_turns, text, location)
+    _check_tool_calls_and_reasoning(rendered_turns, text, location)
     return rendered_turns, text
 
 
-def _with_text_parts(turns: list[Message]) -> list[Message]:
+def _convert_to_text_parts(turns: list[Message]) -> list[Message]:
     """Return the turns with each string content as a list of one text part."""
     return [
         {**turn, "content": [{"type": "text", "text": turn["content"]}]} if isinstance(turn["content"], str) else turn
@@ -91,28 +91,28 @@ def _is_turn_missing(turn: Message, text: str) -> bool:
     """Return whether a turn has a text whose last 20 characters do not occur in the rendering `text`. Of a tool's text,
     only the last word is compared, because templates may write it as JSON with escaped characters."""
     if turn["role"] == "tool":
-        return any(words[-1] not in text for part in turn_texts(turn) if (words := re.findall(r"\w+", part)))
-    return any(part.strip()[-20:] not in text for part in turn_texts(turn))
+        return any(words[-1] not in text for part in get_turn_texts(turn) if (words := re.findall(r"\w+", part)))
+    return any(part.strip()[-20:] not in text for part in get_turn_texts(turn))
 
 
-def _check_calls_and_thoughts(messages: list[Message], text: str, location: str) -> None:
+def _check_tool_calls_and_reasoning(messages: list[Message], text: str, location: str) -> None:
     """Raise RefusedRow if the text lacks the name of a called function, or the thoughts of a final assistant turn: the
     model would learn not to call tools, or not to think. Templates may leave out the thoughts of earlier turns."""
-    for key in _THOUGHT_KEYS if messages[-1]["role"] == "assistant" else ():
-        thoughts = messages[-1].get(key)
-        if isinstance(thoughts, str) and thoughts.strip()[-20:] not in text:
+    for key in _REASONING_KEYS if messages[-1]["role"] == "assistant" else ():
+        reasoning_text = messages[-1].get(key)
+        if isinstance(reasoning_text, str) and reasoning_text.strip()[-20:] not in text:
             raise RefusedRow(location, f"with `{key}` that the chat template leaves out")
-    if _is_name_missing([call for message in messages for call in message.get("tool_calls", ())], text):
+    if _is_function_name_missing([call for message in messages for call in message.get("tool_calls", ())], text):
         raise RefusedRow(location, "with a tool call that the chat template leaves out")
 
 
 def check_tools(tools: Tools, text: str, location: str) -> None:
     """Raise RefusedRow if the rendering lacks the name of a tool: the model would learn to call undescribed tools."""
-    if _is_name_missing(tools or [], text):
+    if _is_function_name_missing(tools or [], text):
         raise RefusedRow(location, "with `tools` that the chat template leaves out")
 
 
-def _is_name_missing(functions_or_calls: list[Any], text: str) -> bool:
+def _is_function_name_missing(functions_or_calls: list[Any], text: str) -> bool:
     functions = (each.get("function", each) for each in functions_or_calls)
     return any(isinstance(function, dict) and str(function.get("name", "")) not in text for function in functions)
 

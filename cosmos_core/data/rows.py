@@ -6,6 +6,7 @@ Error messages name a row by its location: "train.jsonl:12", in lines from 1, or
 
 from __future__ import annotations
 
+import glob
 import logging
 import math
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from huggingface_hub import constants
 
+from cosmos_core.config.hub_card import DeclaredSubset, read_declared_subsets
 from cosmos_core.config.media import image_settings
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.dataset import (
@@ -28,8 +30,8 @@ from cosmos_core.config.schema.dataset import (
     data_suffix,
     reasoning_gym_generator,
 )
-from cosmos_core.data.formats import LocatedRow, RowPart, convert_reader_errors, make_dataset_part, open_part
-from cosmos_core.data.generated import make_generated_part
+from cosmos_core.data.formats import LocatedRow, RowReader, convert_reader_errors, make_dataset_reader, open_row_file
+from cosmos_core.data.generated import make_generator_reader
 from cosmos_core.data.order import shuffled_indices
 from cosmos_core.data.user_dataset import UserDatasetLoader
 from cosmos_core.errors import DataError, first_line
@@ -44,30 +46,32 @@ _TRAIN_SPLIT = "train"
 _SLICE_REGEX = re.compile(r"(.+?)\[(-?\d+%?)?:(-?\d+%?)?\]")
 _SHARD_REGEX = re.compile(r"(.+)-\d{5}-of-(\d{5})\b")
 """Start of the name of one of the files of a split that `datasets` writes; its groups are split and number of files."""
+_FilesBySplit = dict[str, list[Path]]
+"""Files of each split that the README.md of a data set declares; empty: the names of files tell their splits."""
 _INFO_FILES = ("dataset_info.json", "dataset_infos.json")
 """Descriptions of data sets, which Hub data sets and other programs have in the folders of their data files."""
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 
 
 class Rows:
-    """Rows of one or several files (parts) with their locations, or a selection of rows, read anew per iteration."""
+    """Rows of one or several files with their locations, or a selection of rows; each iteration reads the files."""
 
-    def __init__(self, row_parts: Sequence[RowPart], folder: Path, selection_mask: np.ndarray | None = None) -> None:
+    def __init__(self, readers: Sequence[RowReader], folder: Path, selection_mask: np.ndarray | None = None) -> None:
         """Join the rows of files or splits; paths are relative to `folder`. `selection_mask`: kept rows (None: all)."""
         self.folder = folder
-        self._row_parts, self._selection_mask = row_parts, selection_mask
-        self._num_all_rows = sum(row_part.num_rows for row_part in row_parts)
+        self._readers, self._selection_mask = readers, selection_mask
+        self._num_all_rows = sum(reader.num_rows for reader in readers)
 
     def __len__(self) -> int:
         return self._num_all_rows if self._selection_mask is None else int(self._selection_mask.sum())
 
     def __iter__(self) -> Iterator[LocatedRow]:
-        rows = chain.from_iterable(row_part.read() for row_part in self._row_parts)
+        rows = chain.from_iterable(reader.read() for reader in self._readers)
         return rows if self._selection_mask is None else compress(rows, self._selection_mask)
 
-    def first(self, count: int) -> Rows:
-        """Return the first `count` rows."""
-        return self.select(np.arange(len(self)) < count)
+    def take(self, num_rows: int) -> Rows:
+        """Return the first `num_rows` rows."""
+        return self.select(np.arange(len(self)) < num_rows)
 
     def select(self, selection_mask: np.ndarray) -> Rows:
         """Return the rows that the mask `selection_mask`, with an entry per row, selects."""
@@ -75,7 +79,7 @@ class Rows:
             full_mask = self._selection_mask.copy()
             full_mask[self._selection_mask] = selection_mask
             selection_mask = full_mask
-        return Rows(self._row_parts, self.folder, selection_mask)
+        return Rows(self._readers, self.folder, selection_mask)
 
 
 def load_rows(
@@ -90,29 +94,29 @@ def load_rows(
         if dataset.split != (_TRAIN_SPLIT,):
             remedy = f"set {config_key}.arguments.size"
             raise DataError(f"{config_key}.split: a generator has only the split 'train'; {remedy}")
-        return Rows([make_generated_part(generator, dataset.arguments, config_key)], Path.cwd())
+        return Rows([make_generator_reader(generator, dataset.arguments, config_key)], Path.cwd())
     # Path.expanduser and Path.exists raise for some names, unlike the functions of os.path.
     path = Path(os.path.expanduser(dataset.name))
     if os.path.exists(path):
-        path = _find_data_folder(path, dataset.subset, config_key)
-        row_parts = [row_part for split in dataset.split for row_part in _find_split_parts(path, split, config_key)]
+        path, declared_files = _find_data_folder(path, dataset.subset, config_key)
+        readers = [reader for split in dataset.split for reader in _open_split(path, split, config_key, declared_files)]
     elif is_user_code(dataset.name) and dataset_loader:
-        row_parts = [dataset_loader.make_part(dataset.name, config_key)]
+        readers = [dataset_loader.make_row_reader(dataset.name, config_key)]
     elif dataset.name.startswith((".", "/", "~")) or dataset.name.count("/") > 1 or data_suffix(dataset.name):
         folders = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
         problem = f"{config_key}.name = {str(path)!r}: it does not exist{folders}"
         raise DataError(f"{problem}; give a file, a folder or a Hub id")
     else:
-        row_parts = [_load_hub_split(dataset, split, config_key) for split in dataset.split]
-    if not any(row_part.num_rows for row_part in row_parts):  # some shards may be empty, but not all shards
-        raise DataError(f"{row_parts[0].name}: file holds no rows; {config_key}.name needs at least one")
+        readers = [_load_hub_split(dataset, split, config_key) for split in dataset.split]
+    if not any(reader.num_rows for reader in readers):  # some shards may be empty, but not all shards
+        raise DataError(f"{readers[0].name}: file holds no rows; {config_key}.name needs at least one")
     folder = path if path.is_dir() else path.parent
-    return Rows(row_parts, folder.absolute() if os.path.exists(path) else Path.cwd())
+    return Rows(readers, folder.absolute() if os.path.exists(path) else Path.cwd())
 
 
 def training_sources(stage: Stage) -> dict[str, AlgorithmConfig]:
-    """Return the algorithm's settings for each training data set, including the settings of that data set, by the
-    configuration key of the data set. The stage's key `data` replaces the data sets of the recipe."""
+    """Return the training settings of each training data set, by the configuration key of the data set. If the stage
+    has the key `data`, it replaces the data sets of the recipe."""
     policy = stage.recipe.train.train_policy
     name, config_key = str(stage.data), f"stage {stage.name!r}: data"
     if stage.data is None:
@@ -120,11 +124,13 @@ def training_sources(stage: Stage) -> dict[str, AlgorithmConfig]:
     if not name:
         return dict(policy.tables_by_dataset)
     keys = {name: getattr(policy.dataset, name) for name in ("test_size", "max_skipped_fraction", "keep", "pass_rates")}
-    return {config_key: policy.derive(datasets=(), dataset=DatasetConfig(name=name, **keys))}
+    return {config_key: policy.copy_with(datasets=(), dataset=DatasetConfig(name=name, **keys))}
 
 
 def has_local_split(path: Path, split: str) -> bool:
-    """Return whether a folder of data files has files named for this split."""
+    """Return whether a folder of data files has files that are named or declared for this split."""
+    if any(subset.is_default and split in subset.split_patterns for subset in read_declared_subsets(path)):
+        return True
     return path.is_dir() and any(_has_split_name(file, split) for file in _find_data_files(path))
 
 
@@ -145,24 +151,24 @@ def held_out_mask(num_rows: int, test_size: int | float, seed: int) -> np.ndarra
     return is_held_out
 
 
-def _find_split_parts(path: Path, split: str, config_key: str) -> list[RowPart]:
-    """Return the parts of a split, or of a slice in the notation of `datasets`: `train[:48]`, `train[10%:]`."""
+def _open_split(path: Path, split: str, config_key: str, declared_files: _FilesBySplit) -> list[RowReader]:
+    """Return the readers of a split, or of a slice in the notation of `datasets`: `train[:48]`, `train[10%:]`."""
     match = _SLICE_REGEX.fullmatch(split)
     if match is None:
-        return _load_local_parts(path, split, config_key)
-    row_parts = _load_local_parts(path, match[1], config_key)
-    num_rows = sum(row_part.num_rows for row_part in row_parts)
+        return _open_local_split(path, split, config_key, declared_files)
+    readers = _open_local_split(path, match[1], config_key, declared_files)
+    num_rows = sum(reader.num_rows for reader in readers)
     slice_bounds = [_parse_slice_bound(bound_text, num_rows) for bound_text in match.groups()[1:]]
     start_row, end_row, _ = slice(*slice_bounds).indices(num_rows)
-    selected_parts, row_offset = [], 0
-    for row_part in row_parts:
-        part_start, part_end = max(start_row - row_offset, 0), min(end_row - row_offset, row_part.num_rows)
-        if part_start < part_end:
-            selected_parts.append(row_part.select(part_start, part_end))
-        row_offset += row_part.num_rows
-    if not selected_parts:
+    selected_readers, row_offset = [], 0
+    for reader in readers:
+        start_in_reader, end_in_reader = max(start_row - row_offset, 0), min(end_row - row_offset, reader.num_rows)
+        if start_in_reader < end_in_reader:
+            selected_readers.append(reader.select(start_in_reader, end_in_reader))
+        row_offset += reader.num_rows
+    if not selected_readers:
         raise DataError(f"{config_key}.split = {split!r} names no row of {num_rows}; name others")
-    return selected_parts
+    return selected_readers
 
 
 def _parse_slice_bound(bound_text: str | None, num_rows: int) -> int | None:
@@ -171,7 +177,14 @@ def _parse_slice_bound(bound_text: str | None, num_rows: int) -> int | None:
     return round(num_rows * int(bound_text[:-1]) / 100) if bound_text.endswith("%") else int(bound_text)
 
 
-def _load_local_parts(path: Path, split: str, config_key: str) -> list[RowPart]:
+def _open_local_split(path: Path, split: str, config_key: str, declared_files: _FilesBySplit) -> list[RowReader]:
+    if declared_files:
+        if not declared_files.get(split):
+            names = ", ".join(name for name, files in declared_files.items() if files) or "no split"
+            problem = f"but of the data files that README.md declares those of {names} exist"
+            raise DataError(f"{config_key}.split = {split!r}, {problem}; name others")
+        _warn_of_missing_files(declared_files[split], config_key)
+        return [_open_data_file(file) for file in declared_files[split]]
     if path.is_dir() and _is_saved_dataset(path):
         return [_load_saved_split(path, split, config_key)]
     if path.is_dir():
@@ -184,11 +197,11 @@ def _load_local_parts(path: Path, split: str, config_key: str) -> list[RowPart]:
     return [_open_data_file(path)]
 
 
-def _open_data_file(file: Path) -> RowPart:
+def _open_data_file(file: Path) -> RowReader:
     # The file name becomes part of row locations in messages and in prepared rows.
     if re.search("[\0-\x1f\ud800-\udfff]", file.name):
         raise DataError(f"{file.name!r}: the name of a data file must be UTF-8 without control characters; rename it")
-    return open_part(file)
+    return open_row_file(file)
 
 
 def _is_saved_dataset(folder: Path) -> bool:
@@ -227,27 +240,31 @@ def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
     if not split_files and split == _TRAIN_SPLIT and len(split_names) < 2:  # files without split names are for training
         split_files = [file for file in files if not any(has_split_word(file, name) for name in HELD_OUT_SPLITS)]
     if not split_files:
-        names = " or ".join(repr(str(subfolder)) for subfolder in _find_data_subfolders(folder)[:5])
-        hint = f", and its folders are not looked into; name {names}" if names else ""
-        folder_contents = ", ".join(file.name for file in files[:5]) or f"no data file{hint}"
+        subfolder_names = " or ".join(repr(str(subfolder)) for subfolder in _find_data_subfolders(folder)[:5])
+        subfolder_hint = f", and its folders are not looked into; name {subfolder_names}" if subfolder_names else ""
+        folder_contents = ", ".join(file.name for file in files[:5]) or f"no data file{subfolder_hint}"
         remedy = f"; set {config_key}.split to one of {', '.join(sorted(split_names))}" if split_names else ""
         problem = f"{folder} has no file for the split {split!r}; it holds {folder_contents}"
         raise DataError(f"{config_key}.name: {problem}{remedy}")
     _check_file_names(split_files, config_key)
+    _warn_of_missing_files(split_files, config_key)
     return split_files
 
 
 def _check_file_names(files: list[Path], config_key: str) -> None:
     """Refuse two files of one name and different suffixes, such as a file and its compressed copy, whose rows would be
-    read twice; warn if one of the files into which a split is divided is missing."""
+    read twice."""
     file_by_stem: dict[str, Path] = {}
     for file in files:
-        other = file_by_stem.setdefault(file.name[: -len(data_suffix(file.name))], file)
-        if other is not file:
+        other_file = file_by_stem.setdefault(file.name[: -len(data_suffix(file.name))], file)
+        if other_file is not file:
             raise DataError(
-                f"{config_key}.name: {file.parent} has {other.name} and {file.name}, and one is probably a copy of the "
-                "other; remove or rename one"
+                f"{config_key}.name: {file.parent} has {other_file.name} and {file.name}, and one is probably a copy "
+                "of the other; remove or rename one"
             )
+
+
+def _warn_of_missing_files(files: list[Path], config_key: str) -> None:
     num_files = Counter(match.groups() for file in files if (match := _SHARD_REGEX.match(file.name)))
     for (name, total), count in num_files.items():
         if count < int(total):
@@ -256,19 +273,37 @@ def _check_file_names(files: list[Path], config_key: str) -> None:
             )
 
 
-def _find_data_folder(path: Path, subset: str, config_key: str) -> Path:
-    """Return the path with the data files of a data set. A copy of a Hub data set has its files in a sub-folder: the
-    one named `subset`, or the only sub-folder with data files, which for the default configuration is often `data`."""
+def _find_data_folder(path: Path, subset: str, config_key: str) -> tuple[Path, _FilesBySplit]:
+    """Return the path with the data files of a data set, and the files of each split that its README.md declares. A
+    copy of a Hub data set has its files in a sub-folder: the one named `subset`, or the only sub-folder with data
+    files, which for the default configuration is often `data`."""
     if not path.is_dir() or _is_saved_dataset(path):
-        return path
+        return path, {}
+    if declared_subsets := read_declared_subsets(path):
+        is_selected = (lambda each: each.name == subset) if subset else (lambda each: each.is_default)
+        if selected_subset := next(filter(is_selected, declared_subsets), None):
+            return _find_declared_files(path / selected_subset.folder, selected_subset)
+        if not (subset and (path / subset).is_dir()):
+            names = ", ".join(each.name for each in declared_subsets)
+            raise DataError(f"{config_key}.subset = {subset!r} is none of {names}, which README.md declares; name one")
     if subset and (path / subset).is_dir():
-        return path / subset
+        return path / subset, {}
     subfolders = [] if _find_data_files(path) else _find_data_subfolders(path)
-    names = [subfolder.name for subfolder in subfolders]
-    if names and names != ["data"] and subset not in {"", "default"}:
-        known_folders = f"the folders {', '.join(names[:5])} in {path}"
-        raise DataError(f"{config_key}.subset = {subset!r} is none of {known_folders}; name one")
-    return subfolders[0] if len(subfolders) == 1 else path
+    subfolder_names = [subfolder.name for subfolder in subfolders]
+    if subfolder_names and subfolder_names != ["data"] and subset not in {"", "default"}:
+        folders_text = f"the folders {', '.join(subfolder_names[:5])} in {path}"
+        raise DataError(f"{config_key}.subset = {subset!r} is none of {folders_text}; name one")
+    return (subfolders[0] if len(subfolders) == 1 else path), {}
+
+
+def _find_declared_files(folder: Path, subset: DeclaredSubset) -> tuple[Path, _FilesBySplit]:
+    """Return the folder of all files of a subset that exist, and the files of each of its splits."""
+    files: _FilesBySplit = {}
+    for split, patterns in subset.split_patterns.items():
+        names = (name for each in patterns for name in sorted(glob.glob(each, root_dir=folder, recursive=True)))
+        files[split] = [folder / name for name in dict.fromkeys(names) if data_suffix(name)]
+    parents = {str(file.parent) for split_files in files.values() for file in split_files}
+    return Path(os.path.commonpath(parents)) if parents else folder, files
 
 
 def _find_data_subfolders(folder: Path) -> list[Path]:
@@ -276,7 +311,7 @@ def _find_data_subfolders(folder: Path) -> list[Path]:
     return sorted(filter(_find_data_files, subfolders))
 
 
-def _load_saved_split(path: Path, split: str, config_key: str) -> RowPart:
+def _load_saved_split(path: Path, split: str, config_key: str) -> RowReader:
     import datasets
 
     with convert_reader_errors(f"{config_key}.name: {path} cannot be read by `datasets`"):
@@ -284,10 +319,10 @@ def _load_saved_split(path: Path, split: str, config_key: str) -> RowPart:
     splits = saved_dataset if isinstance(saved_dataset, datasets.DatasetDict) else {_TRAIN_SPLIT: saved_dataset}
     if split not in splits:
         raise DataError(f"{config_key}.split = {split!r}, but {path} has {', '.join(splits)}")
-    return make_dataset_part(splits[split], f"{path.name}[{split}]")
+    return make_dataset_reader(splits[split], f"{path.name}[{split}]")
 
 
-def _load_hub_split(dataset: RowsConfig, split: str, config_key: str) -> RowPart:
+def _load_hub_split(dataset: RowsConfig, split: str, config_key: str) -> RowReader:
     import datasets
 
     try:
@@ -301,7 +336,7 @@ def _load_hub_split(dataset: RowsConfig, split: str, config_key: str) -> RowPart
             f"{config_key}.name = {dataset.name!r} is no local file and could not be had from the Hub: "
             f"{first_line(error)}; check the name, {config_key}.subset and split, and the network, or give a local path"
         ) from error
-    return make_dataset_part(hub_dataset, f"{dataset.name}[{split}]")
+    return make_dataset_reader(hub_dataset, f"{dataset.name}[{split}]")
 
 
 @contextmanager

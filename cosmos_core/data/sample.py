@@ -57,8 +57,7 @@ def batch_within_token_limit(samples: Sequence[Sample], max_tokens: int | None) 
 
 
 def swap_responses(samples: Sequence[Sample], max_tokens: int) -> list[Sample]:
-    """Return each sample's prompt with the response of the previous sample (the first: of the last), cut to
-    `max_tokens`."""
+    """Return each prompt with the response of the previous sample (the first: of the last), cut to `max_tokens`."""
     starts = [int(sample.loss_mask.argmax()) for sample in samples]
 
     def join(name: str, i: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from cosmos_core.data.messages import Message, turn_texts
+from cosmos_core.data.messages import Message, get_turn_texts
 
 Span = tuple[int, int]
 RenderFn = Callable[[list[Message], bool], str]
@@ -19,7 +19,7 @@ TextBeforeCompletion = tuple[str, str]
 """Template's text before a completion, and the rest of the generation prompt, with which the completion may begin."""
 
 
-def prefix_spans(render_fn: RenderFn, messages: list[Message], rendered_text: str) -> list[Span] | None:
+def find_spans_by_prefixes(render_fn: RenderFn, messages: list[Message], rendered_text: str) -> list[Span] | None:
     """Return the assistant's spans by rendering the conversation up to and through each turn; None if a rendering is no
     prefix of `rendered_text`, as with templates that render the last turn differently from earlier turns."""
     spans = []
@@ -34,45 +34,45 @@ def prefix_spans(render_fn: RenderFn, messages: list[Message], rendered_text: st
     return spans
 
 
-def spans_by_placeholders(
-    render_fn: RenderFn, messages: list[Message], rendered_text: str, closing_tokens: Sequence[str],
-    keeps_thoughts: bool = False,
+def find_spans_by_placeholders(
+    render_fn: RenderFn, messages: list[Message], rendered_text: str, turn_end_tokens: Sequence[str],
+    keeps_reasoning: bool = False,
 ) -> list[Span] | None:  # fmt: skip
     """Return the assistant's spans by rendering a placeholder for each completion, and locating the other text in
     `rendered_text`; None if this fails. A span includes text between generation prompt and completion (think block).
-    With `keeps_thoughts` a placeholder follows the thoughts of a text, for templates that take them out of the text."""
+    With `keeps_reasoning` a placeholder follows the reasoning of a text, for templates that extract the reasoning."""
     turn_indices = _find_assistant_turns(messages)
     unused_word = make_unused_word(messages)
     placeholders = [f"{unused_word}{turn_number}x" for turn_number in range(len(turn_indices))]
     placeholder_messages = list(messages)
     for i, word in zip(turn_indices, placeholders, strict=True):
-        text = "".join("".join(turn_texts(messages[i])).rpartition("</think>")[:2]) * keeps_thoughts + word
+        text = "".join("".join(get_turn_texts(messages[i])).rpartition("</think>")[:2]) * keeps_reasoning + word
         is_text = isinstance(messages[i]["content"], str)
         placeholder_messages[i] = {**messages[i], "content": text if is_text else [{"type": "text", "text": text}]}
         placeholder_messages[i].pop("tool_calls", None)  # tool calls belong to the completion
     messages_up_to_last_turn = placeholder_messages[: turn_indices[-1] + 1]
     try:
-        template_parts = _split_at_words(render_fn(placeholder_messages, False), placeholders)
-        parts_up_to_last_turn = _split_at_words(render_fn(messages_up_to_last_turn, False), placeholders)
-        if template_parts is None or parts_up_to_last_turn is None:
+        template_texts = _split_at_words(render_fn(placeholder_messages, False), placeholders)
+        texts_up_to_last_turn = _split_at_words(render_fn(messages_up_to_last_turn, False), placeholders)
+        if template_texts is None or texts_up_to_last_turn is None:
             return None
-        texts_before = _find_texts_before(render_fn, placeholder_messages, turn_indices, template_parts)
+        preceding_texts = _find_texts_before(render_fn, placeholder_messages, turn_indices, template_texts)
     except TemplateError:
         return None
-    turn_ends = [_find_turn_end(part, parts_up_to_last_turn[-1], closing_tokens) for part in template_parts[1:]]
-    return _locate_completions(rendered_text, texts_before, template_parts[-1], turn_ends)
+    turn_end_texts = [_find_turn_end(text, texts_up_to_last_turn[-1], turn_end_tokens) for text in template_texts[1:]]
+    return _locate_completions(rendered_text, preceding_texts, template_texts[-1], turn_end_texts)
 
 
-def strip_trailing_space(span: Span, text: str, closing_tokens: Sequence[str]) -> Span:
+def strip_trailing_space(span: Span, text: str, turn_end_tokens: Sequence[str]) -> Span:
     """Return the span without the whitespace that a template writes after the token that closes the turn."""
     start, end = span
     stripped_text = text[start:end].rstrip()
-    return (start, start + len(stripped_text)) if stripped_text.endswith(tuple(closing_tokens)) else span
+    return (start, start + len(stripped_text)) if stripped_text.endswith(tuple(turn_end_tokens)) else span
 
 
-def common_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+def common_prefix_length(sequence: Sequence[Any], other_sequence: Sequence[Any]) -> int:
     """Return the length of the common prefix of two sequences."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(sequence, other_sequence, strict=False)))
 
 
 def _find_assistant_turns(messages: list[Message]) -> list[int]:
@@ -89,30 +89,30 @@ def make_unused_word(messages: list[Message]) -> str:
 
 def _split_at_words(text: str, words: list[str]) -> list[str] | None:
     """Split a text at `words` and return the parts; None unless each word occurs exactly once, in order."""
-    parts = []
+    texts = []
     for word in words:
         if text.count(word) != 1:
             return None
-        part, text = text.split(word)
-        parts.append(part)
-    return [*parts, text]
+        text_before_word, text = text.split(word)
+        texts.append(text_before_word)
+    return [*texts, text]
 
 
 def _find_texts_before(
-    render_fn: RenderFn, messages: list[Message], turn_indices: list[int], template_parts: list[str]
+    render_fn: RenderFn, messages: list[Message], turn_indices: list[int], template_texts: list[str]
 ) -> list[TextBeforeCompletion]:
     """Return the text of the template before each completion, up to the end of its generation prompt."""
-    outer_turns = turn_indices[0], turn_indices[-1]
-    first_prompt, last_prompt = (_find_generation_prompt(render_fn, messages[:i]) for i in outer_turns)
-    are_equal, texts_before = first_prompt == last_prompt, []
-    for i, template_part in zip(turn_indices, template_parts, strict=False):
-        generation_prompt = first_prompt if are_equal else _find_generation_prompt(render_fn, messages[:i])
+    outer_turn_indices = turn_indices[0], turn_indices[-1]
+    first_prompt, last_prompt = (_find_generation_prompt(render_fn, messages[:i]) for i in outer_turn_indices)
+    are_prompts_equal, preceding_texts = first_prompt == last_prompt, []
+    for i, template_text in zip(turn_indices, template_texts, strict=False):
+        generation_prompt = first_prompt if are_prompts_equal else _find_generation_prompt(render_fn, messages[:i])
         last_text = _get_last_text(messages[:i])
         if generation_prompt is None:
-            texts_before.append((template_part, ""))
+            preceding_texts.append((template_text, ""))
         else:
-            texts_before.append(_split_at_generation_prompt(template_part, last_text, *generation_prompt))
-    return texts_before
+            preceding_texts.append(_split_at_generation_prompt(template_text, last_text, *generation_prompt))
+    return preceding_texts
 
 
 def _find_generation_prompt(render_fn: RenderFn, preceding_messages: list[Message]) -> tuple[str, str] | None:
@@ -134,84 +134,83 @@ def _find_generation_prompt(render_fn: RenderFn, preceding_messages: list[Messag
 
 
 def _get_last_text(preceding_messages: list[Message]) -> str:
-    texts = turn_texts(preceding_messages[-1]) if preceding_messages else []
+    texts = get_turn_texts(preceding_messages[-1]) if preceding_messages else []
     return texts[-1].strip() if texts else ""
 
 
 def _split_at_generation_prompt(
-    template_part: str, last_text: str, turn_end: str, generation_prompt: str
+    template_text: str, last_text: str, turn_end: str, generation_prompt: str
 ) -> TextBeforeCompletion:
-    """Return `template_part` up to the end of the generation prompt or of its longest prefix, and the rest of the
-    prompt: a completion without thoughts follows only a prefix of a prompt that ends with `<think>`."""
-    candidate = last_text + turn_end + generation_prompt
-    if candidate in template_part:
-        return template_part[: template_part.rfind(candidate) + len(candidate)], ""
+    """Return `template_text` up to the end of the longest prefix of the generation prompt in it, and the rest of the
+    generation prompt. For example, templates render a turn without reasoning after a prompt without `<think>`."""
+    expected_text = last_text + turn_end + generation_prompt
+    if expected_text in template_text:
+        return template_text[: template_text.rfind(expected_text) + len(expected_text)], ""
     # Search after the user's text: it may contain the generation prompt, or, if short, occur in the generation prompt.
-    preceding_text = next((text for text in (last_text + turn_end, last_text) if text in template_part), None)
+    preceding_text = next((text for text in (last_text + turn_end, last_text) if text in template_text), None)
     if preceding_text is None or not generation_prompt:
-        return template_part, ""
-    search_start = template_part.rfind(preceding_text) + len(preceding_text) if preceding_text else 0
+        return template_text, ""
+    search_start = template_text.rfind(preceding_text) + len(preceding_text) if preceding_text else 0
     for prefix_length in range(len(generation_prompt), 0, -1):
-        position = template_part.rfind(generation_prompt[:prefix_length], search_start)
+        position = template_text.rfind(generation_prompt[:prefix_length], search_start)
         # Without preceding user text to search from, a short prefix of the prompt may match unrelated text.
         if position >= 0 and (
             preceding_text
             or prefix_length == len(generation_prompt)
-            or template_part.endswith(generation_prompt[:prefix_length])
+            or template_text.endswith(generation_prompt[:prefix_length])
         ):
-            return template_part[: position + prefix_length], generation_prompt[prefix_length:]
-    return template_part, ""
+            return template_text[: position + prefix_length], generation_prompt[prefix_length:]
+    return template_text, ""
 
 
-def _find_turn_end(part: str, end_of_conversation: str, closing_tokens: Sequence[str]) -> str:
-    """Return the beginning of the template's text after a completion that closes the turn: the common prefix with the
-    last turn's ending, up to the end of a whole token. `<|end|><|user|>` and `<|end|><|endoftext|>` share `<|end|><|`,
-    of which `<|end|>` is returned."""
-    common_prefix = part[: common_prefix_length(part, end_of_conversation)]
-    token_ends = [common_prefix.rfind(token) + len(token) for token in closing_tokens if token in common_prefix]
+def _find_turn_end(text_after_completion: str, end_of_conversation: str, turn_end_tokens: Sequence[str]) -> str:
+    """Return the text that ends a turn: the common prefix of the template's texts after a completion and after the last
+    completion, up to the end of a token: `<|end|>` for the texts `<|end|><|user|>` and `<|end|><|endoftext|>`."""
+    common_prefix = text_after_completion[: common_prefix_length(text_after_completion, end_of_conversation)]
+    token_ends = [common_prefix.rfind(token) + len(token) for token in turn_end_tokens if token in common_prefix]
     return common_prefix[: max(token_ends)] if token_ends else common_prefix
 
 
 def _locate_completions(
-    rendered_text: str, texts_before: list[TextBeforeCompletion], text_after: str, turn_ends: list[str]
+    rendered_text: str, preceding_texts: list[TextBeforeCompletion], final_text: str, turn_end_texts: list[str]
 ) -> list[Span] | None:
     """Return the span of each completion and its turn's end, located by the template's texts around the completions;
     None if these texts do not occur in `rendered_text`, or if several locations are possible."""
-    (first_text, _), *later_texts = texts_before
-    next_texts = [part for part, _ in later_texts]
-    search_start, search_end = len(first_text), len(rendered_text) - len(text_after)
-    if not (rendered_text.startswith(first_text) and rendered_text.endswith(text_after) and all(next_texts)):
+    (first_text, _), *later_texts = preceding_texts
+    next_texts = [text for text, _ in later_texts]
+    search_start, search_end = len(first_text), len(rendered_text) - len(final_text)
+    if not (rendered_text.startswith(first_text) and rendered_text.endswith(final_text) and all(next_texts)):
         return None
     search_text = rendered_text[:search_end]
-    completion_ends = _find_earliest_positions(search_text, next_texts, search_start)
+    completion_ends = _find_earliest_occurrences(search_text, next_texts, search_start)
     # Spans are ambiguous if a turn quotes the template's text between two turns, with its control tokens.
-    if completion_ends is None or completion_ends != _find_latest_positions(search_text, next_texts, search_start):
+    if completion_ends is None or completion_ends != _find_latest_occurrences(search_text, next_texts, search_start):
         return None
     spans = []
     span_start = search_start
-    for (_, rest_of_prompt), next_text, completion_end, turn_end in zip(
-        texts_before, [*next_texts, ""], [*completion_ends, search_end], turn_ends, strict=True
+    for (_, prompt_rest), next_text, completion_end, turn_end in zip(
+        preceding_texts, [*next_texts, ""], [*completion_ends, search_end], turn_end_texts, strict=True
     ):
-        span_start += len(rest_of_prompt) * rendered_text.startswith(rest_of_prompt, span_start, completion_end)
+        span_start += len(prompt_rest) * rendered_text.startswith(prompt_rest, span_start, completion_end)
         spans.append((span_start, completion_end + len(turn_end)))
         span_start = completion_end + len(next_text)
     return spans
 
 
-def _find_earliest_positions(text: str, parts: list[str], start: int) -> list[int] | None:
-    """Return the positions of `parts` in a text, in order and each as early as possible; None if a part is missing."""
+def _find_earliest_occurrences(text: str, substrings: list[str], search_start: int) -> list[int] | None:
+    """Return the positions of `substrings` in a text, in order, each as early as possible; None if one is missing."""
     positions = []
-    for part in parts:
-        positions.append(text.find(part, start))
-        start = positions[-1] + len(part)
+    for substring in substrings:
+        positions.append(text.find(substring, search_start))
+        search_start = positions[-1] + len(substring)
         if positions[-1] < 0:
             return None
     return positions
 
 
-def _find_latest_positions(text: str, parts: list[str], start: int) -> list[int]:
-    """Return the positions of `parts` in a text, in order and each as late as possible; all parts must occur."""
+def _find_latest_occurrences(text: str, substrings: list[str], search_start: int) -> list[int]:
+    """Return the positions of `substrings` in a text, in order, each as late as possible; all must occur."""
     positions: list[int] = []
-    for part in reversed(parts):
-        positions.insert(0, text.rfind(part, start, positions[0] if positions else len(text)))
+    for substring in reversed(substrings):
+        positions.insert(0, text.rfind(substring, search_start, positions[0] if positions else len(text)))
     return positions

@@ -20,9 +20,9 @@ _MAX_LISTED_REASONS = 5
 """Maximum number of reasons in a notice: a chat template may give a different reason for each row."""
 
 
-def row_remedy(max_fraction: float, *, is_every_row: bool) -> str:
+def make_unusable_rows_remedy(max_fraction: float, *, is_every_row_unusable: bool) -> str:
     """Return the remedy in an error message about unusable rows, of which the fraction `max_fraction` is allowed."""
-    if is_every_row:
+    if is_every_row_unusable:
         return "none of those read can be: this training reads rows of another form; name their columns, or give others"
     return f"more than dataset.max_skipped_fraction = {max_fraction:g} allows; mend them, or raise it"
 
@@ -41,14 +41,14 @@ class RowChunk(NamedTuple):
     """A batch of tokenised rows with their counts."""
 
     batch: pa.RecordBatch
-    skipped: list[SkippedRowEntry]
+    skipped_rows: list[SkippedRowEntry]
     merged_locations: list[str]
     """Locations of rows whose turns were merged, because the chat template refuses the original turns."""
     counts: Counter[str]
     """Counts of `images`, `image_tokens` and `learned_ends` (learned end tokens), and of rows: `truncated_rows`
     were cut, `other_column` were read from another column than the recipe names, `plain_rows` learn every token,
     `continued_rows` are plain text whose prompt has no loss, `text_alone` leave out a response in another column."""
-    unread_counts: Counter[str]
+    unread_column_counts: Counter[str]
     """Number of rows in which a column has a value that the tokenised row does not contain, by column name."""
 
 
@@ -57,10 +57,10 @@ class _FirstItemCounter:
     """Counter that stores the description of the first counted item only, because there may be millions of items."""
 
     count: int = 0
-    first: str = ""
+    first_description: str = ""
 
     def add(self, description: str) -> None:
-        self.first = self.first if self.count else description
+        self.first_description = self.first_description if self.count else description
         self.count += 1
 
 
@@ -68,25 +68,25 @@ class SplitCounts:
     """Statistics of one split, collected chunk by chunk."""
 
     def __init__(self, spec: RecordSpec) -> None:
-        self._row_kind, self._conversation_column = spec.kind, spec.column
+        self._row_kind, self._conversation_column = spec.kind, spec.conversation_column
         self._max_completion_tokens = spec.max_completion_tokens
         # Prompts of this length leave room for the longest completion.
         max_prompt_tokens = spec.max_tokens + 1 - spec.max_completion_tokens
-        self._max_prompt_tokens = max_prompt_tokens if spec.kind.is_completed else math.inf
+        self._max_prompt_tokens = max_prompt_tokens if spec.kind.is_prompt else math.inf
         self._row_lengths: list[np.ndarray] = []
-        self._counts, self._unread_counts = Counter[str](), Counter[str]()
+        self._counts, self._unread_column_counts = Counter[str](), Counter[str]()
         self._skipped_by_reason: dict[str, _FirstItemCounter] = {}
         self._error_counter, self._merged_counter = _FirstItemCounter(), _FirstItemCounter()
 
     def add(self, chunk: RowChunk) -> None:
         """Add the rows of the next chunk."""
-        lengths = [np.diff(chunk.batch.column(name).offsets.to_numpy()) for name in self._row_kind.id_columns]
+        lengths = [np.diff(chunk.batch.column(name).offsets.to_numpy()) for name in self._row_kind.token_id_columns]
         self._row_lengths.append(np.sum(lengths, axis=0).astype(np.int32))
         self._counts += chunk.counts
-        self._unread_counts += chunk.unread_counts
+        self._unread_column_counts += chunk.unread_column_counts
         for location in chunk.merged_locations:
             self._merged_counter.add(location)
-        for skipped_row in chunk.skipped:
+        for skipped_row in chunk.skipped_rows:
             self._skipped_by_reason.setdefault(skipped_row.reason, _FirstItemCounter()).add(skipped_row.location)
             if skipped_row.error:
                 self._error_counter.add(skipped_row.error)
@@ -104,27 +104,27 @@ class SplitCounts:
         return sum(counter.count for counter in self._skipped_by_reason.values())
 
     @property
-    def _has_learned_end(self) -> bool:
-        """Return whether a row has a learned end token, or none can have one: rows have no loss, or all are cut."""
+    def _has_learned_end_token(self) -> bool:
+        """Return whether a row has a learned end token; True also if the rows have no loss or all rows are cut."""
         is_always_truncated = self._counts["truncated_rows"] >= self.num_rows
         return not self._row_kind.mask_columns or is_always_truncated or self._counts["learned_ends"] > 0
 
-    def check_unusable(self, max_fraction: float, total_rows: int) -> None:
+    def check_unusable_rows(self, max_fraction: float, total_rows: int) -> None:
         """Raise DataError if the rows that cannot be used are more than `max_fraction` of the `total_rows` rows."""
         if self._error_counter.count > max_fraction * total_rows:
             raise DataError(
-                f"{self._error_counter.first}; {self._error_counter.count} of {total_rows} rows cannot be used so far, "
-                + row_remedy(max_fraction, is_every_row=not self.num_rows)
+                f"{self._error_counter.first_description}; {self._error_counter.count} of {total_rows} rows cannot be "
+                "used so far, " + make_unusable_rows_remedy(max_fraction, is_every_row_unusable=not self.num_rows)
             )
 
-    def notices(self, end_token: str | None = None) -> list[str]:
+    def make_notices(self, end_token: str | None = None) -> list[str]:
         """Return lines about rows that were skipped, read from another column or merged, or that lack an end token."""
         lines = []
         if self._skipped_by_reason:
             first_reasons = dict(islice(self._skipped_by_reason.items(), _MAX_LISTED_REASONS))
-            reasons = [f"{each.count} {reason} (first: {each.first})" for reason, each in first_reasons.items()]
-            if num_other_reasons := self.num_skipped - sum(each.count for each in first_reasons.values()):
-                reasons.append(f"{num_other_reasons} for other reasons")
+            reasons = [f"{n.count} {reason} (first: {n.first_description})" for reason, n in first_reasons.items()]
+            if num_other_rows := self.num_skipped - sum(each.count for each in first_reasons.values()):
+                reasons.append(f"{num_other_rows} for other reasons")
             lines.append(f"{self.num_skipped} of {self.num_rows + self.num_skipped} rows skipped: {', '.join(reasons)}")
         if count := self._counts["other_column"]:
             lines.append(
@@ -145,9 +145,10 @@ class SplitCounts:
         if self._merged_counter.count:
             lines.append(
                 f"turns put together in {self._merged_counter.count} of {self.num_rows} rows (first: "
-                f"{self._merged_counter.first}): the chat template refuses a system turn, or turns of one role in a row"
+                f"{self._merged_counter.first_description}): the chat template refuses a system turn, or turns of one "
+                "role in a row"
             )
-        if not self._has_learned_end:
+        if not self._has_learned_end_token:
             lines.append(
                 f"no row teaches the end token {end_token!r}, so the model would not learn to stop; write it behind "
                 "the assistant's turns in the chat template, or make the token that closes them the eos_token"
@@ -169,11 +170,11 @@ class SplitCounts:
             },
             "truncated_rows": self._counts["truncated_rows"],
             "skipped_rows": self.num_skipped,
-            "skipped": {reason: {"rows": counter.count, "first": counter.first}
+            "skipped": {reason: {"rows": counter.count, "first": counter.first_description}
                         for reason, counter in self._skipped_by_reason.items()},
             "merged_rows": self._merged_counter.count,
             **{name: self._counts[name] for name in ("images", "image_tokens") if self._counts["images"]},
             **{name: self._counts[name] for name in ("plain_rows", "continued_rows") if self._counts[name]},
-            **({"unread_columns": sorted(self._unread_counts)} if self._unread_counts else {}),
-            **({} if self._has_learned_end else {"teaches_end": False}),
+            **({"unread_columns": sorted(self._unread_column_counts)} if self._unread_column_counts else {}),
+            **({} if self._has_learned_end_token else {"teaches_end": False}),
         }  # fmt: skip

@@ -14,11 +14,11 @@ MAX_TEMPLATE_SECONDS = 10.0
 """Time limit in seconds; rendering a conversation of a million tokens takes less than one second."""
 MAX_TEMPLATE_BYTES = 2 << 30
 """Memory limit in bytes, in addition to what the process already uses."""
-_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
+_PAGE_SIZE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TEMPLATE_REMEDY = "mend the template, or leave the row out"
 
 
-class _TimeExceeded(Exception):
+class _TimeLimitExceeded(Exception):
     """Error that the signal handler raises inside code that exceeds the time limit."""
 
 
@@ -37,14 +37,14 @@ def limit_resources(description: str) -> Iterator[None]:
         for limit in (_read_address_space_bytes() + MAX_TEMPLATE_BYTES, soft_limit, hard_limit)
         if limit != resource.RLIM_INFINITY
     ]
-    old_handler = signal.signal(signal.SIGALRM, _raise_time_exceeded) if is_main_thread else None
+    previous_signal_handler = signal.signal(signal.SIGALRM, _raise_time_limit_exceeded) if is_main_thread else None
     try:
         resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard_limit))
         if is_main_thread:
             # Repeat the signal each second, in case a destructor swallows the exception.
             signal.setitimer(signal.ITIMER_REAL, MAX_TEMPLATE_SECONDS, 1.0)
         yield
-    except _TimeExceeded as error:
+    except _TimeLimitExceeded as error:
         raise ModelError(f"{description} runs on beyond {MAX_TEMPLATE_SECONDS:g} s; {_TEMPLATE_REMEDY}") from error
     except MemoryError as error:
         raise ModelError(
@@ -53,14 +53,14 @@ def limit_resources(description: str) -> Iterator[None]:
     finally:
         if is_main_thread:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, old_handler)
+            signal.signal(signal.SIGALRM, previous_signal_handler)
         resource.setrlimit(resource.RLIMIT_AS, (soft_limit, hard_limit))
 
 
-def _raise_time_exceeded(signal_number: int, frame: FrameType | None) -> None:
-    raise _TimeExceeded
+def _raise_time_limit_exceeded(signal_number: int, frame: FrameType | None) -> None:
+    raise _TimeLimitExceeded
 
 
 def _read_address_space_bytes() -> int:
     with open("/proc/self/statm", "rb", buffering=0) as file:
-        return int(file.read(64).split()[0]) * _PAGE_SIZE
+        return int(file.read(64).split()[0]) * _PAGE_SIZE_BYTES

@@ -30,7 +30,7 @@ def read_tools(row: dict[str, Any], location: str) -> list[Any] | None:
     ]
 
 
-def pop_calls(turn: dict[str, Any], location: str) -> dict[str, Any]:
+def pop_tool_calls(turn: dict[str, Any], location: str) -> dict[str, Any]:
     """Remove the tool calls of a turn, and return the field `tool_calls` with decoded arguments; empty if the turn has
     none. The calls are a list or its JSON, or `function_call`, an older form of OpenAI's interface, or its JSON. Raise
     DataError if the calls are not a list of objects, or `function_call` is no object."""
@@ -39,8 +39,9 @@ def pop_calls(turn: dict[str, Any], location: str) -> dict[str, Any]:
         calls = [parse_json(function) if isinstance(function, str) else function]
     decoded_calls = parse_json(calls) if isinstance(calls, str) else calls
     if not isinstance(decoded_calls, list) or not all(isinstance(call, dict) for call in decoded_calls):
-        key, form = ("function_call", "an object") if function else ("tool_calls", "a list of objects")
-        raise DataError(f"{location}: {key} holds {str(function or calls)[:40]!r}; write {form}, or leave it out")
+        key, expected_form = ("function_call", "an object") if function else ("tool_calls", "a list of objects")
+        problem = f"{key} holds {str(function or calls)[:40]!r}"
+        raise DataError(f"{location}: {problem}; write {expected_form}, or leave it out")
     if function:
         decoded_calls = [{"type": "function", "function": call} for call in decoded_calls]
     return {"tool_calls": decode_arguments(decoded_calls)} if decoded_calls else {}
@@ -61,7 +62,7 @@ def decode_arguments(calls: list[Any]) -> list[Any]:
     return [_convert_arguments(call, _decode_object) for call in calls]
 
 
-def with_string_arguments(calls: list[Any]) -> list[Any]:
+def encode_arguments(calls: list[Any]) -> list[Any]:
     """Return tool calls with their arguments as JSON strings, for chat templates that concatenate them with strings."""
     return [
         _convert_arguments(call, lambda a: a if isinstance(a, str) else json.dumps(a, ensure_ascii=False))
@@ -69,10 +70,10 @@ def with_string_arguments(calls: list[Any]) -> list[Any]:
     ]
 
 
-def with_string_arguments_in_turns(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def encode_arguments_in_turns(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the turns with tool-call arguments as JSON text, which the OpenAI API and a few chat templates expect."""
     return [
-        {**turn, "tool_calls": with_string_arguments(turn["tool_calls"])} if "tool_calls" in turn else {**turn}
+        {**turn, "tool_calls": encode_arguments(turn["tool_calls"])} if "tool_calls" in turn else {**turn}
         for turn in turns
     ]
 
@@ -94,8 +95,8 @@ def _decode_object(value: Any) -> Any:
     """Decode the JSON object in a string, `{}` if the string is empty; return any other value unchanged."""
     if not isinstance(value, str):
         return value
-    decoded = parse_json(value) if value.strip() else {}
-    return decoded if isinstance(decoded, dict) else value
+    decoded_value = parse_json(value) if value.strip() else {}
+    return decoded_value if isinstance(decoded_value, dict) else value
 
 
 def parse_json(text: Any) -> Any:

@@ -8,16 +8,16 @@ from cosmos_core.errors import DataError
 _WEIGHT_KEYS = ("weight", "loss", "train", "loss_mask", "trainable")
 _UNSUPPORTED_KEYS = ("loss_scale", "loss_weight", "train_detail", "training_detail")
 """Unsupported keys that weight a turn, or parts of it, by other values than 0 and 1."""
-_TURN_SELECTION_KEY = re.compile(r"loss|train|learn|mask|weight|ignore|supervise|target|skip|label", re.IGNORECASE)
+_SELECTION_KEY_REGEX = re.compile(r"loss|train|learn|mask|weight|ignore|supervise|target|skip|label", re.IGNORECASE)
 """Pattern of key names with which other programs select tokens; a number, a list, or yes or no there is refused."""
 
 
 def pop_turn_weight(turn: dict[str, Any], role: str, location: str) -> dict[str, int]:
     """Remove the keys that select whether a turn is learned; return `{"weight": 0}` for a turn without loss, else `{}`.
     Raise DataError if a value is neither 0 nor 1, or marks a turn of another role than the assistant as learned."""
-    flag_keys = [key for key, value in turn.items() if key not in _WEIGHT_KEYS and _is_flag(value)]
+    flag_keys = [key for key, value in turn.items() if key not in _WEIGHT_KEYS and _is_flag_value(value)]
     unsupported_keys = [key for key in turn if key in _UNSUPPORTED_KEYS]
-    if unsupported_keys := [*unsupported_keys, *filter(_TURN_SELECTION_KEY.search, flag_keys)]:
+    if unsupported_keys := [*unsupported_keys, *filter(_SELECTION_KEY_REGEX.search, flag_keys)]:
         key = unsupported_keys[0]
         raise DataError(f"{location}: {key!r} is not read; a turn is learned as a whole (`weight` = 1) or not (0)")
     weight_flags = {key: turn.pop(key) for key in _WEIGHT_KEYS if key in turn}
@@ -25,12 +25,12 @@ def pop_turn_weight(turn: dict[str, Any], role: str, location: str) -> dict[str,
         if not isinstance(value, int | float) or value not in (0, 1):
             raise DataError(f"{location}: {key} = {str(value)[:40]}; a turn is learned (1) or not (0)")
         if value and key != "weight" and role != "assistant":
-            rule = "only turns of the assistant are learned"
-            raise DataError(f"{location}: {key} = {value}, but {rule}; leave {key} out")
+            role_message = "only turns of the assistant are learned"
+            raise DataError(f"{location}: {key} = {value}, but {role_message}; leave {key} out")
     return {} if all(weight_flags.values()) else {"weight": 0}
 
 
-def _is_flag(value: Any) -> bool:
+def _is_flag_value(value: Any) -> bool:
     return isinstance(value, int | float | list) or str(value).lower() in {"0", "1", "false", "true", "no", "yes"}
 
 

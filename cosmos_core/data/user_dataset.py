@@ -24,7 +24,7 @@ from typing import Any
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
-from cosmos_core.data.formats import LocatedRow, RowPart
+from cosmos_core.data.formats import LocatedRow, RowReader
 from cosmos_core.data.kinds.registry import load_tokenised_kind
 from cosmos_core.data.messages import Row
 from cosmos_core.error_handling import convert_errors
@@ -52,15 +52,15 @@ class UserDatasetLoader:
     def __init__(self, recipe: Recipe, load_tokenizer: Callable[[], Any]) -> None:
         self._recipe, self._load_tokenizer = recipe, load_tokenizer
 
-    def make_part(self, name: str, config_key: str) -> RowPart:
+    def make_row_reader(self, name: str, config_key: str) -> RowReader:
         """Return the rows of the user's data set `name`; `config_key` names its table in messages. Raise ConfigError if
         the class cannot be imported, and DataError if it raised an error or has no length."""
         user_object = import_user_code(name)
         with convert_user_code_errors(f"{config_key}.name = {name!r}", None):
-            dataset = _instantiate(user_object, self._recipe)
+            dataset = _instantiate_user_object(user_object, self._recipe)
             self._call_setup(dataset)
             length = len(dataset)
-        return RowPart(name, length, partial(_iterate_items, dataset, name, length, self._recipe.train.train_policy))
+        return RowReader(name, length, partial(_iterate_items, dataset, name, length, self._recipe.train.train_policy))
 
     def make_packer(self) -> Callable[[Row, str], Row] | None:
         """Return a function that applies the recipe's packer to a row; None if the recipe names no packer. Raise
@@ -78,23 +78,23 @@ class UserDatasetLoader:
             )
         method_name = load_tokenised_kind(policy.rows).packer_method
         with convert_user_code_errors(key, user_object):
-            packer = _instantiate(user_object, self._recipe)
+            packer = _instantiate_user_object(user_object, self._recipe)
             self._call_setup(packer)
         method = getattr(packer, method_name, None) if method_name else None
         if method is None:
-            method_note = f"{method_name}, which it does not have" if method_name else "none; leave it out"
-            raise ConfigError(f"{key}: a training on {policy.rows} calls {method_note}")
+            method_problem = f"{method_name}, which it does not have" if method_name else "none; leave it out"
+            raise ConfigError(f"{key}: a training on {policy.rows} calls {method_problem}")
         return partial(_apply_packer, method, policy)
 
-    def _call_setup(self, instance: Any) -> None:
-        if not hasattr(instance, "setup"):
+    def _call_setup(self, user_object: Any) -> None:
+        if not hasattr(user_object, "setup"):
             return
-        parameter_names = list(inspect.signature(instance.setup).parameters)
+        parameter_names = list(inspect.signature(user_object.setup).parameters)
         should_pass_tokenizer = "tokenizer" in parameter_names or len(parameter_names) > 1
-        instance.setup(*(self._recipe, self._load_tokenizer())[: 1 + should_pass_tokenizer])
+        user_object.setup(*(self._recipe, self._load_tokenizer())[: 1 + should_pass_tokenizer])
 
 
-def _instantiate(user_object: Any, recipe: Recipe) -> Any:
+def _instantiate_user_object(user_object: Any, recipe: Recipe) -> Any:
     """Return the data set or packer of imported user code: `user_object` itself, or the result of calling it. A
     function is called with the recipe if it takes any argument, a class only if it has a required argument."""
     is_class = inspect.isclass(user_object)
@@ -118,21 +118,21 @@ def _iterate_items(dataset: Any, name: str, length: int, policy: AlgorithmConfig
         yield location, row
 
 
-def _apply_packer(method: Callable[[Any], Any], policy: AlgorithmConfig, row: Row, location: str) -> Row:
-    """Return the row that a packer's method returns for a row; a prompt keeps the columns of its reference answer."""
-    with convert_user_code_errors(location, method):
-        packed_item = method(row)
+def _apply_packer(packer_method: Callable[[Any], Any], policy: AlgorithmConfig, row: Row, location: str) -> Row:
+    """Convert a row with a method of a data packer; a prompt keeps the columns of its reference answer."""
+    with convert_user_code_errors(location, packer_method):
+        packed_item = packer_method(row)
     packed_row = _convert_item(packed_item, policy, location)
     if isinstance(packed_item, dict) or not isinstance(policy, RlConfig):
         return packed_row
-    kept_names = {*_REFERENCE_COLUMNS, _reference_column(policy)}
-    return {name: value for name, value in row.items() if name in kept_names} | packed_row
+    kept_columns = {*_REFERENCE_COLUMNS, _get_reference_column(policy)}
+    return {name: value for name, value in row.items() if name in kept_columns} | packed_row
 
 
 _REFERENCE_COLUMNS = ("answer", "response", "solution", "result", "ground_truth", "reference_answer")
 
 
-def _reference_column(policy: AlgorithmConfig) -> str:
+def _get_reference_column(policy: AlgorithmConfig) -> str:
     return (isinstance(policy, RlConfig) and policy.response_column_name) or "answer"
 
 
@@ -164,7 +164,7 @@ def _make_reference_row(response: Any, policy: AlgorithmConfig) -> Row:
         text = response if isinstance(response, str) else json.dumps(response, ensure_ascii=False)
     except (TypeError, ValueError):  # the value has no JSON form, such as a set or a NumPy scalar
         text = str(response)
-    return {_reference_column(policy): text}
+    return {_get_reference_column(policy): text}
 
 
 def convert_user_code_errors(
@@ -176,9 +176,9 @@ def convert_user_code_errors(
     """Convert errors of a user's code to an `error_class` with file and line, except those of the classes
     `excluded_errors`; a transient error becomes a `StageFailed`, because neither the code nor the data are at fault."""
 
-    def convert(error: Exception) -> CosmosError:
+    def convert_error(error: Exception) -> CosmosError:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         error_type = StageFailed if is_transient(error) else error_class
         return error_type(f"{location}: {reason} ({find_error_location(error, user_function)})")
 
-    return convert_errors(convert, excluded_errors)
+    return convert_errors(convert_error, excluded_errors)

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import ProcessorMixin
 
 from cosmos_core.data.chat import PromptRendering
-from cosmos_core.data.conversation import NO_ROOM_FOR_COMPLETION, span_token_mask, truncate_tokens
+from cosmos_core.data.conversation import PROMPT_TOO_LONG_REASON, make_span_token_mask, truncate_tokens
 from cosmos_core.data.learned import find_learned_spans
 from cosmos_core.data.messages import Message, SkippedRow
 from cosmos_core.data.rendering import Tools, render
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class VisualTokens(NamedTuple):
+class ImageTextTokens(NamedTuple):
     """Tokens of a conversation with its images expanded, not cut to a maximum length."""
 
     ids: list[int]
@@ -42,13 +42,13 @@ def tokenise_images_and_text(
     images: list[Image],
     location: str,
     tools: Tools = None,
-    end_ids: tuple[int, ...] = (),
-) -> VisualTokens:
+    stop_ids: tuple[int, ...] = (),
+) -> ImageTextTokens:
     """Return token ids and loss mask of `turns`; `images` are the images in the turns, in the same order.
 
     Raise DataError if the chat template leaves out an image or the processor refuses one, ModelError if the processor's
     tokenizer returns no offsets of tokens, and the errors of `find_learned_spans`."""
-    rendered_text, spans = find_learned_spans(processor, turns, location, tools, end_ids)
+    rendered_text, spans = find_learned_spans(processor, turns, location, tools, stop_ids)
     return _expand_images(processor, rendered_text, spans, images, location)
 
 
@@ -59,7 +59,7 @@ def tokenise_visual_prompt(
     max_length: int,
     location: str,
     render_settings: PromptRendering,
-) -> tuple[VisualTokens, str]:
+) -> tuple[ImageTextTokens, str]:
     """Return the tokens of a prompt whose parts show `images`, and its text with a placeholder word for each image;
     raise SkippedRow if it is longer than `max_length`, and the errors of `tokenise_images_and_text`."""
     _, text = render(
@@ -69,11 +69,11 @@ def tokenise_visual_prompt(
     )  # fmt: skip
     tokens = _expand_images(processor, text, [], images, location)
     if len(tokens.ids) > max_length:
-        raise SkippedRow(location, NO_ROOM_FOR_COMPLETION)
+        raise SkippedRow(location, PROMPT_TOO_LONG_REASON)
     return tokens, text
 
 
-def truncate_visual_tokens(tokens: VisualTokens, max_length: int, location: str) -> tuple[list[int], list[int]]:
+def truncate_visual_tokens(tokens: ImageTextTokens, max_length: int, location: str) -> tuple[list[int], list[int]]:
     """Cut ids and mask on the right; raise SkippedRow if no token to learn would be left, or an image would be cut."""
     if tokens.images_end > max_length:
         raise SkippedRow(location, "longer than policy.model_max_length before the end of the last image")
@@ -82,7 +82,7 @@ def truncate_visual_tokens(tokens: VisualTokens, max_length: int, location: str)
 
 def _expand_images(
     processor: ProcessorMixin, rendered_text: str, spans: list[Span], images: list[Image], location: str
-) -> VisualTokens:
+) -> ImageTextTokens:
     if not processor.tokenizer.is_fast:
         raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
     image_placeholder = image_token_text(processor)
@@ -110,12 +110,12 @@ def _expand_images(
 
     mask, is_image = np.zeros(len(ids), dtype=bool), np.zeros(len(ids), dtype=bool)
     for start, end in spans:
-        span = _shift_position(start, image_spans), _shift_position(end, image_spans)
-        mask |= span_token_mask(span, token_starts, token_ends)
+        span = _map_to_expanded_text(start, image_spans), _map_to_expanded_text(end, image_spans)
+        mask |= make_span_token_mask(span, token_starts, token_ends)
     for _, expanded_span in image_spans:
-        is_image |= span_token_mask(expanded_span, token_starts, token_ends)
+        is_image |= make_span_token_mask(expanded_span, token_starts, token_ends)
     images_end = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
-    return VisualTokens(ids, (mask & ~is_image).astype(int).tolist(), int(is_image.sum()), images_end)
+    return ImageTextTokens(ids, (mask & ~is_image).astype(int).tolist(), int(is_image.sum()), images_end)
 
 
 def _find_image_spans(
@@ -123,8 +123,8 @@ def _find_image_spans(
 ) -> list[tuple[Span, Span]]:
     """Return the span of each image's placeholder word in the text, with its span in the expanded text."""
     if "text_replacement_offsets" in processor_output:
-        replacements = processor_output["text_replacement_offsets"][0]
-        return [(tuple(each["span"]), tuple(each["new_span"])) for each in replacements]
+        text_replacements = processor_output["text_replacement_offsets"][0]
+        return [(tuple(each["span"]), tuple(each["new_span"])) for each in text_replacements]
     bos_token = processor.tokenizer.bos_token
     # A processor that inserts a BOS token before the text shifts all offsets of tokens.
     if bos_token and bos_token not in rendered_text:
@@ -133,8 +133,8 @@ def _find_image_spans(
     return [(match.span(), match.span()) for match in matches]
 
 
-def _shift_position(position: int, image_spans: list[tuple[Span, Span]]) -> int:
-    """Return the position in the expanded text of a character outside of images."""
+def _map_to_expanded_text(position: int, image_spans: list[tuple[Span, Span]]) -> int:
+    """Map a position in the text to the position after the expansion of the image placeholders before it."""
     return position + sum(
         (expanded_span[1] - expanded_span[0]) - (placeholder_span[1] - placeholder_span[0])
         for placeholder_span, expanded_span in image_spans

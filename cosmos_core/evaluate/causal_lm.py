@@ -16,7 +16,7 @@ from lm_eval import evaluator
 from cosmos_core.errors import ModelError, Preempted
 from cosmos_core.evaluate.benchmarks import open_benchmarks
 from cosmos_core.evaluate.engines import check_engine, engine_name, open_model
-from cosmos_core.evaluate.results import convert_metrics, describe_tasks, item_table, sample_texts
+from cosmos_core.evaluate.results import convert_metrics, describe_tasks, item_table, sample_records
 from cosmos_core.models.chat_templates import set_chat_template
 from cosmos_core.models.hf import load_config, load_tokenizer
 from cosmos_core.models.model_files import check_weights
@@ -25,7 +25,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
 REPORT_FILE, ITEMS_FILE, SAMPLES_FILE = "evaluation.json", "items.parquet", "samples.jsonl"
-_NUM_SAMPLES = 24
+_NUM_SAMPLES_PER_TASK = 24
 _RESPONSE_CACHE_PREFIX = "responses"
 _DEFAULT_SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
 """Default seeds of lm-eval's command line."""
@@ -78,7 +78,7 @@ def run(stage: Stage) -> Outcome:
     }  # fmt: skip
     write_json(stage.path / REPORT_FILE, report)
     pq.write_table(item_table(results["samples"]), stage.path / ITEMS_FILE)
-    lines = (json.dumps(line, ensure_ascii=False) for line in sample_texts(results["samples"], _NUM_SAMPLES))
+    lines = (json.dumps(line, ensure_ascii=False) for line in sample_records(results["samples"], _NUM_SAMPLES_PER_TASK))
     write_text(stage.path / SAMPLES_FILE, "".join(f"{line}\n" for line in lines))
     for file in stage.path.glob(f"{_RESPONSE_CACHE_PREFIX}-*"):
         file.unlink()

@@ -21,7 +21,7 @@ from cosmos_core.errors import Preempted, RewardError
 from cosmos_core.evaluate.prompt_sets import read_prompt_sets
 from cosmos_core.evaluate.scored_prompts import ScoredPrompt, append_scores, average_scores, item_table, read_scores
 from cosmos_core.models.diffusion import DiffusionModel
-from cosmos_core.models.families import open_family
+from cosmos_core.models.families import open_pipeline
 from cosmos_core.observe import gallery
 from cosmos_core.registry import is_import_path
 from cosmos_core.rewards.base import load_reward
@@ -41,7 +41,7 @@ _NUM_CHECKED_PROMPTS = 2
 def check(stage: Stage) -> Outcome:
     """Check the pipeline, the prompt sets and the rewards without reading weights."""
     stage.progress.phase("load")
-    family, settings = open_family(stage.model, stage.recipe.policy), stage.recipe.evaluate
+    family, settings = open_pipeline(stage.model, stage.recipe.policy), stage.recipe.evaluate
     _check_rewards(settings.rewards)
     num_frames = family.config.inference_frames if family.is_video else 1
     family.latent_shape(*family.config.inference_size, num_frames)
@@ -59,17 +59,17 @@ def run(stage: Stage) -> Outcome:
     _check_rewards(stage.recipe.evaluate.rewards)
     prompt_sets = read_prompt_sets(stage.recipe.evaluate)
     unfinished_folder = stage.path / f"{_UNFINISHED_PREFIX}-{stage.fingerprint[:16]}"
-    num_shown_prompts = max(1, gallery.MAX_PROMPTS // len(prompt_sets))
+    num_saved_prompts = max(1, gallery.MAX_PROMPTS // len(prompt_sets))
     try:
-        scored_prompts = _score_prompts(stage, prompt_sets, unfinished_folder, num_shown_prompts)
+        scored_prompts = _score_prompts(stage, prompt_sets, unfinished_folder, num_saved_prompts)
         metrics = average_scores(scored_prompts)
     except RewardError:
-        shutil.rmtree(unfinished_folder, ignore_errors=True)  # a repeated stage then scores all prompts again
+        shutil.rmtree(unfinished_folder, ignore_errors=True)  # so that a retry scores all prompts again
         raise
     stage.metrics.log(0, metrics)
-    shown_prompts = [(name, prompt) for name, prompts in prompt_sets.items() for prompt in prompts[:num_shown_prompts]]
+    saved_prompts = [(name, prompt) for name, prompts in prompt_sets.items() for prompt in prompts[:num_saved_prompts]]
     with raise_disk_full(stage.path):
-        groups = [_read_shown_group(unfinished_folder, scored_prompts, name, prompt) for name, prompt in shown_prompts]
+        groups = [_read_saved_group(unfinished_folder, scored_prompts, name, prompt) for name, prompt in saved_prompts]
         add_samples(stage.path / SAMPLES_FILE, 0, groups)
         write_json(stage.path / REPORT_FILE, _build_report(stage, prompt_sets, metrics))
         pq.write_table(item_table(scored_prompts, prompt_sets), stage.path / ITEMS_FILE)
@@ -86,9 +86,9 @@ def _check_rewards(names: Sequence[str]) -> None:
 
 
 def _score_prompts(
-    stage: Stage, prompt_sets: dict[str, list[Prompt]], unfinished_folder: Path, num_shown_prompts: int
+    stage: Stage, prompt_sets: dict[str, list[Prompt]], unfinished_folder: Path, num_saved_prompts: int
 ) -> list[ScoredPrompt]:
-    """Return the scores of all prompts, and save samples of the first `num_shown_prompts` prompts of each set."""
+    """Return the scores of all prompts, and save samples of the first `num_saved_prompts` prompts of each set."""
     settings, prompts = stage.recipe.evaluate, [(name, prompt) for name, item in prompt_sets.items() for prompt in item]
     unfinished_folder.mkdir(parents=True, exist_ok=True)
     scored_prompts = read_scores(unfinished_folder)
@@ -96,7 +96,7 @@ def _score_prompts(
         return scored_prompts
     stage.progress.phase("load")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    family = open_family(stage.model, stage.recipe.policy, device)
+    family = open_pipeline(stage.model, stage.recipe.policy, device)
     dtype = getattr(torch, stage.recipe.train.param_dtype)
     pipeline = type(family).load_pipeline(family.folder, dtype).to(device)
     # One call of the pipeline may take longer than the heartbeat timeout of a stage.
@@ -106,15 +106,15 @@ def _score_prompts(
         stage.progress.phase("evaluate")
         for start in range(len(scored_prompts), len(prompts), batch_size):
             batch = prompts[start : start + batch_size]
-            samples = _sample(pipeline, arguments, [prompt for _, prompt in batch], settings)
+            samples = _sample_media(pipeline, arguments, [prompt for _, prompt in batch], settings)
             groups = score_groups([_make_group(prompt, item) for (_, prompt), item in zip(batch, samples, strict=True)])
             new_scores = [ScoredPrompt.from_group(name, group) for (name, _), group in zip(batch, groups, strict=True)]
             if not scored_prompts and not any(reward_values for item in new_scores for reward_values in item.rewards):
                 raise RewardError(f"no reward of the first batch is valid; the first: {new_scores[0].error}")
-            shown_samples = [each for each in zip(batch, samples, strict=True) if each[0][1].id < num_shown_prompts]
+            saved_samples = [each for each in zip(batch, samples, strict=True) if each[0][1].id < num_saved_prompts]
             with raise_disk_full(stage.path):
-                for (name, prompt), pixels in shown_samples:
-                    np.save(_sample_file(unfinished_folder, name, prompt), pixels.numpy())
+                for (name, prompt), pixels in saved_samples:
+                    np.save(_sample_path(unfinished_folder, name, prompt), pixels.numpy())
                 append_scores(unfinished_folder, new_scores)
             scored_prompts += new_scores
             stage.progress.step(len(scored_prompts), len(prompts))
@@ -131,7 +131,7 @@ def _pipeline_arguments(family: DiffusionModel) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _sample(
+def _sample_media(
     pipeline: Any, arguments: dict[str, Any], prompts: Sequence[Prompt], settings: EvaluateConfig
 ) -> list[Tensor]:
     """Return the samples of each prompt as uint8 (samples, [frames,] height, width, 3), on the CPU. Their noise depends
@@ -154,15 +154,15 @@ def _make_group(prompt: Prompt, samples: Tensor) -> Group:
     return Group(prompt, tuple(completions), 0)
 
 
-def _sample_file(unfinished_folder: Path, name: str, prompt: Prompt) -> Path:
+def _sample_path(unfinished_folder: Path, name: str, prompt: Prompt) -> Path:
     return unfinished_folder / f"{name}-{prompt.id}.npy"
 
 
-def _read_shown_group(
+def _read_saved_group(
     unfinished_folder: Path, scored_prompts: Sequence[ScoredPrompt], name: str, prompt: Prompt
 ) -> ScoredGroup:
     """Return the saved samples of a prompt with their mean rewards."""
-    group = _make_group(prompt, torch.from_numpy(np.load(_sample_file(unfinished_folder, name, prompt))))
+    group = _make_group(prompt, torch.from_numpy(np.load(_sample_path(unfinished_folder, name, prompt))))
     rewards = next(each.rewards for each in scored_prompts if (each.set_name, each.id) == (name, prompt.id))
     mean_rewards = [float(np.mean(list(values.values()))) if values else None for values in rewards]
     return ScoredGroup(group, tuple(map(Score, mean_rewards)))
@@ -170,7 +170,7 @@ def _read_shown_group(
 
 def _build_report(stage: Stage, prompt_sets: dict[str, list[Prompt]], metrics: dict[str, float]) -> dict[str, Any]:
     settings = stage.recipe.evaluate
-    family = open_family(stage.model, stage.recipe.policy)
+    family = open_pipeline(stage.model, stage.recipe.policy)
     return {
         "diffusers": version("diffusers"),
         "pipeline": family.folder.class_name,

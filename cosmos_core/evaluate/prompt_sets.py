@@ -7,7 +7,7 @@ from pathlib import Path
 from cosmos_core.config.prompt_sets import find_prompt_set
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.evaluate import EvaluateConfig
-from cosmos_core.data.media_rows import find_reference
+from cosmos_core.data.media_rows import find_reference_response
 from cosmos_core.data.media_source import open_media_items
 from cosmos_core.errors import DataError
 from cosmos_core.types import Prompt
@@ -21,21 +21,21 @@ def read_prompt_sets(settings: EvaluateConfig) -> dict[str, list[Prompt]]:
     Raise `DataError` if a set is missing or empty, or one of its rows has no prompt."""
     try:
         return {name: _read_prompt_set(location, settings.limit) for name, location in settings.prompt_sets.items()}
-    except DataError as error:  # the message names keys of a data set, which prompt sets lack
+    except DataError as error:  # rename the settings in the message to those of prompt sets
         message = str(error).partition(f"; set {_CONFIG_KEY}.split")[0].replace(f"{_CONFIG_KEY}.name", _CONFIG_KEY)
         raise DataError(message.replace(f"{_CONFIG_KEY}.split =", f"{_CONFIG_KEY}: the split is")) from error
 
 
 def _read_prompt_set(location: str, limit: int | None) -> list[Prompt]:
     path = find_prompt_set(location, _CONFIG_KEY) or Path(os.path.expanduser(location))
-    if not os.path.exists(path):  # otherwise it would be read as a data set on the Hub
+    if not os.path.exists(path):  # a missing file would be read as the name of a data set on the Hub
         raise DataError(f"{_CONFIG_KEY}: {location} does not exist; give a file, a folder or the name of a known set")
     split = "test" if path.is_dir() else "train"
     prompts: list[Prompt] = []
     for item in islice(open_media_items(DatasetConfig(name=str(path), split=(split,)), _CONFIG_KEY)(), limit):
         if item.problem or not item.prompt:
             raise DataError(f"{_CONFIG_KEY}: {location}: {item.problem or f'{item.location}: the prompt is empty'}")
-        reference_response = find_reference(item.metadata, "")
+        reference_response = find_reference_response(item.metadata, "")
         prompts.append(Prompt(len(prompts), (0,), item.prompt, reference_response, metadata=item.metadata))
     if not prompts:
         raise DataError(f"{_CONFIG_KEY}: {location} has no prompts")

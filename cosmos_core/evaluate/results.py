@@ -55,7 +55,7 @@ def build_table(rows: list[dict[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=schema)
 
 
-def sample_texts(samples: Mapping[str, list[dict[str, Any]]], max_rows: int) -> list[dict[str, JsonValue]]:
+def sample_records(samples: Mapping[str, list[dict[str, Any]]], max_rows: int) -> list[dict[str, JsonValue]]:
     """Return the first `max_rows` generated texts of each task, as lines of `samples.jsonl`: prompt, reference,
     completion and, as reward, the first metric that is a number."""
     lines: list[dict[str, JsonValue]] = []

@@ -41,7 +41,7 @@ class Divergence(NamedTuple):
     """Standard error of `kl` in nats, estimated from the means of the rows."""
     top_token_agreement: float
     """Fraction of tokens for which both models have the same most likely token."""
-    kl_uniform: float
+    uniform_kl: float
     """KL(exported || uniform distribution) in nats per token, an upper bound for `kl` of a working model."""
     num_tokens: int
 
@@ -53,7 +53,7 @@ def load_text_rows(folder: Path, max_length: int) -> tuple[str, list[TokenIds]]:
     split_name = VALIDATION_SPLIT if has_split(folder, VALIDATION_SPLIT) else TRAIN_SPLIT
     table = open_table(folder, split_name)
     names = [name for name in table.column_names if name.endswith("_ids")]
-    ids_and_image_counts = zip(table[names[0]] if names else (), RowImages(table).counts, strict=False)
+    ids_and_image_counts = zip(table[names[0]] if names else (), RowImages(table).num_images, strict=False)
     rows = (ids.as_py() for ids, num_images in ids_and_image_counts if not num_images)
     truncated_rows = (row[: min(MAX_COMPARED_TOKENS, max_length - 1)] for row in rows if len(row) > 1)
     selected_rows = list(islice(truncated_rows, MAX_COMPARED_ROWS))
@@ -72,7 +72,7 @@ def save_logprobs(folder: Path, use_vllm: bool, rows: Sequence[TokenIds], target
 def measure_divergence(folder: Path, use_vllm: bool, rows: Sequence[TokenIds], reference_folder: Path) -> Divergence:
     """Return the divergence of the model in `folder` from the model with the log-probabilities in `reference_folder`.
     Raise `StageFailed` if it is not below that of the uniform distribution, so that the model is broken."""
-    kl_sums, token_counts, uniform_kl_sum, num_same_top = [], [], 0.0, 0
+    kl_sums, token_counts, uniform_kl_sum, num_same_top_tokens = [], [], 0.0, 0
     for row_index, logprobs_TV in enumerate(_compute_logprobs(folder, use_vllm, rows)):
         reference_logprobs_TV = torch.from_numpy(np.load(reference_folder / f"{row_index}.npy")).double()
         kl_T = (reference_logprobs_TV.exp() * (reference_logprobs_TV - logprobs_TV.double())).sum(-1)
@@ -80,16 +80,16 @@ def measure_divergence(folder: Path, use_vllm: bool, rows: Sequence[TokenIds], r
         kl_sums.append(float(kl_T.sum()))
         token_counts.append(len(kl_T))
         uniform_kl_sum += float((math.log(reference_logprobs_TV.shape[-1]) - entropy_T).sum())
-        num_same_top += int((reference_logprobs_TV.argmax(-1) == logprobs_TV.argmax(-1)).sum())
+        num_same_top_tokens += int((reference_logprobs_TV.argmax(-1) == logprobs_TV.argmax(-1)).sum())
     num_tokens = sum(token_counts)
-    row_means = np.array(kl_sums) / np.array(token_counts)
-    stderr = float(row_means.std(ddof=1) / math.sqrt(len(row_means))) if len(row_means) > 1 else 0.0
-    kl, kl_uniform = sum(kl_sums) / num_tokens, uniform_kl_sum / num_tokens
-    divergence = Divergence(kl, stderr, num_same_top / num_tokens, kl_uniform, num_tokens)
-    if not divergence.kl < divergence.kl_uniform:  # unlike `>=`, `not <` is also True for NaN
+    row_kls = np.array(kl_sums) / np.array(token_counts)
+    stderr = float(row_kls.std(ddof=1) / math.sqrt(len(row_kls))) if len(row_kls) > 1 else 0.0
+    kl, uniform_kl = sum(kl_sums) / num_tokens, uniform_kl_sum / num_tokens
+    divergence = Divergence(kl, stderr, num_same_top_tokens / num_tokens, uniform_kl, num_tokens)
+    if not divergence.kl < divergence.uniform_kl:  # unlike `>=`, `not <` is also True for NaN
         raise StageFailed(
             f"its divergence from the exported model is {divergence.kl:.3g} nats per token, that of the uniform "
-            f"distribution {divergence.kl_uniform:.3g}: it is another model"
+            f"distribution {divergence.uniform_kl:.3g}: it is another model"
         )
     return divergence
 

@@ -31,21 +31,21 @@ from cosmos_core.data.kinds.base import VALIDATION_SPLIT
 from cosmos_core.errors import ConfigError, DataError, Preempted
 from cosmos_core.export import divergence
 from cosmos_core.export.gguf import GGUF_FORMAT, unsupported_gguf_reason, write_gguf
-from cosmos_core.export.quantize import LinearLayers, describe_format, find_layers, make_scheme, quantize_folder
+from cosmos_core.export.quantize import LinearLayers, describe_format, find_layers, make_quant_scheme, quantize_folder
 from cosmos_core.models.hf import load_config, model_without_weights
 from cosmos_core.models.new_interpreter import call_in_interpreter, open_interpreter_pool
 from cosmos_core.rollout.vllm_logits import vllm_problem, vllm_version
 from cosmos_core.run.files import read_json_object, write_json, write_text
 from cosmos_core.run.progress import read_progress
-from cosmos_core.run.stage import Stage, find_stage_that_made, load_stage
+from cosmos_core.run.stage import Stage, find_source_stage, load_stage
 from cosmos_core.types import JsonValue, Outcome
 
-_TIMEOUT_SECONDS = 3600.0
+_VERIFICATION_TIMEOUT_SECONDS = 3600.0
 _LOGPROBS_FOLDER = ".logprobs"
 _BENCHMARK_PREFIX = "evaluation/"
 
 
-class FormatPlan(NamedTuple):
+class QuantPlan(NamedTuple):
     """Plan for quantising a model to one format, and for comparing the result with the unquantised model."""
 
     name: str
@@ -78,24 +78,24 @@ def run(stage: Stage) -> Outcome:
         StageFailed: a quantised model cannot be loaded, or its divergence is that of a broken model.
         Preempted: a stop was requested; finished weight files are kept.
     """
-    export_plans = plan_formats(stage)
+    export_plans = plan_quantized_formats(stage)
     config = load_config(stage.model, stage.recipe.policy.model_revision).get_text_config()
     max_length = getattr(config, "max_position_embeddings", None) or divergence.MAX_COMPARED_TOKENS + 1
     split_name, rows = divergence.load_text_rows(_find_prepared_rows(stage), max_length)
-    unquantized_outcome = _resume_or_run(stage, UNQUANTIZED_FORMAT, lambda: export_plain(stage))
+    unquantized_outcome = _load_outcome_or_run(stage, UNQUANTIZED_FORMAT, lambda: export_plain(stage))
     logprobs_folder = stage.path / _LOGPROBS_FOLDER
     shutil.rmtree(logprobs_folder, ignore_errors=True)
     logprobs_folder.mkdir()
     outputs, metrics = list(unquantized_outcome.outputs), dict(unquantized_outcome.metrics)
     folder_by_format: dict[str, JsonValue] = {UNQUANTIZED_FORMAT: unquantized_outcome.info["model"]}
     for plan in export_plans:
-        write_fn = partial(_write_quantized, stage, plan, unquantized_outcome)
-        quantized_outcome = _resume_or_run(stage, plan.name, write_fn)
+        write_fn = partial(_write_quantized_model, stage, plan, unquantized_outcome)
+        quantized_outcome = _load_outcome_or_run(stage, plan.name, write_fn)
         folder = stage.path / quantized_outcome.outputs[0]
-        verify_fn = partial(_verify_quantized, stage, plan, unquantized_outcome, folder, rows)
-        verification = _resume_or_run(stage, f"{plan.name}-proof", verify_fn)
+        verify_fn = partial(_verify_quantized_model, stage, plan, unquantized_outcome, folder, rows)
+        verification = _load_outcome_or_run(stage, f"{plan.name}-proof", verify_fn)
         model_card = (stage.path / str(unquantized_outcome.info["model"]) / "README.md").read_text(encoding="utf-8")
-        write_text(folder / "README.md", model_card + _render_card_section(plan, verification, split_name, len(rows)))
+        write_text(folder / "README.md", model_card + _model_card_section(plan, verification, split_name, len(rows)))
         outputs += quantized_outcome.outputs
         metrics |= quantized_outcome.metrics | verification.metrics
         folder_by_format[plan.name] = quantized_outcome.outputs[0]
@@ -103,15 +103,15 @@ def run(stage: Stage) -> Outcome:
     return Outcome(tuple(outputs), metrics, {**unquantized_outcome.info, "formats": folder_by_format})
 
 
-def plan_formats(stage: Stage) -> list[FormatPlan]:
+def plan_quantized_formats(stage: Stage) -> list[QuantPlan]:
     """Return a plan for each quantised format of the recipe. Raise `ModelError` if a format does not support the layers
     of the model, and `ConfigError` if the converter of llama.cpp is missing, or if vLLM cannot run a format on this
     machine and `export.unproven` is false."""
     config = stage.recipe.export
-    if GGUF_FORMAT in config.quantized and (problem := unsupported_gguf_reason()):
+    if GGUF_FORMAT in config.quantized_formats and (problem := unsupported_gguf_reason()):
         raise ConfigError(f"export.formats has 'gguf', but {problem}; leave it out")
-    gguf_plans = [FormatPlan(GGUF_FORMAT, None, None, "") for name in config.quantized if name == GGUF_FORMAT]
-    vllm_formats = [name for name in config.quantized if name != GGUF_FORMAT]
+    gguf_plans = [QuantPlan(GGUF_FORMAT, None, None, "") for name in config.quantized_formats if name == GGUF_FORMAT]
+    vllm_formats = [name for name in config.quantized_formats if name != GGUF_FORMAT]
     if not vllm_formats:
         return gguf_plans
     with torch.device("meta"), meta_device_safe_creation_ops():
@@ -119,7 +119,7 @@ def plan_formats(stage: Stage) -> list[FormatPlan]:
         model = model_without_weights(stage.model, revision=revision, dtype=torch.bfloat16)
     layers = find_layers(model)
     format_plans = [
-        FormatPlan(name, make_scheme(name, layers), layers, vllm_problem(name, model.config, stage.model))
+        QuantPlan(name, make_quant_scheme(name, layers), layers, vllm_problem(name, model.config, stage.model))
         for name in vllm_formats
     ]
     for plan in format_plans:
@@ -137,7 +137,7 @@ def _find_prepared_rows(stage: Stage) -> Path:
     upstream_results = [stage.inputs[name] for name in sorted(stage.inputs, key=lambda name: name != source_stage)]
     for stage_result in upstream_results:
         with suppress(FileNotFoundError):
-            upstream_stage = load_stage(find_stage_that_made(Path(stage_result["path"])))
+            upstream_stage = load_stage(find_source_stage(Path(stage_result["path"])))
             if upstream_stage.kind.trains_model and upstream_stage.data is not None:
                 if not upstream_stage.data.is_dir():
                     raise DataError(
@@ -153,7 +153,7 @@ def _find_prepared_rows(stage: Stage) -> Path:
     )
 
 
-def _resume_or_run(stage: Stage, name: str, operation: Callable[[], Outcome]) -> Outcome:
+def _load_outcome_or_run(stage: Stage, name: str, operation: Callable[[], Outcome]) -> Outcome:
     """Return the outcome of an operation, which runs only if no earlier attempt of the stage has saved its outcome."""
     file = stage.path / "done" / f"{name}.json"
     saved_outcome = read_json_object(file)
@@ -166,7 +166,7 @@ def _resume_or_run(stage: Stage, name: str, operation: Callable[[], Outcome]) ->
     return outcome
 
 
-def _write_quantized(stage: Stage, plan: FormatPlan, unquantized_outcome: Outcome) -> Outcome:
+def _write_quantized_model(stage: Stage, plan: QuantPlan, unquantized_outcome: Outcome) -> Outcome:
     """Write the quantised model of a plan to a temporary folder, and rename the folder when it is complete."""
     relative_path = f"{plan.name}/step_{unquantized_outcome.info['step']}"
     target_folder = stage.path / relative_path
@@ -174,7 +174,7 @@ def _write_quantized(stage: Stage, plan: FormatPlan, unquantized_outcome: Outcom
     shutil.rmtree(target_folder, ignore_errors=True)
     stage.progress.phase("export")
 
-    def stop_between_files(num_finished_files: int, num_files: int) -> None:
+    def on_file_quantized(num_finished_files: int, num_files: int) -> None:
         stage.progress.advance(num_finished_files, num_files)
         if stage.stop_requested and num_finished_files < num_files:
             files_text = f"{num_finished_files} of {num_files} files"
@@ -190,14 +190,14 @@ def _write_quantized(stage: Stage, plan: FormatPlan, unquantized_outcome: Outcom
         shutil.rmtree(incomplete_folder, ignore_errors=True)
         write_gguf(unquantized_folder, incomplete_folder, report_progress)
     else:
-        quantize_folder(unquantized_folder, incomplete_folder, plan.scheme, plan.linear_layers, stop_between_files)
+        quantize_folder(unquantized_folder, incomplete_folder, plan.scheme, plan.linear_layers, on_file_quantized)
     incomplete_folder.rename(target_folder)
     num_bytes = sum(file.stat().st_size for file in target_folder.iterdir() if file.suffix in {".safetensors", ".gguf"})
     return Outcome((relative_path,), {f"export/{plan.name}/bytes": float(num_bytes)})
 
 
-def _verify_quantized(
-    stage: Stage, plan: FormatPlan, unquantized_outcome: Outcome, folder: Path, rows: list[divergence.TokenIds]
+def _verify_quantized_model(
+    stage: Stage, plan: QuantPlan, unquantized_outcome: Outcome, folder: Path, rows: list[divergence.TokenIds]
 ) -> Outcome:
     """Load a quantised model in separate Python processes, and return its divergence and benchmarks as metrics."""
     unquantized_folder = stage.path / str(unquantized_outcome.info["model"])
@@ -205,16 +205,16 @@ def _verify_quantized(
     stage.progress.phase("validate")
     arguments = (plan.is_loaded_by_vllm, rows, reference_folder)
     if not reference_folder.exists():
-        _in_fresh_interpreter(stage, divergence.save_logprobs, unquantized_folder, *arguments)
-    result: divergence.Divergence = _in_fresh_interpreter(stage, divergence.measure_divergence, folder, *arguments)
+        _run_in_fresh_interpreter(stage, divergence.save_logprobs, unquantized_folder, *arguments)
+    result: divergence.Divergence = _run_in_fresh_interpreter(stage, divergence.measure_divergence, folder, *arguments)
     prefix = f"export/{plan.name}/"
     metrics = {"kl": result.kl, "kl_stderr": result.stderr, "same_top_token": result.top_token_agreement}
     metrics["proven"] = float(not plan.unsupported_reason)
     benchmark_result = _find_benchmarks(stage)
     if benchmark_result is not None and plan.is_loaded_by_vllm:
         scratch_folder = stage.path / _LOGPROBS_FOLDER / f"{plan.name}-{_BENCHMARK_PREFIX}"
-        benchmark_arguments = (folder, find_stage_that_made(Path(benchmark_result["path"])), scratch_folder)
-        scores = _in_fresh_interpreter(stage, _run_benchmarks, *benchmark_arguments, progress_file=scratch_folder)
+        benchmark_arguments = (folder, find_source_stage(Path(benchmark_result["path"])), scratch_folder)
+        scores = _run_in_fresh_interpreter(stage, _run_benchmarks, *benchmark_arguments, progress_file=scratch_folder)
         for name, score in scores.items():
             metrics[name] = score
             if not name.endswith("_stderr"):
@@ -222,7 +222,7 @@ def _verify_quantized(
     return Outcome((), {prefix + name: value for name, value in metrics.items()}, {"tokens": result.num_tokens})
 
 
-def _in_fresh_interpreter(
+def _run_in_fresh_interpreter(
     stage: Stage, function: Callable[..., Any], folder: Path, *arguments: Any, progress_file: Path | None = None
 ) -> Any:
     """Run a function that reads `folder` in a separate Python process, and return its result. Raise `Preempted` if a
@@ -231,20 +231,20 @@ def _in_fresh_interpreter(
     A function that runs another stage in the folder `progress_file` may take hours, and passes the heartbeats of that
     stage on to `stage`; other functions must end within an hour.
     """
-    last_num_beats = 0
+    last_num_heartbeats = 0
 
     def forward_heartbeat() -> None:
-        nonlocal last_num_beats
+        nonlocal last_num_heartbeats
         if stage.stop_requested:
             raise Preempted(f"stage {stage.name!r}: stopped while {folder} was compared; what was written is kept")
         progress = read_progress(progress_file) if progress_file else None
-        if progress and progress.beats != last_num_beats:
-            last_num_beats = progress.beats
+        if progress and progress.beats != last_num_heartbeats:
+            last_num_heartbeats = progress.beats
             stage.progress.beat()
 
     stage.progress.beat()
     with open_interpreter_pool() as pool:
-        timeout_seconds = None if progress_file else _TIMEOUT_SECONDS
+        timeout_seconds = None if progress_file else _VERIFICATION_TIMEOUT_SECONDS
         return call_in_interpreter(pool, function, (folder, *arguments), timeout_seconds, folder, forward_heartbeat)
 
 
@@ -252,7 +252,7 @@ def _find_benchmarks(stage: Stage) -> dict[str, Any] | None:
     """Return the result of a stage in `after` that has run benchmarks on the model to export; None: no such stage."""
     for stage_result in stage.inputs.values():
         if any(name.startswith(_BENCHMARK_PREFIX) for name in stage_result["metrics"]):
-            upstream_stage = load_stage(find_stage_that_made(Path(stage_result["path"])))
+            upstream_stage = load_stage(find_source_stage(Path(stage_result["path"])))
             if upstream_stage.kind.makes == "metrics" and upstream_stage.config.model == stage.config.model:
                 return stage_result
     return None
@@ -265,7 +265,7 @@ def _run_benchmarks(folder: Path, stage_path: Path, scratch_folder: Path) -> dic
     return evaluate_program.run(replace(load_stage(stage_path), path=scratch_folder, model=str(folder))).metrics
 
 
-def _render_card_section(plan: FormatPlan, verification: Outcome, split_name: str, num_rows: int) -> str:
+def _model_card_section(plan: QuantPlan, verification: Outcome, split_name: str, num_rows: int) -> str:
     prefix = f"export/{plan.name}/"
     metrics = {name.removeprefix(prefix): value for name, value in verification.metrics.items()}
     row_kind = "held-out" if split_name == VALIDATION_SPLIT else "training"

@@ -18,18 +18,18 @@ def check(stage: Stage) -> Outcome:
     """Check that the model can be read, and that each quantised format can be written and loaded. Raise `ConfigError`
     or `ModelError` for the first problem."""
     outcome = check_model.run(stage)
-    if not stage.recipe.export.quantized:
+    if not stage.recipe.export.quantized_formats:
         return outcome
-    lines = [plan.description for plan in _import_formats().plan_formats(stage)]
+    lines = [plan.description for plan in _import_formats_module().plan_quantized_formats(stage)]
     return replace(outcome, info={**outcome.info, "found": "; ".join([str(outcome.info["found"]), *lines])})
 
 
 def run(stage: Stage) -> Outcome:
     """Export the model of a stage; see `checkpoint.export` and `formats` for errors."""
-    return (_import_formats() if stage.recipe.export.quantized else export).run(stage)
+    return (_import_formats_module() if stage.recipe.export.quantized_formats else export).run(stage)
 
 
-def _import_formats() -> Any:
+def _import_formats_module() -> Any:
     """Import the module for quantised formats; raise ConfigError if its package is not installed."""
     if importlib.util.find_spec("compressed_tensors") is None:
         raise ConfigError("export.formats needs the package compressed-tensors, which comes with vLLM; install vLLM")

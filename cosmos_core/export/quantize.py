@@ -39,7 +39,7 @@ _GROUP_SIZES = (128, 64, 32)
 """Numbers of weights per quantisation group that vLLM's kernels support, the preferred number first."""
 _WEIGHT_SIZE_MULTIPLE = 32
 """Number by which both dimensions of a 4-bit weight must be divisible, for vLLM's kernels."""
-_CHUNK_NUM_WEIGHTS = 1 << 23
+_WEIGHTS_PER_CHUNK = 1 << 23
 """Number of weights that are quantised at once."""
 _INDEX_FILE = "model.safetensors.index.json"
 
@@ -79,7 +79,7 @@ def find_layers(model: PreTrainedModel) -> LinearLayers:
     return LinearLayers(module_names, shapes, [name for name in linear_modules if name not in block_layers])
 
 
-def make_scheme(name: str, layers: LinearLayers) -> QuantizationScheme:
+def make_quant_scheme(name: str, layers: LinearLayers) -> QuantizationScheme:
     """Return the scheme of a quantised format; the groups of `w4a16` have the largest size that divides all inputs.
     Raise `ModelError` if the dimensions of a layer are not divisible by the group sizes of vLLM's kernels."""
     preset, layout = _FORMAT_PRESETS[name]
@@ -112,7 +112,7 @@ def quantize_folder(
     target: Path,
     scheme: QuantizationScheme,
     layers: LinearLayers,
-    on_file_quantized: Callable[[int, int], None] = lambda num_done, num_files: None,
+    on_file_quantized: Callable[[int, int], None] = lambda num_finished, num_files: None,
 ) -> None:
     """Quantise the model in the folder `source` to the folder `target`, and copy its other files. Weight files that an
     interrupted call has written to `target` are kept. `on_file_quantized` is called after each weight file with the
@@ -126,7 +126,7 @@ def quantize_folder(
             _quantize_file(file, target / file.name, scheme, layers)
         on_file_quantized(file_number, len(files))
     for other_file in source.iterdir():
-        if other_file.is_dir():  # the adapter, to which the model card refers
+        if other_file.is_dir():  # the folder of the LoRA adapter
             shutil.copytree(other_file, target / other_file.name, dirs_exist_ok=True)
         elif other_file.suffix != ".safetensors" and other_file.name != _INDEX_FILE:
             shutil.copyfile(other_file, target / other_file.name)
@@ -169,7 +169,7 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Ten
     Scales have the dtype of the weight, as vLLM reads them; weights are divided by their scales in float32.
     """
     compressor = BaseCompressor.get_value_from_registry(str(scheme.format))
-    rows_per_chunk = max(1, _CHUNK_NUM_WEIGHTS // weight.shape[1])
+    rows_per_chunk = max(1, _WEIGHTS_PER_CHUNK // weight.shape[1])
     chunks: list[Mapping[str, Any]] = []
     for weight_rows in weight.split(rows_per_chunk):
         float_rows = weight_rows.float()

@@ -27,7 +27,7 @@ FLOW_STATE_NAMES = ("NothingNew", "StillTraining", "NotPromoted", "Declined", "O
 _END_STATES = ("Completed", "Failed", "Cancelled", "Crashed", "TimedOut")
 _IDLE_STATES = ("Suspended", "Paused", "Resuming", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot", "Late")
 """Names of the states in which a flow run has no process and therefore sends no heartbeat."""
-_RESERVED_PREFIX = "prefect"
+_RESERVED_NAME_PREFIX = "prefect"
 _REFUSED_CHARACTERS = set("/%&<>")  # characters that Prefect refuses in names
 
 
@@ -37,7 +37,7 @@ class WorkPool:
 
     name: str
     type: str = "process"
-    limit: int | None = None
+    concurrency_limit: int | None = None
     """Maximum number of concurrent flow runs of the work pool; None: no limit."""
     template: Path | None = None
     """JSON file with the base job template of the work pool; None: the default template of its type."""
@@ -68,16 +68,16 @@ def bootstrap_server(pools: Sequence[WorkPool], channels: Mapping[str, str] = Ma
         for channel, address in channels.items():
             for automation in make_notification_automations(channel, address):
                 yield _save_automation(client, automation)
-        yield _report_credentials_block(client)
+        yield _describe_credentials_block(client)
     RewardService.register_type_and_schema()
     yield f"block type {BLOCK_SLUG}: registered"
 
 
 def _check_pool_name(name: str) -> None:
-    if not name.strip() or _REFUSED_CHARACTERS & set(name) or name.lower().startswith(_RESERVED_PREFIX):
+    if not name.strip() or _REFUSED_CHARACTERS & set(name) or name.lower().startswith(_RESERVED_NAME_PREFIX):
         raise ConfigError(
             f"work pool {name!r}: a name has no {' '.join(sorted(_REFUSED_CHARACTERS))}, and those that begin with "
-            f"{_RESERVED_PREFIX!r} are Prefect's own; take another"
+            f"{_RESERVED_NAME_PREFIX!r} are Prefect's own; take another"
         )
 
 
@@ -95,7 +95,7 @@ def _save_work_pool(client: Any, pool: WorkPool) -> str:
     from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
     from prefect.exceptions import ObjectNotFound
 
-    job_template: dict[str, Any] = {}
+    limit, job_template = pool.concurrency_limit, dict[str, Any]()
     if pool.template is not None:
         try:
             job_template = json.loads(pool.template.read_text(encoding="utf-8"))
@@ -106,20 +106,20 @@ def _save_work_pool(client: Any, pool: WorkPool) -> str:
     except ObjectNotFound:
         if not job_template and pool.type != WorkPool.type:  # Prefect always knows the default type
             _check_pool_type(client, pool)
-        options = {"base_job_template": job_template} if job_template else {}
-        client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, concurrency_limit=pool.limit, **options))
-        return f"work pool {pool.name}: made ({pool.type}{_format_limit(pool.limit)})"
+        options = {"concurrency_limit": limit} | ({"base_job_template": job_template} if job_template else {})
+        client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, **options))
+        return f"work pool {pool.name}: made ({pool.type}{_format_limit(limit)})"
     if existing_pool.type != pool.type:
-        type_difference = f"is of type {existing_pool.type}, not {pool.type}"
-        raise ConfigError(f"work pool {pool.name!r} {type_difference}; delete it, or take another name")
-    settings = {"concurrency_limit": pool.limit, "base_job_template": job_template or None}
-    changes: dict[str, Any] = {
+        type_mismatch_text = f"is of type {existing_pool.type}, not {pool.type}"
+        raise ConfigError(f"work pool {pool.name!r} {type_mismatch_text}; delete it, or take another name")
+    settings = {"concurrency_limit": limit, "base_job_template": job_template or None}
+    changed_settings: dict[str, Any] = {
         key: value for key, value in settings.items() if value not in (None, getattr(existing_pool, key))
     }
-    if not changes:
+    if not changed_settings:
         return f"work pool {pool.name}: there ({existing_pool.type}{_format_limit(existing_pool.concurrency_limit)})"
-    client.update_work_pool(pool.name, WorkPoolUpdate(**changes))
-    return f"work pool {pool.name}: changed ({', '.join(changes)})"
+    client.update_work_pool(pool.name, WorkPoolUpdate(**changed_settings))
+    return f"work pool {pool.name}: changed ({', '.join(changed_settings)})"
 
 
 def _format_limit(limit: int | None) -> str:
@@ -131,7 +131,7 @@ def _make_crash_automation() -> Any:
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
-    end_events = {f"prefect.flow-run.{name}" for name in (*_END_STATES, *FLOW_STATE_NAMES, *_IDLE_STATES)}
+    flow_run_end_events = {f"prefect.flow-run.{name}" for name in (*_END_STATES, *FLOW_STATE_NAMES, *_IDLE_STATES)}
     return AutomationCore(
         name=CRASH_AUTOMATION_NAME,
         description=f"After {_MAX_MISSED_HEARTBEATS} heartbeats that did not come: its process or its machine is gone.",
@@ -140,7 +140,7 @@ def _make_crash_automation() -> Any:
             # By default a flow run sends heartbeats every 180 s. Deployments with this tag send them more often.
             match_related={"prefect.resource.id": "prefect.tag.cosmos"},  # type: ignore[arg-type]
             after={"prefect.flow-run.heartbeat"},
-            expect={"prefect.flow-run.heartbeat", *end_events},
+            expect={"prefect.flow-run.heartbeat", *flow_run_end_events},
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,
@@ -152,20 +152,20 @@ def _make_crash_automation() -> Any:
 
 def _save_automation(client: Any, automation: Any) -> str:
     """Create an automation, or update the automation of that name without changing whether it is enabled."""
-    existing = next(iter(client.read_automations_by_name(automation.name)), None)
-    if existing is None:
+    previous = next(iter(client.read_automations_by_name(automation.name)), None)
+    if previous is None:
         client.create_automation(automation)
         return f"automation {automation.name!r}: made"
-    if all(getattr(existing, key) == getattr(automation, key) for key in ("description", "trigger", "actions")):
+    if all(getattr(previous, key) == getattr(automation, key) for key in ("description", "trigger", "actions")):
         return f"automation {automation.name!r}: there"
-    automation = automation.model_copy(update={"enabled": existing.enabled})
+    automation = automation.model_copy(update={"enabled": previous.enabled})
     # The update method of Prefect's client omits the types of triggers and actions from its request.
     request_body = automation.model_dump(mode="json", exclude={"owner_resource"})
-    client.request("PUT", "/automations/{id}", path_params={"id": existing.id}, json=request_body).raise_for_status()
+    client.request("PUT", "/automations/{id}", path_params={"id": previous.id}, json=request_body).raise_for_status()
     return f"automation {automation.name!r}: changed"
 
 
-def _report_credentials_block(client: Any) -> str:
+def _describe_credentials_block(client: Any) -> str:
     from prefect.exceptions import ObjectNotFound
 
     with suppress(ObjectNotFound):

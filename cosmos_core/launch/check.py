@@ -20,7 +20,7 @@ from cosmos_core.launch.worker import AttemptSettings, register_active_run, run_
 from cosmos_core.run.content import link_weights_over_model, list_data_files
 from cosmos_core.run.digests import shared_digest_cache
 from cosmos_core.run.files import write_json
-from cosmos_core.run.fingerprint import count_worker_threads, fingerprint
+from cosmos_core.run.fingerprint import compute_fingerprint, count_worker_threads
 from cosmos_core.run.manifest import Result
 from cosmos_core.run.plan import fingerprint_folder
 from cosmos_core.run.remote import download_inputs
@@ -53,7 +53,7 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
         if base_stage is not stage:
             base_policy, recipe = pipeline.recipes[base_stage.name].policy, pipeline.recipes[stage.name]
             base_model_fields = {name: getattr(base_policy, name) for name in ("model_name_or_path", "model_revision")}
-            inputs["recipe"] = recipe.derive(policy=recipe.policy.derive(**base_model_fields))
+            inputs["recipe"] = recipe.copy_with(policy=recipe.policy.copy_with(**base_model_fields))
             inputs["model"] = base_stage.model or base_policy.model_name_or_path
             model_note = f" (looked at with the model that stage {base_stage.name!r} starts from)"
         result = run_check(pipeline, stage, pipeline.stage_kind(stage).check, **inputs)
@@ -77,7 +77,7 @@ def check_downstream_stages(pipeline: Pipeline, name: str, check_info: dict[str,
         if StageContext(pipeline.recipes[stage.name], kind).measures_held_out_rows:
             reason = reason or check_info.get("no_held_out")
         if check_info.get("has_images"):
-            reason = reason or pipeline.recipes[stage.name].describe_image_obstacle(kind)
+            reason = reason or pipeline.recipes[stage.name].explain_missing_image_support(kind)
         if reason:
             raise DataError(f"{pipeline.source}: stage {stage.name!r}: {reason}")
 
@@ -89,12 +89,12 @@ def check_first_rows(pipeline: Pipeline) -> None:
         if pipeline.stage_kind(stage).reads_data != "source" or referenced_stage(stage.data) is not None:
             continue
         inputs = pipeline.inputs(stage)
-        has_media = pipeline.recipes[stage.name].policy.modality.decodes_media
+        has_media = pipeline.recipes[stage.name].policy.modality.is_media_decoded_by_checks
         if has_media or any(each.role == "data_code" for each in inputs) or _has_prepared_rows(pipeline, stage):
             continue
         data_inputs = [each for each in inputs if each.role == "data"]
-        is_local = {each.form for each in data_inputs} <= {"folder", "literal"}
-        paths = [Path(each.location) for each in data_inputs if each.form == "folder"]
+        is_local = {each.location_type for each in data_inputs} <= {"folder", "literal"}
+        paths = [Path(each.location) for each in data_inputs if each.location_type == "folder"]
         file_lists = [list_data_files(path, DATA_FILE_PATTERNS) if path.is_dir() else [path] for path in paths]
         if not is_local or any(sum(f.stat().st_size for f in files) > _MAX_QUICK_CHECK_BYTES for files in file_lists):
             continue
@@ -112,8 +112,9 @@ def _has_prepared_rows(pipeline: Pipeline, stage: StageConfig) -> bool:
     if stage.after:
         return False
     output_dir = pipeline.output_dir.expanduser().absolute()
-    stage_fingerprint = fingerprint(pipeline, stage, pipeline.stage_kind(stage), {}, shared_digest_cache(output_dir))
-    return fingerprint_folder(output_dir, stage_fingerprint.value).exists()
+    kind, digest_cache = pipeline.stage_kind(stage), shared_digest_cache(output_dir)
+    fingerprint = compute_fingerprint(pipeline, stage, kind, {}, digest_cache)
+    return fingerprint_folder(output_dir, fingerprint.value).exists()
 
 
 def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between callers
@@ -150,7 +151,7 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
         ).save()  # fmt: skip
         service_variables, config = load_named_service(stage.reward_service), pipeline.config
         attempt_settings = AttemptSettings(
-            stage_path=stage_path, python=config.python, threads=count_worker_threads(pipeline),
+            stage_path=stage_path, python_path=config.python, num_threads=count_worker_threads(pipeline),
             grace_seconds=config.grace_seconds, environment=service_variables, secrets=tuple(service_variables),
         )  # fmt: skip
         return run_attempt(attempt_settings)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.launch import processes
-from cosmos_core.observe.logs import add_quiet_variables
+from cosmos_core.observe.logs import add_log_silencing_variables
 from cosmos_core.run.process import read_start_time
 
 
@@ -23,15 +23,15 @@ class SupervisedProcess:
         self,
         command: Sequence[str],
         *,
-        log: Path,
+        log_path: Path,
         grace_seconds: float,
         environment: Mapping[str, str],
         inherited_environment: Mapping[str, str] = os.environ,
         inherited_descriptors: Sequence[int] = (),
     ) -> None:
-        """Start the command with the variables of `inherited_environment` and `environment`; `log` is its log file."""
+        """Start the command with `inherited_environment` and `environment`; its output is appended to `log_path`."""
         self.attempt = uuid.uuid4().hex
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log_path.parent.mkdir(parents=True, exist_ok=True)
         self._scratch_lock = processes.create_scratch_folder(self.attempt)
         pipe_reader, self._pipe_writer = os.pipe()
         supervisor_command = [sys.executable, "-m", "cosmos_core.launch.supervisor"]
@@ -42,12 +42,12 @@ class SupervisedProcess:
             "TMPDIR": str(processes.scratch_folder(self.attempt)),
         }  # fmt: skip
         try:
-            with cleanup_on_error(self._release_resources), open(log, "ab") as log_file:
+            with cleanup_on_error(self._release_resources), open(log_path, "ab") as log_file:
                 self._process = subprocess.Popen(
                     [*supervisor_command, "--", *command], start_new_session=True, stdin=subprocess.DEVNULL,
                     stdout=log_file, stderr=subprocess.STDOUT,
                     pass_fds=(pipe_reader, self._scratch_lock, *inherited_descriptors),
-                    env=add_quiet_variables({**inherited_environment, **new_variables}),
+                    env=add_log_silencing_variables({**inherited_environment, **new_variables}),
                 )  # fmt: skip
         finally:
             os.close(pipe_reader)

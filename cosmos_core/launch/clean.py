@@ -20,7 +20,7 @@ from cosmos_core.observe.record import read_pipeline
 from cosmos_core.run.directory import PIPELINE_FILE, list_runs, read_start_info, write_run_list
 from cosmos_core.run.files import SHARED_FOLDER, read_json_object
 from cosmos_core.run.liveness import is_flow_running, read_open_approval
-from cosmos_core.run.lock import Lock
+from cosmos_core.run.lock import FileLock
 from cosmos_core.run.manifest import RESULT_FILE, read_result
 from cosmos_core.run.process import is_alive
 from cosmos_core.run.remote import DOWNLOADS_FOLDER, PARTIAL_DOWNLOAD_SUFFIX
@@ -45,7 +45,7 @@ class RetentionDecision:
     """Reason to keep the run; an empty string if the run can be removed."""
 
 
-def decide_what_to_keep(output_dir: Path, *, num_kept_runs: int, older_than_seconds: float) -> list[RetentionDecision]:
+def decide_retention(output_dir: Path, *, num_kept_runs: int, older_than_seconds: float) -> list[RetentionDecision]:
     """Return the decision for each run in a folder, the oldest run first, without changing anything. The newest
     `num_kept_runs` runs of each pipeline are kept, and runs with activity in the last `older_than_seconds`."""
     pipelines = {output_dir / start_info.run_id: start_info.pipeline for start_info in list_runs(output_dir)}
@@ -81,7 +81,7 @@ def remove_runs(output_dir: Path, decisions: Iterable[RetentionDecision]) -> Ite
     for decision in decisions:
         if decision.reason_to_keep:
             continue
-        with Lock(decision.path / "locks" / ".run") as lock:
+        with FileLock(decision.path / "locks" / ".run") as lock:
             if not lock.try_acquire() or _may_be_running(decision.path, is_run_lock_held=True):
                 continue
             os.rename(decision.path, trash_folder / f"{decision.path.name}.{os.getpid()}")
@@ -98,7 +98,7 @@ def _move_unused_downloads(output_dir: Path, trash_folder: Path) -> None:
     downloads_folder = output_dir / SHARED_FOLDER / DOWNLOADS_FOLDER
     for download_folder in filter(Path.is_dir, downloads_folder.glob("*")):
         digest = download_folder.name.removesuffix(PARTIAL_DOWNLOAD_SUFFIX)
-        with Lock(downloads_folder / f"{digest}.lock") as lock:
+        with FileLock(downloads_folder / f"{digest}.lock") as lock:
             if not lock.try_acquire():
                 continue  # another process holds the lock: the download is in progress
             # The pipelines are read under the lock, because a run that starts later downloads the files again.
@@ -116,13 +116,13 @@ def _find_last_activity_time(path: Path) -> float:
 
 
 def _may_be_running(path: Path, *, is_run_lock_held: bool = False) -> bool:
-    """Return True if a process on this machine holds the lock of the run (unless it is the caller: `is_run_lock_held`)
-    or of a stage, if a process on another machine may run a stage, or if a Python flow executes the run."""
+    """Return True if a process on this machine holds the lock of the run or of a stage, if a process on another machine
+    may run a stage, or if a Python flow executes the run. `is_run_lock_held`: the caller holds the lock of the run."""
     if is_flow_running(path):
         return True
     lock_files = [*(path / "locks").glob("*.lock"), *([] if is_run_lock_held else [path / "locks" / ".run"])]
     for lock_file in filter(Path.exists, lock_files):
-        with Lock(lock_file) as lock:
+        with FileLock(lock_file) as lock:
             if not lock.try_acquire():
                 return True
     for stage_path in (path / "stages").glob("*"):
@@ -183,20 +183,20 @@ def _keep_referenced_runs(paths: list[Path], reasons_to_keep: dict[Path, str]) -
         text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
         for path in [path for path in paths if path not in reasons_to_keep]:
             prefixes = {f"{path}/", f"{path.resolve()}/"}
-            escaped_prefixes = prefixes | {json.dumps(prefix)[1:-1] for prefix in prefixes}  # as escaped in JSON
-            if any(spelling in text for spelling in escaped_prefixes):
+            escaped_prefixes = prefixes | {json.dumps(prefix)[1:-1] for prefix in prefixes}  # JSON files escape paths
+            if any(escaped_prefix in text for escaped_prefix in escaped_prefixes):
                 reasons_to_keep[path] = f"run {kept_run_path.name} refers to it"
                 pending_paths.append(path)
 
 
 def _remove_shared_entries(output_dir: Path, removed_ids: set[str]) -> None:
     """Remove the entries about removed runs, whose ids are in `removed_ids`, from the folder that all runs share."""
-    id_readers: dict[str, Callable[[Path], Any]] = {
+    run_id_readers: dict[str, Callable[[Path], Any]] = {
         "fingerprints/*/*.json": lambda file: str(read_json_object(file).get("stage", "")).partition("/")[0],
         "flow_runs/*": lambda file: file.read_text(encoding="utf-8", errors="replace"),
         "retraining/*/*.json": lambda file: read_json_object(file).get("run_id"),
     }
-    for pattern, read_run_id in id_readers.items():
+    for pattern, read_run_id in run_id_readers.items():
         for file in filter(Path.is_file, (output_dir / SHARED_FOLDER).glob(pattern)):
             if read_run_id(file) in removed_ids:
                 file.unlink(missing_ok=True)

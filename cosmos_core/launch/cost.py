@@ -24,7 +24,7 @@ from cosmos_core.run.plan import StageDecision
 
 _GIB = 2**30
 _TERA = 1e12
-_MAX_COMPARED_RUNS = 20
+_MAX_HISTORY_RUNS = 20
 _FORWARD_FLOPS, _INPUT_FLOPS, _WEIGHT_FLOPS = 2, 2, 2  # FLOPs per parameter and token; their sum is 6
 
 
@@ -38,7 +38,7 @@ class StageCost:
     memory_fit: str
     """Whether the peak memory fits that of the GPU or host: `yes`, `no: N GiB`, `?` (uncertain); empty: unknown."""
     time_source: str
-    disk: int | None = None
+    disk_bytes: int | None = None
     """Bytes that the stage leaves on disk; None: unknown."""
 
     @property
@@ -64,19 +64,19 @@ def estimate_costs(
 ) -> list[StageCost]:
     """Return the cost of each stage; `estimates` of trainings and the number of `gpus` are by stage name."""
     run_ids = [info.run_id for info in list_runs(output_dir) if info.pipeline == pipeline.config.name]
-    earlier_runs = [read_run(output_dir / run_id) for run_id in reversed(run_ids[-_MAX_COMPARED_RUNS:])]
+    earlier_runs = [read_run(output_dir / run_id) for run_id in reversed(run_ids[-_MAX_HISTORY_RUNS:])]
     stage_costs, gpu_type = [], machine.gpu_type if machine else ""
     for stage in pipeline.stages:
         estimate = estimates.get(stage.name)
-        sizes = estimate if isinstance(estimate, dict) else None
-        time_and_source: tuple[float | None, str] = 0.0, "reused"
+        size_estimate = estimate if isinstance(estimate, dict) else None
+        time_estimate: tuple[float | None, str] = 0.0, "reused"
         if decisions[stage.name].action not in {"reuse", "adopt"}:
-            num_steps = sizes["steps"] if sizes else None
+            num_steps = size_estimate["steps"] if size_estimate else None
             time_from_history = _estimate_from_history(stage, num_steps, earlier_runs, gpu_type)
-            time_and_source = time_from_history or _estimate_from_flops(pipeline, stage, sizes, gpus, machine)
-        memory_verdict = _describe_memory_fit(sizes, machine, pipeline.recipes[stage.name].mode)
-        disk_bytes = _estimate_disk_bytes(stage, sizes, earlier_runs)
-        seconds, time_source = time_and_source
+            time_estimate = time_from_history or _estimate_from_flops(pipeline, stage, size_estimate, gpus, machine)
+        memory_verdict = _describe_memory_fit(size_estimate, machine, pipeline.recipes[stage.name].mode)
+        disk_bytes = _estimate_disk_bytes(stage, size_estimate, earlier_runs)
+        seconds, time_source = time_estimate
         num_gpus = gpus.get(stage.name, 0)
         stage_costs.append(StageCost(stage.name, seconds, num_gpus, memory_verdict, time_source, disk_bytes))
     return stage_costs
@@ -89,11 +89,11 @@ def render_cost_table(pipeline: Pipeline, costs: Sequence[StageCost], machine: M
     for column in ("GPUs", "time", "GPU hours", *(["cost"] if price is not None else [])):
         table.add_column(column, justify="right")
     table.add_column("disk", justify="right")
-    table.add_column(f"fits {machine.memory:.3g} GiB" if machine and machine.memory else "fits")
+    table.add_column(f"fits {machine.memory_gib:.3g} GiB" if machine and machine.memory_gib else "fits")
     table.add_column("known from")
 
-    def cells(gpus: str, seconds: float | None, gpu_hours: float | None, *, is_lower_bound: bool = False) -> list[str]:
-        bound_prefix = "> " if is_lower_bound else ""
+    def make_row(gpus: str, seconds: float | None, gpu_hours: float | None, *, is_minimum: bool = False) -> list[str]:
+        bound_prefix = "> " if is_minimum else ""
         cell_texts = [gpus, "?" if seconds is None else bound_prefix + formatting.format_duration(seconds)]
         cell_texts.append("?" if gpu_hours is None else f"{bound_prefix}{gpu_hours:,.2f}")
         if price is not None:
@@ -101,14 +101,14 @@ def render_cost_table(pipeline: Pipeline, costs: Sequence[StageCost], machine: M
         return cell_texts
 
     for cost in costs:
-        row = cells(str(cost.gpus), cost.seconds, cost.gpu_hours)
-        disk = "" if cost.disk is None else formatting.format_bytes(cost.disk)
-        table.add_row(cost.name, *row, disk, cost.memory_fit, cost.time_source)
-    is_lower_bound = any(cost.seconds is None for cost in costs)
+        row = make_row(str(cost.gpus), cost.seconds, cost.gpu_hours)
+        disk_text = "" if cost.disk_bytes is None else formatting.format_bytes(cost.disk_bytes)
+        table.add_row(cost.name, *row, disk_text, cost.memory_fit, cost.time_source)
+    is_minimum = any(cost.seconds is None for cost in costs)
     gpu_hours = sum(cost.gpu_hours or 0.0 for cost in costs)
     table.add_section()
-    row = cells("", estimate_wall_seconds(pipeline, costs), gpu_hours, is_lower_bound=is_lower_bound)
-    table.add_row("all", *row, formatting.format_bytes(sum(cost.disk or 0 for cost in costs)), "", "")
+    row = make_row("", estimate_wall_seconds(pipeline, costs), gpu_hours, is_minimum=is_minimum)
+    table.add_row("all", *row, formatting.format_bytes(sum(cost.disk_bytes or 0 for cost in costs)), "", "")
     if machine is not None and machine.name and not machine.gpu_type:
         table.caption = f"counted for {machine.name}; for another: --on h100"
     return table
@@ -122,7 +122,7 @@ def estimate_wall_seconds(pipeline: Pipeline, costs: Sequence[StageCost]) -> flo
     free_times_by_selector: dict[str, list[float]] = {}
     for stage in pipeline.stages:
         start_time = max((end_times[name] for name in stage.after), default=0.0)
-        selector = pipeline.find_selecting_stage(stage.name)
+        selector = pipeline.find_branch_selector(stage.name)
         max_parallel = selector.sweep.max_parallel if selector is not None and selector.sweep is not None else None
         if selector is not None and (max_parallel or not stage.work_pool):
             slot_free_times = free_times_by_selector.setdefault(selector.name, [0.0] * (max_parallel or 1))
@@ -133,11 +133,11 @@ def estimate_wall_seconds(pipeline: Pipeline, costs: Sequence[StageCost]) -> flo
 
 
 def _estimate_disk_bytes(
-    stage: StageConfig, sizes: dict[str, Any] | None, earlier_runs: Sequence[RunRecord]
+    stage: StageConfig, size_estimate: dict[str, Any] | None, earlier_runs: Sequence[RunRecord]
 ) -> int | None:
-    """Return the bytes that a stage leaves on disk, from its estimate `sizes` or from its newest result."""
-    if sizes is not None:
-        return int(sizes["disk"])
+    """Return the bytes that a stage leaves on disk, from `size_estimate` or from its newest result."""
+    if size_estimate is not None:
+        return int(size_estimate["disk"])
     for record in (each for run in earlier_runs for each in run.stages if each.name == stage.name):
         if record.result:
             return sum(int(output["size"]) for output in record.result["outputs"])
@@ -157,7 +157,8 @@ def _estimate_from_history(
         if gpu_type and record.kind.trains_model and not _has_used_gpu_type(record, gpu_type):
             continue
         if pace := _measure_pace(record):
-            return pace.total(num_steps or record.position[1] or pace.steps), f"run {run.path.name}: {pace}"
+            seconds = pace.estimate_seconds(num_steps or record.step_and_total[1] or pace.num_steps)
+            return seconds, f"run {run.path.name}: {pace}"
         if record.status == "done":
             return record.seconds, f"run {run.path.name}"
     return None
@@ -165,37 +166,37 @@ def _estimate_from_history(
 
 @dataclass(frozen=True)
 class _TrainingPace:
-    """Time per step, per validation and for the rest of an earlier training, in seconds."""
+    """Durations in an earlier training: of a step, of a validation and of everything else, with their numbers."""
 
-    steps: int
-    step: float
-    validations: int
-    validation: float
+    num_steps: int
+    seconds_per_step: float
+    num_validations: int
+    seconds_per_validation: float
     other_seconds: float
     """Seconds per attempt outside of steps and validations: loading, compiling, checkpoints and export."""
 
-    def total(self, steps: int) -> float:
-        validations = -(-self.validations * steps // self.steps)
-        return self.other_seconds + steps * self.step + validations * self.validation
+    def estimate_seconds(self, num_steps: int) -> float:
+        num_validations = -(-self.num_validations * num_steps // self.num_steps)
+        return self.other_seconds + num_steps * self.seconds_per_step + num_validations * self.seconds_per_validation
 
     def __str__(self) -> str:
-        return f"{self.step:.3g} s per step, {formatting.format_duration(self.other_seconds)} beside them"
+        return f"{self.seconds_per_step:.3g} s per step, {formatting.format_duration(self.other_seconds)} beside them"
 
 
 def _measure_pace(record: StageRecord) -> _TrainingPace | None:
-    """Return the time per step, per validation and for the rest of a training; None if no step time was recorded."""
-    steps, validation_times = (
+    """Return the durations of the parts of an earlier training; None if it recorded no duration of a step."""
+    step_times, validation_times = (
         [float(line[name]) for line in record.metric_lines if isinstance(line.get(name), int | float)]
         for name in ("time/step", "time/validate")
     )
-    if not steps:
+    if not step_times:
         return None
-    warm_step_times = steps[1:] or steps  # the first step includes compilation
+    warm_step_times = step_times[1:] or step_times  # the first step includes compilation
     seconds_per_step = sum(warm_step_times) / len(warm_step_times)
-    other_seconds = max(0.0, (record.seconds or 0.0) - sum(validation_times) - seconds_per_step * len(steps))
+    other_seconds = max(0.0, (record.seconds or 0.0) - sum(validation_times) - seconds_per_step * len(step_times))
     other_seconds /= max(1, len(record.state.spans))
-    seconds_per_validation = sum(validation_times) / max(1, len(validation_times))
-    return _TrainingPace(len(steps), seconds_per_step, len(validation_times), seconds_per_validation, other_seconds)
+    num_validations, validation_seconds = len(validation_times), sum(validation_times) / max(1, len(validation_times))
+    return _TrainingPace(len(step_times), seconds_per_step, num_validations, validation_seconds, other_seconds)
 
 
 def _has_used_gpu_type(record: StageRecord, gpu_type: str) -> bool:
@@ -208,33 +209,33 @@ def _has_used_gpu_type(record: StageRecord, gpu_type: str) -> bool:
 def _estimate_from_flops(
     pipeline: Pipeline,
     stage: StageConfig,
-    sizes: dict[str, Any] | None,
+    size_estimate: dict[str, Any] | None,
     gpus: Mapping[str, int],
     machine: MachineSpec | None,
 ) -> tuple[float | None, str]:
     kind = pipeline.stage_kind(stage)
     if not kind.in_worker:
         return 0.0, ""
-    if sizes is None or sizes["tokens"] is None or machine is None:
+    if size_estimate is None or size_estimate["tokens"] is None or machine is None:
         return None, "never run"
     recipe = pipeline.recipes[stage.name]
     num_forwards = 1 + bool(recipe.policy.model_gradient_checkpointing)  # the setting is True, False or "selective"
     flops_per_parameter = _FORWARD_FLOPS * num_forwards + _INPUT_FLOPS
-    flops_per_token = flops_per_parameter * sizes["parameters"] + _WEIGHT_FLOPS * sizes["trainable"]
+    flops_per_token = flops_per_parameter * size_estimate["parameters"] + _WEIGHT_FLOPS * size_estimate["trainable"]
     num_engine_gpus = recipe.num_gpus(has_rollouts=kind.feed == "rollouts") - recipe.num_gpus(has_rollouts=False)
-    num_ranks = 1 if machine.is_shared else max(1, gpus.get(stage.name, 1) - num_engine_gpus)
+    num_ranks = 1 if machine.is_device_shared else max(1, gpus.get(stage.name, 1) - num_engine_gpus)
     exclusion_note = ", without generation" if kind.feed == "rollouts" else ""
-    seconds = flops_per_token * sizes["tokens"] / (machine.tflops * _TERA * num_ranks)
-    return seconds, f"never run; counted at {machine.rate_text}{exclusion_note}"
+    seconds = flops_per_token * size_estimate["tokens"] / (machine.tflops * _TERA * num_ranks)
+    return seconds, f"never run; counted at {machine.compute_rate_text}{exclusion_note}"
 
 
-def _describe_memory_fit(sizes: dict[str, Any] | None, machine: MachineSpec | None, mode: str) -> str:
-    if sizes is None or machine is None or machine.memory is None:
+def _describe_memory_fit(size_estimate: dict[str, Any] | None, machine: MachineSpec | None, mode: str) -> str:
+    if size_estimate is None or machine is None or machine.memory_gib is None:
         return ""
-    rollout_bytes = sizes["engine_weights"] + (sizes["kv_cache"] or 0)
-    has_own_gpus = mode == "disaggregated" and not machine.is_shared
-    rollout_bytes += 0 if has_own_gpus else sizes["memory"]["weights"]
-    peak_gib, limit_gib = max(sizes["peak"], rollout_bytes) / _GIB, machine.memory
+    rollout_bytes = size_estimate["engine_weights"] + (size_estimate["kv_cache"] or 0)
+    has_own_gpus = mode == "disaggregated" and not machine.is_device_shared
+    rollout_bytes += 0 if has_own_gpus else size_estimate["memory"]["weights"]
+    peak_gib, limit_gib = max(size_estimate["peak"], rollout_bytes) / _GIB, machine.memory_gib
     if peak_gib > limit_gib:
         return f"no: {peak_gib:,.1f} GiB"
-    return "yes" if sizes["memory"]["activations"] is not None and sizes["kv_cache"] is not None else "?"
+    return "?" if size_estimate["memory"]["activations"] is None or size_estimate["kv_cache"] is None else "yes"

@@ -15,16 +15,16 @@ from typing import Any
 
 from cosmos_core.environment import mask_text
 from cosmos_core.launch import worker_report
-from cosmos_core.launch.worker_report import is_online, read_free_bytes
+from cosmos_core.launch.worker_report import is_worker_online, read_free_bytes
 
 _MAX_CANCELLING_SECONDS = 60.0
 """Seconds in state Cancelling after which the worker of a flow run counts as unresponsive."""
 _MAX_READ_SECONDS, _MAX_CLOCK_OFFSET_SECONDS, _CONNECT_TIMEOUT_SECONDS = 1.0, 5.0, 5.0
-_MIN_FREE_BYTES = 20 * 2**30
+_MIN_DISK_BYTES = 20 * 2**30
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """Result of one diagnosis: name of the check, message, and whether the checked property is healthy."""
 
     name: str
@@ -32,9 +32,9 @@ class Finding:
     is_healthy: bool = True
 
 
-def run_checks(output_dir: Path, client: Any) -> Iterator[Finding]:
+def run_checks(output_dir: Path, client: Any) -> Iterator[Diagnosis]:
     """Run all checks of a cluster and yield their results; `client` is a synchronous client of the Prefect server."""
-    checks: dict[str, Callable[[Any], Iterator[Finding]]] = {
+    checks: dict[str, Callable[[Any], Iterator[Diagnosis]]] = {
         "server": _check_server, "pools": _check_pools, "workers": _check_workers, "cancellation": _check_cancellation,
         "deployments": _check_deployment_folders,
     }  # fmt: skip
@@ -43,52 +43,52 @@ def run_checks(output_dir: Path, client: Any) -> Iterator[Finding]:
             yield from check(client)
         except Exception as error:  # noqa: BLE001 - an error of any type is a result of the check
             message = mask_text(f"{type(error).__name__}: {' '.join(str(error).split())}")
-            yield Finding(name, message[:300], is_healthy=False)
+            yield Diagnosis(name, message[:300], is_healthy=False)
     yield from _check_ray()
     yield from _check_reward_services()
     free_bytes = read_free_bytes(output_dir)
-    yield Finding("disk", f"{free_bytes / 2**30:.0f} GiB are free in {output_dir}", free_bytes >= _MIN_FREE_BYTES)
+    yield Diagnosis("disk", f"{free_bytes / 2**30:.0f} GiB are free in {output_dir}", free_bytes >= _MIN_DISK_BYTES)
 
 
-def _check_server(client: Any) -> Iterator[Finding]:
+def _check_server(client: Any) -> Iterator[Diagnosis]:
     from prefect import __version__
 
     response = client.hello()
     server_version = client.api_version()  # unlike `client.hello`, this request needs credentials
     is_same_version = server_version.split(".")[:2] == __version__.split(".")[:2]
-    yield Finding("server", f"Prefect {server_version} there, {__version__} here", is_same_version)
+    yield Diagnosis("server", f"Prefect {server_version} there, {__version__} here", is_same_version)
     if "Date" in response.headers:
         seconds = (datetime.now(UTC) - parsedate_to_datetime(response.headers["Date"])).total_seconds()
         message = f"this machine is {seconds:+.0f} s from the server"
-        yield Finding("clock", message, abs(seconds) <= _MAX_CLOCK_OFFSET_SECONDS)
+        yield Diagnosis("clock", message, abs(seconds) <= _MAX_CLOCK_OFFSET_SECONDS)
     start_time = time.monotonic()
     client.read_flow_runs(limit=1)
     read_seconds = time.monotonic() - start_time
     remedy = "" if read_seconds < _MAX_READ_SECONDS else "; PostgreSQL holds more workers than SQLite"
-    yield Finding("database", f"a read takes {read_seconds:.2f} s{remedy}", read_seconds < _MAX_READ_SECONDS)
+    yield Diagnosis("database", f"a read takes {read_seconds:.2f} s{remedy}", read_seconds < _MAX_READ_SECONDS)
 
 
-def _check_pools(client: Any) -> Iterator[Finding]:
+def _check_pools(client: Any) -> Iterator[Diagnosis]:
     pool_names = {deployment.work_pool_name for deployment in client.read_deployments()}
     for pool in client.read_work_pools():
         workers = client.read_workers_for_work_pool(pool.name)
-        live_names = sorted(worker.name for worker in workers if is_online(worker))
-        demand_note = "its deployments wait" if pool.name in pool_names else "no deployment needs one"
-        message = f"{len(live_names)} live workers: {', '.join(live_names)}"
-        message = message if live_names else f"no live worker, and {demand_note}"
+        live_worker_names = sorted(worker.name for worker in workers if is_worker_online(worker))
+        pool_usage_note = "its deployments wait" if pool.name in pool_names else "no deployment needs one"
+        message = f"{len(live_worker_names)} live workers: {', '.join(live_worker_names)}"
+        message = message if live_worker_names else f"no live worker, and {pool_usage_note}"
         if pool.is_paused:
             message += "; the pool is paused"
-        is_healthy = bool(live_names or pool.name not in pool_names) and not pool.is_paused
-        yield Finding(f"pool {pool.name}", message, is_healthy)
+        is_healthy = bool(live_worker_names or pool.name not in pool_names) and not pool.is_paused
+        yield Diagnosis(f"pool {pool.name}", message, is_healthy)
     for name in sorted(pool_names - {pool.name for pool in client.read_work_pools()} - {None}):
         message = "deployments name it, and it is not there; cosmos bootstrap makes it"
-        yield Finding(f"pool {name}", message, is_healthy=False)
+        yield Diagnosis(f"pool {name}", message, is_healthy=False)
 
 
-def _check_workers(client: Any) -> Iterator[Finding]:
-    local_versions, reported_pools = worker_report.read_versions(), set[str]()
+def _check_workers(client: Any) -> Iterator[Diagnosis]:
+    local_versions, pools_with_reports = worker_report.read_versions(), set[str]()
     for report, clock_offset in worker_report.read_recent_reports(client):
-        reported_pools.add(report["pool"])
+        pools_with_reports.add(report["pool"])
         differences = [
             f"{key} {report[key]} there, {version} here"
             for key, version in local_versions.items()
@@ -96,18 +96,18 @@ def _check_workers(client: Any) -> Iterator[Finding]:
         ]
         differences += [f"{folder} of its deployments is missing" for folder in report["missing_folders"]]
         differences += ["its clock differs from the server's"] * (abs(clock_offset) > _MAX_CLOCK_OFFSET_SECONDS)
-        differences += ["its disk is full soon"] * (report["free_bytes"] < _MIN_FREE_BYTES)
+        differences += ["its disk is full soon"] * (report["free_bytes"] < _MIN_DISK_BYTES)
         free_space = f"{report['free_bytes'] / 2**30:.0f} GiB are free in {report['output_dir']}"
         message = "; ".join([f"{free_space}, clock {clock_offset:+.0f} s", *differences])
-        yield Finding(f"worker of {report['pool']} on {report['host']}", message, not differences)
+        yield Diagnosis(f"worker of {report['pool']} on {report['host']}", message, not differences)
     for pool in client.read_work_pools():
-        has_live_worker = any(map(is_online, client.read_workers_for_work_pool(pool.name)))
-        if has_live_worker and pool.type == "process" and pool.name not in reported_pools:
+        has_live_worker = any(map(is_worker_online, client.read_workers_for_work_pool(pool.name)))
+        if has_live_worker and pool.type == "process" and pool.name not in pools_with_reports:
             message = "none was started by cosmos worker: after an outage of the server they stop no cancelled flow run"
-            yield Finding(f"workers of {pool.name}", message, is_healthy=False)
+            yield Diagnosis(f"workers of {pool.name}", message, is_healthy=False)
 
 
-def _check_cancellation(client: Any) -> Iterator[Finding]:
+def _check_cancellation(client: Any) -> Iterator[Diagnosis]:
     from prefect.client.schemas.filters import FlowRunFilter
 
     cancelling_filter = FlowRunFilter.model_validate({"state": {"type": {"any_": ["CANCELLING"]}}})
@@ -116,15 +116,15 @@ def _check_cancellation(client: Any) -> Iterator[Finding]:
         if seconds > _MAX_CANCELLING_SECONDS:
             reason = f"no worker of {flow_run.work_pool_name} looks; restart it"
             message = f"{flow_run.name} has been Cancelling for {seconds:.0f} s: {reason}"
-            yield Finding("cancellation", message, is_healthy=False)
+            yield Diagnosis("cancellation", message, is_healthy=False)
             return
-    yield Finding("cancellation", "no flow run waits for it")
+    yield Diagnosis("cancellation", "no flow run waits for it")
 
 
-def _check_deployment_folders(client: Any) -> Iterator[Finding]:
+def _check_deployment_folders(client: Any) -> Iterator[Diagnosis]:
     work_pools_by_folder: dict[str, list[str]] = {}
     for deployment in client.read_deployments():
-        is_user_flow = not str(deployment.entrypoint).startswith("flows/")  # a user's flow has a folder of its own
+        is_user_flow = not str(deployment.entrypoint).startswith("flows/")  # user flows run in folders of users
         for step in [] if is_user_flow else deployment.pull_steps or []:
             if folder := step.get(worker_report.WORKING_DIRECTORY_STEP, {}).get("directory"):
                 work_pools_by_folder.setdefault(folder, []).append(str(deployment.work_pool_name))
@@ -132,10 +132,10 @@ def _check_deployment_folders(client: Any) -> Iterator[Finding]:
         f"{folder} in {', '.join(sorted(set(pools)))}" for folder, pools in work_pools_by_folder.items()
     )
     message = message or "none is deployed; prefect --no-prompt deploy --all"
-    yield Finding("deployments", message, len(work_pools_by_folder) == 1)
+    yield Diagnosis("deployments", message, len(work_pools_by_folder) == 1)
 
 
-def _check_ray() -> Iterator[Finding]:
+def _check_ray() -> Iterator[Diagnosis]:
     address = os.environ.get("RAY_ADDRESS", "")
     if ":" not in address or "://" in address:
         return
@@ -143,17 +143,17 @@ def _check_ray() -> Iterator[Finding]:
     try:
         socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_SECONDS).close()
     except (OSError, ValueError) as error:
-        yield Finding("Ray", f"RAY_ADDRESS = {address!r} is not reached: {error}", is_healthy=False)
+        yield Diagnosis("Ray", f"RAY_ADDRESS = {address!r} is not reached: {error}", is_healthy=False)
         return
     token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     has_token = os.environ.get("RAY_AUTH_MODE") == "token" and bool(token)
     security_warning = "without RAY_AUTH_MODE=token and RAY_AUTH_TOKEN: whoever reaches it runs code"
-    yield Finding("Ray", f"{address} is reached, {'with a token' if has_token else security_warning}", has_token)
+    yield Diagnosis("Ray", f"{address} is reached, {'with a token' if has_token else security_warning}", has_token)
 
 
-def _check_reward_services() -> Iterator[Finding]:
+def _check_reward_services() -> Iterator[Diagnosis]:
     from cosmos_core.launch.service_health import ENQUEUE_URL_VARIABLE, TOKEN_VARIABLE, fetch_service_health
 
     for health in fetch_service_health(os.environ.get(ENQUEUE_URL_VARIABLE, ""), os.environ.get(TOKEN_VARIABLE, "")):
         is_healthy = health["status"] in {"ok", "tells nothing"}
-        yield Finding("rewards", f"{health['url']}: {health['status']}", is_healthy)
+        yield Diagnosis("rewards", f"{health['url']}: {health['status']}", is_healthy)

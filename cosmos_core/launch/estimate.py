@@ -15,7 +15,7 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.launch.check import run_check
-from cosmos_core.run.hub import replace_value
+from cosmos_core.run.hub import with_setting
 from cosmos_core.run.plan import StageDecision
 
 _ESTIMATE_PROGRAM = "cosmos_core.train.estimate:run"
@@ -35,7 +35,7 @@ def estimate_stages_in_worker(
     for stage in pipeline.stages:
         if not pipeline.stage_kind(stage).trains_model:
             continue
-        if not pipeline.recipes[stage.name].policy.modality.supports_estimates:
+        if not pipeline.recipes[stage.name].policy.modality.supports_cost_estimates:
             yield stage.name, "not estimated: this version estimates language models alone"
             continue
         model = _find_start_model(pipeline, stage, decisions)
@@ -73,18 +73,18 @@ def render_estimate_table(
     return table
 
 
-def _format_estimate_cells(sizes: dict[str, Any]) -> list[str]:
-    memory, num_steps, num_tokens = sizes["memory"], sizes["steps"], sizes["tokens"]
-    rollout_bytes = None if sizes["kv_cache"] is None else sizes["engine_weights"] + sizes["kv_cache"]
+def _format_estimate_cells(estimate: dict[str, Any]) -> list[str]:
+    memory, num_steps, num_tokens = estimate["memory"], estimate["steps"], estimate["tokens"]
+    rollout_bytes = None if estimate["kv_cache"] is None else estimate["engine_weights"] + estimate["kv_cache"]
     weight_bytes = memory["weights"] + (memory["casts"] or 0) + memory["reference"] + memory["average"]
     return [
-        *map(_format_count, (sizes["parameters"], sizes["trainable"])),
+        *map(_format_count, (estimate["parameters"], estimate["trainable"])),
         *map(_format_gib, (weight_bytes, memory["gradients"], memory["optimizer"], memory["activations"])),
-        f"{'> ' if memory['activations'] is None else ''}{_format_gib(sizes['peak'])}",
+        f"{'> ' if memory['activations'] is None else ''}{_format_gib(estimate['peak'])}",
         _format_gib(rollout_bytes),
-        f"{sizes['sequence_length']:,}",
-        "?" if num_steps is None else f"{'<= ' if sizes['is_steps_bound'] else ''}{num_steps:,}",
-        "?" if num_tokens is None else f"{'<= ' if sizes['is_tokens_bound'] else ''}{_format_count(num_tokens)}",
+        f"{estimate['sequence_length']:,}",
+        "?" if num_steps is None else f"{'<= ' if estimate['is_steps_bound'] else ''}{num_steps:,}",
+        "?" if num_tokens is None else f"{'<= ' if estimate['is_tokens_bound'] else ''}{_format_count(num_tokens)}",
     ]
 
 
@@ -131,6 +131,6 @@ def _use_prepared_dataset(pipeline: Pipeline, stage: StageConfig, decisions: Map
     if prepare_stage is not stage and prepare_stage.data:
         folder = _find_output_path(prepare_stage.data, "data", decisions)
         dataset, datasets = DatasetConfig(name=folder, test_size=dataset.test_size), ()
-    recipe = replace_value(recipe, "train.train_policy.dataset", dataset)
-    recipe = replace_value(recipe, "validation", source.validation)
-    return replace_value(recipe, "train.train_policy.datasets", datasets)
+    recipe = with_setting(recipe, "train.train_policy.dataset", dataset)
+    recipe = with_setting(recipe, "validation", source.validation)
+    return with_setting(recipe, "train.train_policy.datasets", datasets)

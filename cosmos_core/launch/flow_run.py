@@ -24,7 +24,7 @@ _MAX_SCHEDULED_SECONDS = 60.0
 _MAX_UNREACHABLE_SECONDS = 600.0
 
 
-def find_failed_start(run_id: str) -> FlowRun | None:
+def find_failed_flow_run(run_id: str) -> FlowRun | None:
     """Return the newest flow run of a deployment that was started to create the run `run_id` and failed before its
     first task; None if there is no such flow run or no server."""
     if not run_id or not os.environ.get("PREFECT_API_URL"):
@@ -65,8 +65,8 @@ def reschedule_flow_run(flow_run: FlowRun) -> Iterator[str]:
             client.set_flow_run_state(flow_run.id, Scheduled(message="its run is resumed"), force=True)
             yield f"{run_label} has not begun: its flow run {flow_run.name} is scheduled again on work pool {pool}"
             for latest_flow_run in _poll_until_ended(client, flow_run):
-                is_late = time.monotonic() - start_time > _MAX_SCHEDULED_SECONDS
-                if latest_flow_run.state_type == "SCHEDULED" and is_late and not has_warned:
+                is_overdue = time.monotonic() - start_time > _MAX_SCHEDULED_SECONDS
+                if latest_flow_run.state_type == "SCHEDULED" and is_overdue and not has_warned:
                     has_warned = True
                     yield f"no worker of pool {pool} takes it: cosmos worker --pool {pool}"
     except httpx.HTTPError as error:

@@ -14,7 +14,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.machine_properties import read_gpu_entries
 from cosmos_core.run.files import user_cache_folder
-from cosmos_core.run.lock import Lock
+from cosmos_core.run.lock import FileLock
 from cosmos_core.run.state import update_state
 from cosmos_core.types import StageKind
 
@@ -35,7 +35,7 @@ def num_reserved_gpus(kind: StageKind, recipe: Recipe) -> int:
     stage without a mesh and without an engine. On a machine without GPUs each such process counts as one GPU."""
     if kind.has_engine:  # a diffusion model has one sampling process, on one GPU
         return recipe.rollout.parallelism.tp_size if recipe.policy.modality.has_text_engines else 1
-    if kind.reads_key("export.formats") and recipe.export.quantized:
+    if kind.reads_key("export.formats") and recipe.export.quantized_formats:
         return 1
     return recipe.num_gpus(has_rollouts=kind.feed == "rollouts") if kind.has_mesh else 0
 
@@ -51,20 +51,20 @@ def hold_stage_gpus(
         sleep_unless_stopping(1)
 
     # A disaggregated stage takes all free GPUs, so that `cosmos scale` can start more engines.
-    takes_free_gpus = kind.feed == "rollouts" and recipe.mode == "disaggregated"
-    return hold_gpus(num_local_gpus(kind, recipe), report_waiting, should_take_all_free=takes_free_gpus)
+    holds_free_gpus = kind.feed == "rollouts" and recipe.mode == "disaggregated"
+    return hold_gpus(num_local_gpus(kind, recipe), report_waiting, should_hold_all_free=holds_free_gpus)
 
 
 @contextmanager
 def hold_gpus(
-    count: int, report_waiting: Callable[[str], None], *, should_take_all_free: bool = False
+    num_gpus: int, report_waiting: Callable[[str], None], *, should_hold_all_free: bool = False
 ) -> Iterator[tuple[dict[str, str], Sequence[int]]]:
-    """Hold `count` GPUs (all GPUs if there are fewer) during the block; yield the environment variable that selects
+    """Hold `num_gpus` GPUs (all GPUs if there are fewer) during the block; yield the environment variable that selects
     them and the lock descriptors that the worker inherits.
 
-    With `should_take_all_free`, hold all free GPUs. On a machine without GPUs, yield empty values. `report_waiting` is
+    With `should_hold_all_free`, hold all free GPUs. On a machine without GPUs, yield empty values. `report_waiting` is
     called with the reason, repeatedly, and may raise to stop waiting."""
-    uuid_by_device = read_gpu_entries() if count else {}
+    uuid_by_device = read_gpu_entries() if num_gpus else {}
     if uuid_by_device and (reason := _find_lock_error()):
         logger.warning("stages that run at once may take the same GPUs: %s", reason)
         uuid_by_device = {}
@@ -72,21 +72,21 @@ def hold_gpus(
         yield {}, ()
         return
     num_devices = len(uuid_by_device)
-    min_gpus = min(count, num_devices)
-    max_gpus = num_devices if should_take_all_free else min_gpus
+    min_gpus = min(num_gpus, num_devices)
+    max_gpus = num_devices if should_hold_all_free else min_gpus
     while not (locks := _lock_free_gpus(uuid_by_device, min_gpus, max_gpus)):
-        report_waiting(f"waits for {count} of the {num_devices} GPUs of this machine, which other stages have")
-    with ExitStack() as stack:
+        report_waiting(f"waits for {num_gpus} of the {num_devices} GPUs of this machine, which other stages have")
+    with ExitStack() as exit_stack:
         for lock in locks.values():
-            stack.callback(lock.release)
+            exit_stack.callback(lock.release)
         yield {_VISIBLE_DEVICES: ",".join(locks)}, [lock.descriptor for lock in locks.values()]
 
 
-def _lock_free_gpus(uuid_by_device: Mapping[str, str], min_gpus: int, max_gpus: int) -> dict[str, Lock]:
+def _lock_free_gpus(uuid_by_device: Mapping[str, str], min_gpus: int, max_gpus: int) -> dict[str, FileLock]:
     """Lock the first free GPUs, at most `max_gpus`, and return the locks; none if fewer than `min_gpus` are free."""
-    locks: dict[str, Lock] = {}
+    locks: dict[str, FileLock] = {}
     for device, uuid in uuid_by_device.items():
-        lock = Lock(user_cache_folder() / "gpus" / f"{uuid.replace('/', '-')}.lock")
+        lock = FileLock(user_cache_folder() / "gpus" / f"{uuid.replace('/', '-')}.lock")
         if len(locks) < max_gpus and lock.try_acquire():
             locks[device] = lock
         else:
@@ -101,7 +101,7 @@ def _lock_free_gpus(uuid_by_device: Mapping[str, str], min_gpus: int, max_gpus: 
 def _find_lock_error() -> str:
     """Return the error that prevents this user from locking files in the cache folder; empty if locks work."""
     try:
-        with Lock(user_cache_folder() / "gpus" / "tried.lock") as lock:
+        with FileLock(user_cache_folder() / "gpus" / "tried.lock") as lock:
             lock.try_acquire()
             return ""
     except OSError as error:

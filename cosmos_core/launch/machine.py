@@ -27,17 +27,17 @@ class MachineSpec:
     """Name of the machine, as in the text "counted at 0.1 TFLOP/s on NAME"; empty if the pipeline sets the rate."""
     tflops: float
     """Sustained rate of a training in TFLOP/s."""
-    memory: float | None
+    memory_gib: float | None
     """Memory of a GPU, or of the host if there is no GPU, in GiB; None: unknown."""
-    is_shared: bool = False
+    is_device_shared: bool = False
     """True if all ranks share one device, the CPU of this machine."""
     gpu_type: str = ""
     """Type of GPU that `--on` names, in lower case; empty if `--on` is not used."""
 
     @property
-    def rate_text(self) -> str:
+    def compute_rate_text(self) -> str:
         """Return the compute rate as text, such as `395 TFLOP/s per GPU on h100`."""
-        unit_suffix = "" if self.is_shared else " per GPU"
+        unit_suffix = "" if self.is_device_shared else " per GPU"
         return f"{self.tflops:.3g} TFLOP/s{unit_suffix}{f' on {self.name}' if self.name else ''}"
 
 
@@ -56,8 +56,8 @@ def find_machine_spec(config: PipelineConfig, gpu_name: str, estimates: Iterable
     elif device_info := next((estimate["machine"] for estimate in estimates if isinstance(estimate, dict)), None):
         name, memory_gib = f"this machine ({device_info['device']})", device_info["memory"] / _GIB
         tflops = device_info["flops"] / _TERA * _UTILIZATION_OF_MEASURED_RATE
-        machine = MachineSpec(name, tflops, memory_gib, is_shared=device_info["is_cpu"])
+        machine = MachineSpec(name, tflops, memory_gib, is_device_shared=device_info["is_cpu"])
     if config.gpu_tflops is not None:
-        memory, gpu_type = (machine.memory, machine.gpu_type) if machine else (None, "")
-        machine = MachineSpec("", config.gpu_tflops, memory, gpu_type=gpu_type)
-    return replace(machine, memory=config.gpu_memory) if machine and config.gpu_memory is not None else machine
+        known_memory_gib, gpu_type = (machine.memory_gib, machine.gpu_type) if machine else (None, "")
+        machine = MachineSpec("", config.gpu_tflops, known_memory_gib, gpu_type=gpu_type)
+    return replace(machine, memory_gib=config.gpu_memory) if machine and config.gpu_memory is not None else machine

@@ -17,28 +17,28 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from cosmos_core.launch.doctor import Finding
+from cosmos_core.launch.doctor import Diagnosis
 from cosmos_core.machine_properties import MachineProperties, measure_machine
 from cosmos_core.run.libraries import ENGINE_LIBRARIES
 
 _MIN_SHARED_BYTES, _MIN_DISK_BYTES, _MIN_OPEN_FILES = 2**30, 20 * 2**30, 1024
 _IMPORT_TIMEOUT_SECONDS = 120
-_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY_FOLDER = Path("/dev/shm")
 _CUDA_SCRIPT = "import torch; print(torch.version.cuda or '', torch.cuda.is_available(), torch.__version__)"
 
 
-def check_machine(output_dir: Path) -> Iterator[Finding]:
+def check_machine(output_dir: Path) -> Iterator[Diagnosis]:
     """Run all checks of this machine and yield their results; runs are written below `output_dir`."""
     machine = measure_machine(ENGINE_LIBRARIES)
-    yield Finding("python", f"{sys.version.split()[0]} in {sys.prefix}")
+    yield Diagnosis("python", f"{sys.version.split()[0]} in {sys.prefix}")
     yield from check_packages(distribution("cosmos-posttrain").requires or ())
     yield from check_gpus(machine, _run_python_code(_CUDA_SCRIPT) if machine.gpus else "")
     yield check_vllm(machine)
     problem = f"missing: {machine.lacks}; install it, or set train.compile = false" if machine.lacks else ""
-    yield Finding("compiler", problem or "torch.compile works", not problem)
-    yield Finding("memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB, {machine.threads} CPU threads")
-    if _SHARED_MEMORY.is_dir():
-        yield check_shared_memory(shutil.disk_usage(_SHARED_MEMORY).free)
+    yield Diagnosis("compiler", problem or "torch.compile works", not problem)
+    yield Diagnosis("memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB, {machine.threads} CPU threads")
+    if _SHARED_MEMORY_FOLDER.is_dir():
+        yield check_shared_memory(shutil.disk_usage(_SHARED_MEMORY_FOLDER).free)
     yield _check_open_file_limit()
     yield _check_loopback()
     folder = next(ancestor_path for ancestor_path in (output_dir, *output_dir.parents) if ancestor_path.exists())
@@ -46,10 +46,10 @@ def check_machine(output_dir: Path) -> Iterator[Finding]:
     free_bytes = shutil.disk_usage(folder).free
     has_enough_space = free_bytes >= _MIN_DISK_BYTES
     remedy = "" if has_enough_space else "; remove old runs with cosmos clean, or set pipeline.output_dir"
-    yield Finding("disk", f"{free_bytes / 2**30:.0f} GiB are free in {folder}{remedy}", has_enough_space)
+    yield Diagnosis("disk", f"{free_bytes / 2**30:.0f} GiB are free in {folder}{remedy}", has_enough_space)
 
 
-def check_packages(requirements: Iterable[str]) -> Iterator[Finding]:
+def check_packages(requirements: Iterable[str]) -> Iterator[Diagnosis]:
     """Compare installed packages with requirements (PEP 508); a missing package of an extra is no error."""
     problems, count = [], 0
     for requirement in map(Requirement, requirements):
@@ -65,75 +65,75 @@ def check_packages(requirements: Iterable[str]) -> Iterator[Finding]:
         count += 1
         if not specifier.contains(installed_version, prereleases=True):
             problems.append(f"{name} {installed_version} is outside of {specifier}: {remedy}")
-    yield Finding("packages", "; ".join(dict.fromkeys(problems)) or f"{count} fit their requirements", not problems)
+    yield Diagnosis("packages", "; ".join(dict.fromkeys(problems)) or f"{count} fit their requirements", not problems)
 
 
-def check_gpus(machine_properties: MachineProperties, torch_cuda_info: str) -> Iterator[Finding]:
+def check_gpus(machine_properties: MachineProperties, torch_cuda_info: str) -> Iterator[Diagnosis]:
     """Report the GPUs, and whether torch can use them. `torch_cuda_info` holds the CUDA version of the torch build
     (missing in a CPU build), `True` or `False` for a usable GPU, and the version of torch, separated by spaces."""
     if not machine_properties.gpus:
-        yield Finding("GPU", "no NVIDIA GPU is visible: stages run on the CPU")
+        yield Diagnosis("GPU", "no NVIDIA GPU is visible: stages run on the CPU")
         return
     gpus = f"{len(machine_properties.gpus)} visible: {machine_properties.device}"
-    yield Finding("GPU", f"{gpus}; driver {_driver_version()}")
+    yield Diagnosis("GPU", f"{gpus}; driver {_driver_version()}")
     if not torch_cuda_info:
-        yield Finding("torch", "it cannot be imported; install it again", is_healthy=False)
+        yield Diagnosis("torch", "it cannot be imported; install it again", is_healthy=False)
         return
     *cuda_versions, gpu_availability, torch_version = torch_cuda_info.split()
     if gpu_availability == "True":
-        yield Finding("torch", f"{torch_version} for CUDA {cuda_versions[0]} sees the GPUs")
+        yield Diagnosis("torch", f"{torch_version} for CUDA {cuda_versions[0]} sees the GPUs")
         return
     driver_problem = f"is built for CUDA {cuda_versions[0]}, which the driver is too old for" if cuda_versions else ""
     reason = driver_problem or "is a CPU build"
     remedy = "update the driver, or install the build of torch for its CUDA version"
-    yield Finding("torch", f"{torch_version} {reason}; {remedy}", is_healthy=False)
+    yield Diagnosis("torch", f"{torch_version} {reason}; {remedy}", is_healthy=False)
 
 
-def check_vllm(machine_properties: MachineProperties) -> Finding:
+def check_vllm(machine_properties: MachineProperties) -> Diagnosis:
     """Report whether vLLM can be imported; a machine with GPUs needs vLLM."""
     installed_version = next(iter(machine_properties.versions.values()), "")
     if not installed_version:
         message = "not installed: completions come from transformers; pip install 'cosmos-posttrain[vllm]'"
-        return Finding("vLLM", message, not machine_properties.gpus)
+        return Diagnosis("vLLM", message, not machine_properties.gpus)
     error = _run_python_code("import vllm.engine.arg_utils", reads_stderr=True)
     status = f"cannot be imported: {error}" if error else "is imported"
-    return Finding("vLLM", f"{installed_version} {status}", not error)
+    return Diagnosis("vLLM", f"{installed_version} {status}", not error)
 
 
-def check_shared_memory(free_bytes: int) -> Finding:
+def check_shared_memory(free_bytes: int) -> Diagnosis:
     """Report whether `free_bytes` bytes of shared memory are enough to pass weights to a rollout engine."""
     remedy = "" if free_bytes >= _MIN_SHARED_BYTES else "; start the container with --shm-size=16g or --ipc=host"
-    return Finding("shared memory", f"{free_bytes / 2**30:.1f} GiB are free{remedy}", free_bytes >= _MIN_SHARED_BYTES)
+    return Diagnosis("shared memory", f"{free_bytes / 2**30:.1f} GiB are free{remedy}", free_bytes >= _MIN_SHARED_BYTES)
 
 
-def check_file_locks(folder: Path) -> Finding:
+def check_file_locks(folder: Path) -> Diagnosis:
     """Report whether file locks work in a folder: a file that one process has locked cannot be locked by another."""
     remedy = "set pipeline.output_dir to a folder with locks, such as one on a local disk or NFS 4"
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".cosmos-lock-") as file, open(file.name) as same_file:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".cosmos-lock-") as file, open(file.name) as reopened_file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
-                fcntl.flock(same_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(reopened_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return Finding("file locks", f"they hold in {folder}")
-            return Finding("file locks", f"two processes get one lock in {folder}; {remedy}", is_healthy=False)
+                return Diagnosis("file locks", f"they hold in {folder}")
+            return Diagnosis("file locks", f"two processes get one lock in {folder}; {remedy}", is_healthy=False)
     except OSError as error:
-        return Finding("file locks", f"{folder} has none: {error.strerror}; {remedy}", is_healthy=False)
+        return Diagnosis("file locks", f"{folder} has none: {error.strerror}; {remedy}", is_healthy=False)
 
 
-def _check_open_file_limit() -> Finding:
+def _check_open_file_limit() -> Diagnosis:
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     remedy = "" if soft_limit >= _MIN_OPEN_FILES else f"; raise it with ulimit -n {hard_limit}"
-    return Finding("open files", f"{soft_limit} per process{remedy}", soft_limit >= _MIN_OPEN_FILES)
+    return Diagnosis("open files", f"{soft_limit} per process{remedy}", soft_limit >= _MIN_OPEN_FILES)
 
 
-def _check_loopback() -> Finding:
+def _check_loopback() -> Diagnosis:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
-            return Finding("ports", "a free port of 127.0.0.1 can be opened and reached")
+            return Diagnosis("ports", "a free port of 127.0.0.1 can be opened and reached")
     except OSError as error:
         remedy = "ranks and the Prefect server of a run need one; allow connections to 127.0.0.1"
-        return Finding("ports", f"no port of 127.0.0.1 can be used: {error}; {remedy}", is_healthy=False)
+        return Diagnosis("ports", f"no port of 127.0.0.1 can be used: {error}; {remedy}", is_healthy=False)
 
 
 def _driver_version() -> str:

@@ -20,7 +20,7 @@ from cosmos_core.config.schema.pipeline import BLOCK_PREFIX
 from cosmos_core.environment import mask_file, mask_text
 from cosmos_core.errors import EXIT_USAGE, ConfigError, RewardError, StageFailed
 from cosmos_core.launch.child import SupervisedProcess
-from cosmos_core.launch.service_health import ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABLE, TOKEN_VARIABLE, record_health
+from cosmos_core.launch.service_health import ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABLE, TOKEN_VARIABLE, write_health
 
 logger = logging.getLogger(__name__)
 
@@ -31,18 +31,18 @@ _RESTART_DELAY_SECONDS = 1.0
 
 
 @contextlib.contextmanager
-def managed_service(
+def managed_reward_service(
     config: str,
     folder: Path,
     python: str = "",
-    poll: Callable[[], None] = lambda: None,
+    check_stop: Callable[[], None] = lambda: None,
     environment: Mapping[str, str] = {},
     host: str = "127.0.0.1",
 ) -> Iterator[dict[str, str]]:
     """Run the reward service of the configuration file `config` during the block; yield the environment variables that
     tell clients the address and token of the service.
 
-    `poll` is called while the service loads, and may raise an error to give up. If `config` is `block:NAME`, the
+    `check_stop` is called while the service loads, and may raise an error to give up. If `config` is `block:NAME`, the
     Prefect block names a service that is already running. If `config` is empty, `environment` may name the service that
     the stage uses. `host` is the address on which a started service listens. Raises `RewardError` if the service does
     not start, and `ConfigError` if the block does not exist.
@@ -52,17 +52,17 @@ def managed_service(
         try:
             yield service_variables
         finally:
-            record_health(folder, service_variables or environment)
+            write_health(folder, service_variables or environment)
         return
     service = _ServiceProcess(Path(config), folder, python or sys.executable, host)
     try:
-        url = f"{service.start(poll)}/api/reward"
+        url = f"{service.start(check_stop)}/api/reward"
         service_variables = {ENQUEUE_URL_VARIABLE: f"{url}/enqueue", FETCH_URL_VARIABLE: f"{url}/pull"}
         service_variables[TOKEN_VARIABLE] = service.token
         try:
             yield service_variables
         finally:
-            record_health(folder, service_variables, service.num_restarts)
+            write_health(folder, service_variables, service.num_restarts)
     finally:
         service.stop()
 
@@ -84,14 +84,14 @@ class _ServiceProcess:
         self._config_path, self._python, self._host = config, python, host
         self._log, self._ready_path = folder / "logs" / "reward_service.log", folder / "reward_service.url"
         self.token = secrets.token_hex(32)
-        self._queue_id = uuid.uuid4().hex  # the same after a restart, so that no request is lost
+        self._queue_id = uuid.uuid4().hex  # kept across restarts, so that no request is lost
         self.num_restarts = 0
         self._port = "0"
         self._is_stopping = threading.Event()
         self._child: SupervisedProcess | None = None
         self._thread = threading.Thread(target=self._restart_ended_child, name="reward service", daemon=True)
 
-    def start(self, poll: Callable[[], None]) -> str:
+    def start(self, check_stop: Callable[[], None]) -> str:
         """Start the service and wait until it accepts requests; return its URL. Raises `RewardError` if a reward cannot
         be loaded, or the configuration is wrong, and `StageFailed` if the service ended for another reason, or did not
         load in time."""
@@ -99,7 +99,7 @@ class _ServiceProcess:
         self._child = self._start_child()
         deadline = time.monotonic() + _LOAD_TIMEOUT_SECONDS
         while not self._ready_path.is_file():
-            poll()
+            check_stop()
             if (exit_code := self._child.poll()) is not None:
                 error_class = RewardError if exit_code == EXIT_USAGE else StageFailed
                 raise error_class(f"the reward service of {self._config_path} ended: {self._read_last_log_line()}")
@@ -145,7 +145,7 @@ class _ServiceProcess:
         command = [self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config_path)]
         command += ["--host", self._host, "--port", self._port, "--ready", str(self._ready_path)]
         environment = {token_variable: self.token, _QUEUE_VARIABLE: self._queue_id}
-        return SupervisedProcess(command, log=self._log, grace_seconds=1.0, environment=environment)
+        return SupervisedProcess(command, log_path=self._log, grace_seconds=1.0, environment=environment)
 
     def _read_last_log_line(self) -> str:
         text = self._log.read_text(encoding="utf-8", errors="replace").strip() if self._log.is_file() else ""

@@ -33,7 +33,7 @@ _MESSAGE_TEMPLATE = (
 """Jinja expression of the notification text, with the path of the report and the address of the run's card."""
 
 
-def parse_channels(options: Sequence[str]) -> dict[str, str]:
+def parse_notification_channels(options: Sequence[str]) -> dict[str, str]:
     """Return the address of each notification channel from command-line options `CHANNEL=ADDRESS`. Raises `ConfigError`
     if an option has another form, an address is no URL, or two options name one channel."""
     addresses: dict[str, str] = {}
@@ -56,14 +56,14 @@ def make_notification_automations(channel: str, address: str) -> Iterator[Any]:
     """Save the Prefect block with the address of a channel, and yield an automation for each kind of notification."""
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
-    block = _create_block(channel, address).save(f"cosmos-notify-{channel}", overwrite=True)
+    block_id = _create_block(channel, address).save(f"cosmos-notify-{channel}", overwrite=True)
     for subject, event_name in EVENTS_BY_SUBJECT.items():
         tags = _PIPELINE_TAGS if event_name.startswith("prefect.") else []
         yield AutomationCore(
             name=f"cosmos: {channel} message when {subject}",
             description=f"Made by cosmos bootstrap --notify {channel}.",
             trigger=EventTrigger(expect={event_name}, match_related=tags, posture=Posture.Reactive, threshold=1),
-            actions=[_create_action(channel, block, subject)],
+            actions=[_create_action(channel, block_id, subject)],
         )
 
 
@@ -77,12 +77,12 @@ def _create_block(channel: str, address: str) -> Any:
     return SlackWebhook(url=address)  # type: ignore[arg-type]
 
 
-def _create_action(channel: str, block: Any, subject: str) -> Any:
+def _create_action(channel: str, block_id: Any, subject: str) -> Any:
     from prefect.events.actions import CallWebhook, SendNotification
 
     template = _STATE_TEMPLATE if EVENTS_BY_SUBJECT[subject].startswith("prefect.") else _MESSAGE_TEMPLATE
     text = template.replace("{what}", subject)
     if channel == "webhook":
         content = f'{{"what": {json.dumps(subject)}, "event": event.event, "text": {text}, "payload": event.payload}}'
-        return CallWebhook(block_document_id=block, payload=f"{{{{ {content} | tojson }}}}")
-    return SendNotification(block_document_id=block, subject=f"cosmos: {subject}", body=f"{{{{ {text} }}}}")
+        return CallWebhook(block_document_id=block_id, payload=f"{{{{ {content} | tojson }}}}")
+    return SendNotification(block_document_id=block_id, subject=f"cosmos: {subject}", body=f"{{{{ {text} }}}}")

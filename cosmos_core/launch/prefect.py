@@ -8,14 +8,14 @@ from functools import partial
 
 from cosmos_core.imports import without_garbage_collection
 
-_POLLING_MODULES = ("prefect._internal.observers", "prefect.workers.base", "prefect.workers.process")
+_POLLING_LOOP_MODULES = ("prefect._internal.observers", "prefect.workers.base", "prefect.workers.process")
 """Modules with the loops in which a worker polls its server for cancelled flow runs, new flow runs and heartbeats."""
 
 
 def keep_polling() -> None:
     """Let the polling loops of a worker continue after any number of failed requests to its server. Prefect ends the
     loop for cancelled flow runs after three failures in a row, and the other loops and the worker after twelve."""
-    for name in _POLLING_MODULES:
+    for name in _POLLING_LOOP_MODULES:
         module = importlib.import_module(name)
         module.critical_service_loop = partial(module.critical_service_loop, backoff=sys.maxsize)  # type: ignore[attr-defined]
 
@@ -25,9 +25,9 @@ if __name__ == "__main__":
         if "worker" in sys.argv:
             keep_polling()
             if "--pool" in sys.argv[:-1]:
-                from cosmos_core.launch.worker_report import start_reporting
+                from cosmos_core.launch.worker_report import start_machine_reports
 
-                start_reporting(sys.argv[sys.argv.index("--pool") + 1])
+                start_machine_reports(sys.argv[sys.argv.index("--pool") + 1])
         else:
             importlib.import_module("prefect.server.api.server")
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)

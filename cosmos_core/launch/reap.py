@@ -18,7 +18,7 @@ from cosmos_core.launch import worker
 from cosmos_core.launch.processes import MAX_HEARTBEAT_AGE_SECONDS, remove_orphans
 from cosmos_core.run.directory import PIPELINE_FILE, flow_runs_folder
 from cosmos_core.run.liveness import is_flow_running, read_holder
-from cosmos_core.run.lock import Lock
+from cosmos_core.run.lock import FileLock
 from cosmos_core.run.process import is_alive
 from cosmos_core.run.state import ACTIVE_STATES, read_state, update_state
 
@@ -43,7 +43,7 @@ def reap(output_dir: Path) -> Iterator[str]:
             if is_recent and state.launcher_host and state.launcher_host != socket.gethostname():
                 yield f"{run_path.name}/{stage_path.name}: runs on {state.launcher_host}; reap there what is left of it"
                 if holder is not None and holder.launcher_host == state.launcher_host:
-                    # Its flow may run there: not every shared file system shares locks.
+                    # The flow may run on that machine: not every shared file system has locks across machines.
                     run_names.discard(run_path.name)
                 continue
             worker.reap_attempt(stage_path)
@@ -52,7 +52,7 @@ def reap(output_dir: Path) -> Iterator[str]:
             command = f"cosmos resume {shlex.quote(str(run_path))}"
             yield f"{run_path.name}/{stage_path.name}: ended; it goes on with: {command}"
     if os.environ.get("PREFECT_API_URL"):
-        yield from _correct_flow_runs(output_dir, run_names)
+        yield from _correct_flow_run_states(output_dir, run_names)
 
 
 def find_cancelled_flow_run(output_dir: Path, run_id: str) -> str:
@@ -71,17 +71,17 @@ def find_cancelled_flow_run(output_dir: Path, run_id: str) -> str:
 def _has_lost_launcher(run_path: Path) -> bool:
     """Return True if the process that launched the run has ended: no live process holds the run's lock, and no Python
     flow will start another stage of the run."""
-    with Lock(run_path / "locks" / ".run") as lock:
+    with FileLock(run_path / "locks" / ".run") as lock:
         return lock.try_acquire() and not is_flow_running(run_path)
 
 
-def _correct_flow_runs(output_dir: Path, abandoned_run_names: set[str]) -> Iterator[str]:
+def _correct_flow_run_states(output_dir: Path, abandoned_run_names: set[str]) -> Iterator[str]:
     """Correct the state of flow runs whose process has ended, and stop the process of a cancelled flow run."""
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
     from prefect.states import Cancelled, Crashed
 
-    final_states: dict[str, Any] = {"CANCELLING": Cancelled, "RUNNING": Crashed}
+    end_states: dict[str, Any] = {"CANCELLING": Cancelled, "RUNNING": Crashed}
     with get_client(sync_client=True) as client:
         for note_file in sorted(flow_runs_folder(output_dir).glob("*")):
             try:
@@ -89,8 +89,8 @@ def _correct_flow_runs(output_dir: Path, abandoned_run_names: set[str]) -> Itera
             except (ObjectNotFound, ValueError):
                 continue
             if run_id in abandoned_run_names:
-                if flow_run.state_type in final_states:
-                    state = final_states[flow_run.state_type](message="its process is gone; resume the run")
+                if flow_run.state_type in end_states:
+                    state = end_states[flow_run.state_type](message="its process is gone; resume the run")
                     client.set_flow_run_state(flow_run.id, state, force=True)
                     yield f"flow run {flow_run.name}: was {flow_run.state_name}, is {state.name}"
             elif flow_run.state_type in _CANCELLED_STATES and flow_run.id == _find_newest_flow_run(output_dir, run_id):
@@ -109,7 +109,7 @@ def _stop_flow_process(run_path: Path, flow_run_name: str) -> Iterator[str]:
 
 def _find_newest_flow_run(output_dir: Path, run_id: str) -> UUID | None:
     notes = [note for note in flow_runs_folder(output_dir).glob("*") if note.read_text(encoding="utf-8") == run_id]
-    newest_note = max(notes, key=lambda note: note.stat().st_mtime, default=None)
+    newest_note_file = max(notes, key=lambda note: note.stat().st_mtime, default=None)
     with suppress(ValueError):
-        return UUID(newest_note.name) if newest_note else None
+        return UUID(newest_note_file.name) if newest_note_file else None
     return None

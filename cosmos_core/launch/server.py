@@ -22,13 +22,13 @@ from pathlib import Path
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.child import SupervisedProcess
 from cosmos_core.run.files import find_disk_error, user_cache_folder
-from cosmos_core.run.lock import Lock
+from cosmos_core.run.lock import FileLock
 
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 3.0
 _START_TIMEOUT_SECONDS = 90.0
-_MAX_STARTS = 3  # maximum number of starts of a server that ends before it responds
+_MAX_SERVER_STARTS = 3  # maximum number of starts of a server that ends before it responds
 _RESPONSE_TIMEOUT_SECONDS = 10.0
 _BUSY_TIMEOUT_SECONDS = 60.0
 _CHECK_INTERVAL_SECONDS = 0.5
@@ -86,11 +86,11 @@ def _wait_for_server(url: str) -> None:
             time.sleep(0.5)
 
 
-def _claim_prefect_home(folder: Path) -> tuple[Path, Lock]:
+def _claim_prefect_home(folder: Path) -> tuple[Path, FileLock]:
     """Return a `PREFECT_HOME` that no other server uses, and its lock: SQLite allows one writer. The first free
     numbered folder is used, because this folder is likely to have a database."""
     folder_number = 1
-    while not (lock := Lock(folder / f"server-{folder_number}" / "lock")).try_acquire():
+    while not (lock := FileLock(folder / f"server-{folder_number}" / "lock")).try_acquire():
         lock.release()
         folder_number += 1
     return folder / f"server-{folder_number}", lock
@@ -111,7 +111,7 @@ def _copy_database(source: Path, target: Path) -> bool:
             closing(sqlite3.connect(temporary_path)) as target_connection,
         ):
             source_connection.backup(target_connection)
-        if not _is_intact(temporary_path):
+        if not _is_database_intact(temporary_path):
             raise sqlite3.DatabaseError("the copy is damaged")
         os.replace(temporary_path, target)
         return True
@@ -121,7 +121,7 @@ def _copy_database(source: Path, target: Path) -> bool:
         return False
 
 
-def _is_intact(database: Path) -> bool:
+def _is_database_intact(database: Path) -> bool:
     try:
         with closing(sqlite3.connect(database)) as connection:
             return bool(connection.execute("PRAGMA quick_check").fetchone() == ("ok",))
@@ -132,7 +132,7 @@ def _is_intact(database: Path) -> bool:
 class _ServerProcess:
     def __init__(self, home_dir: Path) -> None:
         if disk_error := find_disk_error(home_dir):
-            raise disk_error  # the server would not start, and would not say why
+            raise disk_error  # without disk space the server would not start, and its log would have no error
         home_dir.chmod(0o700)  # the database holds parameters and states
         self._log_path = home_dir / "server.log"
         # Prefect uses a single connection if the URL contains `:memory:`. With several connections, the second of two
@@ -146,7 +146,7 @@ class _ServerProcess:
         with socket.create_server(("127.0.0.1", 0)) as probe_socket:
             self._port = probe_socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}/api"
-        # Not empty: httpx takes an empty entry for all hosts.
+        # The variable must not have an empty entry, which httpx would apply to all hosts.
         no_proxy = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "localhost"
         no_proxy = no_proxy if no_proxy.strip() == "*" else f"{no_proxy},127.0.0.1"
         self.environment = {
@@ -165,12 +165,12 @@ class _ServerProcess:
         self._has_created_database = False
         self._close_event = threading.Event()
         self._child: SupervisedProcess | None = None
-        self._watcher_thread = threading.Thread(target=self._keep_alive, name="prefect-server", daemon=True)
+        self._watcher_thread = threading.Thread(target=self._restart_ended_server, name="prefect-server", daemon=True)
 
     def start(self) -> None:
         database_path, template_path = self._database_path, _locate_empty_database()
         # A damaged database is replaced: the run directory has the same information.
-        if database_path.exists() and not _is_intact(database_path):
+        if database_path.exists() and not _is_database_intact(database_path):
             logger.warning("%s is damaged and is made anew", database_path)
             for file in database_path.parent.glob("prefect.db*"):
                 file.unlink()
@@ -183,7 +183,7 @@ class _ServerProcess:
         deadline, num_starts = time.monotonic() + _START_TIMEOUT_SECONDS, 1
         # Check first whether the server has ended: another process may use the port and respond in its place.
         while (has_ended := child.poll() is not None) or not self._is_responding():
-            if time.monotonic() > deadline or (has_ended and num_starts == _MAX_STARTS):
+            if time.monotonic() > deadline or (has_ended and num_starts == _MAX_SERVER_STARTS):
                 child.kill()
                 start_error = StageFailed(f"the Prefect server did not start; its log: {self._log_path}")
                 raise find_disk_error(self._log_path.parent) or start_error
@@ -207,12 +207,12 @@ class _ServerProcess:
         command += ["--host", "127.0.0.1", "--port", str(self._port)]
         database_url = f"sqlite+aiosqlite:///{self._database_path}"
         self._child = SupervisedProcess(
-            command, log=self._log_path, grace_seconds=_GRACE_SECONDS,
+            command, log_path=self._log_path, grace_seconds=_GRACE_SECONDS,
             environment=self.environment | {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url},
         )  # fmt: skip
         return self._child
 
-    def _keep_alive(self) -> None:
+    def _restart_ended_server(self) -> None:
         wait_seconds = _CHECK_INTERVAL_SECONDS
         while not self._close_event.wait(wait_seconds):
             assert self._child is not None

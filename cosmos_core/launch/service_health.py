@@ -25,8 +25,8 @@ _REWARD_METRIC_PATTERN = re.compile(r'^reward_(\w+?)(?:_total)?\{reward="([^"]+)
 _RESPONSE_METRIC_PATTERN = re.compile(r'^reward_responses_total\{path="([^"]+)",status="(\d+)"\} (\S+)$', re.M)
 
 
-def record_health(folder: Path, environment: Mapping[str, str], num_restarts: int = 0) -> None:
-    """Write the health of the reward services in `environment` and the number of restarts to the folder of a stage."""
+def write_health(folder: Path, environment: Mapping[str, str], num_restarts: int = 0) -> None:
+    """Write a file with the health of the reward services at the URLs in `environment`, and the number of restarts."""
     if services := fetch_service_health(environment.get(ENQUEUE_URL_VARIABLE, ""), environment.get(TOKEN_VARIABLE, "")):
         try:
             text = json.dumps({"services": services, "restarts": num_restarts}, indent=1)

@@ -29,8 +29,8 @@ _ORPHAN_GRACE_SECONDS = 10.0  # maximum grace period after the launcher has ende
 class Supervisor:
     """Parent of one command that ends all processes of the command when the command or the launcher ends."""
 
-    def __init__(self, pipe: int, grace_seconds: float) -> None:
-        self.pipe = pipe
+    def __init__(self, pipe_descriptor: int, grace_seconds: float) -> None:
+        self.pipe_descriptor = pipe_descriptor
         self.grace_seconds = grace_seconds
         self.kill_time: float | None = None
         self.is_orphaned = False
@@ -41,13 +41,13 @@ class Supervisor:
         for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signal_number, lambda *_: self.stop())
 
-        def forward(signal_number: int, _: object) -> None:
+        def forward_signal(signal_number: int, _: object) -> None:
             if self.child is not None:
                 self.child.send_signal(signal_number)
 
         # Cluster schedulers send SIGUSR1 or SIGUSR2 before they end a job, and the worker handles these signals.
         for signal_number in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(signal_number, forward)
+            signal.signal(signal_number, forward_signal)
         supervisor_pid = os.getpid()
         adopt_orphans()
         self.child = subprocess.Popen(
@@ -87,10 +87,10 @@ class Supervisor:
         if self.is_orphaned:
             time.sleep(_POLL_SECONDS)
             return
-        readable_descriptors, _, _ = select.select([self.pipe], [], [], _POLL_SECONDS)
+        readable_descriptors, _, _ = select.select([self.pipe_descriptor], [], [], _POLL_SECONDS)
         if not readable_descriptors:
             return
-        if pipe_content := os.read(self.pipe, 4096):
+        if pipe_content := os.read(self.pipe_descriptor, 4096):
             self.grace_seconds = float(pipe_content.split()[-1])
             if self.kill_time is not None:  # SIGTERM was sent before the new grace period arrived
                 self.kill_time = time.monotonic() + self.grace_seconds

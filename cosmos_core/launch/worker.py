@@ -21,7 +21,7 @@ from cosmos_core.error_handling import log_errors
 from cosmos_core.errors import ERRORS_BY_NAME, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, Preempted, StageFailed
 from cosmos_core.launch.child import SupervisedProcess
 from cosmos_core.launch.processes import kill_attempt, remove_scratch_folder
-from cosmos_core.run.files import SHARED_FOLDER, Document, read_document, warn_if_disk_full
+from cosmos_core.run.files import SHARED_FOLDER, JsonDocument, read_document, warn_if_disk_full
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.process import identify_process, is_alive
 from cosmos_core.run.progress import ProgressRecord, read_progress
@@ -101,8 +101,8 @@ class AttemptSettings:
     """Settings of one attempt to run a stage in a worker."""
 
     stage_path: Path
-    python: str = ""
-    threads: int = 1
+    python_path: str = ""
+    num_threads: int = 1
     grace_seconds: float = 10.0
     timeout_seconds: float | None = None
     lock_descriptors: Sequence[int] = ()
@@ -137,13 +137,13 @@ def run_attempt(settings: AttemptSettings) -> Result:
     attempt = previous_state.attempt + 1
     log_path = stage_path / "logs" / f"attempt_{attempt}.log"
     get_grace_seconds = partial(max_grace_seconds, stage_path, settings.grace_seconds)
-    command = [settings.python or sys.executable, "-m", "cosmos_core.worker", str(stage_path)]
+    command = [settings.python_path or sys.executable, "-m", "cosmos_core.worker", str(stage_path)]
     child = SupervisedProcess(
-        command, log=log_path, grace_seconds=settings.grace_seconds, environment=_build_environment(settings),
+        command, log_path=log_path, grace_seconds=settings.grace_seconds, environment=_build_environment(settings),
         inherited_environment=settings.inherited_environment, inherited_descriptors=settings.lock_descriptors,
     )  # fmt: skip
     start_time = time.time()
-    earlier_attempts = previous_state.closed_attempts(start_time)
+    earlier_attempts = previous_state.list_attempt_times(start_time)
     try:
         update_state(
             stage_path, state="running", attempt=attempt, pid=child.pid, pid_started=child.start_time,
@@ -157,12 +157,12 @@ def run_attempt(settings: AttemptSettings) -> Result:
         child.kill()
         mask_file(log_path, settings.secrets)  # child processes of the worker may write secrets to the log
         end_time = time.time()
-        attempts, progress_fields = [*earlier_attempts, (start_time, end_time)], _read_position_fields(stage_path)
+        attempts, progress_fields = [*earlier_attempts, (start_time, end_time)], _read_progress_fields(stage_path)
         with warn_if_disk_full(f"the end of attempt {attempt} of {stage_path.name}"):
             update_state(stage_path, spans=attempts, ended=end_time, **progress_fields)
     if stop_error is not None and not kill_reason and exit_code != EXIT_OK:
         raise stop_error
-    return _read_outcome(stage_path, exit_code, kill_reason, log_path)
+    return _read_attempt_result(stage_path, exit_code, kill_reason, log_path)
 
 
 def max_grace_seconds(stage_path: Path, grace_seconds: float) -> float:
@@ -186,7 +186,7 @@ def reap_attempt(stage_path: Path) -> bool:
 def _build_environment(settings: AttemptSettings) -> dict[str, str]:
     compile_cache = settings.stage_path.absolute().parents[2] / SHARED_FOLDER / "compiled"
     return {
-        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(settings.threads)),
+        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(settings.num_threads)),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONHASHSEED": "0",
         # Compiled kernels are cached for other attempts and runs, unlike files in TMPDIR.
@@ -215,7 +215,7 @@ def _wait_for_worker(
 
     while (exit_code := child.poll()) is None:
         time.sleep(_POLL_SECONDS)
-        log_forwarder.forward(forward_line)
+        log_forwarder.forward_lines(forward_line)
         if progress := read_progress(settings.stage_path):
             _invoke_callback(settings.on_progress, progress)
             hang_detector.update(progress)
@@ -229,13 +229,13 @@ def _wait_for_worker(
             kill_reason = f"longer than timeout = {settings.timeout_seconds:.0f} s"
             child.stop(get_grace_seconds())
         if time.monotonic() - last_state_time > _STATE_UPDATE_SECONDS:
-            last_state_time, progress_fields = time.monotonic(), _read_position_fields(settings.stage_path)
+            last_state_time, progress_fields = time.monotonic(), _read_progress_fields(settings.stage_path)
             _invoke_callback(lambda fields: update_state(settings.stage_path, **fields), progress_fields)
-    log_forwarder.forward(forward_line, is_last=True)
+    log_forwarder.forward_lines(forward_line, is_last=True)
     return exit_code, kill_reason, stop_error
 
 
-class WorkerError(Document):
+class WorkerError(JsonDocument):
     """Content of `error.json`: the error with which a worker of a stage ended."""
 
     type: str
@@ -268,7 +268,7 @@ def _invoke_callback(callback: Callable[[Any], object], value: Any) -> None:
         callback(value)
 
 
-def _read_position_fields(path: Path) -> dict[str, Any]:
+def _read_progress_fields(path: Path) -> dict[str, Any]:
     """Return the fields of `state.json` that tell how far a stage is, such as `step`, from its worker's last report."""
     progress = read_progress(path)
     if progress is None:
@@ -281,7 +281,7 @@ def _read_position_fields(path: Path) -> dict[str, Any]:
     return {"renewed": time.time(), **fields}
 
 
-def _read_outcome(stage_path: Path, exit_code: int, kill_reason: str, log_path: Path) -> Result:
+def _read_attempt_result(stage_path: Path, exit_code: int, kill_reason: str, log_path: Path) -> Result:
     error = read_document(stage_path / "error.json", WorkerError) or WorkerError(type="", message="")
     stage, message = f"stage {stage_path.name!r}", error.message
     if kill_reason:
@@ -307,12 +307,12 @@ class _LogForwarder:
         self._log_tail = FileTail(path)
         self._num_lines_allowed, self._last_forward_time = float(_MAX_LINES_PER_SECOND), time.monotonic()
 
-    def forward(self, receive_line: Callable[[str], None], *, is_last: bool = False) -> None:
+    def forward_lines(self, receive_line: Callable[[str], None], *, is_last: bool = False) -> None:
         """Pass new lines of the log to a callback, as the rate allows; with `is_last`, also a line without its end."""
         now = time.monotonic()
         num_lines_allowed = self._num_lines_allowed + (now - self._last_forward_time) * _MAX_LINES_PER_SECOND
         self._num_lines_allowed, self._last_forward_time = min(_MAX_LINES_PER_SECOND, num_lines_allowed), now
-        for line in filter(None, self._log_tail.lines(is_last=is_last)):
+        for line in filter(None, self._log_tail.read_lines(is_last_read=is_last)):
             if self._num_lines_allowed >= 1:
                 self._num_lines_allowed -= 1
                 _invoke_callback(receive_line, line)

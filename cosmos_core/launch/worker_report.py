@@ -27,12 +27,12 @@ WORKING_DIRECTORY_STEP = "prefect.deployments.steps.set_working_directory"
 """Step of a deployment that names the folder in which its flow runs start."""
 _REPORT_INTERVAL_SECONDS = 20.0
 _REPORT_WINDOW_SECONDS = 300.0
-_DEAD_TIMEOUT_SECONDS, _NO_PROCESS_TIMEOUT_SECONDS, _REMOTE_TIMEOUT_SECONDS = 10.0, 60.0, 600.0
+_ENDED_PROCESS_TIMEOUT_SECONDS, _NO_PROCESS_TIMEOUT_SECONDS, _REMOTE_TIMEOUT_SECONDS = 10.0, 60.0, 600.0
 """Seconds in the state Pending or Cancelling after which a flow run counts as lost: if its process is dead, if it
 has no process, and if its process may be on another host."""
 
 
-def start_reporting(pool: str) -> None:
+def start_machine_reports(pool: str) -> None:
     """Start the thread that reports the properties of this machine, on which a worker of the work pool `pool` runs."""
     from prefect.client.orchestration import get_client  # two threads must not import Prefect at once
 
@@ -77,19 +77,19 @@ def end_lost_flow_runs(client: Any, pool: str, first_seen_times: dict[UUID, floa
     if client.read_work_pool(pool).type != "process":
         return
     hosts = {worker_report["host"] for worker_report, _ in read_recent_reports(client) if worker_report["pool"] == pool}
-    final_states = {StateType.PENDING: Crashed, StateType.CANCELLING: Cancelled}
-    state_filter = filters.FlowRunFilterStateType(any_=list(final_states))
+    end_states = {StateType.PENDING: Crashed, StateType.CANCELLING: Cancelled}
+    state_filter = filters.FlowRunFilterStateType(any_=list(end_states))
     flow_runs = client.read_flow_runs(
         work_pool_filter=filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[pool])),
         flow_run_filter=filters.FlowRunFilter(state=filters.FlowRunFilterState(type=state_filter)),
     )
-    for ended_id in first_seen_times.keys() - {flow_run.id for flow_run in flow_runs}:
-        del first_seen_times[ended_id]
+    for ended_flow_run_id in first_seen_times.keys() - {flow_run.id for flow_run in flow_runs}:
+        del first_seen_times[ended_flow_run_id]
     for flow_run in flow_runs:
         waiting_seconds = time.monotonic() - first_seen_times.setdefault(flow_run.id, time.monotonic())
         if waiting_seconds > max_seconds_without_process(flow_run.infrastructure_pid or "", hosts):
             message = f"{flow_run.state_name} for {waiting_seconds:.0f} s: its process is gone"
-            client.set_flow_run_state(flow_run.id, final_states[flow_run.state_type](message=message), force=True)
+            client.set_flow_run_state(flow_run.id, end_states[flow_run.state_type](message=message), force=True)
 
 
 def max_seconds_without_process(pid: str, hosts: Collection[str]) -> float:
@@ -99,7 +99,7 @@ def max_seconds_without_process(pid: str, hosts: Collection[str]) -> float:
         return _NO_PROCESS_TIMEOUT_SECONDS
     if not pid.isdigit() or set(hosts) != {socket.gethostname()}:
         return _REMOTE_TIMEOUT_SECONDS
-    return math.inf if read_start_time(int(pid)) is not None else _DEAD_TIMEOUT_SECONDS
+    return math.inf if read_start_time(int(pid)) is not None else _ENDED_PROCESS_TIMEOUT_SECONDS
 
 
 def read_recent_reports(client: Any) -> Iterator[tuple[dict[str, Any], float]]:
@@ -114,7 +114,7 @@ def read_recent_reports(client: Any) -> Iterator[tuple[dict[str, Any], float]]:
                 yield variable["value"], float(variable["value"]["time"]) - updated_at.timestamp()
 
 
-def is_online(worker: Any) -> bool:
+def is_worker_online(worker: Any) -> bool:
     """Return True if the Prefect server considers a worker to be online, from its heartbeats."""
     return getattr(worker.status, "value", worker.status) == "ONLINE"
 
@@ -132,7 +132,7 @@ def read_free_bytes(folder: Path) -> int:
 
 
 def _list_missing_folders(client: Any, pool: str) -> list[str]:
-    if client.read_work_pool(pool).type != "process":  # flow runs have the file system of their image
+    if client.read_work_pool(pool).type != "process":  # flow runs use the file system of a container image
         return []
     missing_folders = set[str]()
     for deployment in [each for each in client.read_deployments() if each.work_pool_name == pool]:

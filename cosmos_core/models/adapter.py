@@ -24,7 +24,7 @@ _PEFT_SETTING_NAMES = {
     "modules_to_save": "modules_to_save", "alpha_pattern": "alpha_pattern", "r_pattern": "rank_pattern",
 }  # fmt: skip
 """Keys of `policy.lora` that a saved adapter also stores, mapped to the names in its file `adapter_config.json`."""
-_UNCHECKED_SETTINGS = {
+_UNCHECKED_LORA_SETTINGS = {
     *_PEFT_SETTING_NAMES.values(), "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "target_parameters", "inference_mode", "exclude_modules", "lora_dropout", "init_lora_weights",
     "ensure_weight_tying", "runtime_config", "fan_in_fan_out",
@@ -50,7 +50,7 @@ def load_adapter_config(lora: LoraConfig, tied_names: Sequence[str] = ()) -> pef
         raise ModelError(f"{error_prefix}: a {saved_config.peft_type} adapter; only LoRA is trained here")
     default_settings = peft.LoraConfig().to_dict()
     for name, value in saved_config.to_dict().items():
-        if name not in _UNCHECKED_SETTINGS and value != default_settings.get(name):
+        if name not in _UNCHECKED_LORA_SETTINGS and value != default_settings.get(name):
             raise ModelError(f"{error_prefix}: its {name} = {value} is not trained here; merge it into the model")
     if str(saved_config.init_lora_weights).startswith(_BASE_CHANGING_INITS):
         raise ModelError(

@@ -22,11 +22,11 @@ from cosmos_core.errors import ConfigError
 
 _COEFFICIENT_KEY = "policy.aux_loss_coeff"
 SEQUENCE_INDEX_KEY = "sequence_of_token"
-"""Name of the input of `Scorer` with the sequence index of each token; padding has the index R."""
+"""Name of the input of `LogprobScorer` with the sequence index of each token; padding has the index R."""
 NUM_SEQUENCES_KEY = "num_sequences"
-"""Name of the input of `Scorer` with the number of sequences R."""
+"""Name of the input of `LogprobScorer` with the number of sequences R."""
 LOAD_BALANCING_OUTPUT = "balance"
-"""Name of the output of `Scorer` with the load-balancing loss: the sum over sequences, weighted by their tokens."""
+"""Name of the output of `LogprobScorer` with the load-balancing loss: a sum over sequences weighted by their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> LoadB
 
 
 def sequence_index_inputs(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the inputs of `Scorer` with the sequence index of each token. `inputs` are the model inputs of padded or
-    packed rows, and `lengths` are the numbers of tokens of the sequences."""
+    """Return the inputs of `LogprobScorer` with the sequence index of each token. `inputs` are the model inputs of
+    padded or packed rows, and `lengths` are the numbers of tokens of the sequences."""
     sequence_indices = torch.arange(len(lengths))
     if "attention_mask" in inputs:
         mask_BT = inputs["attention_mask"].bool()
@@ -87,5 +87,5 @@ def load_balancing_loss(
         probability_sums_RE = probability_sums_RE.index_add(0, sequence_index_M, probabilities_ME)
     num_tokens_R = torch.bincount(sequence_index_M, minlength=num_sequences + 1)[:num_sequences]
     num_routings_R = (len(router_logits) * num_tokens_R).clamp(min=1)
-    balance_R = (routed_counts_RE * probability_sums_RE).sum(-1)[:num_sequences] / num_routings_R.square()
-    return settings.coefficient * settings.num_experts * (num_tokens_R * balance_R).sum()
+    imbalance_R = (routed_counts_RE * probability_sums_RE).sum(-1)[:num_sequences] / num_routings_R.square()
+    return settings.coefficient * settings.num_experts * (num_tokens_R * imbalance_R).sum()

@@ -19,10 +19,13 @@ from cosmos_core.parallel.mesh import Mesh
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return True if a model in training mode randomly zeroes activations or attention weights."""
+    """Return True if a model in training mode randomly zeroes activations or attention weights, or its routers choose
+    experts at random."""
     # Some model families have no `nn.Dropout`, but an attribute with the rate for `nn.functional.dropout`.
     return any(
-        isinstance(value, float) and value > 0 and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout)))
+        isinstance(value, float)
+        and value > 0
+        and ("drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout)))
         for module in model.modules()
         for name, value in vars(module).items()
     )
@@ -38,8 +41,8 @@ class MicroBatch:
     outputs: dict[str, Tensor]
     """Requested model outputs by name, each with one row per sample.
 
-    Token models: `logprobs` of each token after the first, `entropy`, `is_top` (BS), `top_logprobs`, `top_ids` (BSK).
-    Diffusion models: `velocity` with its input `noisy`, and `latents` and `noise` (B...) if samples have noise.
+    Token models: `logprobs` of each token after the first, `entropy`, `is_argmax` (BS), `top_logprobs`, `top_ids`
+    (BSK). Diffusion models: `velocity` with its input `noisy`, and `latents` and `noise` (B...) if samples have noise.
     """
     mask: Tensor
     """Mask of the values that count in the loss, 1 or 0, of shape BS (token models) or broadcastable to latents."""
@@ -72,7 +75,7 @@ OutputSpec = Any
 """Type of the outputs that an update requests: `scorer.RequestedOutputs` for token models, `denoiser.RequestedOutputs`
 for diffusion models, or None for the default outputs (`ModelAdapter.default_outputs`)."""
 
-BatchConsumer = Callable[[Any, dict[str, Tensor]], Tensor | None]
+LossFn = Callable[[Any, dict[str, Tensor]], Tensor | None]
 """Function from a batch and the raw outputs of the model to the loss of the batch, if gradients are enabled."""
 
 
@@ -82,21 +85,21 @@ class MicroBatchRunner(Protocol):
     root_modules: Sequence[nn.Module]
     """Modules to which FSDP was applied, and which are called instead of the model."""
 
-    def rows_per_micro_batch(self, size: int) -> int:
-        """Return the number of rows of a micro-batch if at most `size` rows may be in the model at the same time."""
-        return size
+    def rows_per_micro_batch(self, max_rows: int) -> int:
+        """Return the number of rows of a micro-batch if at most `max_rows` rows may be in the model at once."""
+        return max_rows
 
-    def num_micro_batches(self, num_batches: int, size: int) -> int:
+    def num_micro_batches(self, num_batches: int, max_rows: int) -> int:
         """Return the number of micro-batches to run for `num_batches` micro-batches with samples, including the empty
-        ones that the runner needs; `size` is the maximum number of rows in the model at the same time."""
+        ones that the runner needs; `max_rows` is the maximum number of rows in the model at the same time."""
         return num_batches
 
-    def run(self, batches: Sequence[Callable[[], Any]], consume: BatchConsumer, request: OutputSpec, size: int) -> None:
+    def run(self, batches: Sequence[Callable[[], Any]], loss_fn: LossFn, request: OutputSpec, max_rows: int) -> None:
         """Run the forward pass of micro-batches and, if gradients are enabled, the backward pass.
 
-        `batches` are functions that build the micro-batches. `consume` is called with each batch and its outputs, as in
-        `request`, on the ranks that have the last layer; `size` is the maximum number of rows in the model at the same
-        time.
+        `batches` are functions that build the micro-batches. `loss_fn` is called with each batch and its outputs, as in
+        `request`, on the ranks that have the last layer; `max_rows` is the maximum number of rows in the model at the
+        same time.
         """
 
     def train(self, mode: bool) -> None:
@@ -138,7 +141,7 @@ class ModelAdapter(Protocol):
     """Whether the model adds an auxiliary loss to each update (`MicroBatch.model_loss`)."""
     tokenizer: Any = None
     """Tokenizer of the model; None: the model has no tokenizer."""
-    vision: Any = None
+    image_reader: Any = None
     """Converter of the images of samples to model inputs; None: samples have no images."""
 
     def whole_model(self) -> Any:
@@ -149,6 +152,9 @@ class ModelAdapter(Protocol):
         """Write the model to a folder in its training dtype, and verify that the written model has the same outputs;
         raise StageFailed if the disk is full, or if the outputs differ. All ranks must call this method. The first rank
         writes and returns the result; other ranks return None."""
+
+    def prestart_verification(self) -> None:
+        """Start the process that verifies the export, which takes seconds to import its libraries."""
 
     def num_tokens(self, sample: Any) -> int:
         """Return the cost of a sample in tokens, for micro-batches of similar cost and for the reported speed."""
@@ -161,15 +167,15 @@ class ModelAdapter(Protocol):
         return None
 
     def arrange_micro_batches(
-        self, samples: Sequence[Any], order: Sequence[int], size: int, num_ranks: int
+        self, samples: Sequence[Any], sorted_indices: Sequence[int], max_rows: int, num_ranks: int
     ) -> list[list[int]] | None:
-        """Return micro-batches, as indices of samples, that need less computation than batches of `size` samples of
+        """Return micro-batches, as indices of samples, that need less computation than batches of `max_rows` samples of
         similar cost; None if there are none.
 
         Args:
             samples: All samples of the update.
-            order: Indices of the samples to arrange, all of one group, by descending cost.
-            size: Number of samples of a default micro-batch.
+            sorted_indices: Indices of the samples to arrange, all of one group, by descending cost.
+            max_rows: Number of samples of a default micro-batch.
             num_ranks: Number of data-parallel ranks, which get the micro-batches in turn.
         """
         return None

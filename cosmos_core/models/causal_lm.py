@@ -34,14 +34,15 @@ from cosmos_core.models.micro_batches import (
     saves_enough_tokens,
     split_by_length,
 )
+from cosmos_core.models.new_interpreter import prestart_interpreter
 from cosmos_core.models.packing import PACKED_ATTENTION, can_merge_prompts, enable_packing
 from cosmos_core.models.pipelined import PipelineRunner
 from cosmos_core.models.processor import ImageReader
-from cosmos_core.models.scorer import LOGPROBS_ONLY, RequestedOutputs, Scorer
+from cosmos_core.models.scorer import LOGPROBS_ONLY, LogprobScorer, RequestedOutputs
 from cosmos_core.models.sequential import SequentialRunner, forward_context
-from cosmos_core.models.sharded_load import load_sharded
+from cosmos_core.models.sharded_load import load_shards
 from cosmos_core.models.verify_export import verify_export
-from cosmos_core.parallel.context import apply_cp, gather_scored, shard_rows
+from cosmos_core.parallel.context import apply_cp, gather_scored_tokens, shard_rows
 from cosmos_core.parallel.expert import apply_ep
 from cosmos_core.parallel.fsdp import apply_fsdp, copy_without_weights, gathers_in_param_dtype
 from cosmos_core.parallel.mesh import Mesh
@@ -71,27 +72,27 @@ class InputProcessing(NamedTuple):
 
     pad_id: int
     """Token id for padding. Any id is valid, because masks are built from positions."""
-    vision: ImageReader | None = None
+    image_reader: ImageReader | None = None
     """Converter of the images of samples to model inputs; None: samples have no images."""
     tokenizer: PreTrainedTokenizerBase | None = None
     """Tokenizer for rollout engines and exports; None: the model serves neither."""
     files: Mapping[str, bytes] = {}
     """Content of the processor files that exports include, by path in the model's folder."""
-    num_ids: int | None = None
+    num_token_ids: int | None = None
     """Number of token ids of the tokenizer, which may be fewer than the rows of the output head; None: all rows."""
 
 
 def make_input_processing(
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
-    vision: ImageReader | None = None,
+    image_reader: ImageReader | None = None,
     files: Mapping[str, bytes] = {},
 ) -> InputProcessing:
     """Return the input processing of a model with a tokenizer that has a pad token; id 0 pads if the model has no
     embedding for this token."""
-    pad_id, num_ids = int(tokenizer.pad_token_id), int(max(tokenizer.get_vocab().values())) + 1
+    pad_id, num_token_ids = int(tokenizer.pad_token_id), int(max(tokenizer.get_vocab().values())) + 1
     pad_id = pad_id if pad_id < model.config.get_text_config().vocab_size else 0
-    return InputProcessing(pad_id, vision, tokenizer, files, num_ids)
+    return InputProcessing(pad_id, image_reader, tokenizer, files, num_token_ids)
 
 
 class CausalLM(ModelAdapter):
@@ -112,20 +113,20 @@ class CausalLM(ModelAdapter):
         self.model, self.mesh, self.has_model_loss = model, mesh, load_balancing is not None
         self.device = torch.device(mesh.dp.device_type) if mesh else model.device
         self.meta_copy = copy_without_weights(model) if mesh else None
-        self.tokenizer, self.vision = input_processing.tokenizer, input_processing.vision
+        self.tokenizer, self.image_reader = input_processing.tokenizer, input_processing.image_reader
         self._train, self._pad_id, self._files = train, input_processing.pad_id, input_processing.files
         self._dtype = getattr(torch, train.logprob_dtype)
         is_packing_enabled = train.sequence_packing
         if is_packing_enabled is None:
             is_packing_enabled = self.device.type == "cuda" or not train.compile
         self._merges_prompts = False
-        self._is_packed = (is_packing_enabled and self.vision is None) or bool(mesh and mesh.cp)
-        if train.sequence_packing and self.vision is not None:
+        self._is_packed = (is_packing_enabled and self.image_reader is None) or bool(mesh and mesh.cp)
+        if train.sequence_packing and self.image_reader is not None:
             logger.warning("train.sequence_packing: rows are padded, because some show images")
         self.runner = self._parallelize()
         for scorer in (module for root in self.runner.root_modules for module in root.modules()):
-            if isinstance(scorer, Scorer):
-                scorer.num_ids, scorer.load_balancing = input_processing.num_ids, load_balancing
+            if isinstance(scorer, LogprobScorer):
+                scorer.num_token_ids, scorer.load_balancing = input_processing.num_token_ids, load_balancing
 
     def export(self, target: Path) -> ExportResult | None:
         model = self.whole_model()
@@ -137,19 +138,22 @@ class CausalLM(ModelAdapter):
         checks = verify_export(model, target, dtype=None, tokenizer=self.tokenizer)
         return ExportResult(tuple(checks), ADAPTER_FOLDER if has_lora_adapter(model) else "")
 
+    def prestart_verification(self) -> None:
+        prestart_interpreter(verify_export.__module__)
+
     def num_tokens(self, sample: Sample) -> int:
         """Return the number of tokens of a sample as its cost, so that micro-batches have rows of similar length."""
         return len(sample.input_ids)
 
     def batching_key(self, sample: Sample) -> int:
         """Return the group of a sample: rows with images and rows without images are in separate micro-batches."""
-        return self.vision.batching_key(sample) if self.vision else 0
+        return self.image_reader.batching_key(sample) if self.image_reader else 0
 
     def assigned_batch_id(self, sample: Sample) -> Hashable | None:
         return sample.micro_batch
 
     def arrange_micro_batches(
-        self, samples: Sequence[Sample], order: Sequence[int], size: int, num_ranks: int
+        self, samples: Sequence[Sample], sorted_indices: Sequence[int], max_rows: int, num_ranks: int
     ) -> list[list[int]] | None:
         """Put completions of one prompt into one micro-batch if packed rows can share prompts; otherwise group padded
         rows by length.
@@ -157,13 +161,13 @@ class CausalLM(ModelAdapter):
         Rows without rollout log-probabilities (SFT) stay in micro-batches of equal size, so that the rounding of
         results does not change.
         """
-        if any(samples[i].rollout_logprobs is None for i in order):
+        if any(samples[i].rollout_logprobs is None for i in sorted_indices):
             return None
         if self._merges_prompts:
-            return merge_prompts(samples, order, size, num_ranks)
+            return merge_prompts(samples, sorted_indices, max_rows, num_ranks)
         if self._is_packed or self.device.type != "cpu" or (self.mesh and self.mesh.pp):
             return None
-        return split_by_length(samples, order, size, num_ranks, self._padded_row_length)
+        return split_by_length(samples, sorted_indices, max_rows, num_ranks, self._padded_row_length)
 
     def collate(self, samples: Sequence[Sample], indices: Sequence[int], padding_sample: Sample) -> TokenBatch:
         collated, device, pad_id = samples or [_mask_all_tokens(padding_sample)], self.device, self._pad_id
@@ -177,12 +181,12 @@ class CausalLM(ModelAdapter):
         else:
             rows = collate_rows(token_ids, pad_id, packed=self._is_packed, padded_length_fn=self._padded_row_length)
         trained_positions = [np.flatnonzero(sample.loss_mask[1:]) for sample in collated]
-        indices_by_row = [np.add(*pair) for pair in zip(rows.first_predicted, trained_positions, strict=True)]
+        indices_by_row = [np.add(*pair) for pair in zip(rows.target_starts, trained_positions, strict=True)]
         inputs = to_device(rows.inputs, device)
         if not (self._is_packed or (self.mesh and self.mesh.pp)):
             del inputs["position_ids"]  # the model computes positions itself, which may be 2-D or not begin at 0
         if collated[0].images:
-            for name, tensor in self.vision.inputs(collated, rows.inputs["input_ids"]).items():
+            for name, tensor in self.image_reader.inputs(collated, rows.inputs["input_ids"]).items():
                 inputs[name] = tensor.to(device, self.model.dtype if tensor.is_floating_point() else None)
         if self.has_model_loss:
             inputs |= to_device(sequence_index_inputs(rows.inputs, list(map(len, token_ids))), device)
@@ -199,7 +203,7 @@ class CausalLM(ModelAdapter):
         if batch.is_local_N is None:
             return outputs
         assert self.mesh and self.mesh.cp
-        return {name: gather_scored(values, batch.is_local_N, self.mesh.cp) for name, values in outputs.items()}
+        return {name: gather_scored_tokens(values, batch.is_local_N, self.mesh.cp) for name, values in outputs.items()}
 
     def make_micro_batch(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> MicroBatch:
         """Convert outputs to a `MicroBatch` with tensors of shape BS, which are 0 for tokens that are not trained."""
@@ -242,19 +246,19 @@ class CausalLM(ModelAdapter):
         if mesh and mesh.pp:
             apply_pp(model, mesh.parallelism, mesh.pp.get_local_rank())
         if mesh and mesh.tp:
-            apply_tp(model, mesh.tp, with_experts=mesh.ep is None)
+            apply_tp(model, mesh.tp, shards_experts=mesh.ep is None)
         if mesh and mesh.ep:
             apply_ep(model, mesh, self._train)
         if mesh and mesh.pp:
             runner: MicroBatchRunner = PipelineRunner(model, self._train, mesh, self._dtype)
         else:
-            scorer = Scorer(model)
+            scorer = LogprobScorer(model)
             runner = SequentialRunner(scorer, partial(self._score_batch, scorer), self._train, self.device)
         if mesh:
             for root in runner.root_modules:
                 module: Any = root
                 apply_fsdp(root, module.model, mesh, self._train)
-            load_sharded(model)
+            load_shards(model)
             for parameter in model.parameters() if mesh.fsdp is None else ():
                 if parameter.device.type != self.device.type:  # `init_on_meta` has loaded the whole model on the CPU
                     parameter.data = parameter.data.to(self.device)
@@ -264,7 +268,7 @@ class CausalLM(ModelAdapter):
             apply_cp(model, mesh.cp, PACKED_ATTENTION)
         return runner
 
-    def _score_batch(self, scorer: Scorer, batch: TokenBatch, request: RequestedOutputs) -> dict[str, Tensor]:
+    def _score_batch(self, scorer: LogprobScorer, batch: TokenBatch, request: RequestedOutputs) -> dict[str, Tensor]:
         return scorer.score_batch(batch, request, self._dtype)
 
     def _enable_packed_rows(self, runner: MicroBatchRunner) -> None:
@@ -274,7 +278,7 @@ class CausalLM(ModelAdapter):
         compute_dtype = getattr(torch, self._train.param_dtype)
         fsdp_roots = runner.root_modules if mesh else ()
         unsupported_reason = enable_packing(
-            self.model, fsdp_roots, compute_dtype, gathers_inside_block=self._should_autocast_blocks
+            self.model, fsdp_roots, compute_dtype, gathers_in_compute_dtype=self._should_autocast_blocks
         )
         runner.reshard()
         if unsupported_reason and mesh and mesh.cp:
@@ -308,6 +312,6 @@ def _mask_all_tokens(sample: Sample) -> Sample:
 
 def _concatenate_top_ids(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
     """Return the concatenated `top_ids` of the samples; None if the samples have no `top_ids`."""
-    id_arrays = [sample.top_ids for sample in samples if sample.top_ids is not None]
-    assert len(id_arrays) in {0, len(samples)}, "all samples of a micro-batch name ids, or none does"
-    return torch.from_numpy(np.concatenate(id_arrays)).to(device) if id_arrays else None
+    top_id_arrays = [sample.top_ids for sample in samples if sample.top_ids is not None]
+    assert len(top_id_arrays) in {0, len(samples)}, "all samples of a micro-batch name ids, or none does"
+    return torch.from_numpy(np.concatenate(top_id_arrays)).to(device) if top_id_arrays else None

@@ -20,7 +20,7 @@ from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import EXIT_OK, EXIT_REFUSED, CosmosError
 from cosmos_core.models.diffusion import DiffusionModel
-from cosmos_core.models.families import open_family
+from cosmos_core.models.families import open_pipeline
 from cosmos_core.models.lora import add_adapter
 from cosmos_core.observe.console import make_console
 
@@ -46,7 +46,7 @@ def check_model(model: str, model_class: str | None = None) -> Iterator[CheckRes
     config = DiffusersConfig(max_prompt_length=64)
     policy = PolicyConfig(is_diffusers=True, model_name_or_path=model, model_class=model_class, diffusers=config)
     try:
-        family = open_family(model, policy)
+        family = open_pipeline(model, policy)
     except CosmosError as error:
         yield CheckResult("family", False, str(error))
         return
@@ -70,10 +70,10 @@ def check_model(model: str, model_class: str | None = None) -> Iterator[CheckRes
 
 def _check_noise_levels(family: DiffusionModel) -> str:
     """Check that the noise levels of this package equal those of the pipeline's scheduler."""
-    levels_N = family.set_scheduler_timestep(4)
+    sigmas_N = family.set_scheduler_timestep(4)
     scheduler = family.folder.load("scheduler")
     scheduler.set_timesteps(4)
-    difference = float((levels_N - scheduler.sigmas.double()).abs().max())
+    difference = float((sigmas_N - scheduler.sigmas.double()).abs().max())
     description = f"{family.schedule!r}, shift {family.timestep_shift:g} ({family.train_shift:g} in training)"
     mismatch = f"{_FAILURE}{description} is {difference:.2g} from {type(scheduler).__name__}"
     return description if difference < 1e-3 else mismatch
@@ -135,8 +135,8 @@ def _check_prediction(family: DiffusionModel) -> str:
             difference = (velocity - family.velocity_of(expected_output, latents)).abs().max()
             max_difference = max(max_difference, float(difference / expected_output.abs().max()))
     summary = f"{len(recorded_calls)} calls, largest difference {max_difference:.1g}"
-    is_equal = bool(recorded_calls) and max_difference <= _VELOCITY_TOLERANCE
-    return summary if is_equal else f"{_FAILURE}{summary}, more than {_VELOCITY_TOLERANCE:g}"
+    is_within_tolerance = bool(recorded_calls) and max_difference <= _VELOCITY_TOLERANCE
+    return summary if is_within_tolerance else f"{_FAILURE}{summary}, more than {_VELOCITY_TOLERANCE:g}"
 
 
 def _check_gradient(family: DiffusionModel) -> str:

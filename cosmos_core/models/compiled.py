@@ -31,7 +31,7 @@ def report_compilations(progress: ProgressWriter) -> None:
     handler = torch._dynamo.callback.callback_handler
     if not _compile_progress:
         handler.register_start_callback(lambda _: _compile_progress[-1].begin_compiling())
-        handler.register_end_callback(lambda _: _compile_progress[-1].leave_compile_phase())
+        handler.register_end_callback(lambda _: _compile_progress[-1].end_compiling())
     _compile_progress[:] = [progress]
 
 

@@ -105,7 +105,7 @@ class CosmosPredict(SanaVideo):
         argument_dims = {**timestep_dims, "image_rotary_emb": 0, "extra_pos_emb": 1}
         shard_blocks(
             denoiser, clip_sharding, argument_dims,
-            lambda arguments: clip_sharding.distribute(len(arguments["image_rotary_emb"][0])),
+            lambda arguments: clip_sharding.distribute_tokens(len(arguments["image_rotary_emb"][0])),
             {"norm_out": timestep_dims},
         )  # fmt: skip
         for block in denoiser.transformer_blocks:

@@ -18,6 +18,7 @@ from cosmos_core.models.base import Batch, ExportResult, MicroBatch, ModelAdapte
 from cosmos_core.models.diffusion import DiffusionModel, TextInputs
 from cosmos_core.models.export_pipeline import export_pipeline
 from cosmos_core.models.lora import ADAPTER_FOLDER, has_lora_adapter
+from cosmos_core.models.new_interpreter import prestart_interpreter
 from cosmos_core.models.sequential import SequentialRunner, forward_context
 from cosmos_core.models.verify_pipeline_export import verify_pipeline
 from cosmos_core.parallel.fsdp import apply_fsdp, copy_without_weights
@@ -61,7 +62,7 @@ class Denoiser(ModelAdapter):
         root = FsdpRoot(model)
         if mesh:
             apply_fsdp(root, model, mesh, train)
-        self.runner = SequentialRunner(root, self._forward, train, self.device)
+        self.runner = SequentialRunner(root, self._compute_outputs, train, self.device)
 
     def predict(
         self,
@@ -98,6 +99,9 @@ class Denoiser(ModelAdapter):
         checks = verify_pipeline(self.family, model, target, model_class=self.model_class)
         return ExportResult(tuple(checks), ADAPTER_FOLDER if has_lora_adapter(model) else "")
 
+    def prestart_verification(self) -> None:
+        prestart_interpreter(verify_pipeline.__module__)
+
     def num_tokens(self, sample: FlowSample) -> int:
         """Return the cost of a sample: the number of elements of one channel of its latents."""
         return sample.latents[0].numel()
@@ -117,13 +121,13 @@ class Denoiser(ModelAdapter):
         conditioning_counts = [sample.num_conditioning_frames for sample in collated]
         num_conditioning_B = torch.tensor(conditioning_counts, device=self.device) if any(conditioning_counts) else None
         inputs = {"noisy": latents}
-        noises = [noise for sample in collated if (noise := sample.noise) is not None]
-        if noises:
-            noise = self._stack_latents(noises)
+        noise_tensors = [noise for sample in collated if (noise := sample.noise) is not None]
+        if noise_tensors:
+            noise = self._stack_latents(noise_tensors)
             noisy_latents = self.family.add_noise(latents, noise, sigma_B.to(latents.dtype), num_conditioning_B)
             inputs = {"noisy": noisy_latents, "latents": latents, "noise": noise}
-        negatives = [sample.negative_text for sample in collated if sample.negative_text is not None]
-        negative_text = self._stack_text_inputs(negatives) if negatives else None
+        negative_texts = [sample.negative_text for sample in collated if sample.negative_text is not None]
+        negative_text = self._stack_text_inputs(negative_texts) if negative_texts else None
         text_inputs = self._stack_text_inputs([sample.text for sample in collated])
         return FlowBatch(samples, indices, inputs, sigma_B, text_inputs, negative_text, num_conditioning_B)
 
@@ -136,7 +140,7 @@ class Denoiser(ModelAdapter):
     def split_outputs(self, micro_batch: MicroBatch) -> list[dict[str, Tensor]]:
         return [{"velocity": velocity} for velocity in micro_batch.outputs["velocity"]]
 
-    def _forward(self, batch: FlowBatch, request: RequestedOutputs) -> dict[str, Tensor]:
+    def _compute_outputs(self, batch: FlowBatch, request: RequestedOutputs) -> dict[str, Tensor]:
         velocity = self.predict(
             batch.inputs["noisy"], batch.sigma_B, batch.text, batch.num_conditioning_B,
             negative_text=batch.negative_text if request.guidance != 1.0 else None, guidance=request.guidance
@@ -162,5 +166,5 @@ class FsdpRoot(nn.Module):
         """Call the denoiser and return a clone of its output, because FSDP cannot attach hooks to a view."""
         return (self.model(**inputs)[0].clone(),)
 
-    def probe(self) -> None:
-        """Do nothing: only language models use this method, which `apply_fsdp` requires."""
+    def probe_hidden_states(self) -> None:
+        """Do nothing: `apply_fsdp` requires this method, but only language models call it."""

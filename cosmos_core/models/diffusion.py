@@ -30,7 +30,7 @@ TextInputs = dict[str, Tensor]
 VelocityFn = Callable[..., Tensor]
 """`DiffusionModel.predict` with a bound denoiser: `(latents, sigma_B, text, num_conditioning_B)` to the velocity."""
 
-_MAX_TABLE_DIFFERENCE = 1e-5
+_MAX_SIGMA_DIFFERENCE = 1e-5
 """Maximum difference between two tables of noise levels that counts as rounding."""
 
 
@@ -54,7 +54,7 @@ class DiffusionModel:
 
     def __init__(self, folder: PipelineFolder, config: DiffusersConfig, device: torch.device | str = "cpu") -> None:
         self.folder, self.config, self.device = folder, config, torch.device(device)
-        self.residency = ComponentOffload(self.device, is_offloaded=config.offload)
+        self.component_offload = ComponentOffload(self.device, is_offloaded=config.offload)
         if config.min_given_frames > self.max_conditioning_frames:
             raise ConfigError(
                 f"policy.diffusers.min_given_frames = {config.min_given_frames}: {type(self).__name__} can be given "
@@ -111,7 +111,7 @@ class DiffusionModel:
             raise self._config_error(f"its scheduler has no table of noise levels here: {error}; {remedy}") from error
         sigmas_N = scheduler.sigmas.double()
         has_expected_shape = sigmas_N.shape == exact_sigmas_N.shape
-        if has_expected_shape and (sigmas_N - exact_sigmas_N).abs().max() < _MAX_TABLE_DIFFERENCE:
+        if has_expected_shape and (sigmas_N - exact_sigmas_N).abs().max() < _MAX_SIGMA_DIFFERENCE:
             return exact_sigmas_N
         if not (has_expected_shape and sigmas_N[0] <= 1 and sigmas_N[-1] == 0 and sigmas_N.diff().max() < 0):
             raise self._config_error(
@@ -242,15 +242,15 @@ class DiffusionModel:
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """Return the shape of the latents of one image or clip from its size in pixels and frames; raise ConfigError if
         the network does not support the size."""
-        time_factor, pixels_per_position = self.pixels_per_latent
+        temporal_factor, pixels_per_position = self.pixels_per_latent
         for name, pixel_size in (("height", height), ("width", width)):
             if pixel_size % self.size_multiple:
                 raise ConfigError(
                     f"policy.diffusers.inference_size: {name} = {pixel_size} must be a multiple of {self.size_multiple}"
                 )
-        if (num_frames - 1) % time_factor:
+        if (num_frames - 1) % temporal_factor:
             raise ConfigError(
-                f"policy.diffusers.inference_frames = {num_frames} must be 1 more than a multiple of {time_factor}"
+                f"policy.diffusers.inference_frames = {num_frames} must be 1 more than a multiple of {temporal_factor}"
             )
         latent_size = (height // pixels_per_position, width // pixels_per_position)
         settings = self.folder.settings(self.denoiser_name)
@@ -260,7 +260,7 @@ class DiffusionModel:
                 f"policy.diffusers.inference_size = {[height, width]}: the model has position embeddings for at most "
                 f"{max_positions * patch_size * pixels_per_position} pixels a side; lower it"
             )
-        num_latent_frames = [(num_frames - 1) // time_factor + 1] * self.is_video
+        num_latent_frames = [(num_frames - 1) // temporal_factor + 1] * self.is_video
         return (self.num_channels, *num_latent_frames, *latent_size)
 
     @property
@@ -353,8 +353,8 @@ class DiffusionModel:
     def _working(self, *names: str) -> Iterator[Any]:
         """Move pipeline components to the device during the block, disable gradients, and yield the last component.
         With `policy.diffusers.offload` they return to host memory after the block, or at the end of an enclosing
-        `residency.keep_on_device`."""
+        `component_offload.keep_on_device`."""
         optional_components = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
         components = [component for component in optional_components if component is not None]
-        with torch.no_grad(), self.residency.on_device(components):
+        with torch.no_grad(), self.component_offload.on_device(components):
             yield components[-1] if components else None

@@ -24,7 +24,7 @@ def translate_disk_errors(name: str, describe_intact_files: Callable[[], str]) -
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if (error_number := _find_error_number(error)) is None:
+        if (error_number := _find_errno(error)) is None:
             raise
         reason, remedy = os.strerror(error_number), "mend that"
         if error_number in _DISK_FULL_ERRORS:
@@ -52,7 +52,7 @@ def unwrap_checkpoint_errors() -> Iterator[None]:
         raise next(iter(error.failures.values()))[0] from error
 
 
-def _find_error_number(error: BaseException) -> int | None:
+def _find_errno(error: BaseException) -> int | None:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     # `SafetensorError`, which is raised by Rust code, and `shutil.Error` have the error number only in their texts.

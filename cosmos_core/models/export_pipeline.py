@@ -49,7 +49,7 @@ def export_pipeline(
             denoiser_folder = staging_folder / family.denoiser_name
             model.save_config(denoiser_folder)
             save_torch_state_dict(
-                export_state(model, dtype), denoiser_folder, filename_pattern=_WEIGHTS_FILE_PATTERN,
+                export_state_dict(model, dtype), denoiser_folder, filename_pattern=_WEIGHTS_FILE_PATTERN,
                 metadata={"format": "pt"},
             )  # fmt: skip
         if has_lora_adapter(model):
@@ -86,7 +86,7 @@ def _save_adapter(family: DiffusionModel, model: Any, folder: Path) -> None:
     )
 
 
-def export_state(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def export_state_dict(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return the tensors of the denoiser by name for the export, on the CPU, with floating-point tensors in `dtype`.
     Call this function inside `merge_adapter`, so that the weights include the LoRA adapter."""
     return {

@@ -18,14 +18,14 @@ from cosmos_core.models.pipeline_folder import PipelineFolder
 from cosmos_core.registry import import_user_code, suggest_names
 
 
-def open_family(model: str, policy: PolicyConfig, device: torch.device | str = "cpu") -> DiffusionModel:
+def open_pipeline(model: str, policy: PolicyConfig, device: torch.device | str = "cpu") -> DiffusionModel:
     """Return the `DiffusionModel` of the pipeline `model`, a folder or Hub id; raise ModelError if the model is not a
-    pipeline, and the errors of `find_family`. The encoders are loaded on first use."""
+    pipeline, and the errors of `find_family_class`. The encoders are loaded on first use."""
     folder = PipelineFolder(model, policy.model_revision)
-    return find_family(folder, policy.model_class)(folder, policy.diffusers, device)
+    return find_family_class(folder, policy.model_class)(folder, policy.diffusers, device)
 
 
-def find_family(folder: PipelineFolder, model_class: str | None = None) -> type[DiffusionModel]:
+def find_family_class(folder: PipelineFolder, model_class: str | None = None) -> type[DiffusionModel]:
     """Return the family class for a pipeline: the user-defined `model_class`, or the family that supports the
     pipeline's class. Raise ModelError if there is none, ConfigError if `model_class` is no `DiffusionModel`."""
     if model_class is not None:
@@ -46,7 +46,7 @@ def find_family(folder: PipelineFolder, model_class: str | None = None) -> type[
 
 @cache
 def pipeline_modules() -> dict[str, str]:
-    """Return the names of the modules in this folder that support a pipeline class, by name of the class."""
+    """Return for each supported pipeline class, by name, the name of the module in this folder that has its family."""
     modules: dict[str, str] = {}
     for file in sorted(Path(__file__).parent.glob("*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:

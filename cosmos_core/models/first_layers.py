@@ -15,7 +15,7 @@ _FLOAT32_BYTES = 4
 
 
 class FirstLayers(NamedTuple):
-    """First layers of a model to keep."""
+    """Number of first layers that `keep_first_layers` keeps, and where they are in the model."""
 
     layers_path: str
     """Name of the module list that has the layers of the model."""
@@ -66,7 +66,7 @@ def truncate_config(config: PretrainedConfig, first_layers: FirstLayers | None) 
     return config
 
 
-def is_in_cut_layer(name: str, first_layers: FirstLayers | None) -> bool:
+def is_layer_removed(name: str, first_layers: FirstLayers | None) -> bool:
     """Return True if the tensor named `name` belongs to a layer that is not kept according to `first_layers`."""
     if first_layers is None:
         return False

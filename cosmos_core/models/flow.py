@@ -65,16 +65,16 @@ def mean_per_sample(values: Tensor, mask: Tensor | None = None) -> Tensor:
     return (values.flatten(1) * mask_weights).sum(1) / mask_weights.sum(1)
 
 
-def shift_levels(levels: Tensor, shift: float) -> Tensor:
+def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
     """Return noise levels that are moved towards pure noise if `shift` exceeds 1. Larger images need a larger shift.
 
     Source: arXiv 2403.03206, section 5.3.2.
     """
-    return shift * levels / (1 + (shift - 1) * levels)
+    return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
 def sample_noise_levels(
-    num_levels: int,
+    num_samples: int,
     scheme: str,
     generator: torch.Generator | None = None,
     *,
@@ -82,21 +82,21 @@ def sample_noise_levels(
     logit_std: float = 1.0,
     shift: float = 1.0,
 ) -> Tensor:
-    """Sample `num_levels` noise levels from the density that `scheme` names, and shift them by `shift`; the result is
+    """Sample `num_samples` noise levels from the density that `scheme` names, and shift them by `shift`; the result is
     float64.
 
     `logit_normal` is sigmoid(logit_mean + logit_std z) with z from N(0, 1); `mode` prefers medium levels; all other
     schemes are uniform (arXiv 2403.03206, section 3.1).
     """
     if scheme == "logit_normal":
-        normal_samples_N = torch.randn(num_levels, generator=generator, dtype=torch.float64)
-        levels_N = torch.sigmoid(logit_mean + logit_std * normal_samples_N)
+        normal_samples_N = torch.randn(num_samples, generator=generator, dtype=torch.float64)
+        sigmas_N = torch.sigmoid(logit_mean + logit_std * normal_samples_N)
     else:
-        levels_N = torch.rand(num_levels, generator=generator, dtype=torch.float64)
+        sigmas_N = torch.rand(num_samples, generator=generator, dtype=torch.float64)
         if scheme == "mode":
-            mode_shift_N = torch.cos(math.pi * levels_N / 2) ** 2 - 1 + levels_N
-            levels_N = 1 - levels_N - _MODE_SCHEME_SCALE * mode_shift_N
-    return shift_levels(levels_N, shift)
+            mode_shift_N = torch.cos(math.pi * sigmas_N / 2) ** 2 - 1 + sigmas_N
+            sigmas_N = 1 - sigmas_N - _MODE_SCHEME_SCALE * mode_shift_N
+    return shift_sigmas(sigmas_N, shift)
 
 
 def loss_weights(sigma_B: Tensor, scheme: str) -> Tensor:
@@ -114,27 +114,27 @@ def loss_weights(sigma_B: Tensor, scheme: str) -> Tensor:
 
 def flow_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the `num_steps` + 1 noise levels of a sampler from 1 to 0: evenly spaced, then shifted."""
-    return shift_levels(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), shift)
+    return shift_sigmas(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), shift)
 
 
 def euler_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the noise levels of diffusers' FlowMatchEulerDiscreteScheduler, which the papers on RL with flows used.
     This scheduler shifts its smallest level twice, so its last step is very small."""
-    min_level = shift_levels(torch.tensor(1 / _NUM_TRAIN_NOISE_LEVELS, dtype=torch.float64), shift).item()
-    return _append_zero(shift_levels(torch.linspace(1, min_level, num_steps, dtype=torch.float64), shift))
+    min_sigma = shift_sigmas(torch.tensor(1 / _NUM_TRAIN_NOISE_LEVELS, dtype=torch.float64), shift).item()
+    return _append_zero(shift_sigmas(torch.linspace(1, min_sigma, num_steps, dtype=torch.float64), shift))
 
 
 def dpm_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the noise levels of diffusers' DPMSolverMultistepScheduler for flows: from 0.999 to 0, shifted."""
-    max_level = 1 - 1 / _NUM_TRAIN_NOISE_LEVELS
-    return _append_zero(shift_levels(torch.linspace(max_level, 0, num_steps + 1, dtype=torch.float64)[:-1], shift))
+    max_sigma = 1 - 1 / _NUM_TRAIN_NOISE_LEVELS
+    return _append_zero(shift_sigmas(torch.linspace(max_sigma, 0, num_steps + 1, dtype=torch.float64)[:-1], shift))
 
 
 def unipc_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the noise levels of diffusers' UniPCMultistepScheduler for flows: from 1 down to above 0.001, shifted,
     followed by 0. The scheduler itself starts at 1 - 1e-6, because its steps take a logarithm."""
-    min_level = 1 / _NUM_TRAIN_NOISE_LEVELS
-    return _append_zero(shift_levels(torch.linspace(1, min_level, num_steps + 1, dtype=torch.float64)[:-1], shift))
+    min_sigma = 1 / _NUM_TRAIN_NOISE_LEVELS
+    return _append_zero(shift_sigmas(torch.linspace(1, min_sigma, num_steps + 1, dtype=torch.float64)[:-1], shift))
 
 
 def karras_schedule(num_steps: int, shift: float = 1.0, *, max_sigma: float = 200.0, min_sigma: float = 0.01) -> Tensor:

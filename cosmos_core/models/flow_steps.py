@@ -1,8 +1,8 @@
 """Steps of a sampler from one noise level to the next: stochastic steps with their log-probability, and ODE solvers.
 
 A stochastic step is a Gaussian around a mean. Rollouts and, with gradient, training call the same function
-`compute_transition`, which computes mean and standard deviation from a velocity. All values are computed at least in
-float32, whatever the dtype of the network.
+`compute_step_distribution`, which computes mean and standard deviation from a velocity. All values are computed at
+least in float32, whatever the dtype of the network.
 
 `flow` has the tables of noise levels.
 
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from cosmos_core.models.flow import broadcast_per_sample, estimate_clean_latents, estimate_noise, mean_per_sample
 
-_PURE_NOISE_LEVEL = 0.999
+_PURE_NOISE_SIGMA = 0.999
 """Noise level above which latents count as pure noise."""
-_MIN_REPLACED_LEVEL = 0.99
+_MIN_LIMITED_SIGMA = 0.99
 """Noise level above which the noise of a long first step is limited; the reference code does not limit it."""
 
 
@@ -31,11 +31,11 @@ class NoiseLevels:
 
     sigma: Tensor
     next_sigma: Tensor
-    second_sigma: Tensor
+    second_schedule_sigma: Tensor
     """Second noise level of the schedule; it replaces sigma = 1, at which 1 / (1 - sigma) is infinite."""
 
 
-class Transition(NamedTuple):
+class StepDistribution(NamedTuple):
     """Gaussian distribution of the latents after a stochastic step."""
 
     mean: Tensor
@@ -44,63 +44,63 @@ class Transition(NamedTuple):
     deterministic."""
     noise_rate: Tensor
     """Noise rate of the stochastic differential equation, std / sqrt(sigma - next sigma); the KL is divided by it."""
-    has_density: bool = True
+    has_log_density: bool = True
     """Whether `log_prob` is the log-density of the Gaussian; False: minus the mean squared distance (FlowCPS)."""
 
 
-StochasticStep = Callable[[Tensor, Tensor, NoiseLevels, float], Transition]
+StochasticStep = Callable[[Tensor, Tensor, NoiseLevels, float], StepDistribution]
 """Function from latents, velocity, noise levels and noise strength eta to the distribution after a step."""
 
 
-def flow_grpo_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
+def flow_grpo_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, eta: float) -> StepDistribution:
     """Return the stochastic step of FlowGRPO (arXiv 2505.05470), with the noise rate eta sqrt(sigma / (1 - sigma)).
 
     The drift preserves the distribution of latents at each noise level. The noise rate is unbounded as sigma approaches
     1, so the second noise level replaces sigma in 1 - sigma for sigma above 0.999, and in a first step from a sigma
     above 0.99 that is longer than 1 - sigma, because its noise would be larger than the latents.
     """
-    sigma, sigma_change = levels.sigma, levels.next_sigma - levels.sigma
-    is_first_step = (sigma > levels.second_sigma) & (sigma > _MIN_REPLACED_LEVEL)
-    is_replaced = (sigma > _PURE_NOISE_LEVEL) | (is_first_step & (1 - sigma < -sigma_change))
-    noise_rate = eta * torch.sqrt(sigma / (1 - torch.where(is_replaced, levels.second_sigma, sigma)))
+    sigma, sigma_change = sigmas.sigma, sigmas.next_sigma - sigmas.sigma
+    is_first_step = (sigma > sigmas.second_schedule_sigma) & (sigma > _MIN_LIMITED_SIGMA)
+    is_sigma_replaced = (sigma > _PURE_NOISE_SIGMA) | (is_first_step & (1 - sigma < -sigma_change))
+    noise_rate = eta * torch.sqrt(sigma / (1 - torch.where(is_sigma_replaced, sigmas.second_schedule_sigma, sigma)))
     drift_factor = noise_rate**2 / (2 * sigma)
     velocity_factor = (1 + drift_factor * (1 - sigma)) * sigma_change
     mean = x * broadcast_per_sample(1 + drift_factor * sigma_change, x) + v * broadcast_per_sample(velocity_factor, x)
-    return Transition(mean, noise_rate * torch.sqrt(-sigma_change), noise_rate)
+    return StepDistribution(mean, noise_rate * torch.sqrt(-sigma_change), noise_rate)
 
 
-def dance_grpo_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
+def dance_grpo_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, eta: float) -> StepDistribution:
     """Return the stochastic step of DanceGRPO (arXiv 2505.07818): constant noise rate eta, drift by the score."""
-    sigma, sigma_change = levels.sigma, levels.next_sigma - levels.sigma
+    sigma, sigma_change = sigmas.sigma, sigmas.next_sigma - sigmas.sigma
     clean_latents = estimate_clean_latents(x, v, sigma)
     score = (broadcast_per_sample(1 - sigma, x) * clean_latents - x) / broadcast_per_sample(sigma**2, x)
     mean = x + v * broadcast_per_sample(sigma_change, x) - score * broadcast_per_sample(0.5 * eta**2 * sigma_change, x)
     noise_rate = torch.full_like(sigma, eta)
-    return Transition(mean, noise_rate * torch.sqrt(-sigma_change), noise_rate)
+    return StepDistribution(mean, noise_rate * torch.sqrt(-sigma_change), noise_rate)
 
 
-def flow_cps_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
+def flow_cps_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, eta: float) -> StepDistribution:
     """Return the stochastic step of FlowCPS (arXiv 2509.05952), in which the fraction sin(eta pi / 2) of the noise is
     new. The total noise after the step is exactly that of the next noise level."""
-    new_noise_std = levels.next_sigma * math.sin(eta * math.pi / 2)
-    kept_noise_std = torch.sqrt((levels.next_sigma**2 - new_noise_std**2).clamp(min=0))
-    clean_latents, noise = estimate_clean_latents(x, v, levels.sigma), estimate_noise(x, v, levels.sigma)
-    clean_scale = broadcast_per_sample(1 - levels.next_sigma, x)
+    new_noise_std = sigmas.next_sigma * math.sin(eta * math.pi / 2)
+    kept_noise_std = torch.sqrt((sigmas.next_sigma**2 - new_noise_std**2).clamp(min=0))
+    clean_latents, noise = estimate_clean_latents(x, v, sigmas.sigma), estimate_noise(x, v, sigmas.sigma)
+    clean_scale = broadcast_per_sample(1 - sigmas.next_sigma, x)
     mean = clean_scale * clean_latents + broadcast_per_sample(kept_noise_std, x) * noise
-    return Transition(mean, new_noise_std, new_noise_std, has_density=False)
+    return StepDistribution(mean, new_noise_std, new_noise_std, has_log_density=False)
 
 
-def ddim_step(x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
+def ddim_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, eta: float) -> StepDistribution:
     """Return the step of DDIM (arXiv 2010.02502) for a flow: eta = 0 is the Euler step, eta = 1 the posterior of the
     forward process."""
-    sigma, next_sigma = levels.sigma, levels.next_sigma
+    sigma, next_sigma = sigmas.sigma, sigmas.next_sigma
     clean_ratio = (1 - sigma) / (1 - next_sigma)
     variance = (sigma**2 - (clean_ratio * next_sigma) ** 2).clamp(min=0)
     std = torch.minimum(eta * next_sigma / sigma * torch.sqrt(variance), next_sigma)
     kept_noise_std = torch.sqrt(next_sigma**2 - std**2)
     clean_latents, noise = estimate_clean_latents(x, v, sigma), estimate_noise(x, v, sigma)
     mean = broadcast_per_sample(1 - next_sigma, x) * clean_latents + broadcast_per_sample(kept_noise_std, x) * noise
-    return Transition(mean, std, std / torch.sqrt(sigma - next_sigma))
+    return StepDistribution(mean, std, std / torch.sqrt(sigma - next_sigma))
 
 
 STOCHASTIC_STEPS: dict[str, StochasticStep] = {
@@ -109,22 +109,22 @@ STOCHASTIC_STEPS: dict[str, StochasticStep] = {
 """Functions for stochastic steps, by the name in `policy.diffusers.sample.solver`."""
 
 
-def compute_transition(step_name: str, x: Tensor, v: Tensor, levels: NoiseLevels, eta: float) -> Transition:
+def compute_step_distribution(name: str, x: Tensor, v: Tensor, sigmas: NoiseLevels, eta: float) -> StepDistribution:
     """Return the distribution of the latents after a stochastic step from the latents `x` with the predicted velocity
-    `v`; `step_name` is a key of `STOCHASTIC_STEPS`, `eta` the strength of the noise."""
+    `v`; `name` is a key of `STOCHASTIC_STEPS`, `eta` the strength of the noise."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return STOCHASTIC_STEPS[step_name](x.to(dtype), v.to(dtype), levels, eta)
+    return STOCHASTIC_STEPS[name](x.to(dtype), v.to(dtype), sigmas, eta)
 
 
-def log_prob(transition: Transition, next_latents: Tensor, mask: Tensor | None = None) -> Tensor:
+def log_prob(distribution: StepDistribution, next_latents: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return for each sample the log-probability of the latents `next_latents` after a step, as the *mean* over the
     elements with mask 1 (None: all elements); conditioning frames have mask 0. Because the value is a mean, clip ranges
     are as small as 1e-4."""
-    mean, next_latents = transition.mean, next_latents.to(transition.mean.dtype)
+    mean, next_latents = distribution.mean, next_latents.to(distribution.mean.dtype)
     squared_error_B = mean_per_sample((next_latents - mean) ** 2, mask)
-    if not transition.has_density:
+    if not distribution.has_log_density:
         return -squared_error_B
-    std = transition.std.to(squared_error_B)
+    std = distribution.std.to(squared_error_B)
     return -squared_error_B / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
 
 
@@ -143,21 +143,21 @@ class DpmSolver2M:
 
     def __init__(self, sigmas_N: Tensor) -> None:
         self._sigmas_N = sigmas_N
-        self._previous_clean: Tensor | None = None
+        self._previous_latents: Tensor | None = None
 
     def step(self, x: Tensor, v: Tensor, step_index: int) -> Tensor:
         """Return the latents after step `step_index` of the schedule. Call this method for the steps in order."""
         sigma, next_sigma = self._sigmas_N[step_index], self._sigmas_N[step_index + 1]
-        clean_latents, previous_clean = estimate_clean_latents(x, v, sigma), self._previous_clean
-        self._previous_clean = clean_latents
-        if previous_clean is None or next_sigma == 0 or self._sigmas_N[step_index - 1] >= 1:
+        clean_latents, previous_clean_latents = estimate_clean_latents(x, v, sigma), self._previous_latents
+        self._previous_latents = clean_latents
+        if previous_clean_latents is None or next_sigma == 0 or self._sigmas_N[step_index - 1] >= 1:
             return euler_step(x, v, sigma, next_sigma)
         log_snr = [torch.log((1 - s) / s).item() for s in (self._sigmas_N[step_index - 1], sigma, next_sigma)]
         log_snr_step, previous_log_snr_step = log_snr[2] - log_snr[1], log_snr[1] - log_snr[0]
-        clean_slope = (clean_latents - previous_clean) / (previous_log_snr_step / log_snr_step)
+        latents_slope = (clean_latents - previous_clean_latents) / (previous_log_snr_step / log_snr_step)
         clean_scale = (1 - next_sigma).item() * math.expm1(-log_snr_step)
-        return (next_sigma / sigma).item() * x - clean_scale * clean_latents - 0.5 * clean_scale * clean_slope
+        return (next_sigma / sigma).item() * x - clean_scale * clean_latents - 0.5 * clean_scale * latents_slope
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Discard the stored clean estimate, for example after a stochastic step; the next step is of order 1."""
-        self._previous_clean = None
+        self._previous_latents = None

@@ -69,15 +69,15 @@ def _set_requires_grad(model: nn.Module, key: str, name_or_pattern: str, regex: 
 
 @contextmanager
 def _replace_meta_parameters(model: nn.Module) -> Iterator[None]:
-    """Replace the meta parameters of a model, which `load_sharded` reads later, by placeholders on a real device during
+    """Replace the meta parameters of a model, which `load_shards` reads later, by placeholders on a real device during
     the block, so that new adapters are created on that device. A placeholder is an expanded scalar, which needs no
     memory. If the default device is meta, as in an estimate of memory, do nothing."""
     placeholders: dict[nn.Parameter, nn.Parameter] = {}
     if torch.get_default_device().type != "meta":
         device = next((buffer.device for buffer in model.buffers() if not buffer.is_meta), torch.device("cpu"))
         for parameter in filter(lambda parameter: parameter.is_meta, model.parameters()):
-            zero = torch.zeros((), dtype=parameter.dtype, device=device)
-            placeholders[parameter] = nn.Parameter(zero.expand(parameter.shape), parameter.requires_grad)
+            zero_scalar = torch.zeros((), dtype=parameter.dtype, device=device)
+            placeholders[parameter] = nn.Parameter(zero_scalar.expand(parameter.shape), parameter.requires_grad)
     _swap_parameters(model, placeholders)
     try:
         yield

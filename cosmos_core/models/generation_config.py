@@ -33,7 +33,7 @@ def load_generation_config(model: str, revision: str | None = None) -> Generatio
     return config
 
 
-def find_refused_settings(model: str, revision: str | None = None) -> list[str]:
+def find_refused_generation_settings(model: str, revision: str | None = None) -> list[str]:
     """Return the names of a model's generation settings that transformers, and therefore rollout engines, refuse to
     load; raise ModelError if the file is not a JSON object."""
     return _split_refused_settings(_read_generation_config(model, revision) or {})[1]
@@ -64,16 +64,16 @@ def _read_generation_config(model: str, revision: str | None) -> dict[str, Any] 
 
 def _split_refused_settings(settings: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
     """Return a generation config with the settings that transformers accepts, and the names of the refused settings."""
-    if complete_config := _try_build_config(settings):
+    if complete_config := _try_build_generation_config(settings):
         return complete_config, []
     accepted_settings: dict[str, Any] = {}
     for key in sorted(settings, key=lambda key: (key not in _SETTINGS_TRIED_FIRST, key)):
-        if _try_build_config({**accepted_settings, key: settings[key]}):
+        if _try_build_generation_config({**accepted_settings, key: settings[key]}):
             accepted_settings[key] = settings[key]
     return GenerationConfig.from_dict(dict(accepted_settings)), sorted(settings.keys() - accepted_settings.keys())
 
 
-def _try_build_config(settings: Mapping[str, Any]) -> GenerationConfig | None:
+def _try_build_generation_config(settings: Mapping[str, Any]) -> GenerationConfig | None:
     """Return a generation config with the settings `settings`; None if transformers cannot load or write them."""
     try:
         config = GenerationConfig.from_dict(dict(settings))

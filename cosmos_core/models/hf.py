@@ -5,6 +5,7 @@ models are in other modules.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +40,10 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt",
     "tekken.json",
 )  # fmt: skip
+
+
+_BIDIRECTIONAL_MODEL_TYPES = ("cpmant", "flaubert", "prophetnet", "xlm", "xlnet")
+"""Types of models that generate text, and whose logits at a token depend on the tokens after it."""
 
 
 def load_tokenizer(
@@ -78,7 +83,7 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
             elif (model_source / "model_index.json").is_file():
                 remedy = "it is a pipeline of diffusers, which cosmos diffusion-sft trains"
             raise model_error(model, f"the folder has no config.json; {remedy}")
-        if has_adapter:  # `from_pretrained` would load the adapter too, and `load_sharded` would not
+        if has_adapter:  # `from_pretrained` would load the adapter too, and `load_shards` would not
             problem = "the folder has a model and an adapter (adapter_config.json)"
             raise model_error(model, f"{problem}; move the adapter to a folder for policy.lora.lora_path")
     for name in ("config.json", "generation_config.json"):
@@ -113,10 +118,10 @@ def load_model(
     with translate_load_errors("weights", model):
         loaded_model, loading_info = cls.from_pretrained(
             str(model_source), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
-            **load_options, **_select_attention(cls, config),
+            **load_options, **_select_attention_implementation(cls, config),
         )  # fmt: skip
     if dequantization and dequantization["quantization_config"].quant_method == MXFP4:
-        loaded_model.__dict__.pop("_weight_conversions")  # otherwise transformers saves no experts
+        loaded_model.__dict__.pop("_weight_conversions")  # with these, transformers saves no experts
     check_loaded_tensors(loaded_model, loading_info, model)
     for name, tensor in loaded_model.state_dict().items():
         if problem := describe_nonfinite_values(name, tensor):
@@ -195,7 +200,12 @@ def _build_empty_model(config: PretrainedConfig, model: str, dtype: torch.dtype)
     build_model = cls.from_config if cls is AutoModelForCausalLM else cls._from_config
     # Skip initialisations that read weights, because meta tensors have no values.
     with translate_load_errors("architecture", model), no_init_weights():
-        return build_model(config, dtype=dtype, **_select_attention(cls, config))
+        empty_model = build_model(config, dtype=dtype, **_select_attention_implementation(cls, config))
+    is_encoder = {getattr(each, "is_decoder", None) for each in (type(config), empty_model.config)} == {False}
+    if is_encoder and "encoder_hidden_states" in inspect.signature(empty_model.forward).parameters:  # such as BERT
+        problem = "config.json has is_decoder = false or no such key, so that tokens attend to the tokens after them"
+        raise model_error(model, f"{problem}; write true there if it was trained so, or give a causal language model")
+    return empty_model
 
 
 def _check_architecture(config: PretrainedConfig, model: str) -> None:
@@ -203,6 +213,9 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
     not match `model_type`, or if the package that reads quantized weights is missing."""
     with translate_load_errors("architecture", model):  # importing the model class fails if a library is missing
         cls = find_model_class(config)
+    if config.model_type in _BIDIRECTIONAL_MODEL_TYPES:
+        problem = f"logits of {config.model_type!r} depend on the tokens that follow, which it would learn to copy"
+        raise model_error(model, f"{problem}; give a causal language model")
     if config.architectures:
         setting = f"config.json has architectures = {config.architectures!r}"
         if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
@@ -217,7 +230,7 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
         ):
             problem = f"tokens of {cls.__name__} attend to the tokens after them, which they would learn to copy"
             raise model_error(model, f"{problem}; give a causal language model")
-        is_registered = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None) is cls  # under a name of its own
+        is_registered = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None) is cls  # has a name of its own
         if config_class and not (is_registered or any(isinstance(c, config_class) for c in (config, text_config))):
             raise model_error(model, f"{setting} and model_type = {config.model_type!r}, which do not belong together")
     for key, default_value in (("output_attentions", False), ("return_dict", True)):
@@ -240,7 +253,7 @@ def find_model_class(config: PretrainedConfig) -> Any:
     return getattr(transformers, architectures[0], AutoModelForCausalLM._model_mapping.get(type(config), None))
 
 
-def _select_attention(cls: Any, config: PretrainedConfig) -> dict[str, str]:
+def _select_attention_implementation(cls: Any, config: PretrainedConfig) -> dict[str, str]:
     if getattr(config.get_text_config(), "attn_logit_softcapping", None):
         return {"attn_implementation": "eager"}  # sdpa silently ignores the soft cap of the logits (Gemma 2)
     return {"attn_implementation": "sdpa"} if getattr(cls, "_supports_sdpa", True) else {}

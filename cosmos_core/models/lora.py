@@ -31,7 +31,7 @@ from cosmos_core.models.lora_targets import (
     ExactTargetLora,
     adapted_layers,
     describe_adapter,
-    find_targets,
+    find_lora_targets,
     layers_by_pattern_name,
     make_portable_config,
     possible_target_names,
@@ -65,7 +65,7 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
         ModelError: the adapter in `lora_path` is missing, or belongs to another model.
     """
     if lora.target_modules is None and targets:
-        lora = lora.derive(target_modules=tuple(targets))
+        lora = lora.copy_with(target_modules=tuple(targets))
     targets = lora.target_modules if isinstance(lora.target_modules, tuple) else ()
     modules_to_save = tuple(lora.modules_to_save or ())
     _check_targets("target_modules", targets, possible_target_names(model), r"(^|.*\.){}")
@@ -150,11 +150,11 @@ def merge_adapter(model: nn.Module) -> Iterator[None]:
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of a model with an adapter, under the key names of the model without the adapter. Call this
     function inside `merge_adapter`, so that the weights include the adapter."""
-    names = names_without_adapter(model)
+    names = keys_without_adapter(model)
     return {names[key]: tensor for key, tensor in model.state_dict().items() if names[key]}
 
 
-def names_without_adapter(model: nn.Module) -> dict[str, str]:
+def keys_without_adapter(model: nn.Module) -> dict[str, str]:
     """Return for each key of a model's state dict the key in the model without the adapter; empty for LoRA tensors."""
     wrapper_classes = (LoraLayer, ModulesToSaveWrapper)
     wrapper_names = {name for name, module in model.named_modules() if isinstance(module, wrapper_classes)}
@@ -173,7 +173,7 @@ def trains_only_linear_factors(model: nn.Module) -> bool:
     )
 
 
-def add_adapter_from(model: Any, adapted_model: Any) -> None:
+def add_adapter_like(model: Any, adapted_model: Any) -> None:
     """Add an adapter with the settings of that of `adapted_model` to `model`. The caller must load the weights."""
     with torch.random.fork_rng():
         ExactTargetLora(model, copy.deepcopy(adapted_model.peft_config[_ADAPTER_NAME]), _ADAPTER_NAME)
@@ -210,7 +210,7 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _build_peft_config(model: Any, lora: LoraConfig, should_keep_ties: bool) -> peft.LoraConfig:
-    targets = find_targets(model, lora.target_modules)
+    targets = find_lora_targets(model, lora.target_modules)
     if targets.parameters and needs_base_weights(lora):
         raise ConfigError(
             f"policy.lora.init_lora_weights = {lora.init_lora_weights!r} starts from linear layers, and "
@@ -241,18 +241,18 @@ def _build_peft_config(model: Any, lora: LoraConfig, should_keep_ties: bool) -> 
         ensure_weight_tying=should_keep_ties,
         alpha_pattern=alpha_overrides | alpha_pattern,
         rank_pattern=rank_overrides | rank_pattern,
-        # True on the meta device, where weights have no values to decompose.
+        # On the meta device, the default initialisation: PiSSA would need the values of weights.
         init_lora_weights=next(model.parameters()).is_meta or lora.init_lora_weights,
     )
 
 
 def _check_targets(
-    key: str, targets: Iterable[str], names: Collection[str], pattern_template: str, are_regexes: bool = False
+    key: str, targets: Iterable[str], names: Collection[str], pattern_template: str, are_targets_regexes: bool = False
 ) -> None:
     """Check that each of `targets`, inserted into the regular expression `pattern_template`, matches at least one
     module name."""
     for target in targets:
-        pattern = pattern_template.format(target if are_regexes else re.escape(target))
+        pattern = pattern_template.format(target if are_targets_regexes else re.escape(target))
         if not any(re.fullmatch(pattern, name) for name in names):
             similar_names = suggest_names(target, sorted({name.rpartition(".")[2] for name in names}))
             raise ConfigError(f"policy.lora.{key} = {target!r} matches no module{similar_names}")

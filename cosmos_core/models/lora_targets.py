@@ -47,7 +47,7 @@ class ExactTargetLora(peft.LoraModel):
 
     def __init__(self, model: nn.Module, config: Any, name: str) -> None:
         self._exact_targets = config.target_modules, config.target_parameters
-        config.target_modules, config.target_parameters = [], None  # PEFT would rewrite the names
+        config.target_modules, config.target_parameters = [], None  # PEFT would translate their names
         super().__init__(model, config, name)
 
     def _check_new_adapter_config(self, config: Any) -> None:
@@ -55,7 +55,7 @@ class ExactTargetLora(peft.LoraModel):
         super()._check_new_adapter_config(config)
 
 
-def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -> AdapterTargets:
+def find_lora_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -> AdapterTargets:
     """Return the layers of a model that the setting `target_modules` of a recipe selects; raise ConfigError if it names
     only one of two projections that experts store in one matrix."""
     if target_modules is None:
@@ -65,7 +65,7 @@ def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -
         linear_modules = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         bypassed = set(_find_bypassed_layers(model))
         excluded_modules = [name for name, layer in linear_modules if name in bypassed or not is_plain_linear(layer)]
-        parameter_names = sorted(set(map(name_without_prefix, stacked_names)))
+        parameter_names = sorted(set(map(name_within_layer, stacked_names)))
         double_rank = [name for name in parameter_names if name.endswith("gate_up_proj")]
         return AdapterTargets(ALL_LINEAR, parameter_names, excluded_modules, double_rank)
 
@@ -82,7 +82,7 @@ def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -
             if matching_names and len(matching_names) < len(projections):
                 raise ConfigError(
                     f"policy.lora.target_modules names {matching_names[0]!r} alone, but the experts of "
-                    f"{name_without_prefix(parent_name)} "
+                    f"{name_within_layer(parent_name)} "
                     f"hold {' and '.join(projections)} in one matrix; name both or neither"
                 )
             if matching_names:
@@ -91,7 +91,7 @@ def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -
                 double_rank_names |= {_shorten_parameter_name(name, matching_names)} if len(projections) > 1 else set()
     module_names = []
     for name, module in model.named_modules():
-        if not _is_weight_target(module):
+        if not _can_adapt_only_weight(module):
             module_names.append(name)
         elif matching_names := matching_targets(name):
             target_parameters.add(f"{_shorten_parameter_name(name, matching_names)}.weight")
@@ -128,11 +128,11 @@ def make_portable_config(config: Any, model: nn.Module) -> Any:
     config.target_modules = set(config.target_modules) - rewritten_targets
     parameters, layers = set(config.target_parameters or ()), adapted_layers(model)
     module_names = [name for name, _ in model.named_modules() if ".base_layer" not in name]
-    num_modules = Counter(map(name_without_prefix, module_names))
-    num_adapted = Counter(map(name_without_prefix, layers))
+    num_modules = Counter(map(name_within_layer, module_names))
+    num_adapted = Counter(map(name_within_layer, layers))
     for name, layer in layers.items():
         if not isinstance(layer, ParamWrapper) and any(_has_name_suffix(name, target) for target in rewritten_targets):
-            short_name = name_without_prefix(name)
+            short_name = name_within_layer(name)
             are_all_adapted = num_modules[short_name] == num_adapted[short_name]
             parameters.add(f"{short_name if are_all_adapted else name}.weight")
             (rank,), (alpha,) = layer.r.values(), layer.lora_alpha.values()
@@ -144,8 +144,8 @@ def make_portable_config(config: Any, model: nn.Module) -> Any:
 
 
 def resolve_saved_targets(config: Any, model: nn.Module) -> None:
-    """Change the configuration of a saved adapter so that it names layers of `model` as `find_targets` does. Linear
-    layers that `make_portable_config` listed as parameters are listed as modules again."""
+    """Change the configuration of a saved adapter so that it names layers of `model` as `find_lora_targets` does.
+    Linear layers that `make_portable_config` listed as parameters are listed as modules again."""
     saved_parameters = set(config.target_parameters or ())
     matches_by_layer = {
         name: {target for target in saved_parameters if _has_name_suffix(f"{name}.weight", target)}
@@ -154,7 +154,7 @@ def resolve_saved_targets(config: Any, model: nn.Module) -> None:
     }
     config.target_parameters = saved_parameters.difference(*matches_by_layer.values())
     if not isinstance(config.target_modules, str):
-        targets = find_targets(model, sorted(config.target_modules or ()))
+        targets = find_lora_targets(model, sorted(config.target_modules or ()))
         linear_names = (name for name, matches in matches_by_layer.items() if matches)
         config.target_modules = {*(targets.modules or ()), *linear_names}
         config.target_parameters |= set(targets.parameters)
@@ -186,24 +186,24 @@ def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> 
     """Return a text about the adapter of a model: the number of adapted layers by kind. For the setting `all-linear`,
     the text also lists the layers that the adapter does not change."""
     layers = adapted_layers(model)
-    adapted_counts = Counter(map(_describe_layer, layers.values(), layers))
-    text = "LoRA on " + ", ".join(f"{count} {kind}" for kind, count in adapted_counts.items())
+    num_adapted_by_kind = Counter(map(_describe_layer, layers.values(), layers))
+    text = "LoRA on " + ", ".join(f"{count} {kind}" for kind, count in num_adapted_by_kind.items())
     if target_modules != ALL_LINEAR:  # the user chose layers by name, so unadapted layers are not listed
         return text
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    unadapted_counts: Counter[str] = Counter()
+    num_unadapted_by_kind: Counter[str] = Counter()
     for name, module in model.named_modules():
         is_adapter_module = any(component in name for component in _ADAPTER_COMPONENTS)
         if is_adapter_module or isinstance(module, LoraLayer | nn.Embedding):
             continue
         if any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
             layer_kind = "the head" if module is head else type(module).__name__
-            unadapted_counts[f"{name_without_prefix(name)} ({layer_kind})"] += 1
-    unadapted_text = ", ".join(f"{count} {kind}" for kind, count in unadapted_counts.items())
-    return text + f"; not on {unadapted_text}" * bool(unadapted_counts)
+            num_unadapted_by_kind[f"{name_within_layer(name)} ({layer_kind})"] += 1
+    unadapted_text = ", ".join(f"{count} {kind}" for kind, count in num_unadapted_by_kind.items())
+    return text + f"; not on {unadapted_text}" * bool(num_unadapted_by_kind)
 
 
-def name_without_prefix(name: str) -> str:
+def name_within_layer(name: str) -> str:
     """Return the part of a module name after the layer number; this part is the same in all layers."""
     return re.split(r"(?:^|\.)\d+\.", name.replace(".base_layer", ""), maxsplit=1)[-1]
 
@@ -229,8 +229,8 @@ def _find_bypassed_layers(model: nn.Module) -> Iterator[str]:
         linear_names = [child_name for child_name, child in module.named_children() if isinstance(child, nn.Linear)]
         source = _read_source(cast(Any, type(module))) if linear_names and isinstance(model, PreTrainedModel) else ""
         for child in linear_names:
-            is_read = re.search(rf"self\.{child}\.(weight|bias)\b(?!\.(dtype|device|shape))", source)
-            if is_read and (hasattr(module, "conv1d") or f"self.{child}(" not in source):
+            is_weight_read = re.search(rf"self\.{child}\.(weight|bias)\b(?!\.(dtype|device|shape))", source)
+            if is_weight_read and (hasattr(module, "conv1d") or f"self.{child}(" not in source):
                 yield f"{name}.{child}"
 
 
@@ -246,9 +246,9 @@ def _read_source(module_class: type[nn.Module]) -> str:
 
 def _describe_layer(layer: LoraLayer, name: str) -> str:
     if not isinstance(layer, ParamWrapper):
-        return name_without_prefix(name)
+        return name_within_layer(name)
     expert_suffix = f" of {layer.num_experts} experts" if layer.num_experts > 1 else ""
-    return f"{name_without_prefix(name)}.{layer.parameter_name}{expert_suffix}"
+    return f"{name_within_layer(name)}.{layer.parameter_name}{expert_suffix}"
 
 
 def _find_stacked_parameters(model: nn.Module) -> list[str]:
@@ -262,12 +262,12 @@ def _find_stacked_parameters(model: nn.Module) -> list[str]:
 
 
 def _shorten_parameter_name(name: str, targets: Sequence[str]) -> str:
-    """Return the name of a parameter without its layer number, unless one of the matching `targets` has it."""
-    unnumbered_name = name_without_prefix(name)
+    """Return the name of a parameter without the layer number, or with it if one of `targets` contains it."""
+    unnumbered_name = name_within_layer(name)
     return unnumbered_name if all(len(target) <= len(unnumbered_name) for target in targets) else name
 
 
-def _is_weight_target(module: nn.Module) -> bool:
+def _can_adapt_only_weight(module: nn.Module) -> bool:
     """Return True if PEFT can adapt only the weight of a module and not the module itself, for example of a router."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     is_adaptable_module = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d | Conv1D)

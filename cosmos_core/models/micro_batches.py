@@ -11,9 +11,9 @@ from cosmos_core.data.sample import Sample
 
 _MAX_PADDING_FRACTION = 0.1
 """Fraction of padding tokens below which rows are not rearranged."""
-_MAX_OVERHEAD_TOKENS, _OVERHEAD_DIVISOR = 32, 64
+_MAX_OVERHEAD_TOKENS, _TOKENS_PER_OVERHEAD_TOKEN = 32, 64
 """Fixed cost of a micro-batch on a CPU, in tokens: a 64th of all tokens, at most 32."""
-_MIN_SAVED_FRACTION = 0.25
+_MIN_SAVED_TOKEN_FRACTION = 0.25
 """Fraction of all tokens that sharing prompts must save."""
 _MIN_PROMPT_TOKENS = 8
 """Minimum number of tokens of a prompt to share, because the attention of completions of shared prompts runs in more,
@@ -23,35 +23,35 @@ smaller batches."""
 def split_by_length(
     samples: Sequence[Sample],
     sorted_indices: Sequence[int],
-    size: int,
+    max_rows: int,
     num_ranks: int,
     padded_length_fn: Callable[[int], int] = lambda length: length,
 ) -> list[list[int]] | None:
-    """Return micro-batches of at most `size` padded rows with the fewest tokens, padding included; None if batches of
-    equal numbers of rows need hardly more tokens.
+    """Return micro-batches of at most `max_rows` padded rows with the fewest tokens, padding included; None if batches
+    of equal numbers of rows need hardly more tokens.
 
     Args:
         samples: all samples.
         sorted_indices: indices of the samples to arrange, the longest first.
-        size: maximum number of rows of a micro-batch.
+        max_rows: maximum number of rows of a micro-batch.
         num_ranks: number of data-parallel ranks, which get the micro-batches in turn.
         padded_length_fn: function from the length of the longest row of a micro-batch to the padded length.
     """
     # The ranks run rows of similar length in parallel, so the longest of `num_ranks` rows determines the cost.
     lengths = [padded_length_fn(len(samples[i].input_ids)) for i in sorted_indices[::num_ranks]]
-    equal_size_cost = sum(lengths[start] * len(lengths[start : start + size]) for start in range(0, len(lengths), size))
+    equal_size_cost = sum(lengths[i] * len(lengths[i : i + max_rows]) for i in range(0, len(lengths), max_rows))
     if sum(lengths) >= (1 - _MAX_PADDING_FRACTION) * equal_size_cost:
         return None
-    overhead_tokens = min(_MAX_OVERHEAD_TOKENS, sum(lengths) // _OVERHEAD_DIVISOR)
-    costs, best_starts = [0], [0]
+    overhead_tokens = min(_MAX_OVERHEAD_TOKENS, sum(lengths) // _TOKENS_PER_OVERHEAD_TOKEN)
+    costs, batch_starts = [0], [0]
     for end in range(1, len(lengths) + 1):
-        possible_starts = range(max(0, end - size), end)
-        cost, start = min((costs[i] + lengths[i] * (end - i) + overhead_tokens, i) for i in possible_starts)
+        candidate_starts = range(max(0, end - max_rows), end)
+        cost, start = min((costs[i] + lengths[i] * (end - i) + overhead_tokens, i) for i in candidate_starts)
         costs.append(cost)
-        best_starts.append(start)
+        batch_starts.append(start)
     boundaries = [len(lengths)]
     while boundaries[-1]:
-        boundaries.append(best_starts[boundaries[-1]])
+        boundaries.append(batch_starts[boundaries[-1]])
     slices = [(num_ranks * start, num_ranks * end) for start, end in pairwise(reversed(boundaries))]
     batches = [list(sorted_indices[start + k : end : num_ranks]) for start, end in slices for k in range(num_ranks)]
     return [batch for batch in batches if batch]
@@ -72,9 +72,9 @@ def prompt_length(sample: Sample) -> int:
     return length if length >= _MIN_PROMPT_TOKENS else 0
 
 
-def saves_enough_tokens(num_tokens: float, num_shared: float) -> bool:
-    """Return True if sharing prompts, which reduces `num_tokens` tokens to `num_shared`, saves enough tokens."""
-    return num_shared <= (1 - _MIN_SAVED_FRACTION) * num_tokens
+def saves_enough_tokens(num_tokens: float, num_merged_tokens: float) -> bool:
+    """Return True if sharing prompts, which reduces `num_tokens` tokens to `num_merged_tokens`, saves enough tokens."""
+    return num_merged_tokens <= (1 - _MIN_SAVED_TOKEN_FRACTION) * num_tokens
 
 
 def num_shared_tokens(samples: Sequence[Sample]) -> int:
@@ -83,18 +83,18 @@ def num_shared_tokens(samples: Sequence[Sample]) -> int:
 
 
 def merge_prompts(
-    samples: Sequence[Sample], sorted_indices: Sequence[int], size: int, num_ranks: int
+    samples: Sequence[Sample], sorted_indices: Sequence[int], max_rows: int, num_ranks: int
 ) -> list[list[int]] | None:
     """Return micro-batches in which completions of a prompt share one copy of the prompt; None if the prompts are too
     short, or too few for the number of ranks.
 
-    A micro-batch has at most as many tokens as `size` of the longest samples without sharing. The arguments are those
-    of `split_by_length`.
+    A micro-batch has at most as many tokens as `max_rows` of the longest samples without sharing. The arguments are
+    those of `split_by_length`.
     """
     groups = [[sorted_indices[k] for k in group] for group in group_by_prompt([samples[i] for i in sorted_indices])]
     tokens_by_group = [num_shared_tokens([samples[i] for i in group]) for group in groups]
     num_tokens = sum(len(samples[i].input_ids) for i in sorted_indices)
-    max_unmerged_tokens = size * len(samples[sorted_indices[0]].input_ids)
+    max_unmerged_tokens = max_rows * len(samples[sorted_indices[0]].input_ids)
     max_tokens = min(max_unmerged_tokens, max(max(tokens_by_group), -(-sum(tokens_by_group) // num_ranks)))
     batches: list[list[int]] = []
     tokens_by_batch: list[int] = []
@@ -111,7 +111,7 @@ def merge_prompts(
                 tokens_by_batch.append(num_prompt_tokens)
             batches[-1].append(i)
             tokens_by_batch[-1] += num_completion_tokens
-    order = sorted(range(len(batches)), key=lambda k: -tokens_by_batch[k])
-    if not saves_enough_tokens(num_tokens / num_ranks, sum(tokens_by_batch[k] for k in order[::num_ranks])):
+    batch_order = sorted(range(len(batches)), key=lambda k: -tokens_by_batch[k])
+    if not saves_enough_tokens(num_tokens / num_ranks, sum(tokens_by_batch[k] for k in batch_order[::num_ranks])):
         return None
-    return [batches[k] for k in order]
+    return [batches[k] for k in batch_order]

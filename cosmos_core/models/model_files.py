@@ -46,11 +46,11 @@ def translate_load_errors(component: str, model: str) -> AbstractContextManager[
     """Convert errors of libraries in the block, which reads `component` of `model`, to a `ModelError` of one line.
     Errors of memory, disk and network, and errors of the class `CosmosError`, are raised unchanged."""
 
-    def convert(error: Exception) -> Exception:
+    def convert_error(error: Exception) -> Exception:
         is_transient = is_machine_error(error) or (is_network_error(error) and is_hub_reachable())
         return error if is_transient else _describe_load_error(component, model, error)
 
-    return convert_errors(convert)
+    return convert_errors(convert_error)
 
 
 def read_json(file: Path, model: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ that imports are fast.
 """
 
 import gc
+import importlib
 import os
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -21,11 +22,21 @@ from cosmos_core.parent import kill_with_parent
 
 T = TypeVar("T")
 _POLL_SECONDS = 2.0
+_prestarted_pools: list[ProcessPool] = []
+"""At most one pool, which `open_interpreter_pool` returns next."""
+
+
+def prestart_interpreter(module_name: str) -> None:
+    """Start the interpreter of the next `open_interpreter_pool` and import a module in it, unless it was started."""
+    if not _prestarted_pools:
+        _prestarted_pools.append(_make_pool())
+        _prestarted_pools[0].schedule(_import_module, (module_name,))
 
 
 def open_interpreter_pool() -> ProcessPool:
-    """Return a pool with one new Python interpreter, which starts with the first task and shares no state."""
-    return ProcessPool(1, initializer=_prepare_interpreter, initargs=(os.getpid(),), context=get_context("spawn"))
+    """Return a pool with one new Python interpreter, which shares no state with this process. It is the interpreter of
+    `prestart_interpreter`, or starts with the first task."""
+    return _prestarted_pools.pop() if _prestarted_pools else _make_pool()
 
 
 def call_in_interpreter(
@@ -54,6 +65,14 @@ def call_in_interpreter(
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise StageFailed(f"{failure_prefix}: a fresh interpreter cannot load it: {reason[-300:]}") from error
+
+
+def _make_pool() -> ProcessPool:
+    return ProcessPool(1, initializer=_prepare_interpreter, initargs=(os.getpid(),), context=get_context("spawn"))
+
+
+def _import_module(module_name: str) -> None:
+    importlib.import_module(module_name)
 
 
 def _prepare_interpreter(parent_pid: int) -> None:

@@ -22,8 +22,8 @@ def activations_on_cpu() -> saved_tensors_hooks:
         is_kept_on_device = isinstance(base_tensor, nn.Parameter) or tensor.numel() < MIN_OFFLOADED_ELEMENTS
         return tensor if is_kept_on_device else offload_hooks.pack_hook(tensor)
 
-    def restore_tensor(saved: Any) -> Tensor:
-        return saved if isinstance(saved, Tensor) else offload_hooks.unpack_hook(saved)
+    def restore_tensor(saved_value: Any) -> Tensor:
+        return saved_value if isinstance(saved_value, Tensor) else offload_hooks.unpack_hook(saved_value)
 
     return saved_tensors_hooks(offload_tensor, restore_tensor)
 
@@ -47,7 +47,7 @@ class ComponentOffload:
             yield
         finally:
             if not self._is_offload_deferred:
-                self._return_to_host()
+                self._move_to_host()
 
     @contextmanager
     def keep_on_device(self) -> Iterator[None]:
@@ -57,9 +57,9 @@ class ComponentOffload:
             yield
         finally:
             self._is_offload_deferred = False
-            self._return_to_host()
+            self._move_to_host()
 
-    def _return_to_host(self) -> None:
+    def _move_to_host(self) -> None:
         for component, weights in self._weights_on_device.items() if self._is_offloaded else ():
             for weight, host_tensor in weights:
                 weight.data = host_tensor  # weights of components never change, so they are not copied back

@@ -62,7 +62,7 @@ def open_model(stage: Stage) -> CausalLM:
         mark_trained_weights(model, policy)
         if train.fp8.enable_fp8:
             enable_fp8_if_supported(model, train.fp8)
-    train = train.derive(compile=stage.recipe.should_compile_blocks(device.type) and policy.parallelism.tp_size == 1)
+    train = train.copy_with(compile=stage.recipe.should_compile_blocks(device.type) and policy.parallelism.tp_size == 1)
     if train.compile:
         report_compilations(stage.progress)
         compile_blocks(model)
@@ -77,7 +77,7 @@ def open_image_reader(stage: Stage) -> ImageReader | None:
     the recipe has a parallelism or load balancing that does not support images, and ModelError without a processor."""
     if stage.data is None or not has_images(stage.data):
         return None
-    if unsupported_setting := stage.recipe.describe_image_obstacle(stage.kind):
+    if unsupported_setting := stage.recipe.explain_missing_image_support(stage.kind):
         raise ConfigError(unsupported_setting)
     processor = load_processor(stage.model, stage.recipe.policy.model_revision, image_settings(stage.recipe).pixels)
     if processor is None:

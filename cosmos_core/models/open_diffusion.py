@@ -6,7 +6,7 @@ import torch
 
 from cosmos_core.models.compiled import compile_blocks, report_compilations
 from cosmos_core.models.denoiser import Denoiser
-from cosmos_core.models.families import open_family
+from cosmos_core.models.families import open_pipeline
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.recompute import recompute_activations
 from cosmos_core.parallel.fsdp import move_buffers
@@ -28,7 +28,7 @@ def open_model(stage: Stage) -> Denoiser:
     torch.manual_seed(stage.seed)
     torch.use_deterministic_algorithms(train.deterministic)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    family = open_family(stage.model, policy, device)
+    family = open_pipeline(stage.model, policy, device)
     mesh = open_mesh(policy.parallelism, device.type)
     if mesh and mesh.cp:
         family.check_context_parallel_size(mesh.cp.size())

@@ -30,20 +30,20 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from cosmos_core.data.batch import SequenceBounds, collate_rows, collate_shared_prompts, to_device
 from cosmos_core.models.base import has_dropout
 from cosmos_core.models.length_rounding import round_up_length
-from cosmos_core.models.scorer import is_without_data
-from cosmos_core.parallel.mesh import any_rank
+from cosmos_core.models.scorer import is_without_weight_data
+from cosmos_core.parallel.mesh import all_reduce_any
 
 PACKED_ATTENTION = "packed_sdpa"
 _PACKED_ATTENTION_NAMES = {"sdpa": PACKED_ATTENTION, "eager": "packed_eager"}
 _PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_PROBE_LENGTHS, _PROBE_WINDOW = (5, 9), 3
+_PROBE_LENGTHS, _PROBE_SLIDING_WINDOW = (5, 9), 3
 _PROBE_TOLERANCE = 1e-3
 _VARLEN_DEVICE, _VARLEN_MIN_CAPABILITY = "cuda", (8, 0)
 _VARLEN_DTYPES, _VARLEN_MAX_HEAD_SIZE = {torch.bfloat16, torch.float16}, 256
 _GQA_OPTIONS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Arguments of `varlen_attn` for grouped-query attention; empty for older versions of torch."""
 
-_MAX_SHORT_LENGTH = 16
+_MAX_SHORT_SEQUENCE_TOKENS = 16
 """Maximum length of sequences that are padded to a power of two. Longer sequences form fewer, larger batches."""
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def enable_packing(
     root_modules: Sequence[nn.Module] = (),
     compute_dtype: torch.dtype | None = None,
     *,
-    gathers_inside_block: bool = False,
+    gathers_in_compute_dtype: bool = False,
 ) -> str:
     """Enable packed rows for `model`, which have the inputs of `data.batch.packed_attention_kwargs`, and `position_ids`
     that restart in each sequence. Return an empty string, or the reason why the model does not support packed rows and
@@ -64,7 +64,7 @@ def enable_packing(
         model: model whose attention is replaced.
         root_modules: modules to call instead of a sharded model.
         compute_dtype: autocast dtype of training, which determines the kernel; None: the dtype of the weights.
-        gathers_inside_block: whether FSDP gathers weights in `compute_dtype`, so that no other dtype can be tested.
+        gathers_in_compute_dtype: whether FSDP gathers weights in `compute_dtype`, so that no other dtype can be tested.
     """
     text_config = model.config.get_text_config()
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
@@ -74,17 +74,17 @@ def enable_packing(
     attention_name = text_config._attn_implementation
     if attention_name not in _PACKED_ATTENTION_NAMES:
         return f"attention is computed by {attention_name!r}"
-    if is_without_data(model):
-        _set_attention(model, _PACKED_ATTENTION_NAMES[attention_name])
+    if is_without_weight_data(model):
+        _set_attention_function(model, _PACKED_ATTENTION_NAMES[attention_name])
         return ""
-    dtypes = {} if gathers_inside_block else {model.dtype: None}
-    if compute_dtype and (gathers_inside_block or _compute_device(model).type == _VARLEN_DEVICE):
+    dtypes = {} if gathers_in_compute_dtype else {model.dtype: None}
+    if compute_dtype and (gathers_in_compute_dtype or _compute_device(model).type == _VARLEN_DEVICE):
         dtypes[compute_dtype] = None
     for dtype in dtypes:
-        _set_attention(model, attention_name)
-        is_different = not _is_packing_exact(model, root_modules, attention_name, dtype)
-        if any_rank(is_different) if root_modules else is_different:  # each pipeline rank has tested its own layers
-            _set_attention(model, attention_name)
+        _set_attention_function(model, attention_name)
+        is_inexact = not _is_packing_exact(model, root_modules, attention_name, dtype)
+        if all_reduce_any(is_inexact) if root_modules else is_inexact:  # each pipeline rank has tested its own layers
+            _set_attention_function(model, attention_name)
             return "packed sequences have other logits than separate ones"
     return ""
 
@@ -98,10 +98,10 @@ def can_merge_prompts(model: PreTrainedModel, root_modules: Sequence[Any], dtype
     model, on all ranks.
     """
     config = model.config.get_text_config()
-    has_windows = set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
-    if config._attn_implementation != PACKED_ATTENTION or has_windows or getattr(config, "sliding_window", None):
+    has_window_layers = set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
+    if config._attn_implementation != PACKED_ATTENTION or has_window_layers or getattr(config, "sliding_window", None):
         return False
-    if _compute_device(model).type != "cpu" or is_without_data(model) or has_dropout(model):
+    if _compute_device(model).type != "cpu" or is_without_weight_data(model) or has_dropout(model):
         return False
     prompt, *continuations = _random_rows(model, (7, *_PROBE_LENGTHS))
     token_rows = [np.concatenate([prompt, continuation]) for continuation in continuations]
@@ -119,12 +119,12 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute the attention of packed rows or, without `sequence_bounds` in `kwargs`, the attention `sdpa` of
     transformers. Inputs are (batch, heads, positions, head size), outputs (batch, positions, heads, head size)."""
-    bounds, window_size = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
-    if bounds is None and not (window_size and attention_mask is None and query.shape[2] == key.shape[2]):
+    sequence_bounds, window_size = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
+    if sequence_bounds is None and not (window_size and attention_mask is None and query.shape[2] == key.shape[2]):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     dropout_rate, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
     is_gqa = query.shape[1] != key.shape[1]
-    if bounds is not None and query.device.type == _VARLEN_DEVICE:
+    if sequence_bounds is not None and query.device.type == _VARLEN_DEVICE:
         qkv_states = _cast_to_autocast(query), _cast_to_autocast(key), _cast_to_autocast(value)
         unsupported_reason = unsupported_varlen_reason(*qkv_states, dropout_rate)
         if not unsupported_reason:
@@ -132,18 +132,18 @@ def packed_attention(
         if not torch.compiler.is_compiling():
             _log_fallback_once(unsupported_reason)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def compute_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         length, num_prompt_tokens = query.shape[2], key.shape[2] - query.shape[2]
         mask = _sliding_window_mask(length, window_size, query.device) if window_size and window_size < length else None
         if num_prompt_tokens:
             mask = query.new_ones(length, key.shape[2], dtype=torch.bool).tril(num_prompt_tokens)
-        attended_BKPD = scaled_dot_product_attention(
+        output_BKPD = scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout_rate, is_causal=mask is None, scale=scaling,
             enable_gqa=is_gqa,
         )  # fmt: skip
-        return attended_BKPD.transpose(1, 2)
+        return output_BKPD.transpose(1, 2)
 
-    return _per_sequence_attention(bounds, attend, query, key, value), None
+    return _per_sequence_attention(sequence_bounds, compute_attention, query, key, value), None
 
 
 def unsupported_varlen_reason(query: Tensor, key: Tensor, value: Tensor, dropout_rate: float) -> str:
@@ -193,55 +193,55 @@ def packed_eager_attention(
     """Compute the attention of packed rows with the eager attention of the model's family, which may have sinks or soft
     caps. The signature is that of attention functions in transformers."""
     eager_attention = sys.modules[type(module).__module__].eager_attention_forward
-    bounds, window_size = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
-    if bounds is None and attention_mask is not None:
+    sequence_bounds, window_size = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
+    if sequence_bounds is None and attention_mask is not None:
         return eager_attention(module, query, key, value, attention_mask, **kwargs)[0], None
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def compute_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         length, min_value = query.shape[2], torch.finfo(query.dtype).min
         is_visible = _sliding_window_mask(length, window_size or length, query.device)
         mask = query.new_zeros(length, length).masked_fill(~is_visible, min_value)
         return eager_attention(module, query, key, value, mask[None, None], **kwargs)[0]
 
-    return _per_sequence_attention(bounds, attend, query, key, value), None
+    return _per_sequence_attention(sequence_bounds, compute_attention, query, key, value), None
 
 
-def _make_mask(make_full_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
+def _make_attention_mask(make_full_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
     """Return the mask that `make_full_mask` makes, or None if there are neither padding tokens nor cached keys."""
     has_padding, has_cache = kwargs.get("attention_mask") is not None, kwargs.get("q_length") != kwargs.get("kv_length")
     return make_full_mask(*args, **kwargs) if has_padding or has_cache else None
 
 
-def _per_sequence_attention(bounds: SequenceBounds | None, attend: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
-    """Compute the attention of each sequence of a packed row BKPD with the function `attend`.
+def _per_sequence_attention(bounds: SequenceBounds | None, attention_fn: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
+    """Compute the attention of each sequence of a packed row BKPD with the function `attention_fn`.
 
     If `bounds` is None, the row is one sequence. A sequence with a shared prompt also attends to the prompt. Sequences
     of similar length, whose prompts have equal lengths, form a batch, padded on the right, which causal attention
     ignores. `Tensor.split` divides the row, because the gradient of an indexed slice would be as large as the row.
     """
     if bounds is None:
-        return attend(*qkv)
+        return attention_fn(*qkv)
     lengths, prompt_indices = np.diff(bounds.boundaries).tolist(), bounds.prompt_indices
     split_states = [state.squeeze(0).split(lengths, dim=1) for state in qkv]  # shapes (K, sequence length, D)
     indices_by_lengths: dict[tuple[int, int], list[int]] = {}
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         length, prompt_index = lengths[index], prompt_indices[index]
         # In float32 no kernel is compiled for each shape, so a short sequence is padded only to a power of two.
-        is_padded_to_power = qkv[0].dtype == torch.float32 and length <= _MAX_SHORT_LENGTH
-        padded_length = 1 << (length - 1).bit_length() if is_padded_to_power else round_up_length(length)
+        is_padded_to_power_of_2 = qkv[0].dtype == torch.float32 and length <= _MAX_SHORT_SEQUENCE_TOKENS
+        padded_length = 1 << (length - 1).bit_length() if is_padded_to_power_of_2 else round_up_length(length)
         prompt_length = lengths[prompt_index] if prompt_index >= 0 else 0
         indices_by_lengths.setdefault((padded_length, prompt_length), []).append(index)
     outputs: dict[int, Tensor] = {}
     for (padded_length, prompt_length), indices in indices_by_lengths.items():
-        batch = [_stack_padded([slices[i] for i in indices], padded_length) for slices in split_states]
+        batch = [_pad_and_stack([slices[i] for i in indices], padded_length) for slices in split_states]
         if prompt_length:  # prepend the keys and values of the shared prompts
             prompts = [torch.stack([slices[prompt_indices[i]] for i in indices]) for slices in split_states[1:]]
             batch[1:] = [torch.cat(key_or_value, dim=2) for key_or_value in zip(prompts, batch[1:], strict=True)]
-        outputs |= zip(indices, attend(*batch).unbind(0), strict=True)
+        outputs |= zip(indices, attention_fn(*batch).unbind(0), strict=True)
     return torch.cat([outputs[index][:length] for index, length in enumerate(lengths)]).unsqueeze(0)
 
 
-def _stack_padded(states: Sequence[Tensor], length: int) -> Tensor:
+def _pad_and_stack(states: Sequence[Tensor], length: int) -> Tensor:
     """Pad queries, keys or values (heads, tokens, features) of sequences to `length` tokens, and stack them. The
     sequences are sorted by length."""
     stacks = [torch.stack(list(group)) for _, group in groupby(states, key=lambda state: state.shape[1])]
@@ -252,11 +252,11 @@ def _stack_padded(states: Sequence[Tensor], length: int) -> Tensor:
 def _sliding_window_mask(length: int, window_size: int, device: torch.device) -> Tensor:
     """Return the causal mask of a sliding window, (positions, positions): True where the query (row) attends to the key
     (column)."""
-    distances = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    return (distances >= 0) & (distances < window_size)
+    token_distances = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (token_distances >= 0) & (token_distances < window_size)
 
 
-def _set_attention(model: PreTrainedModel, attention_name: str) -> None:
+def _set_attention_function(model: PreTrainedModel, attention_name: str) -> None:
     """Set the attention function of the language model, but not of a vision tower, which packs images differently."""
     keys = [key for key in model.config.sub_configs if getattr(model.config, key) is model.config.get_text_config()]
     model.set_attn_implementation({keys[0]: attention_name} if keys else attention_name)
@@ -271,7 +271,7 @@ def _shorten_sliding_windows(model: PreTrainedModel) -> Iterator[None]:
     window_sizes = [(module, size) for module, size in window_sizes if size]
     try:
         for module, _ in window_sizes:
-            module.sliding_window = _PROBE_WINDOW
+            module.sliding_window = _PROBE_SLIDING_WINDOW
         yield
     finally:
         for module, window_size in window_sizes:
@@ -320,7 +320,7 @@ def _is_packing_exact(
 
     with _shorten_sliding_windows(model), _evaluation_mode(model, dtype):
         separate_outputs = torch.cat([compute_outputs([row], packed=False) for row in token_rows])
-        _set_attention(model, _PACKED_ATTENTION_NAMES[attention_name])
+        _set_attention_function(model, _PACKED_ATTENTION_NAMES[attention_name])
         try:
             packed_outputs = compute_outputs(token_rows, packed=True)
         except (TypeError, ValueError, RuntimeError, AttributeError):  # this model family refuses packed inputs
@@ -332,7 +332,7 @@ def _compute_probe_outputs(model: PreTrainedModel, root_modules: Sequence[Any], 
     """Return the logits of the first row or, with `root_modules`, its last hidden states from each of these modules."""
     inputs = to_device(inputs, _compute_device(model))
     if root_modules:
-        return torch.cat([root.probe(inputs)[0] for root in root_modules], dim=-1)
+        return torch.cat([root.probe_hidden_states(inputs)[0] for root in root_modules], dim=-1)
     return model(**inputs, use_cache=False).logits[0]
 
 
@@ -344,6 +344,6 @@ def is_close(outputs: Tensor, expected_outputs: Tensor, dtype: torch.dtype) -> b
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-AttentionMaskInterface.register(PACKED_ATTENTION, partial(_make_mask, sdpa_mask))
+AttentionMaskInterface.register(PACKED_ATTENTION, partial(_make_attention_mask, sdpa_mask))
 AttentionInterface.register(_PACKED_ATTENTION_NAMES["eager"], packed_eager_attention)
-AttentionMaskInterface.register(_PACKED_ATTENTION_NAMES["eager"], partial(_make_mask, eager_mask))
+AttentionMaskInterface.register(_PACKED_ATTENTION_NAMES["eager"], partial(_make_attention_mask, eager_mask))

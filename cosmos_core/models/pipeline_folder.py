@@ -91,7 +91,7 @@ class PipelineFolder:
             raise model_error(self.model, f"{problem}; copy it again")
         return module.eval()
 
-    def build(self, name: str) -> Any:
+    def build_component(self, name: str) -> Any:
         """Return the component `name` built from its configuration without weights, on the default device; raise
         ModelError if the configuration is missing or invalid."""
         cls = self.component_class(name)

@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.models.base import BatchConsumer, MicroBatchRunner
-from cosmos_core.models.scorer import LOGPROBS_ONLY, RequestedOutputs, Scorer
+from cosmos_core.models.base import LossFn, MicroBatchRunner
+from cosmos_core.models.scorer import LOGPROBS_ONLY, LogprobScorer, RequestedOutputs
 from cosmos_core.models.sequential import forward_context
 from cosmos_core.parallel.mesh import Mesh
-from cosmos_core.parallel.pipeline import extract_stage, num_stages, stages_of_rank
+from cosmos_core.parallel.pipeline import extract_pipeline_stage, num_stages, stages_of_rank
 
 _SINGLE_STAGE_SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 
@@ -32,7 +32,7 @@ class StageModule(nn.Module):
         self, model: PreTrainedModel, stage_index: int, is_last_stage: bool, train: TrainConfig, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.scorer = Scorer(model)
+        self.scorer = LogprobScorer(model)
         self.stage_index, self.is_last_stage, self._train, self._dtype = stage_index, is_last_stage, train, dtype
         self.hidden_dtype = model.dtype
         """Dtype of hidden states between stages, stored because `model.dtype` changes while FSDP gathers weights."""
@@ -48,7 +48,7 @@ class StageModule(nn.Module):
         """Return the model of this pipeline stage, in which placeholders replace the modules of other stages."""
         return self.scorer.model
 
-    def probe(self, inputs: dict[str, Tensor]) -> Tensor:
+    def probe_hidden_states(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the hidden states that this pipeline stage computes from token inputs."""
         return self.scorer.compute_hidden_states(inputs)
 
@@ -77,32 +77,32 @@ class PipelineRunner(MicroBatchRunner):
         self._device = torch.device(mesh.dp.device_type)  # shards of the model may be on the CPU (`fsdp_offload`)
         self._pipeline_group, self._num_stages = mesh.pp.get_group(), num_stages(model, mesh.parallelism)
         self.root_modules: list[StageModule] = [
-            StageModule(extract_stage(model, i, mesh.parallelism), i, i == self._num_stages - 1, train, dtype)
+            StageModule(extract_pipeline_stage(model, i, mesh.parallelism), i, i == self._num_stages - 1, train, dtype)
             for i in stages_of_rank(model, mesh.parallelism, mesh.pp.get_local_rank())
         ]
 
-    def rows_per_micro_batch(self, size: int) -> int:
-        """Return the number of rows per micro-batch: `size`, but at most `pp_micro_batch_size`."""
-        return min(size, self._parallelism.pp_micro_batch_size)
+    def rows_per_micro_batch(self, max_rows: int) -> int:
+        """Return the number of rows per micro-batch: `max_rows`, but at most `pp_micro_batch_size`."""
+        return min(max_rows, self._parallelism.pp_micro_batch_size)
 
-    def num_micro_batches(self, num_batches: int, size: int) -> int:
+    def num_micro_batches(self, num_batches: int, max_rows: int) -> int:
         """Return the number of micro-batches to run, including empty ones: torch's schedules require a number of
         micro-batches per pass that is divisible by the number of pipeline ranks."""
-        num_passes = self._num_passes(num_batches, size)
+        num_passes = self._num_pipeline_passes(num_batches, max_rows)
         return num_passes * self._round_up_to_ranks(-(-num_batches // num_passes))
 
     def run(
-        self, batches: Sequence[Callable[[], Any]], consume: BatchConsumer, request: RequestedOutputs, size: int
+        self, batches: Sequence[Callable[[], Any]], loss_fn: LossFn, request: RequestedOutputs, max_rows: int
     ) -> None:
-        """Run micro-batches through the pipeline, in passes of at most `size` rows."""
+        """Run micro-batches through the pipeline, in passes of at most `max_rows` rows."""
         micro_batches = [build_batch() for build_batch in batches]
         num_tokens = max(batch.inputs["input_ids"].numel() for batch in micro_batches)
-        batches_per_pass = len(micro_batches) // self._num_passes(len(micro_batches), size)
+        batches_per_pass = len(micro_batches) // self._num_pipeline_passes(len(micro_batches), max_rows)
 
         def compute_loss(outputs: Any, batch_index: Tensor) -> Tensor | None:
             tensors = outputs if isinstance(outputs, tuple) else (outputs,)
             named_outputs = dict(zip(self.root_modules[-1].output_names, tensors, strict=True))
-            return consume(micro_batches[int(batch_index)], named_outputs)
+            return loss_fn(micro_batches[int(batch_index)], named_outputs)
 
         for stage in self.root_modules:
             stage.batches, stage.request, stage.num_tokens = micro_batches, request, num_tokens
@@ -114,8 +114,8 @@ class PipelineRunner(MicroBatchRunner):
         for stage in self.root_modules:
             stage.batches = ()
 
-    def _num_passes(self, num_batches: int, size: int) -> int:
-        return -(-num_batches // self._round_up_to_ranks(-(-size // self.rows_per_micro_batch(size))))
+    def _num_pipeline_passes(self, num_batches: int, max_rows: int) -> int:
+        return -(-num_batches // self._round_up_to_ranks(-(-max_rows // self.rows_per_micro_batch(max_rows))))
 
     def _round_up_to_ranks(self, num_batches: int) -> int:
         """Return `num_batches` rounded up to the next multiple of the number of pipeline ranks."""

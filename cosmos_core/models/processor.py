@@ -59,7 +59,7 @@ def load_processor(
     load_options["trust_remote_code"] = False
     with translate_load_errors("processor", model):
         if cls is not None and "video_processor" in cls.get_attributes() and not is_torchvision_available():
-            processor = _load_without_video(cls, str(model_source), load_options)
+            processor = _load_processor_without_video(cls, str(model_source), load_options)
         else:
             processor = AutoProcessor.from_pretrained(str(model_source), **load_options)
     if getattr(processor, "image_processor", None) is None:
@@ -80,22 +80,22 @@ def image_token_text(processor: ProcessorMixin) -> str:
     return cast(Any, processor).image_token
 
 
-def _load_without_video(processor_class: Any, model_source: str, load_options: dict[str, Any]) -> ProcessorMixin:
+def _load_processor_without_video(cls: Any, model_source: str, load_options: dict[str, Any]) -> ProcessorMixin:
     """Load a processor for images and videos without its video processor, which would require torchvision."""
 
     def check_component(self: Any, name: str, argument: Any) -> Any:
         is_video = name == "video_processor"
-        return None if is_video else processor_class.check_argument_for_proper_class(self, name, argument)
+        return None if is_video else cls.check_argument_for_proper_class(self, name, argument)
 
     methods = {"check_argument_for_proper_class": check_component}
-    subclass: Any = type(processor_class.__name__, (processor_class,), methods)
-    settings, _ = processor_class.get_processor_dict(model_source, **load_options)
+    subclass: Any = type(cls.__name__, (cls,), methods)
+    settings, _ = cls.get_processor_dict(model_source, **load_options)
     components = {
         "image_processor": AutoImageProcessor.from_pretrained(model_source, **load_options),
         "tokenizer": AutoTokenizer.from_pretrained(model_source, **load_options),
         "video_processor": None,
     }
-    return subclass.from_args_and_dict([components[name] for name in processor_class.get_attributes()], settings)
+    return subclass.from_args_and_dict([components[name] for name in cls.get_attributes()], settings)
 
 
 class ImageReader:

@@ -58,6 +58,6 @@ def recompute_activations(model: Any, mode: RecomputeMode) -> None:
 def _choose_checkpoint_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     should_save = operation in _ATTENTION_OPERATIONS
     if operation in _MATRIX_PRODUCTS:
-        first_argument, second_argument = args[-2:]
-        should_save = second_argument.shape[-1] <= first_argument.shape[-1]
+        left_matrix, right_matrix = args[-2:]
+        should_save = right_matrix.shape[-1] <= left_matrix.shape[-1]
     return CheckpointPolicy.MUST_SAVE if should_save else CheckpointPolicy.PREFER_RECOMPUTE

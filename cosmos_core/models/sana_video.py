@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cosmos_core.models.sana import Sana
-from cosmos_core.models.video_context import ClipSharding, SummedLinearAttention, exchange_borders, shard_blocks
+from cosmos_core.models.video_context import ClipSharding, SummedLinearAttention, exchange_frames, shard_blocks
 
 PIPELINES = ("SanaVideoPipeline",)
 
@@ -20,8 +20,8 @@ class SanaVideo(Sana):
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return as mean the mode of the VAE's posterior, normalised by channel, and None as log-variance."""
         with self._working("vae") as vae:
-            encoded = vae.encode(pixels.to(self.device, torch.float32))
-            latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
+            encoding = vae.encode(pixels.to(self.device, torch.float32))
+            latents = encoding.latent_dist.mode() if hasattr(encoding, "latent_dist") else encoding.latent
             mean, std = latent_channel_statistics(vae, latents)
             return ((latents - mean) / std).cpu(), None
 
@@ -49,13 +49,13 @@ class SanaVideo(Sana):
         def shard_frames(arguments: dict[str, Any]) -> None:
             nonlocal tokens_per_frame
             tokens_per_frame = arguments["height"] * arguments["width"]
-            clip_sharding.distribute(arguments["frames"] * tokens_per_frame, tokens_per_frame)
-            arguments["frames"] = clip_sharding.local_length // tokens_per_frame
+            clip_sharding.distribute_tokens(arguments["frames"] * tokens_per_frame, tokens_per_frame)
+            arguments["frames"] = clip_sharding.num_local_tokens // tokens_per_frame
 
         shard_blocks(denoiser, clip_sharding, {"rotary_emb": 1}, shard_frames, {})
         for block in denoiser.transformer_blocks:
             block.attn1.set_processor(SummedLinearAttention(clip_sharding))
-            exchange_borders(block.ff.conv_temp, clip_sharding, lambda: tokens_per_frame)
+            exchange_frames(block.ff.conv_temp, clip_sharding, lambda: tokens_per_frame)
 
 
 def latent_channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:

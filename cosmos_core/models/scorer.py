@@ -43,7 +43,7 @@ class RequestedOutputs:
     """Whether to return the entropy of each token's distribution in nats, with `gradient` or as `value`; empty: off."""
     top_k: int = 0
     """Number of most likely tokens whose ids and log-probabilities (with gradient) are returned for each token."""
-    is_top: bool = False
+    is_argmax: bool = False
     """Whether to return for each token if its label is the most likely token."""
 
 
@@ -64,7 +64,7 @@ def default_chunk_bytes(device: torch.device) -> int:
     return min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, 1 << ((total_memory // _CHUNKS_PER_MEMORY).bit_length() - 1)))
 
 
-class Scorer(nn.Module):
+class LogprobScorer(nn.Module):
     """Language model that returns log-probabilities instead of logits."""
 
     def __init__(self, model: PreTrainedModel, chunk_bytes: int | None = None) -> None:
@@ -74,7 +74,7 @@ class Scorer(nn.Module):
         self._chunk_bytes = chunk_bytes
         self._has_plain_head: bool | None = None
         """Whether head(body(x)) equals the model's own logits; None: not tested before the first call."""
-        self.num_ids: int | None = None
+        self.num_token_ids: int | None = None
         """Number of token ids among which the most likely tokens are selected; None: all rows of the head, which may
         exceed the ids of the tokenizer."""
         self.load_balancing: balance.LoadBalancingSettings | None = None
@@ -91,7 +91,7 @@ class Scorer(nn.Module):
         top_ids_NK: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return outputs of the selected tokens by name: `logprobs` N and, as requested in `request`, `entropy` N,
-        `top_logprobs` and `top_ids` NK, `is_top` N (1 or 0).
+        `top_logprobs` and `top_ids` NK, `is_argmax` N (1 or 0).
 
         Args:
             inputs: inputs of the model, with `input_ids` BT. If an earlier pipeline stage computed embeddings: also
@@ -109,14 +109,14 @@ class Scorer(nn.Module):
         has_labels = "shift_labels" in inputs
         labels_BS = inputs["shift_labels"] if has_labels else inputs["input_ids"][:, 1:]
         labels_N = labels_BS.reshape(-1)[scored_N]
-        hidden_BTH, head, auxiliary_loss = self._run_body(inputs)
+        hidden_BTH, head, auxiliary_loss = self._run_without_head(inputs)
         hidden_BSH = hidden_BTH if has_labels else hidden_BTH[:, :-1]
         hidden_NH = hidden_BSH.reshape(-1, hidden_BTH.shape[-1])[scored_N]
         max_chunk_bytes = self._chunk_bytes or default_chunk_bytes(hidden_NH.device)
-        num_ids = min(self.num_ids or self.vocab_size, self.vocab_size)
-        num_top_ids = min(request.top_k, num_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
+        num_token_ids = min(self.num_token_ids or self.vocab_size, self.vocab_size)
+        num_top_ids = min(request.top_k, num_token_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
         chunk_size = max(1, max_chunk_bytes // (4 * self.vocab_size))
-        chunk_scorer = _ChunkScorer(head, request, num_top_ids, num_ids, dtype, chunk_size)
+        chunk_scorer = _ChunkScorer(head, request, num_top_ids, num_token_ids, dtype, chunk_size)
         if loss_gradient_N is not None:
             loss_gradient_N = loss_gradient_N.to(dtype)  # so that `_ChunkedScoring.backward` can compare it exactly
         head_weights = head.trained_weights if torch.is_grad_enabled() else []
@@ -136,30 +136,30 @@ class Scorer(nn.Module):
         """Return the last hidden states BTH, the input of the head or of the next pipeline stage."""
         return self.model.base_model(**_select_model_inputs(inputs), use_cache=False).last_hidden_state
 
-    probe = compute_hidden_states  # `apply_fsdp` registers this name as a forward method of FSDP
+    probe_hidden_states = compute_hidden_states  # `apply_fsdp` registers this name as a forward method of FSDP
 
     @property
     def vocab_size(self) -> int:
         """Return the number of rows of the output head."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
-    def _run_body(self, inputs: dict[str, Any]) -> tuple[Tensor, _OutputHead, dict[str, Tensor]]:
+    def _run_without_head(self, inputs: dict[str, Any]) -> tuple[Tensor, _OutputHead, dict[str, Tensor]]:
         """Return the hidden states, the head, and the load-balancing loss by name (empty if disabled). If the model's
         logits are not head(body(x)), return the logits and an identity head."""
         if self._has_plain_head is None:
-            self._has_plain_head = self._test_plain_head(inputs["input_ids"].device)
-        body = self.model.base_model if self._has_plain_head else self.model
+            self._has_plain_head = self._test_head_matches_logits(inputs["input_ids"].device)
+        called_module = self.model.base_model if self._has_plain_head else self.model
         settings = self.load_balancing if torch.is_grad_enabled() else None
         router_options = {"output_router_logits": True} if settings else {}
-        body_output = body(**_select_model_inputs(inputs), use_cache=False, **router_options)
+        model_output = called_module(**_select_model_inputs(inputs), use_cache=False, **router_options)
         auxiliary_loss: dict[str, Tensor] = {}
         if settings:
             sequence_index_M, num_sequences = inputs[balance.SEQUENCE_INDEX_KEY], int(inputs[balance.NUM_SEQUENCES_KEY])
-            loss = balance.load_balancing_loss(settings, body_output.router_logits, sequence_index_M, num_sequences)
+            loss = balance.load_balancing_loss(settings, model_output.router_logits, sequence_index_M, num_sequences)
             auxiliary_loss = {balance.LOAD_BALANCING_OUTPUT: loss}
         if not self._has_plain_head:
-            return body_output.logits, _OutputHead(None, lambda logits: logits), auxiliary_loss
-        return body_output.last_hidden_state, self._output_head, auxiliary_loss
+            return model_output.logits, _OutputHead(None, lambda logits: logits), auxiliary_loss
+        return model_output.last_hidden_state, self._output_head, auxiliary_loss
 
     @property
     def _output_head(self) -> _OutputHead:
@@ -177,21 +177,21 @@ class Scorer(nn.Module):
         return logits_MV
 
     @torch.no_grad()
-    def _test_plain_head(self, device: torch.device) -> bool:
+    def _test_head_matches_logits(self, device: torch.device) -> bool:
         """Return True if head(body(x)) equals the model's own logits for a few tokens on `device`."""
         head = self.model.get_output_embeddings()
         if head is None or self.model.base_model is self.model:
             return False
-        if is_without_data(self.model):
+        if is_without_weight_data(self.model):
             return True
         was_training = self.model.training
-        self.model.eval()  # dropout would make the two results differ
+        self.model.eval()  # dropout would change the logits
         token_ids = torch.arange(1, PROBE_TOKENS + 1, device=device).unsqueeze(0) % self.vocab_size
         # The autocast cache is disabled: a recomputation in a later pass would not find casts cached here.
         with _open_autocast(device, _autocast_dtype(device)):
             expected_logits = self.model(input_ids=token_ids, use_cache=False).logits
-            body_output = self.model.base_model(input_ids=token_ids, use_cache=False)
-            hidden_states = getattr(body_output, "last_hidden_state", None)
+            model_output = self.model.base_model(input_ids=token_ids, use_cache=False)
+            hidden_states = getattr(model_output, "last_hidden_state", None)
             self.model.train(was_training)
             if hidden_states is None or hidden_states.shape[-1] != head.weight.shape[-1]:
                 return False
@@ -200,7 +200,7 @@ class Scorer(nn.Module):
         return is_same_shape and torch.allclose(expected_logits, logits, atol=_PROBE_TOLERANCE, rtol=_PROBE_TOLERANCE)
 
 
-def is_without_data(model: nn.Module) -> bool:
+def is_without_weight_data(model: nn.Module) -> bool:
     """Return True if the weights of a model have shapes but no data, as in an estimate of memory."""
     return isinstance(next(model.parameters()), FakeTensor)
 
@@ -237,7 +237,7 @@ class _OutputHead:
         }
 
     def differentiated_tensors(self, cast_weights: dict[str, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors to differentiate: for each trained weight its cast, or the weight itself."""
+        """Return the tensors to differentiate: the cast of each trained weight or, without a cast, the weight."""
         weight_names = [name for name, p in self.module.named_parameters() if p.requires_grad] if self.module else []
         return [cast_weights.get(name, weight) for name, weight in zip(weight_names, weights, strict=True)]
 
@@ -259,7 +259,7 @@ class _ChunkScorer:
     request: RequestedOutputs
     num_top_ids: int
     """Number K of token ids whose log-probabilities are returned for each token; 0: none are returned."""
-    num_ids: int
+    num_token_ids: int
     """Number of token ids among which the K most likely ids are selected."""
     dtype: torch.dtype
     chunk_size: int
@@ -268,13 +268,13 @@ class _ChunkScorer:
     @property
     def output_names(self) -> list[str]:
         """Return the names of the outputs in the order of their computation."""
-        top_names = ["top_logprobs", "top_ids"] if self.num_top_ids else []
-        return ["logprobs", *["entropy"] * bool(self.request.entropy), *top_names, *["is_top"] * self.request.is_top]
+        top_outputs = ["top_logprobs", "top_ids"] * bool(self.num_top_ids) + ["is_argmax"] * self.request.is_argmax
+        return ["logprobs", *["entropy"] * bool(self.request.entropy), *top_outputs]
 
     @property
     def differentiable_outputs(self) -> set[str]:
         """Return the names of the outputs through which gradients flow."""
-        return set(self.output_names) - {"top_ids", "is_top", *(["entropy"] * (self.request.entropy != "gradient"))}
+        return set(self.output_names) - {"top_ids", "is_argmax", *(["entropy"] * (self.request.entropy != "gradient"))}
 
     def chunk_slices(self, num_tokens: int) -> list[slice]:
         return [slice(start, start + self.chunk_size) for start in range(0, num_tokens, self.chunk_size)]
@@ -302,10 +302,10 @@ class _ChunkScorer:
             outputs["entropy"] = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
         if self.num_top_ids:
             if top_ids_MK is None:
-                top_ids_MK = logits_MV[:, : self.num_ids].topk(self.num_top_ids, dim=-1).indices
+                top_ids_MK = logits_MV[:, : self.num_token_ids].topk(self.num_top_ids, dim=-1).indices
             outputs |= {"top_logprobs": logits_MV.gather(-1, top_ids_MK) - logsumexp_M1, "top_ids": top_ids_MK}
-        if self.request.is_top:
-            outputs["is_top"] = (label_logits_M1.squeeze(-1) == logits_MV.amax(-1)).to(self.dtype)
+        if self.request.is_argmax:
+            outputs["is_argmax"] = (label_logits_M1.squeeze(-1) == logits_MV.amax(-1)).to(self.dtype)
         return outputs
 
     def logit_gradient(

@@ -8,26 +8,26 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.models.base import BatchConsumer, MicroBatchRunner, OutputSpec
+from cosmos_core.models.base import LossFn, MicroBatchRunner, OutputSpec
 from cosmos_core.models.offload import activations_on_cpu
 
-Forward = Callable[[Any, OutputSpec], dict[str, Tensor]]
+ForwardFn = Callable[[Any, OutputSpec], dict[str, Tensor]]
 """Function from a batch and the requested outputs to the outputs by name."""
 
 
 class SequentialRunner(MicroBatchRunner):
     """Runner of micro-batches through one module, without empty micro-batches."""
 
-    def __init__(self, root: nn.Module, forward: Forward, train: TrainConfig, device: torch.device) -> None:
+    def __init__(self, root: nn.Module, forward: ForwardFn, train: TrainConfig, device: torch.device) -> None:
         self.root_modules = [root]
         self._run_forward, self._train, self._device = forward, train, device
 
-    def run(self, batches: Sequence[Callable[[], Any]], consume: BatchConsumer, request: OutputSpec, size: int) -> None:
+    def run(self, batches: Sequence[Callable[[], Any]], loss_fn: LossFn, request: OutputSpec, max_rows: int) -> None:
         for build_batch in batches:
             batch = build_batch()
             with forward_context(self._train, self._device):
                 outputs = self._run_forward(batch, request)
-            loss = consume(batch, outputs)
+            loss = loss_fn(batch, outputs)
             if loss is not None and torch.is_grad_enabled():
                 loss.backward()  # type: ignore[no-untyped-call]
 

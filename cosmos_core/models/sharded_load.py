@@ -89,13 +89,13 @@ def init_on_meta(
     device: torch.device,
     gradient_checkpointing: RecomputeMode = False,
 ) -> PreTrainedModel:
-    """Return the same model as `load_model`, but with parameters on the meta device until `load_sharded` reads them.
+    """Return the same model as `load_model`, but with parameters on the meta device until `load_shards` reads them.
 
     If the files cannot be read in slices, the whole model is loaded in host memory instead, from which `apply_fsdp`
     moves it to the device block by block: a GPU may not hold the whole model.
 
     Raises:
-        ModelError: an error of `load_model`, except for values that are not finite, which `load_sharded` reports.
+        ModelError: an error of `load_model`, except for values that are not finite, which `load_shards` reports.
     """
     files, reason = weight_files(model, revision)
     if not reason:
@@ -115,7 +115,7 @@ def check_file_tensors(
 ) -> str:
     """Compare the tensors in a local model folder with those of `network`, a model on the meta device, and check their
     values one group at a time, with a call of `on_progress` after each; raise ModelError if `load_model` or
-    `load_sharded` would fail. Return a notice if the files are too large to read."""
+    `load_shards` would fail. Return a notice if the files are too large to read."""
     if not Path(model).expanduser().is_dir():
         return ""
     files, reason = weight_files(model, revision)
@@ -152,7 +152,7 @@ def _check_weight_values(network: PreTrainedModel, report_progress: Callable[[],
         report_progress()
 
 
-def load_sharded(model: PreTrainedModel) -> None:
+def load_shards(model: PreTrainedModel) -> None:
     """Read this rank's shards of a model from `init_on_meta`; do nothing for a model that is already loaded. All ranks
     must call this function. Every rank raises the ModelError of the first rank that failed: a value is not finite,
     tensors that config.json ties differ, or a file cannot be read."""
@@ -217,20 +217,20 @@ def _group_file_tensors(
     loading information lists missing and unexpected tensors, and tensors of another shape."""
     state_dict = network.state_dict()
     weight_conversions = get_model_conversion_mapping(network)
-    renamings = [conversion for conversion in weight_conversions if isinstance(conversion, WeightRenaming)]
+    weight_renamings = [conversion for conversion in weight_conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in weight_conversions if isinstance(conversion, WeightConverter)]
-    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    converter_map = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     sources_by_weight: dict[str, tuple[_WeightTransform, list[_FileTensor]]] = {}
     loading_info = LoadStateDictInfo(set(state_dict), set(), set(), [], {}, set())
     for key in sorted(slices, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, network.base_model_prefix, state_dict)
+        name, pattern = rename_source_key(key, weight_renamings, converters, network.base_model_prefix, state_dict)
         if name not in state_dict and key in state_dict:
             name, pattern = rename_source_key(key, [], [], network.base_model_prefix, state_dict)
         if name not in state_dict:
-            target_patterns = converter_of[pattern].target_patterns if pattern else [""]
+            target_patterns = converter_map[pattern].target_patterns if pattern else [""]
             loading_info.unexpected_keys |= {name.replace(target_patterns[0], target) for target in target_patterns}
             continue
-        transform: _WeightTransform = copy.deepcopy(converter_of[pattern]) if pattern else WeightRenaming(key, name)
+        transform: _WeightTransform = copy.deepcopy(converter_map[pattern]) if pattern else WeightRenaming(key, name)
         sources_by_weight.setdefault(name, (transform, []))[1].append((key, pattern or key, slices[key]))
     network.__dict__["_weight_conversions"] = [conversion for conversion in weight_conversions if conversion.was_used()]
     groups = []

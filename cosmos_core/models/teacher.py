@@ -83,8 +83,8 @@ def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizer
 
 def make_teacher_train_config(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:
     """Return the train settings of the recipe with the dtypes and the sharding of the teacher."""
-    own_settings = {name: getattr(teacher, name) for name in _TEACHER_TRAIN_SETTINGS}
-    return train.derive(**own_settings, fp8=FP8Config(), compile=False)
+    teacher_settings = {name: getattr(teacher, name) for name in _TEACHER_TRAIN_SETTINGS}
+    return train.copy_with(**teacher_settings, fp8=FP8Config(), compile=False)
 
 
 @contextmanager

@@ -24,11 +24,11 @@ from cosmos_core.errors import EXIT_OK, EXIT_PREEMPTED, CosmosError, ModelError,
 from cosmos_core.models.model_files import locate_model, translate_load_errors
 from cosmos_core.models.pipeline_folder import MODEL_INDEX
 
-RespondFn = Callable[[str, int], str]
+ResponseFn = Callable[[str, int], str]
 """Function from a prompt and its number to the completion of a model, or to the name of the generated image file."""
 
 
-def open_chat(model: str, max_tokens: int, temperature: float, device: torch.device) -> RespondFn:
+def open_chat(model: str, max_tokens: int, temperature: float, device: torch.device) -> ResponseFn:
     """Return a function that completes prompts with a language model; raise ModelError if the model cannot be loaded.
     If the model has a chat template, each prompt continues the conversation."""
     from transformers.utils.logging import disable_progress_bar
@@ -43,7 +43,7 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
     if temperature:
         sampling_options["temperature"] = temperature
 
-    def respond(prompt: str, number: int) -> str:
+    def generate_response(prompt: str, prompt_index: int) -> str:
         conversation.append({"role": "user", "content": prompt})
         if tokenizer.chat_template:
             tokenized_prompt: Any = tokenizer.apply_chat_template(
@@ -51,7 +51,7 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
             )
         else:
             tokenized_prompt = tokenizer(prompt, return_tensors="pt")
-        torch.manual_seed(number)
+        torch.manual_seed(prompt_index)
         inputs = {name: tokenized_prompt[name].to(device) for name in ("input_ids", "attention_mask")}
         pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         output_ids = loaded_model.generate(  # type: ignore[operator]
@@ -61,10 +61,10 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
         conversation.append({"role": "assistant", "content": completion})
         return str(completion)
 
-    return respond
+    return generate_response
 
 
-def open_image_generator(model: str, name: str, device: torch.device) -> RespondFn:
+def open_image_generator(model: str, name: str, device: torch.device) -> ResponseFn:
     """Return a function that writes the generated image of a prompt to the current folder; raise ModelError if the
     pipeline cannot be loaded, or draws videos. The noise is the same for each model."""
     from cosmos_core.models.diffusion import DiffusionModel
@@ -83,17 +83,17 @@ def open_image_generator(model: str, name: str, device: torch.device) -> Respond
 
     pipeline.set_progress_bar_config(disable=True)
     settings: dict[str, Any] = {}
-    if "use_resolution_binning" in call_parameters:  # SANA, which draws 1024 x 1024 whatever size it was made for
+    if "use_resolution_binning" in call_parameters:  # otherwise SANA draws 1024 x 1024
         size = -(-pipeline.transformer.config.sample_size * pipeline.vae_scale_factor // 32) * 32
         settings = {"height": size, "width": size, "use_resolution_binning": False}
 
-    def respond(prompt: str, number: int) -> str:
-        file = f"{Path(name).name}-{number}.png"
-        generator = torch.Generator("cpu").manual_seed(number)
+    def generate_response(prompt: str, prompt_index: int) -> str:
+        file = f"{Path(name).name}-{prompt_index}.png"
+        generator = torch.Generator("cpu").manual_seed(prompt_index)
         pipeline(prompt=prompt, generator=generator, **settings).images[0].save(file)
         return file
 
-    return respond
+    return generate_response
 
 
 def select_dtype(device: torch.device) -> torch.dtype:
@@ -128,14 +128,14 @@ def main() -> int:
     console = Console(highlight=False, markup=False, emoji=False)
     logging.disable(logging.WARNING)
     try:
-        respond_functions = [
+        response_functions = [
             open_image_generator(model, f"{name}-{index}", device)
             if _is_pipeline(model)
             else open_chat(model, options["max_tokens"], options["temperature"], device)
             for index, (model, name) in enumerate(zip(models, options["names"], strict=True))
         ]
         for prompt_index, prompt in zip(count(), _read_prompts(options["prompt"]), strict=False):
-            responses = [respond(prompt, prompt_index) for respond in respond_functions]
+            responses = [generate_response(prompt, prompt_index) for generate_response in response_functions]
             if len(responses) == 1:
                 console.print(responses[0], soft_wrap=True)
             else:

@@ -37,7 +37,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from cosmos_core.errors import ProgramError, StageFailed
 from cosmos_core.models.first_layers import (
     FirstLayers,
-    is_in_cut_layer,
+    is_layer_removed,
     keep_first_layers,
     num_fitting_layers,
     truncate_config,
@@ -50,7 +50,7 @@ from cosmos_core.models.quantized_base import disable_requantization, make_dequa
 _WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 _PROBE_INPUT_SHAPE = (2, 16)
 _PROBE_TEXT = "Is 12 + 7 = 19?\n  Déjà vu: ½ · 東京 🙂"
-_RELOAD_TIMEOUT_SECONDS = 3000
+_LOAD_TIMEOUT_SECONDS = 3000
 # Maximum difference of logits as a fraction of the largest logit. Both processes compute in float32 with the same
 # weights, but on different devices the order of sums may differ.
 _RELATIVE_TOLERANCE = 1e-4
@@ -61,8 +61,8 @@ _MAX_MEMORY_FRACTION = 0.8
 _MODEL_DESCRIPTIONS = {"reload": "reloaded model", "merge": "merged model", "adapter": "adapter on its base"}
 
 
-class LogitsProbe(NamedTuple):
-    """Inputs and settings of the computation that this process and the fresh interpreter both run."""
+class LogitsRequest(NamedTuple):
+    """Inputs and settings with which the trainer and a fresh interpreter compute the same logits."""
 
     input_ids_BT: np.ndarray
     dtype: torch.dtype
@@ -196,15 +196,15 @@ def _compute_reloaded_logits(
     model: PreTrainedModel, folder: Path, first_layers: FirstLayers | None, pool: ProcessPool
 ) -> tuple[torch.Tensor, list[object]]:
     """Return the logits BTV that a fresh interpreter computes from an export, and a description of its tokenizer."""
-    attention_name = (model.config._attn_implementation or "sdpa").removeprefix("packed_")  # it is not registered there
+    attention_name = (model.config._attn_implementation or "sdpa").removeprefix("packed_")  # unknown to transformers
     buffer_dtypes = {
         name: buffer.dtype
         for name, buffer in model.named_buffers()
         if buffer.is_floating_point() and buffer.dtype != torch.float32
     }
     token_ids, num_threads = _make_probe_ids(model).numpy(), torch.get_num_threads()
-    probe = LogitsProbe(token_ids, model.dtype, attention_name, num_threads, first_layers, buffer_dtypes)
-    logits_BTV, tokenizer = call_in_interpreter(pool, compute_logits, (folder, probe), _RELOAD_TIMEOUT_SECONDS, folder)
+    request = LogitsRequest(token_ids, model.dtype, attention_name, num_threads, first_layers, buffer_dtypes)
+    logits_BTV, tokenizer = call_in_interpreter(pool, compute_logits, (folder, request), _LOAD_TIMEOUT_SECONDS, folder)
     return torch.from_numpy(logits_BTV), tokenizer
 
 
@@ -255,41 +255,41 @@ def _compute_trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -
 
 
 @torch.no_grad()
-def compute_logits(folder: Path, probe: LogitsProbe) -> tuple[np.ndarray, list[object]]:
-    """Load the export in `folder` as a user would; return the probe's logits BTV and a tokenizer description."""
-    torch.set_num_threads(probe.num_threads)
+def compute_logits(folder: Path, request: LogitsRequest) -> tuple[np.ndarray, list[object]]:
+    """Load the export in `folder` as a user would; return the request's logits BTV and a tokenizer description."""
+    torch.set_num_threads(request.num_threads)
     has_adapter = (folder / "adapter_config.json").is_file()
-    model = _load_with_adapter(folder, probe) if has_adapter else _load_exported_model(folder, probe)
+    model = _load_with_adapter(folder, request) if has_adapter else _load_exported_model(folder, request)
     for name, buffer in model.named_buffers():
-        buffer.copy_(buffer.to(probe.buffer_dtypes.get(name, buffer.dtype)))
+        buffer.copy_(buffer.to(request.buffer_dtypes.get(name, buffer.dtype)))
     ProcessorMixin.get_processor_dict(folder)
     tokenizer = [] if has_adapter else _describe_tokenizer(AutoTokenizer.from_pretrained(folder))
-    logits_BTV = model.eval()(input_ids=torch.from_numpy(probe.input_ids_BT), use_cache=False).logits
+    logits_BTV = model.eval()(input_ids=torch.from_numpy(request.input_ids_BT), use_cache=False).logits
     return logits_BTV.float().numpy(), tokenizer
 
 
-def _load_exported_model(folder: Path, probe: LogitsProbe) -> Any:
-    config = truncate_config(AutoConfig.from_pretrained(folder), probe.first_layers)
+def _load_exported_model(folder: Path, request: LogitsRequest) -> Any:
+    config = truncate_config(AutoConfig.from_pretrained(folder), request.first_layers)
     load_result: Any = select_auto_class(config).from_pretrained(
-        folder, config=config, dtype=torch.float32, attn_implementation=probe.attention_name, output_loading_info=True
+        folder, config=config, dtype=torch.float32, attn_implementation=request.attention_name, output_loading_info=True
     )
     model, loading_info = load_result
     unexpected_keys = map(str, loading_info["unexpected_keys"])
-    loading_info["unexpected_keys"] = [key for key in unexpected_keys if not is_in_cut_layer(key, probe.first_layers)]
+    loading_info["unexpected_keys"] = [k for k in unexpected_keys if not is_layer_removed(k, request.first_layers)]
     if problems := {name: sorted(map(str, keys)) for name, keys in loading_info.items() if keys}:
         raise StageFailed(f"transformers found {problems}")
     return model
 
 
-def _load_with_adapter(folder: Path, probe: LogitsProbe) -> Any:
+def _load_with_adapter(folder: Path, request: LogitsRequest) -> Any:
     """Return the base model that an exported adapter names, in the dtype of training, with the adapter."""
     adapter_config = PeftConfig.from_pretrained(str(folder))
     base_model_name, revision = str(adapter_config.base_model_name_or_path), adapter_config.revision
-    config = truncate_config(AutoConfig.from_pretrained(base_model_name, revision=revision), probe.first_layers)
+    config = truncate_config(AutoConfig.from_pretrained(base_model_name, revision=revision), request.first_layers)
     model_class: Any = select_auto_class(config)
     base_model = model_class.from_pretrained(
-        base_model_name, config=config, revision=revision, dtype=probe.dtype,
-        attn_implementation=probe.attention_name,
+        base_model_name, config=config, revision=revision, dtype=request.dtype,
+        attn_implementation=request.attention_name,
         generation_config=GenerationConfig(),  # transformers may refuse the generation config of the base model
         **make_dequantize_options(config),
     )  # fmt: skip

@@ -18,18 +18,18 @@ from torch import Tensor
 
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.diffusion import DiffusionModel
-from cosmos_core.models.export_pipeline import export_state, untrained_files
-from cosmos_core.models.families import find_family
+from cosmos_core.models.export_pipeline import export_state_dict, untrained_files
+from cosmos_core.models.families import find_family_class
 from cosmos_core.models.lora import ADAPTER_FOLDER, has_lora_adapter, merge_adapter
 from cosmos_core.models.new_interpreter import call_in_interpreter, open_interpreter_pool
 from cosmos_core.models.pipeline_folder import PipelineFolder
 from cosmos_core.models.verify_export import are_bits_equal, format_names, iterate_tensors
 
 _PROBE_PROMPT = "7 red apples on a table, 東京"
-_TIMEOUT_SECONDS = 3000
+_IMAGE_TIMEOUT_SECONDS = 3000
 
 
-class ImageProbe(NamedTuple):
+class ImageRequest(NamedTuple):
     """Settings with which a fresh interpreter generates an image."""
 
     folder: Path
@@ -64,7 +64,7 @@ def verify_pipeline(
     family = type(family)(family.folder, family.config)
     try:
         with merge_adapter(model):
-            _check_files(family, export_state(model, dtype), target)
+            _check_files(family, export_state_dict(model, dtype), target)
         return ["tensors", "copies", *_check_images(family, model, target, dtype, model_class)]
     finally:
         model.train(was_training).to(device)
@@ -101,15 +101,15 @@ def _check_images(
     """Check that the exported pipeline, and the adapter on its base, generate the same image as the policy."""
     export_dtype, probe_settings, num_threads = dtype or model.dtype, family.probe_settings(), torch.get_num_threads()
     with merge_adapter(model):
-        policy_images = {"images": _generate_rounded(family, model, export_dtype)}
-    probes = [ImageProbe(target, None, probe_settings, export_dtype, model_class, num_threads)]
+        policy_images = {"images": _generate_with_rounded_weights(family, model, export_dtype)}
+    requests = [ImageRequest(target, None, probe_settings, export_dtype, model_class, num_threads)]
     if has_lora_adapter(model):
-        policy_images["adapter"] = _generate_rounded(family, model, model.dtype)
+        policy_images["adapter"] = _generate_with_rounded_weights(family, model, model.dtype)
         base_path, adapter_path = family.folder.path, target / ADAPTER_FOLDER
-        probes.append(ImageProbe(base_path, adapter_path, probe_settings, model.dtype, model_class, num_threads))
-    for (name, expected), image in zip(policy_images.items(), _generate_in_interpreter(probes), strict=True):
-        if not are_bits_equal(expected, image):
-            difference = float((expected - image).abs().max()) if expected.shape == image.shape else float("inf")
+        requests.append(ImageRequest(base_path, adapter_path, probe_settings, model.dtype, model_class, num_threads))
+    for (name, reference), image in zip(policy_images.items(), _generate_in_interpreter(requests), strict=True):
+        if not are_bits_equal(reference, image):
+            difference = float((reference - image).abs().max()) if reference.shape == image.shape else float("inf")
             raise StageFailed(
                 f"export {target} failed the check {name!r}: what a fresh interpreter draws differs by "
                 f"{difference:.2g} from what the policy draws; it must not be used, run the stage again"
@@ -118,9 +118,9 @@ def _check_images(
 
 
 @torch.no_grad()
-def _generate_rounded(family: DiffusionModel, model: Any, dtype: torch.dtype) -> Tensor:
+def _generate_with_rounded_weights(family: DiffusionModel, model: Any, dtype: torch.dtype) -> Tensor:
     """Return the image that the policy in memory generates in `dtype`, with weights rounded as in the export."""
-    family = type(family)(family.folder, family.config.derive(dtype=str(dtype).removeprefix("torch.")))
+    family = type(family)(family.folder, family.config.copy_with(dtype=str(dtype).removeprefix("torch.")))
     text_inputs = family.text_embedding([_PROBE_PROMPT])
     family.drop_encoders()
     components = {name: family.folder.load(name, dtype) for name in {"scheduler", "vae"} & {*family.folder.components}}
@@ -145,14 +145,14 @@ def _round_weights(model: Any, dtype: torch.dtype) -> Iterator[None]:
                 continue
             is_kept_float32 = is_half_precision and bool(float32_modules & set(name.split(".")))
             tensor.data = tensor.data.to(dtype).to(torch.float32 if is_kept_float32 else dtype)
-        _make_comparable(model)
+        _detach_and_align_tensors(model)
         yield
     finally:
         for tensor, (data, requires_grad) in original_values.items():
             tensor.data, tensor.requires_grad = data, requires_grad
 
 
-def _make_comparable(model: Any) -> None:
+def _detach_and_align_tensors(model: Any) -> None:
     """Give the tensors of a model properties that decide by which kernel a CPU multiplies them, and so how it rounds:
     no gradient, and aligned memory, which tensors in a mapped file do not have."""
     model.requires_grad_(False)
@@ -168,29 +168,29 @@ def _generate_images(pipeline: Any, settings: dict[str, Any], **inputs: Any) -> 
     return images.float().cpu()  # type: ignore[no-any-return]
 
 
-def _generate_in_interpreter(probes: Sequence[ImageProbe]) -> list[Tensor]:
-    """Return the images of the probes, generated in a fresh interpreter."""
+def _generate_in_interpreter(requests: Sequence[ImageRequest]) -> list[Tensor]:
+    """Return the images of the requests, generated in a fresh interpreter."""
     with open_interpreter_pool() as pool:
-        images = call_in_interpreter(pool, generate_images, (probes,), _TIMEOUT_SECONDS, probes[0].folder)
+        images = call_in_interpreter(pool, generate_images, (requests,), _IMAGE_TIMEOUT_SECONDS, requests[0].folder)
     return [torch.from_numpy(image) for image in images]
 
 
 @torch.no_grad()
-def generate_images(probes: Sequence[ImageProbe]) -> list[np.ndarray]:
-    """Return an image for each `ImageProbe`, generated by the diffusers pipeline in its folder, which is loaded as a
-    user would load it, with the adapter if the probe has one."""
+def generate_images(requests: Sequence[ImageRequest]) -> list[np.ndarray]:
+    """Return an image for each `ImageRequest`, generated by the diffusers pipeline in its folder, which is loaded as a
+    user would load it, with the adapter if the request has one."""
     images = []
-    for probe in probes:
-        torch.set_num_threads(probe.num_threads)
-        folder = PipelineFolder(str(probe.folder))
-        family = find_family(folder, probe.model_class)
-        pipeline = family.load_pipeline(folder, probe.dtype)
-        if probe.adapter is not None:
-            pipeline.load_lora_weights(str(probe.adapter))
+    for request in requests:
+        torch.set_num_threads(request.num_threads)
+        folder = PipelineFolder(str(request.folder))
+        family = find_family_class(folder, request.model_class)
+        pipeline = family.load_pipeline(folder, request.dtype)
+        if request.adapter is not None:
+            pipeline.load_lora_weights(str(request.adapter))
             if not pipeline.get_active_adapters():
                 raise StageFailed("load_lora_weights attached nothing")
-        _make_comparable(getattr(pipeline, family.denoiser_name))
-        images.append(_generate_images(pipeline, probe.settings, prompt=[_PROBE_PROMPT]).numpy())
+        _detach_and_align_tensors(getattr(pipeline, family.denoiser_name))
+        images.append(_generate_images(pipeline, request.settings, prompt=[_PROBE_PROMPT]).numpy())
         del pipeline  # a machine that trained an adapter may have no memory for two pipelines
         gc.collect()
     return images

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from cosmos_core.parallel.context import all_to_all
 
-TokenDims = Mapping[str, int]
+TokenDimByArgument = Mapping[str, int]
 """Index of the token dimension of each argument that has an entry per token, by name of the argument."""
 
 
@@ -35,18 +35,18 @@ class ClipSharding:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
-        self.num_tokens = self.local_length = 0
+        self.num_tokens = self.num_local_tokens = 0
 
-    def distribute(self, num_tokens: int, tokens_per_unit: int = 1) -> None:
+    def distribute_tokens(self, num_tokens: int, tokens_per_unit: int = 1) -> None:
         """Distribute a clip of `num_tokens` tokens over the ranks, in units of `tokens_per_unit` consecutive tokens."""
         self.num_tokens = num_tokens
-        self.local_length = tokens_per_unit * -(-num_tokens // (tokens_per_unit * self.size))
+        self.num_local_tokens = tokens_per_unit * -(-num_tokens // (tokens_per_unit * self.size))
 
     def local_tokens(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's tokens of a tensor that has all tokens, padded with zeros."""
-        start = min(self.rank * self.local_length, self.num_tokens)
-        local_tensor = tensor.narrow(dim, start, min(self.local_length, self.num_tokens - start))
-        return self._pad_tokens(local_tensor, dim, self.local_length)
+        start = min(self.rank * self.num_local_tokens, self.num_tokens)
+        local_tensor = tensor.narrow(dim, start, min(self.num_local_tokens, self.num_tokens - start))
+        return self._pad_tokens(local_tensor, dim, self.num_local_tokens)
 
     def gather_tokens(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the tokens of all ranks. In the backward pass, each rank gets the gradient of its tokens."""
@@ -56,7 +56,7 @@ class ClipSharding:
     def token_mask(self, like_tensor: Tensor) -> Tensor:
         """Return a mask N over this rank's tokens: 1 for tokens, 0 for padding, in dtype and device of
         `like_tensor`."""
-        index_N = self.rank * self.local_length + torch.arange(self.local_length, device=like_tensor.device)
+        index_N = self.rank * self.num_local_tokens + torch.arange(self.num_local_tokens, device=like_tensor.device)
         return (index_N < self.num_tokens).to(like_tensor.dtype)
 
     def exchange_tokens_for_heads(self, states_BKND: Tensor) -> Tensor:
@@ -65,21 +65,21 @@ class ClipSharding:
 
     def exchange_heads_for_tokens(self, states_BKND: Tensor) -> Tensor:
         """Exchange all tokens of this rank's heads for this rank's tokens of all heads, by an all-to-all."""
-        return all_to_all(self._pad_tokens(states_BKND, 2, self.local_length * self.size), 2, 1, self.group)
+        return all_to_all(self._pad_tokens(states_BKND, 2, self.num_local_tokens * self.size), 2, 1, self.group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks; gradients are summed too, because a rank uses the sum for its own tokens."""
         return _SumOverRanks.apply(tensor, self.group)
 
-    def add_borders(self, frames_BCFS: Tensor) -> Tensor:
+    def add_border_frames(self, frames_BCFS: Tensor) -> Tensor:
         """Return the frames of this rank with one more frame at each end, from the neighbouring ranks. The frames
         before the first and after the last frame of the clip are zeros."""
-        local_borders = torch.stack([frames_BCFS[:, :, 0], frames_BCFS[:, :, -1]])
-        rank_padding = (0,) * 2 * local_borders.ndim + (self.rank, self.size - 1 - self.rank)
-        all_borders = self.all_reduce(functional.pad(local_borders[None], rank_padding))
-        zero_frame = torch.zeros_like(local_borders[0])
-        previous_frame = all_borders[self.rank - 1, 1] if self.rank else zero_frame
-        next_frame = all_borders[self.rank + 1, 0] if self.rank + 1 < self.size else zero_frame
+        local_border_frames = torch.stack([frames_BCFS[:, :, 0], frames_BCFS[:, :, -1]])
+        border_padding = (0,) * 2 * local_border_frames.ndim + (self.rank, self.size - 1 - self.rank)
+        border_frames_by_rank = self.all_reduce(functional.pad(local_border_frames[None], border_padding))
+        zero_frame = torch.zeros_like(local_border_frames[0])
+        previous_frame = border_frames_by_rank[self.rank - 1, 1] if self.rank else zero_frame
+        next_frame = border_frames_by_rank[self.rank + 1, 0] if self.rank + 1 < self.size else zero_frame
         return torch.cat([previous_frame[:, :, None], frames_BCFS, next_frame[:, :, None]], dim=2)
 
     @staticmethod
@@ -91,9 +91,9 @@ class ClipSharding:
 def shard_blocks(
     denoiser: Any,
     clip_sharding: ClipSharding,
-    dims: TokenDims,
+    dims: TokenDimByArgument,
     prepare_arguments: Callable[[dict[str, Any]], None],
-    dims_by_layer: Mapping[str, TokenDims],
+    dims_by_layer: Mapping[str, TokenDimByArgument],
 ) -> None:
     """Make the blocks of a denoiser process only this rank's tokens.
 
@@ -105,7 +105,7 @@ def shard_blocks(
         dims_by_layer: token dimensions of the arguments with all tokens of layers after the blocks, by layer name.
     """
 
-    def shard_arguments(arguments: dict[str, Any], dims: TokenDims) -> None:
+    def shard_arguments(arguments: dict[str, Any], dims: TokenDimByArgument) -> None:
         for name, dim in dims.items():
             value = arguments.get(name)
             if isinstance(value, tuple):
@@ -147,12 +147,12 @@ class UlyssesAttention:
         query, key = attn.norm_q(split_heads(attn.to_q)), attn.norm_k(split_heads(attn.to_k))
         value = split_heads(attn.to_v)
         if image_rotary_emb is not None:
-            rotate = partial(apply_rotary_emb, freqs_cis=image_rotary_emb, use_real=True, use_real_unbind_dim=-2)
-            query, key = rotate(query), rotate(key)
+            apply_rope = partial(apply_rotary_emb, freqs_cis=image_rotary_emb, use_real=True, use_real_unbind_dim=-2)
+            query, key = apply_rope(query), apply_rope(key)
         query, key, value = (self._clip_sharding.exchange_tokens_for_heads(states) for states in (query, key, value))
-        attended_BKND = functional.scaled_dot_product_attention(query, key, value)
-        attended_BKND = self._clip_sharding.exchange_heads_for_tokens(attended_BKND)
-        return _project_output(attn, attended_BKND.transpose(1, 2).flatten(2, 3).type_as(query))
+        output_BKND = functional.scaled_dot_product_attention(query, key, value)
+        output_BKND = self._clip_sharding.exchange_heads_for_tokens(output_BKND)
+        return _project_output(attn, output_BKND.transpose(1, 2).flatten(2, 3).type_as(query))
 
 
 class SummedLinearAttention:
@@ -183,18 +183,18 @@ class SummedLinearAttention:
         key_sum_BKD = self._clip_sharding.all_reduce(key.sum(1))
         value_key_sum_BKDD = self._clip_sharding.all_reduce(torch.einsum("bnkc,bnkd->bkcd", value.float(), rotated_key))
         scale_BNK = 1 / (torch.einsum("bkd,bnkd->bnk", key_sum_BKD, query) + 1e-15)
-        attended_BNKD = torch.einsum("bkcd,bnkd->bnkc", value_key_sum_BKDD, rotated_query) * scale_BNK[..., None]
-        return _project_output(attn, attended_BNKD.flatten(2).to(hidden_states.dtype))
+        output_BNKD = torch.einsum("bkcd,bnkd->bnkc", value_key_sum_BKDD, rotated_query) * scale_BNK[..., None]
+        return _project_output(attn, output_BNKD.flatten(2).to(hidden_states.dtype))
 
 
-def exchange_borders(convolution: nn.Module, clip_sharding: ClipSharding, tokens_per_frame: Callable[[], int]) -> None:
+def exchange_frames(convolution: nn.Module, clip_sharding: ClipSharding, tokens_per_frame: Callable[[], int]) -> None:
     """Make a convolution over time (B, C, F, S) use the neighbouring frames of other ranks at both ends. Otherwise the
     convolution would pad each rank's frames with zeros. `tokens_per_frame` returns the number of tokens of a frame."""
 
     def add_neighbour_frames(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         (frames_BCFS,) = args
         frame_mask_F = clip_sharding.token_mask(frames_BCFS)[:: tokens_per_frame()]
-        return (clip_sharding.add_borders(frames_BCFS * frame_mask_F[:, None]),)
+        return (clip_sharding.add_border_frames(frames_BCFS * frame_mask_F[:, None]),)
 
     convolution.register_forward_pre_hook(add_neighbour_frames)
     convolution.register_forward_hook(lambda module, args, output: output[:, :, 1:-1])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.observe.formatting import as_float
+from cosmos_core.observe.formatting import float_or_inf
 from cosmos_core.run.files import parse_json_objects
 from cosmos_core.run.progress import has_step
 from cosmos_core.run.tail import FileTail
@@ -14,14 +14,14 @@ from cosmos_core.run.tail import FileTail
 COMPLETIONS_FOLDER = "completions"
 
 
-def iter_completions(run: Path, stage: str, step: int | None, order: str, max_count: int) -> Iterator[str]:
-    """Yield completions of one train step as text, grouped by prompt or, if `order` is set, sorted by reward.
+def iter_completions(run: Path, stage: str, step: int | None, reward_order: str, max_count: int) -> Iterator[str]:
+    """Yield completions of one train step as text, grouped by prompt or, if `reward_order` is set, sorted by reward.
 
     Args:
         run: Folder of the run.
         stage: Name of a stage; empty: the last stage that has completions.
         step: Number of the train step; None: the newest step.
-        order: `best` or `worst` completions first; empty: order of the log.
+        reward_order: `best` or `worst` completions first; empty: order of the log.
         max_count: Maximum number of completions.
 
     Raises:
@@ -29,12 +29,12 @@ def iter_completions(run: Path, stage: str, step: int | None, order: str, max_co
     """
     path = _find_stage_path(run, stage)
     lines = _read_completions(path, step)
-    if order:
+    if reward_order:
         lines = [line for line in lines if isinstance(line.get("reward"), int | float)]
-        sort_sign = -1.0 if order == "best" else 1.0
+        sort_sign = -1.0 if reward_order == "best" else 1.0
 
         def sort_key(line: dict[str, Any]) -> tuple[bool, float]:
-            reward = as_float(line["reward"])
+            reward = float_or_inf(line["reward"])
             return math.isnan(reward), sort_sign * reward
 
         lines.sort(key=sort_key)
@@ -56,11 +56,11 @@ def newest_completions(stage: Path, max_count: int) -> list[dict[str, Any]]:
 
 def _format_scores(line: dict[str, Any]) -> str:
     has_reward = isinstance(line.get("reward"), int | float)
-    score_texts = [f"reward {as_float(line['reward']):.4g}" if has_reward else f"no reward ({line.get('error', '')})"]
-    score_texts += [f"{name} {as_float(value):.4g}" for name, value in (line.get("metrics") or {}).items()]
+    texts = [f"reward {float_or_inf(line['reward']):.4g}" if has_reward else f"no reward ({line.get('error', '')})"]
+    texts += [f"{name} {float_or_inf(value):.4g}" for name, value in (line.get("metrics") or {}).items()]
     if line.get("tokens"):
-        score_texts.append(f"{line['tokens']} tokens" + ", cut off" * (line.get("finish_reason") == "length"))
-    return ", ".join(score_texts)
+        texts.append(f"{line['tokens']} tokens" + ", cut off" * (line.get("finish_reason") == "length"))
+    return ", ".join(texts)
 
 
 def completion_text(line: dict[str, Any], stage: Path) -> str:
@@ -93,6 +93,6 @@ def _read_completions(stage: Path, step: int | None) -> list[dict[str, Any]]:
     files = _list_completion_files(stage)
     if step is not None and len(files) > 1:
         files = [file for file in files if file.stem == f"step_{step:06d}"]
-    lines = [line for line in parse_json_objects(FileTail(files[-1]).lines()) if has_step(line)] if files else []
+    lines = [line for line in parse_json_objects(FileTail(files[-1]).read_lines()) if has_step(line)] if files else []
     selected_step = max((line["step"] for line in lines), default=0) if step is None else step
     return [line for line in lines if line["step"] == selected_step]

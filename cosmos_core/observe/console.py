@@ -24,12 +24,12 @@ from rich.text import Text
 
 from cosmos_core.observe.costs import cost_card
 from cosmos_core.observe.formatting import (
-    find_headline,
+    find_headline_metric,
     format_count,
     format_duration,
     format_number,
-    short_name,
-    table_metrics,
+    select_table_metrics,
+    short_metric_name,
     tokens_per_second,
 )
 from cosmos_core.observe.record import RunRecord, StageRecord, model_loading_code, read_run, time_breakdown
@@ -52,8 +52,8 @@ _STATE_SYMBOLS = {
 _SPARKLINE_BARS = "▁▂▃▄▅▆▇█"
 _MEMORY_METRICS = {"GPU": "memory/gpu_gib", "memory": "memory/host_gib"}
 _SPARKLINE_WIDTH = 12  # maximum number of characters of a sparkline
-# Phases of a train step: after the first step, only the step number is shown.
-_PHASES_OF_STEP = frozenset({"step", "generate", "score"})
+# Phases of a train step: their names are shown only during the first step.
+_TRAIN_STEP_PHASES = frozenset({"step", "generate", "score"})
 _PLAIN_TEXT_WIDTH = 160
 
 
@@ -76,12 +76,12 @@ class _StageDisplayState:
     """Progress at the first step of the attempt, after whose compilation the time per step is measured."""
 
 
-class Display:
-    """Display of the progress of several stages; its methods are thread-safe.
+class ProgressDisplay:
+    """Live display of the progress of several stages; its methods are thread-safe.
 
     Args:
         stages: Names of the stages to show.
-        terminal: Whether to show a live table; None: only if `stream` is a terminal.
+        is_terminal: Whether to show a live table; None: only if `stream` is a terminal.
         stream: Output stream; None: standard output.
         get_time: Function that returns the current time in seconds.
     """
@@ -90,12 +90,12 @@ class Display:
         self,
         stages: Sequence[str],
         *,
-        terminal: bool | None = None,
+        is_terminal: bool | None = None,
         stream: TextIO | None = None,
         get_time: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream or sys.stdout
-        self._is_terminal = self._stream.isatty() if terminal is None else terminal
+        self._is_terminal = self._stream.isatty() if is_terminal is None else is_terminal
         self._clock = get_time
         self._lock = threading.RLock()
         self._stage_states = {name: _StageDisplayState() for name in stages}
@@ -103,7 +103,7 @@ class Display:
         self._console = Console(file=self._stream, force_terminal=self._is_terminal or None, highlight=False)
         self._live_display: Live | None = None
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> ProgressDisplay:
         if self._is_terminal:
             self._live_display = Live(console=self._console, get_renderable=self._build_table, refresh_per_second=4)
             self._live_display.start()
@@ -130,14 +130,14 @@ class Display:
                 if line.progress is None or line.progress.phase != progress.phase:
                     line.phase_start_time = now
                 line.progress = progress
-                if (metric := find_headline(progress.metrics)) and math.isfinite(metric[1]):
+                if (metric := find_headline_metric(progress.metrics)) and math.isfinite(metric[1]):
                     line.headline_values[progress.step] = metric[1]
                 first = line.first_step_progress
                 if progress.step and not (first and first.pid == progress.pid and first.step <= progress.step):
                     line.first_step_progress = progress
-            is_line_due = _get_progress_key(line) != line.last_progress_key
-            is_line_due &= now - line.last_print_time >= MIN_LINE_INTERVAL_SECONDS
-            if self._live_display is None and (has_changed or (state in ACTIVE_STATES and is_line_due)):
+            should_print_progress = _get_progress_key(line) != line.last_progress_key
+            should_print_progress &= now - line.last_print_time >= MIN_LINE_INTERVAL_SECONDS
+            if self._live_display is None and (has_changed or (state in ACTIVE_STATES and should_print_progress)):
                 line.last_print_time = now
                 text = "  ".join(self._format_line_parts(line, has_changed=has_changed))
                 self._write_line(f"{stage:<{self._name_width}}  {text}".rstrip())
@@ -145,9 +145,9 @@ class Display:
             new_warnings = [] if progress is None else [e for e in progress.warnings if e not in line.printed_warnings]
             line.printed_warnings.update(new_warnings)
         for warning in new_warnings:
-            self.message(f"{stage:<{self._name_width}}  warning: {warning}")
+            self.print_message(f"{stage:<{self._name_width}}  warning: {warning}")
 
-    def message(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         """Print one line of text; if the live table is shown, print the line above the table."""
         # Printing under `self._lock` could deadlock: rich holds its lock while `_build_table` acquires `self._lock`.
         if self._live_display is not None:
@@ -181,7 +181,7 @@ class Display:
             line.reported_compile_seconds = progress.compile_seconds
             compile_text = f"compiled in {format_duration(progress.compile_seconds)}"
         is_step_printed = line.state in ACTIVE_STATES and line.last_progress_key[2:] == (progress.step,)
-        return [compile_text] if is_step_printed else [_format_step(line), *_format_numbers(line), compile_text]
+        return [compile_text] if is_step_printed else [_format_step(line), *_format_metrics(line), compile_text]
 
     def _get_elapsed_seconds(self, line: _StageDisplayState) -> float | None:
         if line.start_time is None:
@@ -209,7 +209,7 @@ class Display:
                     Text(self._describe_phase(line), style=style),
                     progress_bar if line.state != "waiting" else "",
                     _format_step(line).removeprefix("step "),
-                    Text("  ".join(_format_numbers(line) + (_format_resources(line) if is_wide else []))),
+                    Text("  ".join(_format_metrics(line) + (_format_resources(line) if is_wide else []))),
                     Text(sparkline(list(line.headline_values.values())) if is_wide else "", style=style),
                     Text(time_text if seconds is not None else "", style="dim"),
                 )
@@ -256,9 +256,9 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
 
 def make_console(stream: TextIO | None = None) -> Console:
     """Return a console for tables and for text without markup; if the output is no terminal, the width is fixed."""
-    plain_options: dict[str, Any] = dict.fromkeys(("highlight", "markup", "emoji"), False)  # names may contain `[...]`
-    console = Console(file=stream or sys.stdout, **plain_options)
-    return console if console.is_terminal else Console(file=console.file, width=_PLAIN_TEXT_WIDTH, **plain_options)
+    text_options: dict[str, Any] = dict.fromkeys(("highlight", "markup", "emoji"), False)  # names may contain markup
+    console = Console(file=stream or sys.stdout, **text_options)
+    return console if console.is_terminal else Console(file=console.file, width=_PLAIN_TEXT_WIDTH, **text_options)
 
 
 def _list_notices(run: RunRecord) -> list[Text]:
@@ -290,9 +290,9 @@ def _format_state(stage: StageRecord) -> Text:
 
 
 def _format_stage_metrics(stage: StageRecord) -> Text:
-    metric_texts = [f"{key} {format_number(value)}" for key, value in table_metrics(stage.metrics).items()]
+    metric_texts = [f"{key} {format_number(value)}" for key, value in select_table_metrics(stage.metrics).items()]
     if best_step := stage.best_step:
-        best_value = f"{short_name(best_step.metric)} {format_number(best_step.value)}"
+        best_value = f"{short_metric_name(best_step.metric)} {format_number(best_step.value)}"
         metric_texts.append(f"best {best_value} at step {best_step.step}")
     return Text("  ".join(metric_texts))
 
@@ -308,13 +308,13 @@ _STATUS_COLUMNS: dict[str, Callable[[StageRecord], str | Text]] = {
     "kind": lambda stage: stage.kind.name,
     "state": _format_state,
     "attempt": lambda stage: str(stage.state.attempt or ""),
-    "step": lambda stage: _format_ratio(*stage.position),
+    "step": lambda stage: _format_step_of_total(*stage.step_and_total),
     "time": _SUMMARY_COLUMNS["time"],
     "metrics": _format_stage_metrics,
 }
 
 
-def _format_ratio(step: Any, num_steps: Any) -> str:
+def _format_step_of_total(step: Any, num_steps: Any) -> str:
     if step is None or (step == 0 and not num_steps):
         return ""
     return f"{step}/{num_steps}" if num_steps else str(step)
@@ -325,8 +325,8 @@ def _format_phase(line: _StageDisplayState) -> str:
         return ""
     progress = line.progress
     count_text = f" {progress.done}/{progress.count}" if progress.count else ""
-    is_implied = progress.phase in _PHASES_OF_STEP and progress.step and not count_text
-    return "" if is_implied else f"{progress.phase}{count_text}"
+    is_phase_implied = progress.phase in _TRAIN_STEP_PHASES and progress.step and not count_text
+    return "" if is_phase_implied else f"{progress.phase}{count_text}"
 
 
 def _get_progress_key(line: _StageDisplayState) -> tuple[Any, ...]:
@@ -337,15 +337,15 @@ def _get_progress_key(line: _StageDisplayState) -> tuple[Any, ...]:
 
 
 def _format_step(line: _StageDisplayState) -> str:
-    ratio = _format_ratio(line.progress.step, line.progress.total) if line.progress else ""
+    ratio = _format_step_of_total(line.progress.step, line.progress.total) if line.progress else ""
     return f"step {ratio}" if ratio else ""
 
 
-def _format_numbers(line: _StageDisplayState) -> list[str]:
+def _format_metrics(line: _StageDisplayState) -> list[str]:
     metrics = line.progress.metrics if line.progress else {}
-    headline_metric, speed = find_headline(metrics), tokens_per_second(metrics)
+    headline_metric, throughput = find_headline_metric(metrics), tokens_per_second(metrics)
     numbers = [f"{headline_metric[0]} {format_number(headline_metric[1])}"] if headline_metric else []
-    numbers += [f"{format_count(speed)} tok/s"] if speed is not None and line.state in ACTIVE_STATES else []
+    numbers += [f"{format_count(throughput)} tok/s"] if throughput is not None and line.state in ACTIVE_STATES else []
     return numbers
 
 
@@ -365,22 +365,22 @@ def sparkline(values: Sequence[float]) -> str:
         return ""
     num_bars = min(_SPARKLINE_WIDTH, len(values))
     values = [values[round(i * (len(values) - 1) / (num_bars - 1))] for i in range(num_bars)]
-    min_value, extent = min(values), max(values) - min(values)
-    return "".join(_SPARKLINE_BARS[round((value - min_value) / extent * 7) if extent else 0] for value in values)
+    lowest, value_range = min(values), max(values) - min(values)
+    return "".join(_SPARKLINE_BARS[round((value - lowest) / value_range * 7) if value_range else 0] for value in values)
 
 
 def _progress_bar(line: _StageDisplayState, width: int, now: float) -> ProgressBar:
     step, num_steps = (line.progress.step, line.progress.total) if line.progress else (0, None)
     if line.state in {"done", "reused"}:
         return ProgressBar(total=1, completed=1, width=width)
-    is_pulsing, num_done = not num_steps and line.state == "running", step if num_steps else 0
-    return ProgressBar(total=num_steps or 1, completed=num_done, width=width, pulse=is_pulsing, animation_time=now)
+    has_pulse, num_done = not num_steps and line.state == "running", step if num_steps else 0
+    return ProgressBar(total=num_steps or 1, completed=num_done, width=width, pulse=has_pulse, animation_time=now)
 
 
 def _estimate_eta_seconds(line: _StageDisplayState) -> float | None:
     """Return the estimated seconds until a stage's last step, from its time per step so far; None if it is unknown."""
-    position, first = line.progress, line.first_step_progress
-    if position is None or first is None or not position.total or not first.step < position.step < position.total:
+    progress, first = line.progress, line.first_step_progress
+    if progress is None or first is None or not progress.total or not first.step < progress.step < progress.total:
         return None
-    seconds = position.heartbeat - first.heartbeat - (position.compile_seconds - first.compile_seconds)
-    return seconds / (position.step - first.step) * (position.total - position.step)
+    seconds = progress.heartbeat - first.heartbeat - (progress.compile_seconds - first.compile_seconds)
+    return seconds / (progress.step - first.step) * (progress.total - progress.step)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from cosmos_core.observe.formatting import as_float, format_number
+from cosmos_core.observe.formatting import float_or_inf, format_number
 from cosmos_core.observe.record import RunRecord, read_pipeline, read_run
 from cosmos_core.run.directory import list_runs, read_start_info
-from cosmos_core.run.gpu_time import gpu_seconds, read_run_gpu_intervals
+from cosmos_core.run.gpu_time import read_run_gpu_intervals, sum_gpu_seconds
 from cosmos_core.run.state import GpuInterval
 
 _SECONDS_PER_HOUR = 3600.0
@@ -21,61 +21,61 @@ _SECONDS_PER_HOUR = 3600.0
 class RunCost:
     """GPU hours that a run has held so far, and their cost."""
 
-    holds: dict[str, list[GpuInterval]]
+    gpu_intervals_by_stage: dict[str, list[GpuInterval]]
     """Time intervals in which the attempts of each stage held GPUs, by stage name."""
-    price: float | None
+    hourly_price: float | None
     """Price of one GPU hour; None: unknown."""
     budget: float | None
-    estimated_hours: float | None
+    estimated_gpu_hours: float | None
     """Estimated GPU hours of the run from `plan --estimate`; None if there is no estimate for a stage."""
 
     @property
-    def hours(self) -> float:
+    def gpu_hours(self) -> float:
         """Return the GPU hours that all attempts of all stages held."""
-        return sum(map(gpu_seconds, self.holds.values())) / _SECONDS_PER_HOUR
+        return sum(map(sum_gpu_seconds, self.gpu_intervals_by_stage.values())) / _SECONDS_PER_HOUR
 
-    def format_cost(self, hours: float | None) -> str:
+    def format_cost(self, gpu_hours: float | None) -> str:
         """Return the cost of a number of GPU hours as text; empty if the price or the number is unknown (None)."""
-        return "" if self.price is None or hours is None else format_number(hours * self.price)
+        return "" if self.hourly_price is None or gpu_hours is None else format_number(gpu_hours * self.hourly_price)
 
     @property
     def rows(self) -> Iterator[tuple[str, int, int, float, str, str]]:
         """Yield for each time interval: stage, attempt, number of GPUs, seconds, GPU hours and cost."""
-        for stage, gpu_intervals in self.holds.items():
+        for stage, gpu_intervals in self.gpu_intervals_by_stage.items():
             for each in gpu_intervals:
-                hours, seconds = gpu_seconds([each]) / _SECONDS_PER_HOUR, (each.end or each.begin) - each.begin
-                yield stage, each.attempt, each.gpus, seconds, format_number(hours), self.format_cost(hours)
+                gpu_hours, seconds = sum_gpu_seconds([each]) / _SECONDS_PER_HOUR, (each.end or each.begin) - each.begin
+                yield stage, each.attempt, each.gpus, seconds, format_number(gpu_hours), self.format_cost(gpu_hours)
 
     def __str__(self) -> str:
-        hours, cost = f"{format_number(self.hours)} GPU hours", self.format_cost(self.hours)
-        parts = [f"{cost} for {hours}" if cost else hours]
-        if self.estimated_hours is not None:
-            estimate_text = f"{format_number(self.estimated_hours)} GPU hours"
-            parts.append(f"estimated {self.format_cost(self.estimated_hours) or estimate_text}")
+        hours, cost = f"{format_number(self.gpu_hours)} GPU hours", self.format_cost(self.gpu_hours)
+        texts = [f"{cost} for {hours}" if cost else hours]
+        if self.estimated_gpu_hours is not None:
+            estimate_text = f"{format_number(self.estimated_gpu_hours)} GPU hours"
+            texts.append(f"estimated {self.format_cost(self.estimated_gpu_hours) or estimate_text}")
         if self.budget is not None:
-            parts.append(f"budget {format_number(self.budget)}")
-        return ", ".join(parts)
+            texts.append(f"budget {format_number(self.budget)}")
+        return ", ".join(texts)
 
 
-def cost_of(run_path: Path) -> RunCost:
+def compute_run_cost(run_path: Path) -> RunCost:
     """Return the GPU hours and the cost of a run so far."""
     pipeline, start_info = read_pipeline(run_path), read_start_info(run_path)
     values = [pipeline.get(key) for key in ("price_per_gpu_hour", "budget")]
-    price, budget = (as_float(value) if isinstance(value, int | float) else None for value in values)
+    price, budget = (float_or_inf(value) if isinstance(value, int | float) else None for value in values)
     estimates = list(start_info.estimate.values()) if start_info else []
     has_estimates = bool(estimates) and None not in estimates
-    hours = sum(value or 0.0 for value in estimates) / _SECONDS_PER_HOUR if has_estimates else None
-    return RunCost(read_run_gpu_intervals(run_path), price, budget, hours)
+    estimated_gpu_hours = sum(value or 0.0 for value in estimates) / _SECONDS_PER_HOUR if has_estimates else None
+    return RunCost(read_run_gpu_intervals(run_path), price, budget, estimated_gpu_hours)
 
 
 def cost_card(run: RunRecord) -> dict[str, str]:
-    """Return the cost of a run as a dict with one label and text; empty if no stage held GPUs, or if the price is
-    unknown and no machine has a GPU, because each process then counts as one GPU."""
-    cost = cost_of(run.path)
-    if cost.price is not None:
-        return {"cost": str(cost)} if cost.holds else {}
+    """Return the cost of a run as a dict of one label and its text; empty if no stage held GPUs. Without a price, it is
+    also empty for machines without GPUs, on which each process counts as one GPU."""
+    cost = compute_run_cost(run.path)
+    if cost.hourly_price is not None:
+        return {"cost": str(cost)} if cost.gpu_intervals_by_stage else {}
     has_gpus = any(rank.gpus for stage in run.stages for rank in stage.ranks)
-    return {"GPUs held": str(cost)} if cost.holds and has_gpus else {}
+    return {"GPUs held": str(cost)} if cost.gpu_intervals_by_stage and has_gpus else {}
 
 
 def table_of_costs(output_dir: Path, max_runs: int) -> Table:
@@ -85,12 +85,12 @@ def table_of_costs(output_dir: Path, max_runs: int) -> Table:
         table.add_column(column, justify="right")
     total_hours, total_cost, is_complete = 0.0, 0.0, True
     for start_info in list_runs(output_dir)[-max_runs:]:
-        run, cost = read_run(output_dir / start_info.run_id), cost_of(output_dir / start_info.run_id)
-        cost_cells = [format_number(cost.hours), *map(cost.format_cost, (cost.hours, cost.estimated_hours))]
+        run, cost = read_run(output_dir / start_info.run_id), compute_run_cost(output_dir / start_info.run_id)
+        cost_cells = [format_number(cost.gpu_hours), *map(cost.format_cost, (cost.gpu_hours, cost.estimated_gpu_hours))]
         cost_cells.append(format_number(cost.budget) if cost.budget is not None else "")
         table.add_row(start_info.run_id, run.name, run.outcome, *cost_cells)
-        total_hours, total_cost = total_hours + cost.hours, total_cost + cost.hours * (cost.price or 0.0)
-        is_complete = is_complete and (cost.price is not None or not cost.hours)
+        total_hours, total_cost = total_hours + cost.gpu_hours, total_cost + cost.gpu_hours * (cost.hourly_price or 0)
+        is_complete = is_complete and (cost.hourly_price is not None or not cost.gpu_hours)
     table.add_section()
     cost_text = f"{'' if is_complete else '> '}{format_number(total_cost)}"
     table.add_row("all", "", "", format_number(total_hours), cost_text, "", "")

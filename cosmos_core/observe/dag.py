@@ -17,7 +17,7 @@ _PAGE_MARGIN = 4
 
 
 @dataclass(frozen=True)
-class Graph:
+class StageGraphLayout:
     """Layout of the graph of a run's stages; all lengths are in pixels."""
 
     width: float
@@ -48,7 +48,7 @@ class _LayoutNode:
         return _PAGE_MARGIN + self.column * (_BOX_WIDTH + _HORIZONTAL_GAP)
 
 
-def compute_layout(run: RunRecord) -> Graph | None:
+def compute_layout(run: RunRecord) -> StageGraphLayout | None:
     """Return the positions of the boxes and edges of the graph of a run's stages; None if the run has no stages."""
     layout_nodes = _build_layout_nodes(run.stages)
     if not layout_nodes:
@@ -59,7 +59,7 @@ def compute_layout(run: RunRecord) -> Graph | None:
     height = max(sum(node.height + _VERTICAL_GAP for node in column) - _VERTICAL_GAP for column in columns)
     for column in columns:
         _arrange_column(column, height)
-    return Graph(
+    return StageGraphLayout(
         width=2 * _PAGE_MARGIN + len(columns) * (_BOX_WIDTH + _HORIZONTAL_GAP) - _HORIZONTAL_GAP,
         height=height + 2 * _PAGE_MARGIN,
         boxes=[(node.left_edge, node.y, node.stage) for node in layout_nodes if node.stage],

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cosmos_core.config.conditions import LOWER_IS_BETTER, STDERR_SUFFIX
+from cosmos_core.config.conditions import LOWER_IS_BETTER, STANDARD_ERROR_SUFFIX
 
 _METRIC_SUFFIXES = ("/mean", "_mean", "/avg", "_avg")
 RESOURCE_PREFIXES = ("time/", "throughput/", "memory/")
@@ -14,7 +14,7 @@ _HEADLINE_METRICS = ("reward", "loss", "accuracy")
 _TABLE_METRIC_NAMES = {
     "accuracy": "accuracy", "reward": "reward", "loss": "loss", "logprob_difference_p95": "log-prob difference p95",
 }  # fmt: skip
-_SHARED_METRICS = frozenset({"reward", "loss"})
+_TRAINING_AND_VALIDATION_METRICS = frozenset({"reward", "loss"})
 """Names of metrics that training and validation both report, computed from different rows or completions."""
 
 
@@ -62,7 +62,7 @@ def format_bytes(num_bytes: int) -> str:
     return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
 
 
-def as_float(value: float) -> float:
+def float_or_inf(value: float) -> float:
     """Return a metric as a float, or infinity if it is an integer that is too large for a float."""
     try:
         return float(value)
@@ -77,8 +77,8 @@ def format_number(value: Any) -> str:
         return "–"
     if isinstance(value, bool | str):
         return str(value)
-    if not math.isfinite(as_float(value)):
-        return str(as_float(value))
+    if not math.isfinite(float_or_inf(value)):
+        return str(float_or_inf(value))
     is_whole_number = float(value).is_integer() and abs(value) >= 10
     if isinstance(value, int) or (abs(value) < 1e12 and (is_whole_number or abs(value) >= 1e3)):
         return f"{value:,.0f}"
@@ -108,46 +108,46 @@ def judge_change(key: str, change: float | None) -> str:
     return "better" if (change < 0) == lower_is_better else "worse"
 
 
-def find_headline(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
+def find_headline_metric(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
     """Return name and value of the reward, else the loss, else the accuracy, for a progress line, or None."""
     for name in _HEADLINE_METRICS:
         for key, value in metrics.items():
             if metric_family(key) == name and isinstance(value, int | float):
-                return name, as_float(value)
+                return name, float_or_inf(value)
     return None
 
 
 def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
     """Return the number of tokens per second from the metrics of a step; None if it was not measured."""
-    speeds = (value for key, value in metrics.items() if metric_family(key) == "tokens_per_second")
-    return next((as_float(speed) for speed in speeds if isinstance(speed, int | float)), None)
+    throughputs = (value for key, value in metrics.items() if metric_family(key) == "tokens_per_second")
+    return next((float_or_inf(value) for value in throughputs if isinstance(value, int | float)), None)
 
 
-def key_metrics(metrics: Mapping[str, Any], max_count: int = 4) -> dict[str, float]:
+def select_key_metrics(metrics: Mapping[str, Any], max_count: int = 4) -> dict[str, float]:
     """Return at most `max_count` metrics: first those of validation, then reward, loss and accuracy, then others."""
 
-    rank_by_name = {name: rank for rank, name in enumerate(_HEADLINE_METRICS)}
+    rank_by_metric = {name: rank for rank, name in enumerate(_HEADLINE_METRICS)}
 
     def get_rank(key: str) -> int:
-        return -1 if key.startswith("validation/") else rank_by_name.get(metric_family(key), len(rank_by_name))
+        return -1 if key.startswith("validation/") else rank_by_metric.get(metric_family(key), len(rank_by_metric))
 
     shown_keys = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(RESOURCE_PREFIXES)]
     return {key: metrics[key] for key in sorted(shown_keys, key=get_rank)[:max_count]}
 
 
-def short_name(key: str) -> str:
+def short_metric_name(key: str) -> str:
     """Return the short name of a metric for tables: `loss` for training, `held-out loss` for validation."""
     name = _TABLE_METRIC_NAMES.get(metric_family(key), metric_family(key))
-    return f"held-out {name}" if key.startswith("validation/") and name in _SHARED_METRICS else name
+    return f"held-out {name}" if key.startswith("validation/") and name in _TRAINING_AND_VALIDATION_METRICS else name
 
 
-def table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+def select_table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return accuracy, reward, loss and log-prob difference by short name, or else the first three metrics."""
-    ranked_metrics = key_metrics(metrics, max_count=len(metrics))
+    ranked_metrics = select_key_metrics(metrics, max_count=len(metrics))
     shown_metrics: dict[str, float] = {}
     for name in _TABLE_METRIC_NAMES:
         for key, value in ranked_metrics.items():
             if metric_family(key) == name:
-                shown_metrics.setdefault(short_name(key), value)
-    others = [each for each in ranked_metrics.items() if not each[0].endswith(STDERR_SUFFIX)][:3]
-    return shown_metrics or {(key.partition("/")[2] or key).replace("_", " "): value for key, value in others}
+                shown_metrics.setdefault(short_metric_name(key), value)
+    other_metrics = [each for each in ranked_metrics.items() if not each[0].endswith(STANDARD_ERROR_SUFFIX)][:3]
+    return shown_metrics or {(key.partition("/")[2] or key).replace("_", " "): value for key, value in other_metrics}

@@ -102,19 +102,19 @@ def draw_grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
     column_width, row_height = width + _CELL_MARGIN, height + 2 * _LINE_HEIGHT + 2 * _CELL_MARGIN
     canvas_size = (_CELL_MARGIN + max(map(len, rows)) * column_width, _CELL_MARGIN + len(rows) * row_height)
     canvas = Image.new("RGB", canvas_size, _BACKGROUND_COLOR)
-    draw = ImageDraw.Draw(canvas)
+    image_draw = ImageDraw.Draw(canvas)
     for prompt_index, row in enumerate(rows):
         row_top = _CELL_MARGIN + prompt_index * row_height
-        draw.text((_CELL_MARGIN, row_top), _truncate_text(row[0].prompt, canvas.width), fill=_TEXT_COLOR)
+        image_draw.text((_CELL_MARGIN, row_top), _truncate_text(row[0].prompt, canvas.width), fill=_TEXT_COLOR)
         for sample_index, sample in enumerate(row):
             x_offset = _CELL_MARGIN + sample_index * column_width
             canvas.paste(_resize_pixels(sample.middle_frame, height, width), (x_offset, row_top + _LINE_HEIGHT))
             caption_position = (x_offset, row_top + _LINE_HEIGHT + height)
-            draw.text(caption_position, _truncate_text(sample.caption, width), fill=_TEXT_COLOR)
+            image_draw.text(caption_position, _truncate_text(sample.caption, width), fill=_TEXT_COLOR)
     return np.asarray(canvas)
 
 
-def data_uri(path: Path) -> str:
+def media_data_uri(path: Path) -> str:
     """Return a media file as a data: URI, an image as a thumbnail; empty if it is missing or too large to embed."""
     from PIL import Image
 
@@ -157,8 +157,8 @@ def _write_video(path: Path, frames: np.ndarray) -> None:
 def _cell_size(image_shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Return height and width of a cell in pixels: small images grow by a whole factor, large images shrink."""
     height, width = max(shape[0] for shape in image_shapes), max(shape[1] for shape in image_shapes)
-    scale = -(-_MIN_CELL_SIZE // width) if width < _MIN_CELL_SIZE else min(1.0, _MAX_CELL_SIZE / max(height, width))
-    return round(height * scale), round(width * scale)
+    zoom = -(-_MIN_CELL_SIZE // width) if width < _MIN_CELL_SIZE else min(1.0, _MAX_CELL_SIZE / max(height, width))
+    return round(height * zoom), round(width * zoom)
 
 
 def _resize_pixels(pixels: np.ndarray, height: int, width: int) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from cosmos_core.environment import mask_text
-from cosmos_core.observe.formatting import format_count, format_number, key_metrics, tokens_per_second
+from cosmos_core.observe.formatting import format_count, format_number, select_key_metrics, tokens_per_second
 
 if TYPE_CHECKING:
     from cosmos_core.run.progress import ProgressWriter
@@ -69,7 +69,7 @@ def configure_logging(level: str | int = "INFO", stream: TextIO | None = None) -
     root_logger.setLevel(level)
 
 
-def add_quiet_variables(env: Mapping[str, str]) -> dict[str, str]:
+def add_log_silencing_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return a copy of `env` with added variables that make libraries quiet; variables in `env` are kept."""
     return {**NO_TELEMETRY_VARIABLES, **_WARNING_FILTERS, **env}
 
@@ -94,7 +94,7 @@ class StepLog:
             return
         line, self._pending_line, self._last_log_time = self._pending_line, {}, time.monotonic()
         metrics = {key: value for key, value in line.items() if key not in {"step", "time"}}
-        metric_texts = [f"{key} {format_number(value)}" for key, value in key_metrics(metrics).items()]
+        metric_texts = [f"{key} {format_number(value)}" for key, value in select_key_metrics(metrics).items()]
         if token_rate := tokens_per_second(metrics):
             metric_texts.append(f"{format_count(token_rate)} tok/s")
         total = self._progress.total

@@ -6,8 +6,8 @@ from typing import Any
 
 from cosmos_core.config.difference import group_changes_by_stage
 from cosmos_core.errors import ConfigError
-from cosmos_core.observe.formatting import judge_change, key_metrics
-from cosmos_core.observe.plots import MAX_LINES, REPORT_PANELS, overlay_svg
+from cosmos_core.observe.formatting import judge_change, select_key_metrics
+from cosmos_core.observe.plots import MAX_CURVES, REPORT_PANELS, overlay_svg
 from cosmos_core.observe.previous_run import format_setting, read_settings
 from cosmos_core.observe.record import RunRecord, read_run
 from cosmos_core.observe.report import open_template_environment
@@ -17,8 +17,8 @@ def build_comparison_page(paths: Sequence[Path]) -> str:
     """Return the HTML page that compares the runs at `paths`, matching stages by name; raise ConfigError unless these
     are 2 to 8 different runs."""
     names = [path.name for path in paths]
-    if len(set(names)) < len(names) or not 2 <= len(names) <= MAX_LINES:
-        raise ConfigError(f"cosmos compare --html takes 2 to {MAX_LINES} different runs; these are {', '.join(names)}")
+    if len(set(names)) < len(names) or not 2 <= len(names) <= MAX_CURVES:
+        raise ConfigError(f"cosmos compare --html takes 2 to {MAX_CURVES} different runs; these are {', '.join(names)}")
     runs = [read_run(path) for path in paths]
     stages = list(dict.fromkeys(stage.name for run in runs for stage in run.stages))
     curves = []
@@ -49,7 +49,7 @@ def _compare_metrics(runs: Sequence[RunRecord], stages: Sequence[str]) -> list[d
     rows = []
     for name in stages:
         metrics = [next((stage.metrics for stage in run.stages if stage.name == name), {}) for run in runs]
-        for key in dict.fromkeys(key for run_metrics in metrics for key in key_metrics(run_metrics)):
+        for key in dict.fromkeys(key for run_metrics in metrics for key in select_key_metrics(run_metrics)):
             values = [run_metrics.get(key) for run_metrics in metrics]
             numbers = [value for value in (values[0], values[-1]) if isinstance(value, int | float)]
             verdict = judge_change(key, numbers[1] - numbers[0]) if len(numbers) == 2 else ""

@@ -9,11 +9,11 @@ from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.conditions import MetricCondition, parse_condition
 from cosmos_core.config.mesh import describe_placements
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.config.target import split_target
+from cosmos_core.config.target import split_publication_target
 from cosmos_core.errors import CosmosError
 from cosmos_core.registry import is_import_path
 from cosmos_core.run.hub import call_with_timeout
-from cosmos_core.run.paired_items import compute_num_items, compute_smallest_effect, find_published_item_folders
+from cosmos_core.run.paired_items import compute_detectable_effect, compute_sample_size, find_published_item_folders
 from cosmos_core.run.plan import StageDecision
 from cosmos_core.upload.base import open_target
 
@@ -31,17 +31,18 @@ def plan_table(pipeline: Pipeline, decisions: Mapping[str, StageDecision]) -> Ta
         table.add_row(stage.name, stage.kind, ", ".join(stage.after), _ACTION_TEXTS[decision.action], decision.reason)
     sweeps = [(stage.name, stage.sweep) for stage in pipeline.stages if stage.sweep is not None]
     lines = [f"{name}: {sweep.mode} {sweep.metric} of {len(sweep.branches)} branches" for name, sweep in sweeps]
-    lines += [*describe_placements(pipeline), *smallest_effects(pipeline)]
+    lines += [*describe_placements(pipeline), *describe_smallest_effects(pipeline)]
     table.caption = "\n".join(lines) or None
     return table
 
 
-def smallest_effects(pipeline: Pipeline) -> Iterator[str]:
+def describe_smallest_effects(pipeline: Pipeline) -> Iterator[str]:
     """Yield a line of text for each benchmark that a gate with `confidence` compares with the published model per item.
     User-defined publication targets are left out, because user code is imported only when a stage runs."""
     for stage in pipeline.stages:
         conditions = [each for each in map(parse_condition, stage.require) if each.needs_published_model]
-        if not (conditions and stage.confidence and stage.target) or is_import_path(split_target(stage.target)[0]):
+        can_compare = conditions and stage.confidence and stage.target
+        if not can_compare or is_import_path(split_publication_target(stage.target)[0]):
             continue
         try:
             record = call_with_timeout(_RECORD_TIMEOUT_SECONDS, open_target(stage.target).published)
@@ -51,18 +52,18 @@ def smallest_effects(pipeline: Pipeline) -> Iterator[str]:
         for condition in conditions if record else ():
             for metric in record["metrics"]:
                 if any(map(condition.matches_metric, (metric, *(f"{each}.{metric}" for each in stage.after)))):
-                    yield from _describe_effects(stage, condition, metric, record)
+                    yield from _describe_detectable_effect(stage, condition, metric, record)
 
 
-def _describe_effects(
+def _describe_detectable_effect(
     stage: StageConfig, condition: MetricCondition, metric: str, record: dict[str, Any]
 ) -> Iterator[str]:
     items_folder = next(find_published_item_folders(record, metric), None)
     if condition.operator == "==" or items_folder is None:
         return
-    items_and_effect = compute_smallest_effect(metric, record["metrics"][metric], items_folder, stage.confidence)
-    if items_and_effect is None:
+    smallest_effect = compute_detectable_effect(metric, record["metrics"][metric], items_folder, stage.confidence)
+    if smallest_effect is None:
         return
-    (num_items, effect), margin = items_and_effect, abs(condition.published_offset)
-    text = f"{stage.name}: {num_items:,} items of {metric} show a difference of {effect:.2g} in 80 of 100 cases"
-    yield text + (f"; {margin:g} needs {compute_num_items(num_items, effect, margin):,}" if margin else "")
+    (num_items, difference), margin = smallest_effect, abs(condition.published_offset)
+    text = f"{stage.name}: {num_items:,} items of {metric} show a difference of {difference:.2g} in 80 of 100 cases"
+    yield text + (f"; {margin:g} needs {compute_sample_size(num_items, difference, margin):,}" if margin else "")

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from cosmos_core.observe.formatting import as_float, metric_family
+from cosmos_core.observe.formatting import float_or_inf, metric_family
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ _REWARD_STATISTICS = {f"reward/{name}" for name in ("std", "group_std", "invalid
 
 _TEXT_COLOR, _GRID_COLOR = "#6b7280", "#d4d4d8"
 _LINE_COLORS = ("#4f6bed", "#e0802f", "#2f9e6e", "#b0569e")
-MAX_LINES = 2 * len(_LINE_COLORS)
+MAX_CURVES = 2 * len(_LINE_COLORS)
 """Maximum number of lines in a panel; lines beyond the number of colours are dashed."""
 _CSS_VARIABLES = {_TEXT_COLOR: "var(--ink-soft, #6b7280)", _GRID_COLOR: "var(--grid, #d4d4d8)"} | {
     colour: f"var(--line-{index}, {colour})" for index, colour in enumerate(_LINE_COLORS)
@@ -69,7 +69,7 @@ def plot_curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = DEFAULT_P
     return buffer.getvalue()
 
 
-def curves_svg(lines: Sequence[dict[str, Any]], keys: Sequence[str] = DEFAULT_PANELS) -> str:
+def draw_curves_svg(lines: Sequence[dict[str, Any]], keys: Sequence[str] = DEFAULT_PANELS) -> str:
     """Return one `<svg>` element for each metric family in `keys` that occurs, for an HTML page. Colours are the CSS
     variables `--ink-soft`, `--grid`, `--line-0` to `--line-3`, with defaults, to follow the mode of the page."""
     return _draw_svg_panels(_collect_panels(lines, keys))
@@ -125,14 +125,14 @@ def _get_panel_title(name: str) -> str:
 
 def _to_plot_value(value: float) -> float:
     """Return a value to plot, or NaN, which leaves a gap in the curve, if the value exceeds the range of an axis."""
-    number = as_float(value)
+    number = float_or_inf(value)
     return number if abs(number) <= _MAX_PLOTTED_VALUE else math.nan
 
 
 def _draw_series(axes: Axes, name: str, series: SeriesByMetric) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    plotted_series = dict(list(series.items())[:MAX_LINES])
+    plotted_series = dict(list(series.items())[:MAX_CURVES])
     for index, (key, (steps, values)) in enumerate(plotted_series.items()):
         colour, line_style = _LINE_COLORS[index % len(_LINE_COLORS)], "-" if index < len(_LINE_COLORS) else "--"
         marker = "o" if len(steps) <= 12 else ""
@@ -153,7 +153,7 @@ def _draw_series(axes: Axes, name: str, series: SeriesByMetric) -> None:
         axes.legend(frameon=False, fontsize=7, labelcolor=_TEXT_COLOR, handlelength=1.2)
 
 
-def _figure_to_svg(figure: Figure, label: str) -> str:
+def _figure_to_svg(figure: Figure, aria_label: str) -> str:
     buffer = io.StringIO()
     empty_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(buffer, format="svg", transparent=True, metadata=empty_metadata)
@@ -170,5 +170,5 @@ def _figure_to_svg(figure: Figure, label: str) -> str:
     for colour, css_variable in _CSS_VARIABLES.items():
         svg_content = svg_content.replace(colour, css_variable)
     view_box = "0 0 {:g} {:g}".format(*(72 * inches for inches in _PANEL_SIZE_INCHES))
-    label = escape(label)
-    return f'<svg class="curve" role="img" aria-label="{label}" viewBox="{view_box}">{svg_content}</svg>'
+    aria_label = escape(aria_label)
+    return f'<svg class="curve" role="img" aria-label="{aria_label}" viewBox="{view_box}">{svg_content}</svg>'

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.difference import flatten_tables, group_changes_by_stage
-from cosmos_core.observe.formatting import format_number, judge_change, key_metrics
+from cosmos_core.observe.formatting import format_number, judge_change, select_key_metrics
 from cosmos_core.observe.record import RunRecord, read_pipeline, read_run
 from cosmos_core.run.directory import list_runs
 
-_MAX_SETTINGS = 40  # maximum number of changed settings in the report
+_MAX_SHOWN_SETTINGS = 40  # maximum number of changed settings in the report
 _MAX_VALUE_LENGTH = 60
 _EXCLUDED_SETTINGS = ("recipe", "overrides")
 
@@ -23,8 +23,8 @@ def compare_with_previous(run: RunRecord) -> dict[str, Any] | None:
     previous_run = read_run(run.path.parent / run_ids[run_ids.index(run.path.name) - 1])
     settings = tuple(_list_changed_settings(read_settings(previous_run.path), read_settings(run.path)))
     return {
-        "run": previous_run, "settings": settings[:_MAX_SETTINGS],
-        "num_omitted": max(0, len(settings) - _MAX_SETTINGS), "metrics": tuple(_compare_metrics(previous_run, run)),
+        "run": previous_run, "metrics": tuple(_compare_metrics(previous_run, run)),
+        "settings": settings[:_MAX_SHOWN_SETTINGS], "num_omitted": max(0, len(settings) - _MAX_SHOWN_SETTINGS),
     }  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def _compare_metrics(old_run: RunRecord, new_run: RunRecord) -> Iterator[tuple[s
     old_stages = {stage.name: stage for stage in old_run.stages}
     for stage in new_run.stages:
         old_metrics = old_stages[stage.name].metrics if stage.name in old_stages else {}
-        for key, value in key_metrics(stage.metrics).items():
+        for key, value in select_key_metrics(stage.metrics).items():
             if not isinstance(old_metrics.get(key), int | float):
                 continue
             verdict = judge_change(key, value - old_metrics[key])

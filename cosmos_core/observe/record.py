@@ -18,7 +18,7 @@ from cosmos_core.launch.service_health import HEALTH_FILE as HEALTH
 from cosmos_core.run import liveness
 from cosmos_core.run.directory import PIPELINE_FILE, RunStartInfo, read_start_info
 from cosmos_core.run.files import (
-    Document,
+    JsonDocument,
     UnixSeconds,
     parse_documents,
     parse_json_objects,
@@ -29,13 +29,13 @@ from cosmos_core.run.files import (
 from cosmos_core.run.loading import render_extra_packages, render_pipeline_arguments
 from cosmos_core.run.manifest import STORE_URL_KEY, Result, read_result
 from cosmos_core.run.progress import ProgressRecord, read_metrics, read_progress
-from cosmos_core.run.stage import CONDITIONS_FILE, read_kind
+from cosmos_core.run.stage import CONDITIONS_FILE, parse_stage_kind
 from cosmos_core.run.state import ACTIVE_STATES, FINISHED_STATES, RERUN_EVENT, StageState, read_state
 from cosmos_core.run.tail import FileTail
 from cosmos_core.types import StageKind
 
 
-class BestStep(Document):
+class BestStep(JsonDocument):
     """Best step of a training so far according to validation, with the metric that decides."""
 
     step: int
@@ -43,7 +43,7 @@ class BestStep(Document):
     value: float
 
 
-class GateCondition(Document):
+class GateCondition(JsonDocument):
     """Condition of a gate on a metric, with the measured value and the bound."""
 
     condition: str
@@ -58,14 +58,14 @@ class GateCondition(Document):
     @property
     def title(self) -> str:
         """Return the condition as text, with the metric that matched `*` and the statistics per benchmark item."""
-        text, paired = self.condition + (f" ({self.metric})" if self.metric else ""), self.paired or {}
+        text, comparison = self.condition + (f" ({self.metric})" if self.metric else ""), self.paired or {}
         template = "{}: {difference:+.3g} ({low:+.3g} .. {high:+.3g}) on {items:,} items"
-        template += ", {needed:,} needed" if paired.get("needed") else ""
-        template += ", p = {p_holm:.2g} with Holm's correction" if "p_holm" in paired else ""
-        return template.format(text, **paired) if paired else text
+        template += ", {needed:,} needed" if comparison.get("needed") else ""
+        template += ", p = {p_holm:.2g} with Holm's correction" if "p_holm" in comparison else ""
+        return template.format(text, **comparison) if comparison else text
 
 
-class RankHardware(Document):
+class RankHardware(JsonDocument):
     """Hardware that a rank of a stage has reported."""
 
     host: str
@@ -73,7 +73,7 @@ class RankHardware(Document):
     threads: int
 
 
-class StageEvent(Document):
+class StageEvent(JsonDocument):
     """Event of a stage, one line of `events.jsonl`."""
 
     time: UnixSeconds
@@ -81,7 +81,7 @@ class StageEvent(Document):
     detail: str = ""
 
 
-class ServiceHealth(Document):
+class ServiceHealth(JsonDocument):
     """State of a reward service at the end of the stage that used it."""
 
     url: str
@@ -92,14 +92,14 @@ class ServiceHealth(Document):
     """Number of requests that the service refused, by HTTP status."""
 
 
-class SweepBranch(Document):
+class SweepBranch(JsonDocument):
     """Branch of a sweep: the names of its stages, and the settings that distinguish it."""
 
     stages: list[str]
     settings: dict[str, Any] = {}
 
 
-class BranchChoice(Document):
+class BranchChoice(JsonDocument):
     """Branches of a sweep from which a `select` stage chooses, and the metric that decides."""
 
     metric: str
@@ -107,7 +107,7 @@ class BranchChoice(Document):
     branches: list[SweepBranch] = []
 
 
-class LoggedSample(Document):
+class LoggedSample(JsonDocument):
     """Logged completion of a prompt, one line of `samples.jsonl`."""
 
     prompt: str
@@ -148,7 +148,7 @@ class StageRecord:
     @cached_property
     def died_at(self) -> float | None:
         """Return the unix time of the last heartbeat of a stage that was killed with its flow; otherwise None."""
-        if not liveness.is_dead(self.state, time.time()):
+        if not liveness.is_stage_dead(self.state, time.time()):
             return None
         attempt_begin_times = [begin for begin, _ in self.state.spans]
         heartbeats = (self.state.heartbeat, self.state.renewed, self.progress and self.progress.heartbeat)
@@ -163,8 +163,8 @@ class StageRecord:
     @property
     def seconds(self) -> float | None:
         """Return the total run time of all attempts in seconds; None if it waits, was reused or has no attempt."""
-        has_run_here = self.state.spans and self.status not in {"waiting", "reused"}
-        return self.state.seconds(time.time() if self.died_at is None else self.died_at) if has_run_here else None
+        has_run = self.state.spans and self.status not in {"waiting", "reused"}
+        return self.state.total_seconds(time.time() if self.died_at is None else self.died_at) if has_run else None
 
     @property
     def warnings(self) -> list[str]:
@@ -178,7 +178,7 @@ class StageRecord:
         return dict(self.result["metrics"] or newest_metrics if self.result else newest_metrics)
 
     @property
-    def position(self) -> tuple[int | None, int | None]:
+    def step_and_total(self) -> tuple[int | None, int | None]:
         """Return the current train step and the total number of steps of the stage; None for an unknown number."""
         latest_progress = self.progress or self.state
         return latest_progress.step, latest_progress.total
@@ -225,7 +225,7 @@ class StageRecord:
     @cached_property
     def events(self) -> list[StageEvent]:
         """Return the parsed lines of `events.jsonl`."""
-        return parse_documents(parse_json_objects(FileTail(self.path / "events.jsonl").lines()), StageEvent)
+        return parse_documents(parse_json_objects(FileTail(self.path / "events.jsonl").read_lines()), StageEvent)
 
     @property
     def reason_for_rerun(self) -> str:
@@ -235,7 +235,7 @@ class StageRecord:
     @cached_property
     def samples(self) -> list[LoggedSample]:
         """Return the parsed lines of `samples.jsonl`."""
-        lines = parse_json_objects(FileTail(self.path / "samples.jsonl").lines())
+        lines = parse_json_objects(FileTail(self.path / "samples.jsonl").read_lines())
         return parse_documents([line | {"folder": str(self.path)} for line in lines], LoggedSample)
 
 
@@ -254,7 +254,7 @@ class RunRecord:
     def outcome(self) -> str:
         """Return the displayed outcome of the run: `failed`, `refused`, `stopped` or `died` if a stage has this status,
         `derive_flow_outcome` if all stages are finished, `waiting` for approval, `declined`,
-        `derive_inactive_state` if no stage is active, otherwise `running`."""
+        `derive_inactive_run_outcome` if no stage is active, otherwise `running`."""
         # A report stage shows the outcome, so its own status must not affect the outcome.
         states = {stage.status for stage in self.stages if stage.kind.makes != "page"}
         for state in ("failed", "refused", "stopped", "died"):
@@ -264,7 +264,7 @@ class RunRecord:
             return liveness.derive_flow_outcome(self.path)
         if not states & ACTIVE_STATES and (approval := liveness.read_open_approval(self.path)):
             return "declined" if approval.is_declined else "waiting"
-        return "running" if states & ACTIVE_STATES else liveness.derive_inactive_state(self.path)
+        return "running" if states & ACTIVE_STATES else liveness.derive_inactive_run_outcome(self.path)
 
     @property
     def start_time(self) -> float:
@@ -281,11 +281,11 @@ class RunRecord:
     @property
     def refused_stages(self) -> set[str]:
         """Return the names of all direct and indirect predecessors of the gates that refused."""
-        refused_names: set[str] = set()
+        refused_stage_names: set[str] = set()
         for stage in reversed(self.stages):  # in reverse topological order
-            if stage.status == "refused" or stage.name in refused_names:
-                refused_names.update(stage.after)
-        return refused_names
+            if stage.status == "refused" or stage.name in refused_stage_names:
+                refused_stage_names.update(stage.after)
+        return refused_stage_names
 
     @property
     def model(self) -> Path | None:
@@ -321,10 +321,10 @@ def read_run(path: Path) -> RunRecord:
     entries = [entry for entry in pipeline.get("stages", []) if isinstance(entry, dict) and "name" in entry]
     if not entries and (path / "stages").is_dir():
         entries = [{"name": folder.name} for folder in sorted((path / "stages").iterdir()) if folder.is_dir()]
-    after_by_name = {entry["name"]: entry.get("after", ()) for entry in entries}
-    predecessors = {key: (names,) if isinstance(names, str) else tuple(names) for key, names in after_by_name.items()}
+    predecessors = {entry["name"]: entry.get("after", ()) for entry in entries}
+    predecessors = {key: (names,) if isinstance(names, str) else tuple(names) for key, names in predecessors.items()}
     start_info, depths = read_start_info(path) or RunStartInfo(), _compute_stage_depths(predecessors)
-    stages = [_read_stage(path, entry, predecessors, depths, start_info) for entry in entries]
+    stages = [_read_stage(path, e, predecessors[e["name"]], depths[e["name"]], start_info) for e in entries]
     name = str(pipeline.get("name") or start_info.pipeline or "pipeline")
     return RunRecord(path, name, start_info, tuple(sorted(stages, key=lambda stage: stage.depth)))
 
@@ -349,11 +349,11 @@ def time_breakdown(run: RunRecord) -> dict[str, float]:
 
 def busy_seconds(run: RunRecord, start_time: float) -> float:
     """Return the number of seconds since the unix time `start_time` in which at least one worker ran."""
-    now, total_seconds, covered_until = time.time(), 0.0, start_time
+    now, total_seconds, last_end_time = time.time(), 0.0, start_time
     worker_states = [stage.state for stage in run.stages if stage.kind.in_worker]
-    for begin, end in sorted(span for state in worker_states for span in state.closed_attempts(now)):
-        total_seconds += max(0.0, end - max(begin, covered_until))
-        covered_until = max(covered_until, end)
+    for begin, end in sorted(span for state in worker_states for span in state.list_attempt_times(now)):
+        total_seconds += max(0.0, end - max(begin, last_end_time))
+        last_end_time = max(last_end_time, end)
     return total_seconds
 
 
@@ -368,21 +368,21 @@ def model_loading_code(model: Path) -> str:
 
 
 def _read_stage(
-    run_path: Path, entry: dict[str, Any], after: dict[str, tuple[str, ...]], depths: dict[str, int], info: RunStartInfo
+    run_path: Path, entry: dict[str, Any], predecessors: tuple[str, ...], depth: int, start_info: RunStartInfo
 ) -> StageRecord:
     name, path = entry["name"], run_path / "stages" / entry["name"]
     result = read_result(path)
     kind = str(entry.get("kind") or (result["kind"] if result else ""))
     return StageRecord(
-        path=path, name=name, kind=_read_recorded_kind(kind, info.kinds), after=after[name],
-        depth=depths[name], state=read_state(path), progress=read_progress(path), result=result,
+        path=path, name=name, kind=_read_recorded_stage_kind(kind, start_info.kinds), after=predecessors,
+        depth=depth, state=read_state(path), progress=read_progress(path), result=result,
         sweep=next(iter(parse_documents([entry["sweep"]], BranchChoice)), None) if entry.get("sweep") else None,
     )  # fmt: skip
 
 
-def _read_recorded_kind(name: str, recorded_kinds: dict[str, dict[str, Any]]) -> StageKind:
+def _read_recorded_stage_kind(name: str, recorded_kinds: dict[str, dict[str, Any]]) -> StageKind:
     try:
-        return read_kind(recorded_kinds[name])
+        return parse_stage_kind(recorded_kinds[name])
     except (KeyError, TypeError):  # the entry is damaged, or another version wrote it
         return StageKind(name=name, entry="", result_version=0)
 

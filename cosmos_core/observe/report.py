@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from cosmos_core.observe import sections
-from cosmos_core.observe.costs import cost_of
+from cosmos_core.observe.costs import compute_run_cost
 from cosmos_core.observe.dag import compute_layout
 from cosmos_core.observe.formatting import format_bytes, format_duration, format_number, format_timestamp
 from cosmos_core.observe.previous_run import compare_with_previous
@@ -44,13 +44,13 @@ def build_report(run_path: Path, folder: Path | None = None) -> str:
         root="" if folder in {None, run_path} else f"{os.path.relpath(run_path, folder)}/",
         run=run_record, graph=compute_layout(run_record), cards=sections.summary_cards(run_record),
         trained=training_properties(run_record), sample_rows=sample_rows(run_record),
-        comparison=sections.validation_table(run_record),
-        sweeps=sections.sweep_tables(run_record),
-        before=compare_with_previous(run_record), cost=cost_of(run_path), resources=sections.resource_rows(run_record),
+        comparison=sections.validation_table(run_record), sweeps=sections.sweep_tables(run_record),
+        before=compare_with_previous(run_record), cost=compute_run_cost(run_path),
+        resources=sections.resource_rows(run_record),
         gates=[(stage, condition) for stage in run_record.stages for condition in stage.conditions],
         samples=sections.sample_table(run_record), lineage=sections.lineage_rows(run_record),
         loading=model_loading_code(run_record.model) if run_record.model else "",
-        setting=sections.start_facts(run_record),
+        setting=sections.list_run_start_info(run_record),
     )  # fmt: skip
 
 
@@ -64,11 +64,11 @@ def open_template_environment() -> Environment:
         "clock": format_timestamp, "duration": format_duration, "number": format_number,
         "size": format_bytes, "json": json.dumps, "items_of": dict, "px": lambda length: f"{length:g}",
         "cut": lambda text: text if len(text) <= _MAX_TEXT_LENGTH else f"{text[:_MAX_TEXT_LENGTH]}…",
-        "label": sections.display_status, "headline": sections.headline_text, "times": sections.stage_times,
+        "label": sections.display_status, "headline": sections.headline_metric_text, "times": sections.stage_times,
         "metrics": sections.stage_metric_texts, "operators": sections.slowest_operators,
-        "reward_bins": sections.reward_bins, "info": sections.result_info, "curves": sections.curves_as_svg,
-        "rollouts": sections.shown_rollouts, "drawings": sections.completion_media, "services": sections.service_rows,
-        "logs": sections.log_files, "outcome_of": sections.reward_css_classes
+        "reward_bins": sections.reward_bins, "info": sections.result_info, "curves": sections.stage_curves_svg,
+        "rollouts": sections.select_shown_rollouts, "drawings": sections.completion_media,
+        "services": sections.service_rows, "logs": sections.log_files, "outcome_of": sections.reward_css_classes
     }  # fmt: skip
     jinja_environment.filters |= filters
     return jinja_environment

@@ -7,7 +7,7 @@ from pathlib import Path
 from cosmos_core.observe.formatting import format_time
 from cosmos_core.observe.record import RunRecord, StageRecord
 from cosmos_core.run.directory import read_start_info
-from cosmos_core.run.liveness import find_start_of_dead_holder, has_lost_launcher, read_open_approval
+from cosmos_core.run.liveness import find_dead_holder_start_time, has_lost_launcher, read_open_approval
 from cosmos_core.run.state import ACTIVE_STATES
 
 
@@ -21,28 +21,28 @@ def describe_interruption(run: RunRecord) -> str:
         return f"waits for approval in the UI of Prefect until {format_time(approval.until)}"
     if outcome == "running":
         return _describe_running_stages(run)
-    return _describe_death(run) if outcome == "died" else ""
+    return _describe_killed_run(run) if outcome == "died" else ""
 
 
 def _describe_running_stages(run: RunRecord) -> str:
     """Return a message about the stages that still run after the flow of the run has ended; empty if no stage runs."""
     running_stages = [stage for stage in run.stages if stage.status in ACTIVE_STATES]
     ending_stages = [stage for stage in running_stages if has_lost_launcher(stage.state)]
-    if not ending_stages and (not running_stages or find_start_of_dead_holder(run.path) is None):
+    if not ending_stages and (not running_stages or find_dead_holder_start_time(run.path) is None):
         return ""
     other_names = [stage.name for stage in running_stages if stage not in ending_stages]
     messages = [f"{stage.name} saves a checkpoint and ends" for stage in ending_stages]
     messages += [f"{', '.join(other_names)} continues with a flow run of its own"] if other_names else []
-    resume_hint = f"resume with: {resume_command(run.path)}{_describe_steps(ending_stages)}"
+    resume_hint = f"resume with: {resume_command(run.path)}{_describe_resume_steps(ending_stages)}"
     return f"the flow has ended; {'; '.join(messages)}; {resume_hint}"
 
 
-def _describe_death(run: RunRecord) -> str:
+def _describe_killed_run(run: RunRecord) -> str:
     resume_hint = f"resume with: {resume_command(run.path)}"
     dead_stages = [stage for stage in run.stages if stage.died_at is not None]
     if not dead_stages:  # the run died between two stages or before the first stage
         end_times = [stage.state.ended for stage in run.stages if stage.state.ended]
-        start = max(find_start_of_dead_holder(run.path) or 0.0, run.start_info.started)
+        start = max(find_dead_holder_start_time(run.path) or 0.0, run.start_info.started)
         return f"died after {format_time(max(end_times, default=start))}, {resume_hint}"
     last_dead_stage = max(dead_stages, key=lambda stage: stage.died_at or 0.0)
     state, step = last_dead_stage.state, _get_last_step(last_dead_stage)
@@ -50,7 +50,7 @@ def _describe_death(run: RunRecord) -> str:
     progress_text = f" after step {step}" if step else f" in {last_dead_stage.name}"
     return (
         f"died at {format_time(last_dead_stage.died_at)}{host_text}{progress_text}, "
-        f"{resume_hint}{_describe_steps([last_dead_stage])}"
+        f"{resume_hint}{_describe_resume_steps([last_dead_stage])}"
     )
 
 
@@ -72,10 +72,10 @@ def resume_command(run_path: Path) -> str:
 def resume_instructions(run: RunRecord) -> str:
     """Return the command that continues a run, followed by the step at which each interrupted training continues."""
     interrupted_stages = [stage for stage in run.stages if stage.status in {"stopped", "died", "failed"}]
-    return resume_command(run.path) + _describe_steps(interrupted_stages)
+    return resume_command(run.path) + _describe_resume_steps(interrupted_stages)
 
 
-def _describe_steps(stages: list[StageRecord]) -> str:
+def _describe_resume_steps(stages: list[StageRecord]) -> str:
     """Return a text with the step at which each training continues; empty if no training has completed a step."""
     messages = []
     for stage in stages:
@@ -86,4 +86,4 @@ def _describe_steps(stages: list[StageRecord]) -> str:
 
 
 def _get_last_step(stage: StageRecord) -> int:
-    return stage.position[0] or stage.resumable_step
+    return stage.step_and_total[0] or stage.resumable_step

@@ -12,7 +12,7 @@ from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord, read_run
 from cosmos_core.observe.resuming import describe_interruption
 from cosmos_core.run.directory import PIPELINE_FILE, list_runs
-from cosmos_core.run.liveness import find_start_of_dead_holder, is_flow_running, read_holder
+from cosmos_core.run.liveness import find_dead_holder_start_time, is_flow_running, read_holder
 from cosmos_core.run.state import ACTIVE_STATES, FINISHED_STATES
 
 _MAX_START_DELAY_SECONDS = 60.0
@@ -27,7 +27,7 @@ def table_of_runs(output_dir: Path, max_runs: int) -> Table:
         run = read_run(output_dir / start_info.run_id)
         num_done = sum(stage.status in FINISHED_STATES for stage in run.stages)
         total_seconds = sum(stage.seconds or 0.0 for stage in run.stages)
-        stage_metrics = (formatting.table_metrics(stage.metrics) for stage in reversed(run.stages))
+        stage_metrics = (formatting.select_table_metrics(stage.metrics) for stage in reversed(run.stages))
         last_metrics = next(filter(None, stage_metrics), dict[str, float]())
         metrics_text = ", ".join(f"{name} {_format_value(value)}" for name, value in last_metrics.items())
         table.add_row(
@@ -61,18 +61,18 @@ def _compare_stage_metrics(old_stage: StageRecord, new_stage: StageRecord) -> It
     keys = [key for key in old_stage.metrics | new_stage.metrics if not key.startswith(formatting.RESOURCE_PREFIXES)]
     for key in sorted(keys):
         values = [stage.metrics.get(key) for stage in (old_stage, new_stage)]
-        numeric_values = [formatting.as_float(value) for value in values if isinstance(value, int | float)]
+        numeric_values = [formatting.float_or_inf(value) for value in values if isinstance(value, int | float)]
         change = numeric_values[1] - numeric_values[0] if len(set(numeric_values)) == 2 else 0.0
         change_text = f"{change:+.4g} {formatting.judge_change(key, change)}".rstrip() if change else ""
         yield key, _format_value(values[0]), _format_value(values[1]), change_text
 
 
 def _format_value(value: object) -> str:
-    return f"{formatting.as_float(value):.4g}" if isinstance(value, int | float) else "–"
+    return f"{formatting.float_or_inf(value):.4g}" if isinstance(value, int | float) else "–"
 
 
 def is_run_inactive(run: RunRecord) -> bool:
-    """Return True if no stage of a run is active or about to start, and no Python flow executes code of its own."""
+    """Return True if no stage of a run is active or about to start, and no Python flow of the run executes code."""
     if is_flow_running(run.path):
         return False
     states = {stage.name: stage.status for stage in run.stages}
@@ -85,6 +85,6 @@ def is_run_inactive(run: RunRecord) -> bool:
     holder = read_holder(run.path)
     if holder and not holder.flow_state and holder.is_local:
         # A stage may wait for hours, for GPUs, for a worker or for approval.
-        return find_start_of_dead_holder(run.path) is not None or run.outcome not in {"running", "waiting"}
+        return find_dead_holder_start_time(run.path) is not None or run.outcome not in {"running", "waiting"}
     last_activity_time = max([run.start_time, *(stage.state.ended or 0.0 for stage in run.stages)])
     return time.time() - last_activity_time >= _MAX_START_DELAY_SECONDS

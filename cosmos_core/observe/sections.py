@@ -10,42 +10,42 @@ from typing import Any
 
 from cosmos_core.observe import formatting, gallery
 from cosmos_core.observe.costs import cost_card
-from cosmos_core.observe.plots import REPORT_PANELS, curves_svg
+from cosmos_core.observe.plots import REPORT_PANELS, draw_curves_svg
 from cosmos_core.observe.record import LoggedSample, RunRecord, StageRecord, time_breakdown
-from cosmos_core.run.files import Document, parse_documents, read_json
-from cosmos_core.run.gpu_time import gpu_seconds, read_gpu_intervals
+from cosmos_core.run.files import JsonDocument, parse_documents, read_json
+from cosmos_core.run.gpu_time import read_gpu_intervals, sum_gpu_seconds
 from cosmos_core.run.stage import PROFILES_FOLDER
 
 NUM_PROMPTS = 12
 """Number of prompts in the report; `samples.jsonl` contains all prompts."""
-_NUM_ROLLOUTS = 4  # number of rollouts shown from the first and from the last logged step of a training
+_MAX_SHOWN_ROLLOUTS = 4  # number of rollouts shown from the first and from the last logged step of a training
 _MAX_SHOWN_OPERATORS = 10  # number of operators shown from a profiler trace
 _MAX_SHOWN_SAMPLES = 4  # number of images or videos shown for one prompt
-_NUM_FILES = 40  # number of output files listed for a stage
+_MAX_SHOWN_FILES = 40  # number of output files listed for a stage
 _REWARD_COLUMNS = ("items", "errors", "ready", "restarts", "retried", "seconds")
 _LOGPROB_DIFFERENCE = "rollout/logprob_difference_p95"
 _REPORT_LABEL = "this page"
-_NUM_BINS = 10  # number of bins of a histogram of rewards
+_NUM_HISTOGRAM_BINS = 10  # number of bins of a histogram of rewards
 _STATUS_ORDER = ("failed", "refused", "died", "stopped", "running", "retrying", "waiting", "done", "reused")
 
 
-def measured_stages(run: RunRecord) -> list[StageRecord]:
-    """Return the stages whose validation metrics are compared: stages that only measure or choose or, if there are
-    none, all stages with validation metrics, except those in branches of a sweep, which has its own table."""
-    branch_stages = stages_in_branches(run)
-    measured = [stage for stage in run.stages if any(map(_is_validation, stage.metrics))]
-    measured = [stage for stage in measured if stage.name not in branch_stages]
-    return [stage for stage in measured if stage.kind.makes == "metrics" or stage.kind.selects_branch] or measured
+def select_compared_stages(run: RunRecord) -> list[StageRecord]:
+    """Return the stages whose validation metrics the report compares: stages that evaluate a model or select a branch
+    or, if there are none, all stages with validation metrics. Stages in branches of a sweep are left out."""
+    branch_stages = sweep_stage_names(run)
+    candidates = [stage for stage in run.stages if any(map(_is_validation_metric, stage.metrics))]
+    candidates = [stage for stage in candidates if stage.name not in branch_stages]
+    return [stage for stage in candidates if stage.kind.makes == "metrics" or stage.kind.selects_branch] or candidates
 
 
 def summary_cards(run: RunRecord) -> list[tuple[str, str]]:
     """Return the summary cards as name and text: metrics of the first and last validation, times, stages done."""
     cards = []
-    validations = [formatting.table_metrics(metrics) for _, metrics in _validation_columns(run)]
+    validations = [formatting.select_table_metrics(metrics) for _, metrics in _validation_columns(run)]
     differences = [stage.metrics.get(_LOGPROB_DIFFERENCE) for stage in run.stages]
-    logprob_differences = [formatting.as_float(each) for each in differences if isinstance(each, int | float)]
+    logprob_differences = [formatting.float_or_inf(each) for each in differences if isinstance(each, int | float)]
     for name in validations[-1] if validations else ():
-        if logprob_differences and name == formatting.short_name(_LOGPROB_DIFFERENCE):
+        if logprob_differences and name == formatting.short_metric_name(_LOGPROB_DIFFERENCE):
             continue  # a separate card shows the maximum of this metric over all stages
         values = [formatting.format_number(each[name]) for each in validations if name in each]
         cards.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
@@ -61,10 +61,10 @@ def validation_table(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the table of validation metrics: the names of its columns, and one row per metric with its values and the
     change from the first to the last column."""
     columns = _validation_columns(run)
-    rows = []
-    for key in dict.fromkeys(key for _, metrics in columns[-1:] + columns for key in metrics if _is_validation(key)):
+    keys, rows = dict.fromkeys(key for _, metrics in columns[-1:] + columns for key in metrics), []
+    for key in filter(_is_validation_metric, keys):
         values = [metrics.get(key) for _, metrics in columns]
-        numeric_values = [formatting.as_float(value) for value in values if isinstance(value, int | float)]
+        numeric_values = [formatting.float_or_inf(value) for value in values if isinstance(value, int | float)]
         change = numeric_values[-1] - numeric_values[0] if len(numeric_values) > 1 else None
         texts = {"change": "" if change is None else f"{change:+.3f}", "verdict": formatting.judge_change(key, change)}
         rows.append({"name": key.removeprefix("validation/"), "values": values, **texts})
@@ -72,33 +72,33 @@ def validation_table(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 def _validation_columns(run: RunRecord) -> list[tuple[str, dict[str, Any]]]:
-    """Return the compared validations as title and metrics, in the order of the pipeline: those of trainings before
-    their first step, and those of the measured stages."""
-    columns, measured, branch_stages = [], measured_stages(run), stages_in_branches(run)
+    """Return title and metrics of each compared validation, in the order of the pipeline: the validation before the
+    first step of each training, and the validations of `select_compared_stages`."""
+    columns, compared_stages, branch_stages = [], select_compared_stages(run), sweep_stage_names(run)
     for stage in run.stages:
         if stage.kind.trains_model and stage.name not in branch_stages:
             initial_metrics = next((line for line in stage.metric_lines if line.get("step") == 0), {})
-            if validation_metrics := {key: value for key, value in initial_metrics.items() if _is_validation(key)}:
-                columns.append((f"before {stage.name}", validation_metrics))
-        if stage in measured:
+            if metrics := {key: value for key, value in initial_metrics.items() if _is_validation_metric(key)}:
+                columns.append((f"before {stage.name}", metrics))
+        if stage in compared_stages:
             columns.append((stage.name, stage.metrics))
     return columns
 
 
-def _is_validation(key: str) -> bool:
+def _is_validation_metric(key: str) -> bool:
     return key.startswith("validation/")
 
 
 def sample_table(run: RunRecord) -> dict[str, Any]:
-    """Return a table of completions with a row per prompt. Its columns are the stages that log completions of the
-    prompt, and trainings before their first step."""
+    """Return a table of completions with a row per prompt and a column per stage that logs completions. Completions
+    from before the first step of a training have a separate column."""
     columns: list[tuple[str, dict[str, LoggedSample]]] = []
-    measured = measured_stages(run)
+    compared_stages = select_compared_stages(run)
     for stage in (stage for stage in run.stages if stage.samples):
         initial_samples = [line for line in stage.samples if line.step == 0] if stage.kind.trains_model else []
         if initial_samples:
             columns.append((f"before {stage.name}", {line.prompt: line for line in initial_samples}))
-        if stage.kind.feed != "rollouts" or (initial_samples and stage in measured):
+        if stage.kind.feed != "rollouts" or (initial_samples and stage in compared_stages):
             columns.append((stage.name, _map_newest_samples(stage)))
     all_prompts = list(dict.fromkeys(prompt for _, samples in columns for prompt in samples))
     prompts = [prompt for prompt in all_prompts if all(prompt in samples for _, samples in columns)] or all_prompts
@@ -116,15 +116,15 @@ def lineage_rows(run: RunRecord) -> list[dict[str, Any]]:
         {
             "stage": stage, "reused_from": result["reused_from"], "gpu_seconds": result.get("gpu_seconds", 0.0),
             "inputs": [(name, entry["digest"]) for name, entry in result["inputs"].items()],
-            "digest": result["digest"], "files": result["outputs"][:_NUM_FILES], "num_files": len(result["outputs"]),
-            "size": sum(file["size"] for file in result["outputs"]),
+            "digest": result["digest"], "files": result["outputs"][:_MAX_SHOWN_FILES],
+            "num_files": len(result["outputs"]), "size": sum(file["size"] for file in result["outputs"]),
         }
         for stage in run.stages
         if (result := stage.result)
     ]  # fmt: skip
 
 
-def start_facts(run: RunRecord) -> list[tuple[str, Any, bool]]:
+def list_run_start_info(run: RunRecord) -> list[tuple[str, Any, bool]]:
     """Return facts about the start of a run, such as command, host and seeds, as (name, value, whether it is code)."""
     start_info = run.start_info
     return [
@@ -143,9 +143,9 @@ def display_status(stage: StageRecord) -> str:
     return _REPORT_LABEL if stage.kind.makes == "page" and stage.status == "running" else stage.status
 
 
-def headline_text(stage: StageRecord) -> str:
+def headline_metric_text(stage: StageRecord) -> str:
     """Return name and value of the metric that is shown in the title of a stage; empty if the stage has no metrics."""
-    items = formatting.key_metrics(stage.metrics, max_count=1).items()
+    items = formatting.select_key_metrics(stage.metrics, max_count=1).items()
     return " ".join(f"{formatting.metric_family(key)} {formatting.format_number(value)}" for key, value in items)
 
 
@@ -165,7 +165,7 @@ def stage_times(stage: StageRecord) -> list[tuple[str, str]]:
 
 def stage_metric_texts(stage: StageRecord) -> list[tuple[str, str]]:
     """Return the metrics of a stage, without times, throughput and memory."""
-    shown_metrics = formatting.key_metrics(stage.metrics, max_count=100)
+    shown_metrics = formatting.select_key_metrics(stage.metrics, max_count=100)
     return [(key, formatting.format_number(value)) for key, value in shown_metrics.items()]
 
 
@@ -178,17 +178,17 @@ def service_rows(stage: StageRecord) -> list[list[Any]]:
     """Return one row per reward of each reward service of a stage, or one row for a service without rewards."""
     rows: list[list[Any]] = []
     for service in stage.services:
-        refused_counts = ", ".join(f"{status}: {count:g}" for status, count in sorted(service.refused.items()))
+        refusal_texts = ", ".join(f"{status}: {count:g}" for status, count in sorted(service.refused.items()))
         rewards = service.rewards or {"": {}}
         for name, reward_metrics in rewards.items():
             metric_texts = [f"{reward_metrics[key]:g}" if key in reward_metrics else "" for key in _REWARD_COLUMNS]
-            rows.append([service.url, service.status, name, *metric_texts, refused_counts])
+            rows.append([service.url, service.status, name, *metric_texts, refusal_texts])
     return rows
 
 
-def curves_as_svg(stage: StageRecord) -> str:
+def stage_curves_svg(stage: StageRecord) -> str:
     """Return the curves of a stage's metrics as SVG; empty if fewer than two steps were logged."""
-    return curves_svg(stage.metric_lines, REPORT_PANELS) if len(stage.metric_lines) > 1 else ""
+    return draw_curves_svg(stage.metric_lines, REPORT_PANELS) if len(stage.metric_lines) > 1 else ""
 
 
 def log_files(stage: StageRecord) -> list[str]:
@@ -207,16 +207,16 @@ def reward_css_classes(lines: Sequence[LoggedSample | None]) -> str:
     return verdict if rewards[0] == rewards[-1] else f"{verdict} changed"
 
 
-def shown_rollouts(stage: StageRecord) -> list[LoggedSample]:
+def select_shown_rollouts(stage: StageRecord) -> list[LoggedSample]:
     """Return some rollouts of the first and the last logged step of a training; empty if it uses no rollouts."""
     if stage.kind.feed != "rollouts":
         return []
     steps = sorted({line.step for line in stage.samples})
     lines = [[line for line in stage.samples if line.step == step] for step in dict.fromkeys(steps[:1] + steps[-1:])]
-    return [line for lines_of_step in lines for line in lines_of_step[:_NUM_ROLLOUTS]]
+    return [line for lines_of_step in lines for line in lines_of_step[:_MAX_SHOWN_ROLLOUTS]]
 
 
-class ProfiledOperator(Document):
+class ProfiledOperator(JsonDocument):
     """Operator in a profiler trace, with its calls, milliseconds and share of the time of the profiled steps."""
 
     operator: str
@@ -238,7 +238,7 @@ def completion_media(line: LoggedSample) -> list[dict[str, Any]]:
     rewards = [formatting.format_number(value) if value is not None else "no valid reward" for value in line.rewards]
     for index, name in enumerate(line.media[:_MAX_SHOWN_SAMPLES]):
         path = Path(line.folder) / name
-        uri, caption = gallery.data_uri(path), rewards[index] if index < len(rewards) else ""
+        uri, caption = gallery.media_data_uri(path), rewards[index] if index < len(rewards) else ""
         is_video = bool(uri) and path.suffix == gallery.VIDEO_SUFFIX
         media.append({"path": name, "uri": uri, "is_video": is_video, "caption": caption})
     return media
@@ -269,14 +269,14 @@ def resource_rows(run: RunRecord) -> list[dict[str, Any]]:
 def _compute_gpu_hours(stage: StageRecord) -> float:
     """Return the GPU hours that a stage held; runs of earlier versions, without GPU intervals, give an estimate."""
     if stage.state.holds:
-        return gpu_seconds(read_gpu_intervals(stage.path)) / 3600
+        return sum_gpu_seconds(read_gpu_intervals(stage.path)) / 3600
     return (stage.seconds or 0.0) * sum(bool(rank.gpus) for rank in stage.ranks) / 3600
 
 
 def _median_tokens_per_second(stage: StageRecord) -> float | None:
     """Return the median tokens per second over the steps, which slow first steps do not affect; None: not measured."""
-    speeds = sorted(value for line in stage.metric_lines if (value := formatting.tokens_per_second(line)) is not None)
-    return speeds[len(speeds) // 2] if speeds else None
+    throughputs = sorted(v for line in stage.metric_lines if (v := formatting.tokens_per_second(line)) is not None)
+    return throughputs[len(throughputs) // 2] if throughputs else None
 
 
 def reward_bins(stage: StageRecord) -> list[dict[str, float]]:
@@ -290,21 +290,21 @@ def reward_bins(stage: StageRecord) -> list[dict[str, float]]:
     if stage.kind.feed != "rollouts" or len(steps) < 2:
         return []
     middle_step, min_reward = steps[len(steps) // 2], min(values)
-    bin_width = (max(values) - min_reward) / _NUM_BINS
+    bin_width = (max(values) - min_reward) / _NUM_HISTOGRAM_BINS
     if not 0 < bin_width < math.inf:
         return []
-    counts = [[0] * _NUM_BINS, [0] * _NUM_BINS]
+    counts_by_half = [[0] * _NUM_HISTOGRAM_BINS, [0] * _NUM_HISTOGRAM_BINS]
     for step, value in rewards:
-        counts[step >= middle_step][min(_NUM_BINS - 1, int((value - min_reward) / bin_width))] += 1
-    fractions_by_half = [[count / sum(bin_counts) for count in bin_counts] for bin_counts in counts]
+        counts_by_half[step >= middle_step][min(_NUM_HISTOGRAM_BINS - 1, int((value - min_reward) / bin_width))] += 1
+    fractions_by_half = [[count / sum(bin_counts) for count in bin_counts] for bin_counts in counts_by_half]
     max_fraction = max(map(max, fractions_by_half))
     return [
         {
             "low": min_reward + i * bin_width, "high": min_reward + (i + 1) * bin_width,
-            "first": 100 * fractions_by_half[0][i] / max_fraction, "num_first_half": counts[0][i],
-            "last": 100 * fractions_by_half[1][i] / max_fraction, "num_second_half": counts[1][i],
+            "first": 100 * fractions_by_half[0][i] / max_fraction, "num_first_half": counts_by_half[0][i],
+            "last": 100 * fractions_by_half[1][i] / max_fraction, "num_second_half": counts_by_half[1][i],
         }
-        for i in range(_NUM_BINS)
+        for i in range(_NUM_HISTOGRAM_BINS)
     ]  # fmt: skip
 
 
@@ -325,7 +325,7 @@ def sweep_tables(run: RunRecord) -> list[dict[str, Any]]:
             rows.append({
                 "name": sweep_branch.stages[0], "settings": tuple(sweep_branch.settings.get(key) for key in keys),
                 "state": states[0] if states else "waiting", "seconds": sum(stage_seconds) if stage_seconds else None,
-                "value": formatting.as_float(value) if isinstance(value, int | float) else None,
+                "value": formatting.float_or_inf(value) if isinstance(value, int | float) else None,
                 "is_chosen": stage.info.get("chosen") in sweep_branch.stages,
             })  # fmt: skip
         sort_sign = -1.0 if sweep.mode == "max" else 1.0
@@ -340,7 +340,7 @@ def _sort_key(value: float | None, sort_sign: float) -> tuple[bool, float]:
     return is_missing, 0.0 if value is None else sort_sign * value
 
 
-def stages_in_branches(run: RunRecord) -> set[str]:
+def sweep_stage_names(run: RunRecord) -> set[str]:
     """Return the names of all stages of a run that belong to a branch of a sweep."""
     sweeps = [stage.sweep for stage in run.stages if stage.sweep is not None]
     return {name for sweep in sweeps for sweep_branch in sweep.branches for name in sweep_branch.stages}

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.liveness import is_dead
+from cosmos_core.run.liveness import is_stage_dead
 from cosmos_core.run.state import ACTIVE_STATES, read_state
 from cosmos_core.run.tail import FileTail
 
@@ -19,12 +19,12 @@ def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
     log_folder, printed_logs, log_tail, has_ended = logs[-1].parent, set(logs), FileTail(logs[-1]), False
     while not has_ended:
         state = read_state(log_folder.parent)
-        has_ended = not (follow and state.state in ACTIVE_STATES and not is_dead(state, time.time()))
+        has_ended = not (follow and state.state in ACTIVE_STATES and not is_stage_dead(state, time.time()))
         for log in sorted(set(log_folder.glob("attempt_*.log")) - printed_logs, key=lambda path: path.stat().st_mtime):
-            sys.stdout.write(log_tail.text(is_last=True))
+            sys.stdout.write(log_tail.read_text(is_last_read=True))
             printed_logs.add(log)
             log_tail = FileTail(log)
-        sys.stdout.write(log_tail.text(is_last=has_ended))
+        sys.stdout.write(log_tail.read_text(is_last_read=has_ended))
         sys.stdout.flush()
         if not has_ended:
             time.sleep(0.2)

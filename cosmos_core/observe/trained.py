@@ -14,7 +14,7 @@ from cosmos_core.observe.formatting import format_number
 from cosmos_core.observe.record import RunRecord, StageRecord, read_pipeline
 from cosmos_core.run.files import read_json_object
 
-_STAGE_PREFIX = "stage:"
+_STAGE_REFERENCE_PREFIX = "stage:"
 _DIGEST_LENGTH = 12
 _MAX_SHOWN_TOKENS = 400
 _PARTIAL_TRAINING_KEYS = ("policy.freeze_pattern", "policy.trainable_pattern", "policy.trainable_map")
@@ -29,8 +29,8 @@ def training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tuple[st
         if not (stage.kind.trains_model and entry and isinstance(entry.get("overrides"), dict)):
             continue
         model, data_stages = _find_base_model(entry), _trace_data_stages(entries, stage.name)
-        if model.startswith(_STAGE_PREFIX):
-            model = f"output of stage {model.removeprefix(_STAGE_PREFIX)}"
+        if model.startswith(_STAGE_REFERENCE_PREFIX):
+            model = f"output of stage {model.removeprefix(_STAGE_REFERENCE_PREFIX)}"
         properties = [
             ("base model", model),
             ("digest of the model", _format_source_digests(run, data_stages[:1], "model")),
@@ -56,10 +56,10 @@ def sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]
         if data_stage is None or data_stage.name in shown_rows:
             continue
         base_model = _find_base_model(entry)
-        is_stage = base_model.startswith(_STAGE_PREFIX)
-        model_stages = (stage, stages.get(base_model.removeprefix(_STAGE_PREFIX)) if is_stage else None)
+        is_stage = base_model.startswith(_STAGE_REFERENCE_PREFIX)
+        model_stages = (stage, stages.get(base_model.removeprefix(_STAGE_REFERENCE_PREFIX)) if is_stage else None)
         models = [each.path / str(each.info["model"]) for each in model_stages if each and each.info.get("model")]
-        if row := _sample_row(data_stage.path / "data", [*models, base_model]):
+        if row := _decode_sample_row(data_stage.path / "data", [*models, base_model]):
             shown_rows[data_stage.name] = (stage, row)
     return list(shown_rows.values())
 
@@ -79,7 +79,7 @@ def _trace_data_stages(entries: dict[str, dict[str, Any]], name: str) -> list[st
     stage_names: list[str] = []
     while name in entries and name not in stage_names:
         stage_names.append(name)
-        name = str(entries[name].get("data") or "").removeprefix(_STAGE_PREFIX)
+        name = str(entries[name].get("data") or "").removeprefix(_STAGE_REFERENCE_PREFIX)
     return stage_names
 
 
@@ -92,7 +92,7 @@ def _format_source_digests(run: RunRecord, stage_names: list[str], source_kind: 
 
 def _describe_data(run: RunRecord, entries: dict[str, dict[str, Any]], stage_names: list[str]) -> str:
     """Return the name of the data set that a chain of stages reads, and its number of rows."""
-    source = ""
+    data_source = ""
     for name in stage_names:
         settings = flatten_tables(entries[name].get("overrides") or {})
         dataset_names = [settings.get(f"train.train_policy.dataset.{key}") for key in ("name", "local_dir")]
@@ -100,14 +100,14 @@ def _describe_data(run: RunRecord, entries: dict[str, dict[str, Any]], stage_nam
         datasets = [each for each in mixture if isinstance(each, dict)] if isinstance(mixture, list) else []
         weights = [(each.get("name"), each.get("weight")) for each in datasets]
         dataset_names.append(", ".join(f"{each}{f' x {weight:g}' if weight else ''}" for each, weight in weights))
-        source = source or next((str(value) for value in dataset_names if value), "")
+        data_source = data_source or next((str(value) for value in dataset_names if value), "")
         data_reference = str(entries[name].get("data") or "")
-        if not data_reference.startswith(_STAGE_PREFIX):
-            source = source or data_reference
-    source = source or (f"output of stage {stage_names[-1]}" if len(stage_names) > 1 else "")
+        if not data_reference.startswith(_STAGE_REFERENCE_PREFIX):
+            data_source = data_source or data_reference
+    data_source = data_source or (f"output of stage {stage_names[-1]}" if len(stage_names) > 1 else "")
     paths = [stage.path / "data" / "statistics.json" for stage in run.stages if stage.name in stage_names]
     row_statistics = next((statistics for path in paths if (statistics := read_json_object(path))), {})
-    texts = [source] if source else []
+    texts = [data_source] if data_source else []
     for split_name, rows_suffix in (("train", ""), ("validation", " held out")):
         split_statistics = row_statistics.get(split_name)
         if isinstance(split_statistics, dict) and isinstance(split_statistics.get("rows"), int):
@@ -121,25 +121,23 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
         return "" if value in {None, "", 0} else template.format(f"{value:g}" if isinstance(value, float) else value)
 
     policy_prefix = "train_policy."
-    (step, total), has_rollouts = stage.position, stage.kind.feed == "rollouts"
+    (step, total), has_rollouts = stage.step_and_total, stage.kind.feed == "rollouts"
     lora_rank, num_generations = settings.get("policy.lora.r"), settings.get("rollout.n_generation")
     prefix = "train.optm_lr"
-    rate_items = [(key, rate) for key, rate in settings.items() if key.startswith(prefix)]
-    rates = [(k.removeprefix(prefix).removeprefix("."), r) for k, r in rate_items if isinstance(r, int | float)]
+    rate_keys = [key for key in settings if key.startswith(prefix) and isinstance(settings[key], int | float)]
+    learning_rates = [(key.removeprefix(prefix).removeprefix("."), settings[key]) for key in rate_keys]
     partial_settings = [value for key, value in settings.items() if key.startswith(_PARTIAL_TRAINING_KEYS)]
     is_partial = any(value not in ([], {}) for value in partial_settings)
-    policy_type, variant = (
-        format_setting(f"{policy_prefix}type"),
-        format_setting(f"{policy_prefix}variant"),
-    )
+    policy_type = format_setting(f"{policy_prefix}type")
+    loss_variant = format_setting(f"{policy_prefix}variant")
     algorithm_name = format_setting(f"{policy_prefix}trainer_type") or policy_type
     is_step_count = settings.get("train.optm_warmup_steps", 1) >= 1
     warmup_template = "warmup of {} steps" if is_step_count else "warmup of {} of all steps"
     setting_groups: list[tuple[str, list[Any]]] = [
-        ("algorithm", [algorithm_name, variant if algorithm_name == policy_type != variant else ""]),
+        ("algorithm", [algorithm_name, loss_variant if algorithm_name == policy_type != loss_variant else ""]),
         ("trains", [f"LoRA of rank {lora_rank}" if lora_rank else "some weights" if is_partial else "all weights",
                     format_setting("param_dtype", "computed in {}")]),
-        ("learning rate", [*(f"{rate:g}{path and f' for {path}'}" for path, rate in rates),
+        ("learning rate", [*(f"{rate:g}{path and f' for {path}'}" for path, rate in learning_rates),
                            format_setting("optm_name"), format_setting("optm_decay_type", "{} decay") or "constant",
                            format_setting("optm_warmup_steps", warmup_template)]),
         ("batch", [format_setting("train_batch_per_replica", "{} completions" if has_rollouts else "{} rows"),
@@ -154,17 +152,18 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
 
 def _list_rewards(settings: dict[str, Any]) -> list[str]:
     """Return the rewards of a training with their weights: of the reward service, the data sets, or the algorithm."""
-    policy = "train.train_policy."
-    if settings.get(f"{policy}use_remote_reward"):
-        functions = settings.get(f"{policy}remote_reward.reward_fns", ())
+    policy_prefix = "train.train_policy."
+    if settings.get(f"{policy_prefix}use_remote_reward"):
+        functions = settings.get(f"{policy_prefix}remote_reward.reward_fns", ())
         return [f"{each['name']} x {each['weight']:g} of a reward service" for each in functions]
-    prefix = f"{policy}reward_function."
-    default = {key.removeprefix(prefix): weight for key, weight in settings.items() if key.startswith(prefix)}
-    weights = [source.get("reward_function") or default for source in settings.get(f"{policy}datasets") or [{}]]
+    prefix = f"{policy_prefix}reward_function."
+    default_weights = {key.removeprefix(prefix): weight for key, weight in settings.items() if key.startswith(prefix)}
+    datasets = settings.get(f"{policy_prefix}datasets") or [{}]
+    weights = [dataset.get("reward_function") or default_weights for dataset in datasets]
     return list(dict.fromkeys(f"{name} x {weight:g}" for each in weights for name, weight in each.items()))
 
 
-def _sample_row(data: Path, models: Iterable[str | Path]) -> list[tuple[str, bool]]:
+def _decode_sample_row(data: Path, models: Iterable[str | Path]) -> list[tuple[str, bool]]:
     """Return the first training row in the folder `data` as texts, each with whether the loss includes it, decoded with
     the first `tokenizer.json` in the folders `models`; empty if there is none, or if the row has no text."""
     tokenizer = next((file for name in models if (file := Path(name) / "tokenizer.json").is_file()), None)
@@ -173,7 +172,7 @@ def _sample_row(data: Path, models: Iterable[str | Path]) -> list[tuple[str, boo
     from tokenizers import Tokenizer
 
     try:
-        decode = Tokenizer.from_file(str(tokenizer)).decode
+        decode_tokens = Tokenizer.from_file(str(tokenizer)).decode
     except Exception:  # noqa: BLE001 - for a damaged file, tokenizers raises the class Exception itself
         return []
     text_segments: list[tuple[str, bool]] = []
@@ -182,9 +181,9 @@ def _sample_row(data: Path, models: Iterable[str | Path]) -> list[tuple[str, boo
         mask = row.get("loss_mask" if column == "input" else f"{column}_mask") or [0] * len(row[name])
         text_segments += [(f"\n{column}: " if text_segments else f"{column}: ", False)] if column != "input" else []
         masked_tokens = list(zip(mask, row[name], strict=False))[:_MAX_SHOWN_TOKENS]
-        for is_learned, token_group in groupby(masked_tokens, key=itemgetter(0)):
-            text = decode([token for _, token in token_group], skip_special_tokens=False)
-            text_segments.append((text, bool(is_learned)))
+        for is_in_loss, token_group in groupby(masked_tokens, key=itemgetter(0)):
+            text = decode_tokens([token for _, token in token_group], skip_special_tokens=False)
+            text_segments.append((text, bool(is_in_loss)))
         text_segments += [("…", False)] if len(row[name]) > _MAX_SHOWN_TOKENS else []
     return text_segments
 

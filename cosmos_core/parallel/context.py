@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cosmos_core.errors import ModelError
-from cosmos_core.parallel.plan import check_heads
+from cosmos_core.parallel.plan import check_head_split
 
 ULYSSES_ATTENTION = "ulysses"
 
@@ -39,7 +39,7 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed_attention: str) ->
     Raises:
         ModelError: the model uses other attention, or its number of heads is not divisible by the number of ranks.
     """
-    check_heads(model, "cp_size", mesh.size())
+    check_head_split(model, "cp_size", mesh.size())
     if model.config.get_text_config()._attn_implementation != packed_attention:
         raise ModelError(
             f"policy.parallelism.cp_size = {mesh.size()}: {type(model).__name__} computes attention in its own way, "
@@ -55,8 +55,8 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed_attention: str) ->
             num_repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(num_repeats, 1), value.repeat_interleave(num_repeats, 1)
         exchanged_states = (all_to_all(state, 1, 2, group) for state in (query, key, value))
-        attended_BPKD = attention_fn(module, *exchanged_states, attention_mask, **kwargs)[0]
-        return all_to_all(attended_BPKD, 1, 2, group), None
+        output_BPKD = attention_fn(module, *exchanged_states, attention_mask, **kwargs)[0]
+        return all_to_all(output_BPKD, 1, 2, group), None
 
     AttentionInterface.register(ULYSSES_ATTENTION, ulysses_attention)
     AttentionMaskInterface.register(ULYSSES_ATTENTION, AttentionMaskInterface()[packed_attention])
@@ -79,18 +79,18 @@ def shard_rows(inputs: dict[str, Any], scored_N: Tensor, mesh: DeviceMesh) -> Ro
     return RowShard({**inputs, **shards}, scored_N[is_local_N] - shard_start, is_local_N)
 
 
-def gather_scored(values: Tensor, is_local_N: Tensor, mesh: DeviceMesh) -> Tensor:
+def gather_scored_tokens(values: Tensor, is_local_N: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the values of all scored tokens on every rank; `values` are those of the scored tokens in this rank's
     shard. In the backward pass each rank gets the gradients of its own values."""
-    gathered_values: Tensor = _GatherScored.apply(values, is_local_N, mesh.get_group())
+    gathered_values: Tensor = _GatherScoredTokens.apply(values, is_local_N, mesh.get_group())
     return gathered_values
 
 
 def all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return a tensor resharded by an all-to-all: each rank's tensor is split along `split_dim`, and the received
     chunks are concatenated along `concat_dim`."""
-    resharded: Tensor = _AllToAll.apply(tensor, split_dim, concat_dim, group)
-    return resharded
+    resharded_tensor: Tensor = _AllToAll.apply(tensor, split_dim, concat_dim, group)
+    return resharded_tensor
 
 
 class _AllToAll(torch.autograd.Function):
@@ -113,16 +113,16 @@ def _run_all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: dist
     return torch.cat(received_chunks.unbind(), dim=concat_dim)
 
 
-class _GatherScored(torch.autograd.Function):
+class _GatherScoredTokens(torch.autograd.Function):
     """Differentiable gather of values per token from the ranks whose shards contain the tokens."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, is_local_N: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(is_local_N)
-        gathered_N = values.new_zeros((len(is_local_N), *values.shape[1:]))
-        gathered_N[is_local_N] = values
-        dist.all_reduce(gathered_N, group=group)
-        return gathered_N
+        gathered_values_N = values.new_zeros((len(is_local_N), *values.shape[1:]))
+        gathered_values_N[is_local_N] = values
+        dist.all_reduce(gathered_values_N, group=group)
+        return gathered_values_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -27,35 +27,35 @@ Without the lock, a thread that leaves `safe_globals` would remove the classes w
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the values of all ranks of a process group, in the order of ranks; `group` None: the default group."""
-    local_bytes = _to_bytes(value)
+    local_bytes = _serialize(value)
     byte_counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(byte_counts, torch.tensor([len(local_bytes)]), group=group)
     max_bytes = int(max(byte_counts))
     received_buffers = [torch.empty(max_bytes, dtype=torch.uint8) for _ in byte_counts]
     padded_bytes = torch.nn.functional.pad(local_bytes, (0, max_bytes - len(local_bytes)))
     dist.all_gather(received_buffers, padded_bytes, group=group)
-    return [_from_bytes(buffer[: int(count)]) for buffer, count in zip(received_buffers, byte_counts, strict=True)]
+    return [_deserialize(buffer[: int(count)]) for buffer, count in zip(received_buffers, byte_counts, strict=True)]
 
 
 def broadcast(value: T, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """Return on every rank of a process group the value of the rank with global number `source`."""
     is_source = dist.get_rank() == source
-    serialized_value = _to_bytes(value) if is_source else torch.empty(0, dtype=torch.uint8)
+    serialized_value = _serialize(value) if is_source else torch.empty(0, dtype=torch.uint8)
     num_bytes = torch.tensor([len(serialized_value)])
     dist.broadcast(num_bytes, src=source, group=group)
     if not is_source:
         serialized_value = torch.empty(int(num_bytes), dtype=torch.uint8)
     dist.broadcast(serialized_value, src=source, group=group)
-    received_value: T = value if is_source else _from_bytes(serialized_value)
+    received_value: T = value if is_source else _deserialize(serialized_value)
     return received_value
 
 
-def _to_bytes(value: Any) -> Tensor:
+def _serialize(value: Any) -> Tensor:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def _from_bytes(serialized_value: Tensor) -> Any:
+def _deserialize(serialized_value: Tensor) -> Any:
     with _ALLOWED_CLASSES_LOCK, torch.serialization.safe_globals(_ALLOWED_CLASSES):
         return torch.load(io.BytesIO(serialized_value.numpy().tobytes()), map_location="cpu", weights_only=True)

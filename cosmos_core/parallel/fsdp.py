@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.parallel.mesh import Mesh, all_gather_object, is_first, num_ranks
+from cosmos_core.parallel.mesh import Mesh, all_gather_object, is_first_rank, num_ranks
 
 T = TypeVar("T", bound=Tensor)
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -50,7 +50,7 @@ def gathers_in_param_dtype(train_config: TrainConfig) -> bool:
 
 
 def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig) -> None:
-    """Shard `model` block by block inside `root`, the module whose `forward` or `probe` is called.
+    """Shard `model` block by block inside `root`, the module whose `forward` or `probe_hidden_states` is called.
 
     Modules outside of blocks (embeddings, head, last norm) stay gathered from the forward pass of `root` to the end of
     its backward pass, because the head is applied and differentiated outside of the model's forward pass. Their weights
@@ -73,7 +73,7 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
     for block in transformer_blocks(model):
         fully_shard(block, reshard_after_forward=should_reshard, **options, **fsdp_arguments(train))
     fully_shard(root, reshard_after_forward=False, **options, **fsdp_arguments(train, should_cast=False))
-    register_fsdp_forward_method(root, "probe")
+    register_fsdp_forward_method(root, "probe_hidden_states")
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -151,8 +151,8 @@ def copy_without_weights(model: ModuleT) -> ModuleT:
 def gather_full_model(meta_model: ModuleT, model: nn.Module) -> ModuleT | None:
     """Fill `meta_model`, a copy of `model` without weights, with the weights of the sharded `model`; return it on the
     CPU, and None on other ranks than the first. The function is collective."""
-    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model) if is_first()}
-    if not is_first():
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model) if is_first_rank()}
+    if not is_first_rank():
         return None
     tied_name_groups = names_of_tied_weights(meta_model)
     meta_model.load_state_dict(tensors, assign=True)

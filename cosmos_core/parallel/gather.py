@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cosmos_core.parallel.fsdp import full_tensors, local_shard, shard_bounds
-from cosmos_core.parallel.mesh import all_gather_object, any_rank, broadcast_object, is_first, rank_number
+from cosmos_core.parallel.mesh import all_gather_object, all_reduce_any, broadcast_object, is_first_rank, rank_number
 
-_ALIGNMENT = 64
+_ALIGNMENT_BYTES = 64
 
 
 class FullTensorGatherer:
@@ -32,19 +32,19 @@ class FullTensorGatherer:
     def __init__(self, tensors: Mapping[str, Tensor], max_bytes: int) -> None:
         """Store this rank's `tensors`, full or sharded, and exchange with all ranks which rank has which tensor.
 
-        `max_bytes` is the maximum total size of the full tensors in one call of `gather_full`.
+        `max_bytes` is the maximum total size of the full tensors in one call of `full_tensors`.
         """
         self.tensors, self._max_bytes = tensors, max_bytes
-        self._first_holders: dict[str, int] = {}
+        self._owner_ranks: dict[str, int] = {}
         """Lowest rank that has a tensor, by name."""
         for rank, names in enumerate(all_gather_object(list(tensors))):
-            self._first_holders = dict.fromkeys(names, rank) | self._first_holders
+            self._owner_ranks = dict.fromkeys(names, rank) | self._owner_ranks
         is_on_cpu = all(local_shard(tensor).device.type == "cpu" for tensor in tensors.values())
-        self._is_shared = not any_rank(not is_on_cpu) and _are_ranks_on_one_machine()
+        self._is_shared = not all_reduce_any(not is_on_cpu) and _are_ranks_on_one_machine()
         # Two buffers: a loop over tensors may still refer to a tensor of the previous call during the next call.
-        self._memories: list[_SharedMemory | None] = [None, None]
+        self._shared_memories: list[_SharedMemory | None] = [None, None]
 
-    def gather_full(self, tensor_specs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def full_tensors(self, tensor_specs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the requested full tensors by name; their memory is reused when all references to them are gone.
         `tensor_specs` has tensors of the same shape and dtype, which may be on the meta device."""
         if self._is_shared and (shared_memory := self._reusable_memory(tensor_specs)) is not None:
@@ -55,13 +55,13 @@ class FullTensorGatherer:
     def _reusable_memory(self, tensor_specs: Mapping[str, Tensor]) -> _SharedMemory | None:
         """Return unreferenced shared memory that fits the requested tensors; None if a rank cannot map it."""
         num_bytes = sum(_round_up_to_alignment(tensor_spec.nbytes) for tensor_spec in tensor_specs.values())
-        shared_memory = self._memories.pop(0)
+        shared_memory = self._shared_memories.pop(0)
         # The collective is also a barrier: a fast rank must not overwrite data that a slow rank still reads.
-        if any_rank(shared_memory is None or shared_memory.size < num_bytes or shared_memory.is_in_use):
+        if all_reduce_any(shared_memory is None or shared_memory.size < num_bytes or shared_memory.is_in_use):
             shared_memory = None  # free the old memory before allocating
             shared_memory = _open_shared_memory(max(num_bytes, self._max_bytes))
             self._is_shared = shared_memory is not None
-        self._memories.append(shared_memory)
+        self._shared_memories.append(shared_memory)
         return shared_memory
 
     def _gather_by_shared_memory(
@@ -72,27 +72,27 @@ class FullTensorGatherer:
         for name, tensor_spec in tensor_specs.items():
             tensors[name] = shared_memory.tensor(byte_offset, tensor_spec)
             byte_offset += _round_up_to_alignment(tensor_spec.nbytes)
-            if self._is_writer(name):
+            if self._should_write_shard(name):
                 tensor = self.tensors[name].detach()
                 tensors[name][shard_bounds(tensor)].copy_(local_shard(tensor))
         dist.barrier()
         return tensors
 
-    def _is_writer(self, name: str) -> bool:
+    def _should_write_shard(self, name: str) -> bool:
         """Return True if this rank writes its shard of a tensor: the first of several ranks with equal shards does."""
         tensor = self.tensors.get(name)
         if isinstance(tensor, DTensor):
             coordinate = tensor.device_mesh.get_coordinate() or ()
             return all(index == 0 for index, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())
-        return self._first_holders[name] == rank_number()
+        return self._owner_ranks[name] == rank_number()
 
 
 class _SharedMemory:
     """Anonymous memory of `size` bytes that several processes map; the kernel frees it with the last mapping."""
 
-    def __init__(self, descriptor: int, size: int) -> None:
+    def __init__(self, file_descriptor: int, size: int) -> None:
         self.size = size
-        self._memory_view = memoryview(mmap(descriptor, size))
+        self._memory_view = memoryview(mmap(file_descriptor, size))
         self._num_references = sys.getrefcount(self._memory_view)
 
     @property
@@ -112,22 +112,22 @@ class _SharedMemory:
 
 def _open_shared_memory(num_bytes: int) -> _SharedMemory | None:
     """Allocate `num_bytes` bytes of memory that all ranks map; None if memory is short or a rank cannot open it."""
-    descriptor = -1
-    if is_first():
-        descriptor = os.memfd_create("cosmos-weights")
+    file_descriptor = -1
+    if is_first_rank():
+        file_descriptor = os.memfd_create("cosmos-weights")
         try:
-            os.posix_fallocate(descriptor, 0, num_bytes)  # allocate now, because a later lack of memory raises SIGBUS
+            os.posix_fallocate(file_descriptor, 0, num_bytes)  # allocate now: a later lack of memory raises SIGBUS
         except OSError:
-            os.close(descriptor)
-            descriptor = -1
-    pid, first_rank_descriptor = broadcast_object((os.getpid(), descriptor))
+            os.close(file_descriptor)
+            file_descriptor = -1
+    pid, first_rank_descriptor = broadcast_object((os.getpid(), file_descriptor))
     with suppress(OSError):
-        if first_rank_descriptor >= 0 and not is_first():
-            descriptor = os.open(f"/proc/{pid}/fd/{first_rank_descriptor}", os.O_RDWR)
-    shared_memory = None if any_rank(descriptor < 0) else _SharedMemory(descriptor, num_bytes)
+        if first_rank_descriptor >= 0 and not is_first_rank():
+            file_descriptor = os.open(f"/proc/{pid}/fd/{first_rank_descriptor}", os.O_RDWR)
+    shared_memory = None if all_reduce_any(file_descriptor < 0) else _SharedMemory(file_descriptor, num_bytes)
     dist.barrier()  # the first rank must not close its descriptor until all ranks have opened it
-    if descriptor >= 0:
-        os.close(descriptor)
+    if file_descriptor >= 0:
+        os.close(file_descriptor)
     return shared_memory
 
 
@@ -138,4 +138,4 @@ def _are_ranks_on_one_machine() -> bool:
 
 
 def _round_up_to_alignment(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -107,7 +107,7 @@ def num_ranks() -> int:
     return 1 if is_single_rank() else dist.get_world_size()
 
 
-def is_first() -> bool:
+def is_first_rank() -> bool:
     """Return True on rank 0, which writes files for all ranks."""
     return rank_number() == 0
 
@@ -122,13 +122,13 @@ def all_gather_object(value: T) -> list[T]:
     return [value] if is_single_rank() else exchange.all_gather(value)
 
 
-def any_rank(flag: bool) -> bool:
+def all_reduce_any(flag: bool) -> bool:
     """Return True on all ranks if `flag` is true on any rank."""
     if is_single_rank():
         return flag
-    any_flag = torch.tensor(int(flag))
-    dist.all_reduce(any_flag, dist.ReduceOp.MAX)
-    return bool(any_flag)
+    flag_tensor = torch.tensor(int(flag))
+    dist.all_reduce(flag_tensor, dist.ReduceOp.MAX)
+    return bool(flag_tensor)
 
 
 def first_error_of_ranks(message: str | None) -> str | None:

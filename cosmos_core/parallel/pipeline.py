@@ -28,7 +28,7 @@ _LAYERS_NAME = "layers"
 _PROBE_TOKENS = 3
 
 
-class StagePlaceholder(nn.Module):
+class OtherStageModule(nn.Module):
     """Placeholder for a module of another pipeline stage; it returns its input and has the module's attributes."""
 
     def __init__(self, original_module: nn.Module) -> None:
@@ -46,7 +46,7 @@ class StagePlaceholder(nn.Module):
         return getattr(self.__dict__["original_module"], name)
 
 
-class _EmbeddingPlaceholder(StagePlaceholder):
+class _EmbeddingPlaceholder(OtherStageModule):
     """Placeholder for an embedding, which returns deterministic hidden states for each token id, so that the body of a
     model can be probed without weights."""
 
@@ -56,7 +56,7 @@ class _EmbeddingPlaceholder(StagePlaceholder):
         return sine_hidden_BTH.to(weight.dtype)
 
 
-class _RecordingPlaceholder(StagePlaceholder):
+class _RecordingPlaceholder(OtherStageModule):
     """Placeholder for a layer, which records the arguments of each call except the hidden states."""
 
     def __init__(self, original_module: nn.Module, recorded_inputs: list[dict[str, Any]]) -> None:
@@ -104,7 +104,7 @@ def apply_pp(model: PreTrainedModel, parallelism: ParallelismConfig, rank: int) 
     _replace_other_stages(model, model.base_model, stage_indices, total_stages, lambda module: module.to("meta"))
 
 
-def extract_stage(model: PreTrainedModel, stage_index: int, parallelism: ParallelismConfig) -> PreTrainedModel:
+def extract_pipeline_stage(model: PreTrainedModel, stage_index: int, parallelism: ParallelismConfig) -> PreTrainedModel:
     """Return one pipeline stage of a model after `apply_pp`; it shares modules and weights with the model."""
     stage_model, base_model = _shallow_copy(model), _shallow_copy(model.base_model)
     stage_model._modules[model.base_model_prefix] = base_model
@@ -112,7 +112,7 @@ def extract_stage(model: PreTrainedModel, stage_index: int, parallelism: Paralle
     return stage_model
 
 
-def is_tied(model: PreTrainedModel) -> bool:
+def has_tied_embeddings(model: PreTrainedModel) -> bool:
     """Return True if the input embedding and the output head of a model share one weight."""
     return bool(model.get_output_embeddings().weight is model.get_input_embeddings().weight)
 
@@ -121,21 +121,21 @@ def sum_tied_gradients(model: PreTrainedModel, pipeline: DeviceMesh) -> None:
     """Sum the gradients of a tied embedding and head over the first and last pipeline rank, which have copies."""
     group, rank, last_rank = pipeline.get_group(), pipeline.get_local_rank(), pipeline.size() - 1
     weight = model.get_output_embeddings().weight
-    if not is_tied(model) or rank not in {0, last_rank} or weight.grad is None:
+    if not has_tied_embeddings(model) or rank not in {0, last_rank} or weight.grad is None:
         return
     gradient = local_shard(weight.grad)
     peer_gradient, peer_rank = torch.empty_like(gradient), dist.get_global_rank(group, last_rank - rank)
-    transfers: list[tuple[Any, Tensor]] = [(dist.isend, gradient), (dist.irecv, peer_gradient)]
-    for work in dist.batch_isend_irecv([dist.P2POp(*transfer, peer_rank, group) for transfer in transfers]):
+    p2p_operations: list[tuple[Any, Tensor]] = [(dist.isend, gradient), (dist.irecv, peer_gradient)]
+    for work in dist.batch_isend_irecv([dist.P2POp(*operation, peer_rank, group) for operation in p2p_operations]):
         work.wait()
     gradient.add_(peer_gradient)
 
 
-def clip_over_stages(model: PreTrainedModel, pipeline: DeviceMesh, max_norm: float) -> float:
+def clip_gradients_over_stages(model: PreTrainedModel, pipeline: DeviceMesh, max_norm: float) -> float:
     """Clip the gradients of all pipeline stages to the total norm `max_norm`, and return the norm before clipping."""
     gradients = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
     trained_parameters = list(gradients)
-    if is_tied(model) and pipeline.get_local_rank() > 0:  # the norm counts only the first rank's copy of a tied weight
+    if has_tied_embeddings(model) and pipeline.get_local_rank() > 0:  # count a tied weight only once
         gradients.pop(model.get_output_embeddings().weight, None)
     norm = total_norm(gradients.values()) if gradients else torch.zeros((), device=model.device)
     squared_norm = norm.to(torch.float64).square()
@@ -165,7 +165,7 @@ def _replace_other_stages(
     total_stages: int,
     discard_module: Callable[[nn.Module], nn.Module],
 ) -> None:
-    """Replace modules that do not belong to the given ones of `total_stages` pipeline stages by placeholders.
+    """Replace the modules of all pipeline stages except `stage_indices` by placeholders.
 
     The head of `model` and the embedding, layers and norm of `base_model` may be replaced. `discard_module` is called
     with each replaced module, may free its weights, and returns the module whose attributes the placeholder has.
@@ -173,7 +173,7 @@ def _replace_other_stages(
     names_before_layers, names_after_layers = _modules_around_layers(model)
     is_first_stage, is_last_stage = 0 in stage_indices, total_stages - 1 in stage_indices
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied_modules = {head, embedding} if is_tied(model) and (is_first_stage or is_last_stage) else set()
+    tied_modules = {head, embedding} if has_tied_embeddings(model) and (is_first_stage or is_last_stage) else set()
     replaceable_modules = [(base_model, name, is_first_stage) for name in names_before_layers]
     replaceable_modules += [(base_model, name, is_last_stage) for name in names_after_layers]
     replaceable_modules += [(model, name, is_last_stage) for name in _output_head_names(model)]
@@ -181,12 +181,12 @@ def _replace_other_stages(
         module = parent_module._modules[name]
         assert module is not None
         if not is_on_stage and module not in tied_modules:
-            placeholder_class = _EmbeddingPlaceholder if module is embedding else StagePlaceholder
+            placeholder_class = _EmbeddingPlaceholder if module is embedding else OtherStageModule
             parent_module._modules[name] = placeholder_class(discard_module(module))
     layers = _get_layers(base_model)
-    kept_indices = {i for stage in stage_indices for i in stage_layer_indices(stage, total_stages, len(layers))}
+    kept_layer_indices = {i for stage in stage_indices for i in stage_layer_indices(stage, total_stages, len(layers))}
     base_model._modules[_LAYERS_NAME] = nn.ModuleList(
-        layer if i in kept_indices else StagePlaceholder(discard_module(layer)) for i, layer in enumerate(layers)
+        layer if i in kept_layer_indices else OtherStageModule(discard_module(layer)) for i, layer in enumerate(layers)
     )
 
 
@@ -203,9 +203,9 @@ def _check_pipeline_support(model: PreTrainedModel, error_prefix: str) -> None:
     of its plan, or passes values derived from token ids to its layers, which later pipeline stages do not have."""
     pipeline_plan, config = getattr(model.config, "base_model_pp_plan", None) or {}, model.config
     base_model = model._modules.get(model.base_model_prefix)
-    is_planned = _LAYERS_NAME in pipeline_plan and config.get_text_config() is config
+    has_pipeline_plan = _LAYERS_NAME in pipeline_plan and config.get_text_config() is config
     remedy = "set it to 1 and raise dp_shard_size"
-    if not is_planned or base_model is None or not _output_head_names(model):
+    if not has_pipeline_plan or base_model is None or not _output_head_names(model):
         raise ModelError(f"{error_prefix} has no plan for a pipeline; {remedy}")
     modules = [
         *map(base_model._modules.get, pipeline_plan),
@@ -215,7 +215,7 @@ def _check_pipeline_support(model: PreTrainedModel, error_prefix: str) -> None:
     if unplanned_names := [name for name, parameter in model.named_parameters() if parameter not in planned_parameters]:
         raise ModelError(f"{error_prefix}: its plan does not know {unplanned_names[0]}; {remedy}")
     try:
-        reason = _find_unplanned_compute(model, base_model)
+        reason = _find_compute_outside_plan(model, base_model)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
     if reason:
@@ -223,8 +223,8 @@ def _check_pipeline_support(model: PreTrainedModel, error_prefix: str) -> None:
 
 
 @torch.no_grad()
-def _find_unplanned_compute(model: PreTrainedModel, base_model: nn.Module) -> str:
-    """Return a description of what `base_model` computes outside the modules of its plan; empty: nothing.
+def _find_compute_outside_plan(model: PreTrainedModel, base_model: nn.Module) -> str:
+    """Return what `base_model` computes outside the modules of its pipeline plan; empty: nothing.
 
     Placeholders replace its modules, because weights may be on the meta device."""
     names_before_layers, names_after_layers = _modules_around_layers(model)
@@ -233,20 +233,20 @@ def _find_unplanned_compute(model: PreTrainedModel, base_model: nn.Module) -> st
     ids_BT = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0)
     hidden_BTH = embedding(ids_BT)
     inputs = {"position_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "use_cache": False}
-    arguments_by_probe: list[list[dict[str, Any]]] = []
+    arguments_by_input: list[list[dict[str, Any]]] = []
     for probe_input in ({"input_ids": ids_BT}, {"inputs_embeds": hidden_BTH}):
         probe_model, layer_arguments = _shallow_copy(base_model), list[dict[str, Any]]()
         for name in (*names_before_layers, *names_after_layers):
             module: Any = base_model._modules[name]
-            probe_model._modules[name] = embedding if module is embedding.original_module else StagePlaceholder(module)
+            probe_model._modules[name] = embedding if module is embedding.original_module else OtherStageModule(module)
         recording_layers = (_RecordingPlaceholder(layer, layer_arguments) for layer in _get_layers(base_model))
         probe_model._modules[_LAYERS_NAME] = nn.ModuleList(recording_layers)
         probe_model.eval()
         output = probe_model(**inputs, **probe_input)
         if "inputs_embeds" in probe_input and output.last_hidden_state is not hidden_BTH:
             return "hidden states change outside its layers"
-        arguments_by_probe.append(layer_arguments)
-    for arguments_from_ids, arguments_from_hidden in zip(*arguments_by_probe, strict=True):
+        arguments_by_input.append(layer_arguments)
+    for arguments_from_ids, arguments_from_hidden in zip(*arguments_by_input, strict=True):
         for name, value in arguments_from_ids.items():
             if not _are_arguments_equal(value, arguments_from_hidden.get(name)):
                 return f"its layers are given {name!r}, which is made of tokens"

@@ -13,7 +13,7 @@ def matches_pattern(pattern: str, name: str) -> bool:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name) == pattern
 
 
-def check_heads(model: PreTrainedModel, setting_name: str, num_ranks: int) -> None:
+def check_head_split(model: PreTrainedModel, setting_name: str, num_ranks: int) -> None:
     """Raise a `ModelError` if the number of attention heads is not divisible by `num_ranks`, the value of the setting
     `setting_name`; for `tp_size`, the number of key-value heads must be divisible too."""
     for name in ("num_attention_heads", *(["num_key_value_heads"] if setting_name == "tp_size" else [])):
@@ -25,7 +25,7 @@ def check_heads(model: PreTrainedModel, setting_name: str, num_ranks: int) -> No
             )
 
 
-def check_features(model: PreTrainedModel, name: str, module: nn.Module, parallel_style: str, num_ranks: int) -> None:
+def check_split_dim(model: PreTrainedModel, name: str, module: nn.Module, parallel_style: str, num_ranks: int) -> None:
     """Raise a `ModelError` if `parallel_style` splits a dimension of a linear layer that is not divisible by
     `num_ranks`."""
     split_dim = {"colwise": 0, "rowwise": 1}.get(parallel_style)

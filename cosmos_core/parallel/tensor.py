@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from cosmos_core.errors import ModelError
 from cosmos_core.parallel.expert import keep_local_experts
 from cosmos_core.parallel.fsdp import local_shard
-from cosmos_core.parallel.plan import check_features, check_heads, matches_pattern
+from cosmos_core.parallel.plan import check_head_split, check_split_dim, matches_pattern
 
-_EXPERT_STYLE = "moe_tp_experts"
+_MOE_TP_STYLE = "moe_tp_experts"
 _PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-2
 """Tolerance of gradient differences between ranks in `check_tp_plan`, as a fraction of the largest gradient.
@@ -33,7 +33,7 @@ Rounding errors are far smaller, and a gradient that lacks the contributions of 
 """
 
 
-class _PartialGradient(ParallelStyle):
+class _AllReduceGradientStyle(ParallelStyle):
     """Parallel style of a replicated module that processes only the attention heads of its rank, so that the gradients
     of its weights are summed over ranks."""
 
@@ -41,14 +41,14 @@ class _PartialGradient(ParallelStyle):
         original_forward, group = module.forward, device_mesh.get_group()
 
         def forward_with_summed_gradients(*args: Any, **kwargs: Any) -> Any:
-            with _replace_weights(module, lambda weight: _SummedBackward.apply(weight, group)):
+            with _replace_weights(module, lambda weight: _AllReduceGradient.apply(weight, group)):
                 return original_forward(*args, **kwargs)
 
         module.forward = forward_with_summed_gradients  # type: ignore[method-assign]
         return module
 
 
-class _ExpertSharding(ParallelStyle):
+class _ExpertShardingStyle(ParallelStyle):
     """Parallel style in which each rank holds some whole experts of a layer, processes all tokens, and outputs are
     summed. The style of transformers would split gate and up projection, which are stored as one matrix."""
 
@@ -61,7 +61,7 @@ class _ExpertSharding(ParallelStyle):
         def forward_local_experts(hidden_NH: Tensor, top_k_ids_NK: Tensor, top_k_weights_NK: Tensor) -> Tensor:
             local_ids_NK = top_k_ids_NK - first_expert
             is_on_other_rank = (local_ids_NK < 0) | (local_ids_NK >= num_local_experts)
-            hidden_NH, top_k_weights_NK = (_SummedBackward.apply(t, group) for t in (hidden_NH, top_k_weights_NK))
+            hidden_NH, top_k_weights_NK = (_AllReduceGradient.apply(t, group) for t in (hidden_NH, top_k_weights_NK))
             with _replace_weights(module, local_shard):  # expert kernels do not support DTensor
                 outputs_NH = original_forward(
                     hidden_NH,
@@ -81,62 +81,62 @@ _PARALLEL_STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "replicated_with_grad_allreduce": _PartialGradient,
-    _EXPERT_STYLE: _ExpertSharding,
+    "replicated_with_grad_allreduce": _AllReduceGradientStyle,
+    _MOE_TP_STYLE: _ExpertShardingStyle,
 }
 
 
-def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) -> None:
+def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, shards_experts: bool) -> None:
     """Shard every matrix in the model's tensor-parallel plan over the ranks of `mesh`; a tied embedding and head stay
-    whole. `with_experts`: whether to distribute experts over the ranks too; False: expert parallelism shards them.
+    whole. `shards_experts`: whether to distribute experts over the ranks too; False: expert parallelism shards them.
 
     Raises:
         ModelError: the plan is missing or has an unsupported style, or a size is not divisible by the number of ranks.
     """
-    plan = {name: style for name, style in (model.tp_plan or {}).items() if with_experts or style != _EXPERT_STYLE}
+    plan = {name: style for name, style in (model.tp_plan or {}).items() if shards_experts or style != _MOE_TP_STYLE}
     setting, model_name = f"policy.parallelism.tp_size = {mesh.size()}", type(model).__name__
     if not plan:
         raise ModelError(f"{setting}: {model_name} has no plan; set it to 1")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    check_heads(model, "tp_size", mesh.size())
+    check_head_split(model, "tp_size", mesh.size())
     tied_modules = {head, embedding} if head is not None and head.weight is embedding.weight else set()
     for name, module in list(model.named_modules()):
         style = next((plan[pattern] for pattern in plan if matches_pattern(pattern, name)), None)
         # A module without parameters is a placeholder for a module of another pipeline stage.
         if style is None or module in tied_modules or next(module.parameters(), None) is None:
             continue
-        if style not in _PARALLEL_STYLES or (style == _EXPERT_STYLE and not hasattr(module, "_is_expert_parallel")):
+        if style not in _PARALLEL_STYLES or (style == _MOE_TP_STYLE and not hasattr(module, "_is_expert_parallel")):
             problem = f"{name} of {model_name} is split by {style!r}, which this version cannot"
             raise ModelError(f"{setting}: {problem}; set it to 1 and raise dp_shard_size")
-        if style == _EXPERT_STYLE:
+        if style == _MOE_TP_STYLE:
             keep_local_experts(module, mesh, f"{setting}: {model_name}")
         for submodule in _find_split_modules(module, style):
-            check_features(model, name, submodule, style, mesh.size())
+            check_split_dim(model, name, submodule, style, mesh.size())
             parallelize_module(submodule, mesh, _PARALLEL_STYLES[style]())
 
 
 def check_tp_plan(model: PreTrainedModel, root_modules: Sequence[Any], mesh: DeviceMesh) -> None:
     """Check that the tensor-parallel plan covers all operations of a model, by a forward and backward pass of method
-    `probe` of `root_modules`. Otherwise, ranks have different gradients of a weight that the plan does not split,
-    because each rank applies it only to its own heads or features.
+    `probe_hidden_states` of `root_modules`. Otherwise, ranks have different gradients of a weight that the plan does
+    not split, because each rank applies it only to its own heads or features.
 
     Raises:
         ModelError: gradients differ between ranks, or the model raises an error.
     """
     device = torch.device(mesh.device_type)
-    ids = torch.arange(1, _PROBE_TOKENS + 1, device=device).unsqueeze(0)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids - 1}
+    ids_BT = torch.arange(1, _PROBE_TOKENS + 1, device=device).unsqueeze(0)
+    inputs = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "position_ids": ids_BT - 1}
     error_prefix = f"policy.parallelism.tp_size = {mesh.size()}: {type(model).__name__} does more than its plan says"
     was_training = model.training
     model.eval()
     try:
         for root_module in root_modules:
-            hidden_BTH = root_module.probe(inputs)
+            hidden_BTH = root_module.probe_hidden_states(inputs)
             if hidden_BTH.requires_grad:
                 loss_weights_BTH = torch.arange(hidden_BTH.numel(), device=device).view_as(hidden_BTH).sin()
                 (hidden_BTH * loss_weights_BTH).sum().backward()
     except (torch.OutOfMemoryError, dist.DistError):
-        raise  # these errors are not caused by the plan
+        raise  # lack of memory and failed collectives say nothing about the plan
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise ModelError(f"{error_prefix} ({' '.join(str(error).split())[:200]}); set it to 1") from error
     finally:
@@ -184,7 +184,7 @@ def _find_split_modules(module: nn.Module, style: str) -> list[nn.Module]:
     return [module]
 
 
-class _SummedBackward(torch.autograd.Function):
+class _AllReduceGradient(torch.autograd.Function):
     """Identity function whose gradient is summed over the ranks of a process group."""
 
     @staticmethod

@@ -26,11 +26,11 @@ class AestheticReward:
         self._linear_layers = _load_linear_layers(predictor_file, self._clip.device)
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
-        activations = self._clip.embed_images([middle_image(item.media) for item in items]).float()
+        features = self._clip.embed_images([middle_image(item.media) for item in items]).float()
         # The predictor has only dropout between its linear layers, and no activations.
         for weight, bias in self._linear_layers:
-            activations = activations @ weight.T + bias
-        return {"aesthetic": activations[:, 0].tolist()}
+            features = features @ weight.T + bias
+        return {"aesthetic": features[:, 0].tolist()}
 
 
 def aesthetic(to_be_evaluated: str, reference: str, *, media: Any, custom: Any) -> tuple[float, dict[str, float]]:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 PENALTY_REWARDS = frozenset({"overlong"})
 """Names of packaged rewards whose maximum is 0; all other rewards may reach 1."""
 
-Rewards: TypeAlias = "dict[str, float] | RemoteRewardConfig"
+RewardConfig: TypeAlias = "dict[str, float] | RemoteRewardConfig"
 """Reward functions with their weights, or the rewards of a remote service."""
 
 ScoreAndMetrics = tuple[float, dict[str, float]]
@@ -65,7 +65,7 @@ class Reward:
             TypeError: a parameter cannot be bound.
             Exception: any error that the function raises.
         """
-        if not self.binding.takes_group:
+        if not self.binding.takes_whole_group:
             return _parse_score(self._call_function([fields], as_lists=False))
         [result] = self.score_group([fields])
         if not isinstance(result, tuple):
@@ -86,7 +86,7 @@ class Reward:
         group_results: list[ScoreAndMetrics | ValueError | None] = []
         for result in results:
             try:
-                is_error_or_none = isinstance(result, ValueError) or (result is None and self.binding.takes_group)
+                is_error_or_none = isinstance(result, ValueError) or (result is None and self.binding.takes_whole_group)
                 group_results.append(result if is_error_or_none else _parse_score(result))
             except Exception as error:  # noqa: BLE001 - a tensor of several numbers raises a RuntimeError
                 group_results.append(error if isinstance(error, ValueError) else ValueError(error_on_one_line(error)))
@@ -98,7 +98,7 @@ class Reward:
         # `asyncio.run` requires a coroutine; `wait_for` wraps any awaitable in one.
         return asyncio.run(asyncio.wait_for(result, None)) if inspect.isawaitable(result) else result
 
-    def location_of(self, error: BaseException) -> str:
+    def find_user_code_location(self, error: BaseException) -> str:
         """Return the file and line of user code that raised an error; empty for packaged rewards."""
         return find_error_location(error, self.function) if is_import_path(self.name) else ""
 
@@ -220,7 +220,7 @@ def _to_finite_float(value: Any, description: str) -> float:
     return float(value)
 
 
-def full_reward(rewards: Rewards, source: str = "") -> float | None:
+def full_reward(rewards: RewardConfig, source: str = "") -> float | None:
     """Return the reward of a completion for which every reward function returns 1 and no penalty applies; None if no
     reward function distinguishes completions."""
     if not isinstance(rewards, dict):

@@ -67,7 +67,7 @@ class ParameterBinding:
     parameters: tuple[inspect.Parameter, ...]
 
     @property
-    def takes_group(self) -> bool:
+    def takes_whole_group(self) -> bool:
         """Return True if a parameter name implies that the function takes all completions of a prompt at once."""
         names = {parameter.name for parameter in self.parameters if parameter.kind is not parameter.VAR_KEYWORD}
         return bool(names & _GROUP_PARAMETERS) and not names & {*_COMPLETION_PARAMETERS}
@@ -107,7 +107,7 @@ class ParameterBinding:
             else:
                 keyword_arguments[parameter.name] = value
         if self.takes_any_keyword:
-            text_parameters = ("prompts", "completions") if self.takes_group else ("to_be_evaluated", "reference")
+            text_parameters = ("prompts", "completions") if self.takes_whole_group else ("to_be_evaluated", "reference")
             declared_names = {parameter.name for parameter in self.parameters}
             extra_names = [*text_parameters, *REWARD_PARAMETERS, *_row_columns(group[0])]
             keyword_arguments |= {name: get_argument(name) for name in extra_names if name not in declared_names}

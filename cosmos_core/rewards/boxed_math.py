@@ -17,7 +17,7 @@ _LATEX_CONFIG = LatexExtractionConfig()
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _INTEGER_PATTERN = r"\s*(-?\d{1,300}|-?\d{1,3}(?:,\d{3}){1,99})\s*"
-_BOX_COMMAND = re.compile(r"\\(?:boxed|fbox|framebox)\b(?:\s*(?=\{))?")
+_BOXED_COMMAND_PATTERN = re.compile(r"\\(?:boxed|fbox|framebox)\b(?:\s*(?=\{))?")
 _SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!;: ]|[~\u00a0\u2009\u202f]|\{,\}|\\thinspace\s)\s*(?=\d{3}(?!\d))")
 _SPACED_NUMBER = re.compile(r"(?:\A|(?<=\\boxed\{))[\s$]*[-+]?\d{1,3}(?: \d{3})+(?! ?\d)")
 _NUMBER_WITH_EXPONENT = re.compile(
@@ -28,7 +28,7 @@ _REPEATING_DECIMAL = re.compile(
     r"(?:(\d*)\\dot\s*\{?(\d)\}?)?"  # \dot is above the first and the last repeating digit
 )
 _TRAILING_PUNCTUATION = re.compile(r"(?:\\[\\,;:! ]|[.,;:~\s])+(\$*)$")
-_BOXED_INTEGER = re.compile(rf"\\boxed\{{{_INTEGER_PATTERN}\}}[\s$.]*")
+_BOXED_INTEGER_PATTERN = re.compile(rf"\\boxed\{{{_INTEGER_PATTERN}\}}[\s$.]*")
 
 
 def boxed_math(to_be_evaluated: str, reference: str) -> float:
@@ -38,22 +38,23 @@ def boxed_math(to_be_evaluated: str, reference: str) -> float:
     (`#### 72`), only the text after `####` counts. A reference that cannot be parsed is invalid. `\\fbox`, a trailing
     full stop or comma, thin spaces between digits, `6.02e23` and `0.\\overline{3}` are supported in both texts.
     """
-    reference = _keep_last_box(require_reference(require_reference(reference).rpartition("####")[2]))
-    end = _keep_last_box(to_be_evaluated)
-    completion_match, reference_match = _BOXED_INTEGER.fullmatch(end), re.fullmatch(_INTEGER_PATTERN, reference)
+    reference = _keep_last_boxed_answer(require_reference(require_reference(reference).rpartition("####")[2]))
+    completion_end = _keep_last_boxed_answer(to_be_evaluated)
+    completion_match = _BOXED_INTEGER_PATTERN.fullmatch(completion_end)
+    reference_match = re.fullmatch(_INTEGER_PATTERN, reference)
     if completion_match and reference_match:  # compare boxed integers, the most frequent case, without the slow parser
         return float(int(completion_match[1].replace(",", "")) == int(reference_match[1].replace(",", "")))
-    return _grade_completion(end, reference)
+    return _grade_completion(completion_end, reference)
 
 
-def _keep_last_box(text: str) -> str:
-    """Return the text from its last `\\boxed` on, normalised: math-verify would combine several boxes to one result."""
-    boxed_command_matches = list(_BOX_COMMAND.finditer(text))
+def _keep_last_boxed_answer(text: str) -> str:
+    """Return the text from its last `\\boxed` on, normalised: math-verify would join several boxed answers into one."""
+    boxed_command_matches = list(_BOXED_COMMAND_PATTERN.finditer(text))
     text = "\\boxed" + text[boxed_command_matches[-1].end() :] if boxed_command_matches else text
     text = _SPACE_IN_NUMBER.sub("", re.sub("[°º]", r"^\\circ ", text))
     text = _SPACED_NUMBER.sub(lambda number: number[0].replace(" ", ""), text)
     text = _NUMBER_WITH_EXPONENT.sub(lambda n: format(Decimal(f"{n[1]}e{n[2] or n[3] or n[4]}"), "f"), text)
-    text = _REPEATING_DECIMAL.sub(_convert_to_fraction, text)
+    text = _REPEATING_DECIMAL.sub(_repeating_decimal_to_fraction, text)
     if not boxed_command_matches:
         return text
     content, depth = text[len("\\boxed") :], 0
@@ -64,7 +65,7 @@ def _keep_last_box(text: str) -> str:
     return text
 
 
-def _convert_to_fraction(match: re.Match[str]) -> str:
+def _repeating_decimal_to_fraction(match: re.Match[str]) -> str:
     """Return a repeating decimal as a fraction: 0.1666... becomes (16 - 1) / 90."""
     integer_digits, fixed_digits, repeated_digits = match[1] or "0", match[2], "".join(filter(None, match.groups()[2:]))
     numerator = int(integer_digits + fixed_digits + repeated_digits) - int(integer_digits + fixed_digits)

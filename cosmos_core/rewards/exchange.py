@@ -24,18 +24,18 @@ from cosmos_core.rewards.protocol import IDEMPOTENCY_HEADER, PING_PATH, REPLICA_
 ENQUEUE_URL_VARIABLE = "REMOTE_REWARD_ENQUEUE_URL"
 FETCH_URL_VARIABLE = "REMOTE_REWARD_FETCH_URL"
 TOKEN_VARIABLE = "REMOTE_REWARD_TOKEN"
-NO_PINNING_VARIABLE = "COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA"
+DISABLE_REPLICA_PINNING_VARIABLE = "COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA"
 
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 1.0
 _MAX_FAILED_FETCHES = 5
 """Maximum number of consecutive fetches without a response, after which a request moves to another replica."""
-_ENQUEUE_BASE_SECONDS, _ENQUEUE_SECONDS_PER_MIB, _ENQUEUE_TIMEOUT_BOUNDS = 30.0, 3.0, (60.0, 600.0)
+_ENQUEUE_BASE_TIMEOUT_SECONDS, _ENQUEUE_SECONDS_PER_MIB, _ENQUEUE_TIMEOUT_BOUNDS = 30.0, 3.0, (60.0, 600.0)
 _FETCH_TIMEOUT_SECONDS = 30.0
 _ENQUEUE_REFUSAL_CODES = {400, 401, 403, 404, 405, 411, 413, 415, 422}
 """HTTP status codes with which a service refuses an enqueue permanently, so that a retry cannot help."""
 _FETCH_REFUSAL_CODES = _ENQUEUE_REFUSAL_CODES - {400}
 """HTTP status codes with which a service refuses a fetch permanently; 400 means that scores are not ready yet."""
-_AVOID_REPLICA_SECONDS = 5.0
+_COOLDOWN_SECONDS = 5.0
 """Seconds for which a failed replica is avoided, unless its response has a `Retry-After` header."""
 
 
@@ -50,7 +50,7 @@ class ServiceEndpoints:
     """Whether to fetch the scores of a request from the replica that accepted it."""
 
     @property
-    def headers(self) -> dict[str, str]:
+    def auth_headers(self) -> dict[str, str]:
         """Return the headers that authenticate requests."""
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
@@ -76,7 +76,7 @@ def read_service_endpoints(environment: Mapping[str, str] = os.environ) -> Servi
         (_normalise_url(ENQUEUE_URL_VARIABLE, enqueue_url), _normalise_url(FETCH_URL_VARIABLE, fetch_url))
         for enqueue_url, fetch_url in zip(enqueue_urls, fetch_urls, strict=True)
     )
-    pins_replica = environment.get(NO_PINNING_VARIABLE, "0") != "1"
+    pins_replica = environment.get(DISABLE_REPLICA_PINNING_VARIABLE, "0") != "1"
     return ServiceEndpoints(replicas, environment.get(TOKEN_VARIABLE, ""), pins_replica)
 
 
@@ -104,7 +104,7 @@ def ping(service: ServiceEndpoints, names: Sequence[str]) -> None:
         url = urlunsplit(url_parts._replace(path=f"{url_parts.path.rpartition('/')[0]}/{route_name}"))
         try:
             response = httpx.post(
-                url, data=form_data, timeout=_FETCH_TIMEOUT_SECONDS, headers=service.headers, verify=tls_context
+                url, data=form_data, timeout=_FETCH_TIMEOUT_SECONDS, headers=service.auth_headers, verify=tls_context
             )
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise RewardError(f"the reward service at {url} is not there: {type(error).__name__}: {error}") from error
@@ -118,15 +118,15 @@ class ReplicaState:
 
     num_pending: list[int]
     """Number of pending requests at each replica."""
-    avoided_until: dict[int, float] = field(default_factory=dict)
+    cooldown_ends: dict[int, float] = field(default_factory=dict)
     """Monotonic time in seconds until which a failed replica is avoided, by the index of the replica."""
 
-    def seconds_avoided(self, replica: int) -> float:
-        """Return the number of seconds for which other replicas are preferred; 0 if the replica is not avoided."""
-        return max(0.0, self.avoided_until.get(replica, 0.0) - time.monotonic())
+    def cooldown_seconds(self, replica: int) -> float:
+        """Return the seconds for which a failed replica is still avoided; 0 if the replica is not avoided."""
+        return max(0.0, self.cooldown_ends.get(replica, 0.0) - time.monotonic())
 
 
-class MissingScores(Exception):
+class MissingScoresError(Exception):
     """Error for a request without scores at its deadline; the message is the reason."""
 
 
@@ -141,9 +141,9 @@ class ServiceRequest:
         self._replica, self._replica_pin = -1, ""
         self._pause_seconds = _MIN_PAUSE_SECONDS
 
-    async def results(self, request_body: bytes, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the response of the service for each reward function in `names`. Raise `MissingScores` if the deadline
-        passed without scores, and `RewardError` if the service refuses the request."""
+    async def fetch_results(self, request_body: bytes, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return the response of the service for each reward function in `names`. Raise `MissingScoresError` if the
+        deadline passed without scores, and `RewardError` if the service refuses the request."""
         idempotency_key, results = str(uuid.uuid4()), dict[str, dict[str, Any]]()
         enqueue_pause_seconds = _MIN_PAUSE_SECONDS
         try:
@@ -161,7 +161,7 @@ class ServiceRequest:
             self._release_replica()
 
     async def _enqueue(self, request_body: bytes, idempotency_key: str) -> str:
-        timeout_seconds = _ENQUEUE_BASE_SECONDS + _ENQUEUE_SECONDS_PER_MIB * len(request_body) / 2**20
+        timeout_seconds = _ENQUEUE_BASE_TIMEOUT_SECONDS + _ENQUEUE_SECONDS_PER_MIB * len(request_body) / 2**20
         timeout_seconds = min(max(timeout_seconds, _ENQUEUE_TIMEOUT_BOUNDS[0]), _ENQUEUE_TIMEOUT_BOUNDS[1])
         headers = {"Content-Type": "application/octet-stream", IDEMPOTENCY_HEADER: idempotency_key}
         while True:
@@ -178,7 +178,7 @@ class ServiceRequest:
             if response.status_code in _ENQUEUE_REFUSAL_CODES or response.is_redirect:
                 raise RewardError(f"the reward service at {url} refuses a request: {_describe_response(response)}")
             self._mark_replica_failed(_retry_after_seconds(response))
-            if all(self._replica_state.seconds_avoided(i) for i in range(len(self._service.replicas))):
+            if all(self._replica_state.cooldown_seconds(i) for i in range(len(self._service.replicas))):
                 reason = f"the reward service at {url} does not take the request: {_describe_response(response)}"
                 await self._pause_before_retry(response, reason)
 
@@ -196,18 +196,18 @@ class ServiceRequest:
                     return None
                 continue
             if response.status_code == 200:
-                self._replica_state.avoided_until.pop(self._replica, None)
+                self._replica_state.cooldown_ends.pop(self._replica, None)
                 return _parse_json_object(response)
-            answer = _describe_response(response)
+            response_text = _describe_response(response)
             if response.status_code in {401, 403}:
-                raise RewardError(f"the reward service at {url} refuses us: {answer}; set {TOKEN_VARIABLE}")
+                raise RewardError(f"the reward service at {url} refuses us: {response_text}; set {TOKEN_VARIABLE}")
             if response.status_code in _FETCH_REFUSAL_CODES or response.is_redirect:
-                raise RewardError(f"{url} is no URL to fetch scores from: {answer}; set {FETCH_URL_VARIABLE}")
+                raise RewardError(f"{url} is no URL to fetch scores from: {response_text}; set {FETCH_URL_VARIABLE}")
             if response.headers.get(STATE_HEADER) == "unknown":
                 self._release_replica()
                 return None
             reason = f"no score of {name!r} after {self._timeout_seconds:g} s"
-            reason += "" if response.status_code == 400 else f"; the last response: {answer}"
+            reason += "" if response.status_code == 400 else f"; the last response: {response_text}"
             await self._pause_before_retry(response, reason)
 
     async def _post_or_pause(self, url: str, timeout_seconds: float, **content: Any) -> httpx.Response | None:
@@ -230,13 +230,13 @@ class ServiceRequest:
         """Return the enqueue URL of the replica of this request; choose a replica with few requests if it has none."""
         state = self._replica_state
         if self._replica < 0:
-            priorities = [(state.seconds_avoided(i), n, random.random(), i) for i, n in enumerate(state.num_pending)]
+            priorities = [(state.cooldown_seconds(i), n, random.random(), i) for i, n in enumerate(state.num_pending)]
             self._replica = min(priorities)[-1]
             state.num_pending[self._replica] += 1
         return self._service.replicas[self._replica][0]
 
-    def _mark_replica_failed(self, avoid_seconds: float = 0.0) -> None:
-        self._replica_state.avoided_until[self._replica] = time.monotonic() + (avoid_seconds or _AVOID_REPLICA_SECONDS)
+    def _mark_replica_failed(self, cooldown_seconds: float = 0.0) -> None:
+        self._replica_state.cooldown_ends[self._replica] = time.monotonic() + (cooldown_seconds or _COOLDOWN_SECONDS)
         self._release_replica()
 
     def _release_replica(self) -> None:
@@ -247,13 +247,13 @@ class ServiceRequest:
 
     async def _pause_before_retry(self, response: httpx.Response | None, reason: str) -> None:
         """Pause with exponential backoff and jitter, at least for the `Retry-After` of the response. Raise
-        `MissingScores` with the message `reason` if the deadline is before the end of the pause."""
+        `MissingScoresError` with the message `reason` if the deadline is before the end of the pause."""
         pause_seconds = self._pause_seconds * random.uniform(0.5, 1.5)
         self._pause_seconds = min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS)
         if response is not None:
             pause_seconds = max(pause_seconds, _retry_after_seconds(response) * random.uniform(1.0, 1.25))
         if self._deadline - time.monotonic() <= pause_seconds:
-            raise MissingScores(reason)
+            raise MissingScoresError(reason)
         await asyncio.sleep(pause_seconds)
 
 

@@ -23,7 +23,7 @@ _COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown"
 _COLOR_PROMPTS = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
 _COCO_CLASS_NAMES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
 """Class names of GenEval that differ from COCO's, with the names in COCO."""
-_CONFIDENCE_THRESHOLD, _COUNTING_THRESHOLD, _MAX_OBJECTS = 0.3, 0.9, 16
+_CONFIDENCE_THRESHOLD, _COUNTING_CONFIDENCE_THRESHOLD, _MAX_OBJECTS_PER_CLASS = 0.3, 0.9, 16
 _POSITION_THRESHOLD = 0.1
 _OTHER_TAG_SCORE = -10.0
 """Score in `gen_eval_group` for each tag that is not the tag of the item, as in Cosmos-RL."""
@@ -54,9 +54,9 @@ class GenEvalReward:
         with translate_loading_errors("gen_eval", path):
             self._detector = AutoModelForUniversalSegmentation.from_pretrained(path).to(self._device).eval()
             self._processor = AutoImageProcessor.from_pretrained(path)
-        clip_name = settings.options.get("clip", _DEFAULT_CLIP_MODEL)
-        clip_settings = RewardModelSettings(clip_name, dtype=settings.dtype, device=settings.device)
-        self._clip = ClipModel("gen_eval", clip_settings, clip_name)
+        clip_model_path = settings.options.get("clip", _DEFAULT_CLIP_MODEL)
+        clip_settings = RewardModelSettings(clip_model_path, dtype=settings.dtype, device=settings.device)
+        self._clip = ClipModel("gen_eval", clip_settings, clip_model_path)
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the scores of each image; an item whose row lacks `tag` or `include` has no scores."""
@@ -77,12 +77,12 @@ class GenEvalReward:
         return {**columns, "gen_eval_group": scores_by_tag}
 
     def _score_image(self, image: Image.Image, row: Mapping[str, Any]) -> tuple[float, float, float]:
-        include, excluded = row["include"], row.get("exclude") or []
-        threshold = _COUNTING_THRESHOLD if row["tag"] == "counting" else _CONFIDENCE_THRESHOLD
-        class_names = {entry["class"] for entry in (*include, *excluded)}
+        include, exclude = row["include"], row.get("exclude") or []
+        threshold = _COUNTING_CONFIDENCE_THRESHOLD if row["tag"] == "counting" else _CONFIDENCE_THRESHOLD
+        class_names = {entry["class"] for entry in (*include, *exclude)}
         objects = self.detect(image, class_names, threshold)
         colors = {name: [self.classify_color(image, each, name) for each in objects[name]] for name in class_names}
-        has_objects = has_requested_objects(include, excluded, objects, colors) and not row.get("geneval_only_strict")
+        has_objects = has_requested_objects(include, exclude, objects, colors) and not row.get("geneval_only_strict")
         score, is_strict = strict_score(include, objects, colors)
         return score, float(has_objects), float(is_strict)
 
@@ -109,7 +109,7 @@ class GenEvalReward:
                     objects_by_class[name].append(Detection(box, mask, segment["score"]))
         for objects in objects_by_class.values():
             objects.sort(key=lambda detection: -detection.confidence)
-        return {name: objects[:_MAX_OBJECTS] for name, objects in objects_by_class.items()}
+        return {name: objects[:_MAX_OBJECTS_PER_CLASS] for name, objects in objects_by_class.items()}
 
     def classify_color(self, image: Image.Image, detection: Detection, name: str) -> str:
         """Return the colour whose mean CLIP embedding of three templates is most similar to the cropped object."""
@@ -121,17 +121,17 @@ class GenEvalReward:
         return _COLORS[int((text_embeddings @ self._clip.embed_images([object_crop])[0]).argmax())]
 
 
-Requests = Sequence[Mapping[str, Any]]
+ObjectRequests = Sequence[Mapping[str, Any]]
 """Requested objects, each with `class` and `count` and optionally `color` or `position`."""
 ObjectsByClass = Mapping[str, Sequence[Detection]]
 ColorsByClass = Mapping[str, Sequence[str]]
 
 
 def has_requested_objects(
-    include: Requests, excluded: Requests, objects: ObjectsByClass, colors: ColorsByClass
+    include: ObjectRequests, exclude: ObjectRequests, objects: ObjectsByClass, colors: ColorsByClass
 ) -> bool:
     """Return True if all requested objects are present, and the count of each excluded class is below its limit."""
-    matched_groups: list[Sequence[Detection] | None] = []
+    matches_by_request: list[Sequence[Detection] | None] = []
     for request in include:
         name, count = request["class"], request["count"]
         matched_objects = objects[name][:count]
@@ -139,15 +139,15 @@ def has_requested_objects(
         if is_satisfied and "color" in request:
             is_satisfied = list(colors[name][:count]).count(request["color"]) >= count
         if is_satisfied and "position" in request:
-            is_satisfied = _has_relations(matched_objects, request["position"], matched_groups)
-        matched_groups.append(matched_objects if is_satisfied else None)
-    return None not in matched_groups and all(len(objects[each["class"]]) < each["count"] for each in excluded)
+            is_satisfied = _has_requested_relation(matched_objects, request["position"], matches_by_request)
+        matches_by_request.append(matched_objects if is_satisfied else None)
+    return None not in matches_by_request and all(len(objects[each["class"]]) < each["count"] for each in exclude)
 
 
-def strict_score(include: Requests, objects: ObjectsByClass, colors: ColorsByClass) -> tuple[float, bool]:
+def strict_score(include: ObjectRequests, objects: ObjectsByClass, colors: ColorsByClass) -> tuple[float, bool]:
     """Return the fraction of the requested objects that the image shows, with partial credit for wrong counts, and
     whether all requests are met with exact counts."""
-    matched_groups: list[Sequence[Detection] | None] = []
+    matches_by_request: list[Sequence[Detection] | None] = []
     scores: list[float] = []
     for request in include:
         name, count = request["class"], request["count"]
@@ -161,25 +161,26 @@ def strict_score(include: Requests, objects: ObjectsByClass, colors: ColorsByCla
             scores.append(1 - abs(count - num_colored) / count)
             has_exact_count = num_colored == count
         if has_exact_count and "position" in request:
-            has_exact_count = _has_relations(matched_objects, request["position"], matched_groups)
+            has_exact_count = _has_requested_relation(matched_objects, request["position"], matches_by_request)
             scores.append(float(has_exact_count))
-        matched_groups.append(matched_objects if has_exact_count else None)
-    return sum(scores) / len(scores) if scores else 0.0, None not in matched_groups
+        matches_by_request.append(matched_objects if has_exact_count else None)
+    return sum(scores) / len(scores) if scores else 0.0, None not in matches_by_request
 
 
-def _has_relations(
-    objects: Sequence[Detection], position: Sequence[Any], matched_groups: Sequence[Sequence[Detection] | None]
+def _has_requested_relation(
+    objects: Sequence[Detection], position: Sequence[Any], matches_by_request: Sequence[Sequence[Detection] | None]
 ) -> bool:
-    """Return True if each object has the requested relation to each object of an earlier group."""
+    """Return True if each object is in the requested position relative to each object that matches an earlier request;
+    `position` has the relation and the index of that request."""
     relation, target_index = position
-    target_objects = matched_groups[target_index]
+    target_objects = matches_by_request[target_index]
     return target_objects is not None and all(
-        relation in relations(first, other) for first in objects for other in target_objects
+        relation in spatial_relations(first, other) for first in objects for other in target_objects
     )
 
 
-def relations(detection: Detection, other: Detection) -> set[str]:
-    """Return the relations of an object to another (left of, right of, above, below), empty if they overlap."""
+def spatial_relations(detection: Detection, other: Detection) -> set[str]:
+    """Return the spatial_relations of an object to another (left of, right of, above, below), empty if they overlap."""
     corners, other_corners = (np.array(detection.box).reshape(2, 2) for detection in (detection, other))
     center_offset = corners.mean(0) - other_corners.mean(0)
     overlap_margin = _POSITION_THRESHOLD * (np.ptp(corners, axis=0) + np.ptp(other_corners, axis=0))

@@ -12,8 +12,8 @@ _INSTALL_HINT = "install hpsv3 in its own environment and name that in venv_pyth
 
 
 class Hpsv3Reward:
-    """Reward model with the score `hpsv3`, the mean; `options` has `sigma` (false), which adds the spread as
-    `hpsv3_sigma`, and `config_path`, a config in the format of the package."""
+    """Reward model with the score `hpsv3`, the predicted mean; `options` has `sigma` (false), which adds the predicted
+    standard deviation as `hpsv3_sigma`, and `config_path`, a config in the format of the package."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         require_packages("hpsv3", _INSTALL_HINT, "torch", "hpsv3")

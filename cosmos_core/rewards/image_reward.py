@@ -66,11 +66,11 @@ class ImageRewardReward:
         ).to(self._device)  # fmt: skip
         with torch.inference_mode():
             features = self._vision_encoder(torch.from_numpy(pixels).to(self._device)).last_hidden_state
-            text_states = self._text_encoder(
+            text_hidden_states = self._text_encoder(
                 input_ids=texts["input_ids"], attention_mask=texts["attention_mask"], encoder_hidden_states=features,
                 encoder_attention_mask=torch.ones(features.shape[:2], dtype=torch.long, device=self._device),
             ).last_hidden_state  # fmt: skip
-            scores = (self._linear_layers(text_states[:, 0]).squeeze(-1) - _REWARD_MEAN) / _REWARD_STD
+            scores = (self._linear_layers(text_hidden_states[:, 0]).squeeze(-1) - _REWARD_MEAN) / _REWARD_STD
         return {"image_reward": scores.float().tolist()}
 
 
@@ -89,37 +89,37 @@ def _build_modules(state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     import torch
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
-    vision_state, text_state, linear_state = (
+    vision_state_dict, text_state_dict, linear_state_dict = (
         {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         for prefix in ("blip.visual_encoder.", "blip.text_encoder.", "mlp.")
     )
-    patch_weight = vision_state["patch_embed.proj.weight"]
-    num_side_patches = round((vision_state["pos_embed"].shape[1] - 1) ** 0.5)
+    patch_weight = vision_state_dict["patch_embed.proj.weight"]
+    num_side_patches = round((vision_state_dict["pos_embed"].shape[1] - 1) ** 0.5)
     vision_width = patch_weight.shape[0]
     image_encoder = BlipVisionModel(
         BlipVisionConfig(
-            hidden_size=vision_width, intermediate_size=len(vision_state["blocks.0.mlp.fc1.weight"]),
-            num_hidden_layers=_count_layers(vision_state, r"blocks\.(\d+)"),
+            hidden_size=vision_width, intermediate_size=len(vision_state_dict["blocks.0.mlp.fc1.weight"]),
+            num_hidden_layers=_count_layers(vision_state_dict, r"blocks\.(\d+)"),
             num_attention_heads=vision_width // _HEAD_DIM,
             image_size=num_side_patches * patch_weight.shape[-1], patch_size=patch_weight.shape[-1], layer_norm_eps=1e-6
         )
     )  # fmt: skip
-    image_encoder.load_state_dict({_rename_key(name): value for name, value in vision_state.items()})
-    vocab_size, hidden_size = text_state["embeddings.word_embeddings.weight"].shape
+    image_encoder.load_state_dict({_rename_key(name): value for name, value in vision_state_dict.items()})
+    vocab_size, hidden_size = text_state_dict["embeddings.word_embeddings.weight"].shape
     text_encoder = BlipTextModel(
         BlipTextConfig(
             vocab_size=vocab_size, hidden_size=hidden_size, encoder_hidden_size=vision_width,
-            intermediate_size=len(text_state["encoder.layer.0.intermediate.dense.weight"]),
-            num_hidden_layers=_count_layers(text_state, r"encoder\.layer\.(\d+)"),
+            intermediate_size=len(text_state_dict["encoder.layer.0.intermediate.dense.weight"]),
+            num_hidden_layers=_count_layers(text_state_dict, r"encoder\.layer\.(\d+)"),
             num_attention_heads=hidden_size // _HEAD_DIM,
-            max_position_embeddings=len(text_state["embeddings.position_embeddings.weight"]),
+            max_position_embeddings=len(text_state_dict["embeddings.position_embeddings.weight"]),
         ),
         add_pooling_layer=False,
     )  # fmt: skip
-    text_encoder.load_state_dict({k: value for k, value in text_state.items() if not k.endswith("position_ids")})
+    text_encoder.load_state_dict({k: value for k, value in text_state_dict.items() if not k.endswith("position_ids")})
     linear_layers = []
-    for number in sorted({int(name.split(".")[1]) for name in linear_state}):
-        weight, bias = linear_state[f"layers.{number}.weight"], linear_state[f"layers.{number}.bias"]
+    for number in sorted({int(name.split(".")[1]) for name in linear_state_dict}):
+        weight, bias = linear_state_dict[f"layers.{number}.weight"], linear_state_dict[f"layers.{number}.bias"]
         linear_layers.append(torch.nn.Linear(weight.shape[1], weight.shape[0]))
         linear_layers[-1].load_state_dict({"weight": weight, "bias": bias})
     return image_encoder, text_encoder, torch.nn.Sequential(*linear_layers)

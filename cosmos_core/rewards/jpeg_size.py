@@ -8,7 +8,7 @@ from cosmos_core.rewards.images import to_frames
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns
 
 _DEFAULT_JPEG_QUALITY = 95
-_BYTES_PER_UNIT = 100_000.0
+_BYTES_PER_SCORE_UNIT = 100_000.0
 
 
 class JpegSizeReward:
@@ -33,4 +33,4 @@ def _score_media(media: Any, jpeg_quality: int) -> float:
         stream = BytesIO()
         image.save(stream, format="JPEG", quality=jpeg_quality)
         jpeg_sizes.append(stream.tell())
-    return -sum(jpeg_sizes) / len(jpeg_sizes) / _BYTES_PER_UNIT
+    return -sum(jpeg_sizes) / len(jpeg_sizes) / _BYTES_PER_SCORE_UNIT

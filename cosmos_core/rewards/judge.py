@@ -14,7 +14,7 @@ from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.run.files import read_json_object, user_cache_folder, write_text
 
 _MAX_RETRIES = 3
-_PLACEHOLDER = re.compile(r"\{(prompt|reference|completion)\}")
+_PLACEHOLDER_PATTERN = re.compile(r"\{(prompt|reference|completion)\}")
 _REPLY_FORMAT = '\n\nReply with JSON: {{"reason": one sentence, "score": a whole number from 0 to {highest}}}.'
 
 
@@ -53,13 +53,13 @@ async def _request_score(
         return judge_score
     if config["cache"]:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(cache_file, json.dumps(reply), durable=False)
+        write_text(cache_file, json.dumps(reply), fsync=False)
     return judge_score / config["highest_score"], token_counts
 
 
 def _build_request(config: Mapping[str, Any], text_fields: Mapping[str, str]) -> dict[str, Any]:
     # All placeholders are replaced in one pass, because the texts may contain placeholders too.
-    user_message = _PLACEHOLDER.sub(lambda match: text_fields[match[1]], config["template"])
+    user_message = _PLACEHOLDER_PATTERN.sub(lambda match: text_fields[match[1]], config["template"])
     score_schema = {"type": "integer", "minimum": 0, "maximum": config["highest_score"]}
     properties = {"reason": {"type": "string"}, "score": score_schema}
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}

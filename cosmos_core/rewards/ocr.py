@@ -46,11 +46,11 @@ def ocr(to_be_evaluated: str, reference: str, *, prompt: str, media: Any) -> flo
     return _score_item(RewardInput(prompt, media, reference=reference))
 
 
-def text_similarity(recognised_text: str, expected: str) -> float:
+def text_similarity(recognised_text: str, expected_text: str) -> float:
     """Return 1 - edits / length of the expected text, which may be anywhere in the recognised text; never below 0."""
-    text, expected_text = _normalise_text(recognised_text), _normalise_text(expected)
-    num_edits = 0 if expected_text in text else min(_levenshtein_distance(text, expected_text), len(expected_text))
-    return 1.0 - num_edits / max(1, len(expected))
+    text, target = _normalise_text(recognised_text), _normalise_text(expected_text)
+    num_edits = 0 if target in text else min(_levenshtein_distance(text, target), len(target))
+    return 1.0 - num_edits / max(1, len(expected_text))
 
 
 def _score_item(item: RewardInput) -> float:

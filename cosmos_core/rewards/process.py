@@ -59,7 +59,7 @@ class WorkerPool(ABC):
         """Replace the pool by a new pool, whose processes call `initializer` first, and return it."""
         self.close()
         context = SpawnContext()
-        context.Process = partial(_Process, tuple(env))  # type: ignore[assignment,misc]
+        context.Process = partial(_WorkerProcess, tuple(env))  # type: ignore[assignment,misc]
         initargs = (*arguments, env, os.getpid())
         self._pool = ProcessPool(num_processes, initializer=initializer, initargs=initargs, context=context)
         return self._pool
@@ -69,13 +69,13 @@ class WorkerPool(ABC):
         return self._pool if self._pool is not None and self._pool.active else self._start_pool()
 
 
-class _Process(SpawnProcess):
+class _WorkerProcess(SpawnProcess):
     """Worker process that sees the variables `environment_names`, and kills its process group when it ends."""
 
     _is_terminated = False
 
-    def __init__(self, environment_names: tuple[str, ...], **keywords: Any) -> None:
-        super().__init__(**keywords)
+    def __init__(self, environment_names: tuple[str, ...], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.environment_names = environment_names
 
     @staticmethod
@@ -85,7 +85,7 @@ class _Process(SpawnProcess):
     def terminate(self) -> None:
         """Kill the process group with SIGKILL: Python handles SIGTERM, but not during a loop in C."""
         self._is_terminated = True
-        self._kill_group()
+        self._kill_process_group()
         self.kill()  # a process that has just started may not have created its process group yet
 
     def is_alive(self) -> bool:
@@ -98,11 +98,11 @@ class _Process(SpawnProcess):
                 self._popen.returncode = -signal.SIGKILL  # type: ignore[attr-defined]
                 is_alive = False
         if not is_alive and not self._is_terminated:
-            self._kill_group()
+            self._kill_process_group()
             time.sleep(_EXIT_PAUSE_SECONDS)
         return is_alive
 
-    def _kill_group(self) -> None:
+    def _kill_process_group(self) -> None:
         if self.pid:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -115,7 +115,7 @@ class _Popen(popen_spawn_posix.Popen):
     in the new process is too late, because /proc shows the environment at the start.
     """
 
-    def _launch(self, process_obj: _Process) -> None:
+    def _launch(self, process_obj: _WorkerProcess) -> None:
         process_data = BytesIO()
         tracker_fd = resource_tracker.getfd()  # type: ignore[attr-defined]
         set_spawning_popen(self)
@@ -144,7 +144,7 @@ def init_worker(env: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process: it leads a process group, ends with its parent, and sees no secrets."""
     os.setpgid(0, 0)
     kill_with_parent(parent_pid)
-    multiprocessing.set_start_method(None, force=True)  # a process spawned by user code cannot import its file
+    multiprocessing.set_start_method(None, force=True)  # spawned processes could not import the user's file
     os.dup2(2, 1)  # standard output of user code goes to the log
     configure_logging()
     _lower_oom_priority()

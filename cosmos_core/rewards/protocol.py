@@ -96,7 +96,7 @@ def _parse_json_fields(line: bytes) -> dict[str, Any]:
     if _json_depth(line) > _MAX_JSON_DEPTH:
         raise ProtocolError(f"the JSON is nested more than {_MAX_JSON_DEPTH} deep")
     try:
-        fields = json.loads(line, parse_constant=_refuse_constant, parse_float=_parse_finite_float)
+        fields = json.loads(line, parse_constant=_refuse_json_constant, parse_float=_parse_finite_float)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the first line is no JSON: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(fields, dict):
@@ -126,8 +126,8 @@ def _json_depth(line: bytes) -> int:
 
 def _parse_finite_float(text: str) -> float:
     number = float(text)
-    return number if math.isfinite(number) else _refuse_constant(text[:40])
+    return number if math.isfinite(number) else _refuse_json_constant(text[:40])
 
 
-def _refuse_constant(name: str) -> Any:
+def _refuse_json_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")

@@ -26,10 +26,10 @@ from cosmos_core.config.schema.remote_reward import RemoteRewardConfig, RewardFu
 from cosmos_core.environment import make_tls_verify
 from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.rewards.base import make_reward_request, to_json_value
-from cosmos_core.rewards.exchange import MissingScores, ReplicaState, ServiceEndpoints, ServiceRequest
+from cosmos_core.rewards.exchange import MissingScoresError, ReplicaState, ServiceEndpoints, ServiceRequest
 from cosmos_core.rewards.process import wait_for_futures
 from cosmos_core.rewards.protocol import encode_request
-from cosmos_core.rewards.wan_latents import WanLatents
+from cosmos_core.rewards.wan_latents import WanVae
 from cosmos_core.types import Group, Score, ScoredGroup
 
 _DEFAULT_FPS = 16.0
@@ -63,7 +63,7 @@ class RemoteRewards:
     ) -> None:
         self._config, self._service, self._heartbeat = config, service, beat
         self._replica_state = ReplicaState([0] * len(service.replicas))
-        self._vae: WanLatents | None = None
+        self._vae: WanVae | None = None
         self._vae_lock = threading.Lock()
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
@@ -121,7 +121,7 @@ class RemoteRewards:
         request_semaphore = asyncio.Semaphore(self._config.max_in_flight)
         limits = httpx.Limits(max_connections=self._config.max_in_flight)
         async with (
-            httpx.AsyncClient(headers=self._service.headers, limits=limits, verify=make_tls_verify()) as client,
+            httpx.AsyncClient(headers=self._service.auth_headers, limits=limits, verify=make_tls_verify()) as client,
             asyncio.TaskGroup() as task_group,
         ):
             for batch in _split_into_batches(items, self._config.batch_size):
@@ -136,8 +136,8 @@ class RemoteRewards:
             try:
                 request_body = await asyncio.to_thread(self._encode_body, [request for request, _ in batch])
                 function_names = dict.fromkeys(item.name for item in self._config.reward_fns)
-                results = await service_request.results(request_body, list(function_names))
-            except MissingScores as error:
+                results = await service_request.fetch_results(request_body, list(function_names))
+            except MissingScoresError as error:
                 for scores in batch_scores:
                     scores.error = str(error)
                 return
@@ -174,7 +174,7 @@ class RemoteRewards:
         if not self._config.video_vae:
             return "video", np.stack([np.moveaxis(video, -1, 0) for video in videos])
         with self._vae_lock:
-            self._vae = self._vae or WanLatents("remote_reward.video_vae", self._config.video_vae, "cuda")
+            self._vae = self._vae or WanVae("remote_reward.video_vae", self._config.video_vae, "cuda")
             return "latent", self._vae.encode(videos)
 
 
@@ -226,7 +226,7 @@ def _record_scores(
     scores, errors = response.get("scores"), response.get("errors")
     if not isinstance(scores, dict) or not scores:
         error = response.get("error")
-        is_service_error = bool(error) and not response.get("is_lost")  # a lost process is transient
+        is_service_error = bool(error) and not response.get("is_lost")  # a retry may help after a process was lost
         for each in batch:
             each.record_missing_score(
                 function, error or "the response has no scores", is_service_error=is_service_error

@@ -2,8 +2,8 @@
 the reward service.
 
     class PickscoreReward:
-        def __init__(self, settings: Settings) -> None: ...          # loads
-        def score(self, items: Sequence[RewardInput]) -> Columns: ...       # {"pickscore": [0.9, None, ...]}
+        def __init__(self, settings: RewardModelSettings) -> None: ...          # loads
+        def score(self, items: Sequence[RewardInput]) -> ScoreColumns: ...       # {"pickscore": [0.9, None, ...]}
 
 `cosmos_core/rewards/NAME.py` has the class `NameReward`; packaged text rewards and user functions are wrapped. None
 means that an item has no score; the score is never set to 0. Other interpreters (`venv_python`) also import this file
@@ -81,7 +81,7 @@ class FunctionReward:
             try:
                 value, metrics = self._reward(fields)
             except Exception as error:  # noqa: BLE001 - user code may raise any error; the client receives its text
-                self.errors[i] = error_on_one_line(error, self._reward.location_of(error))
+                self.errors[i] = error_on_one_line(error, self._reward.find_user_code_location(error))
                 continue
             columns[self._name][i] = value
             for key, metric in metrics.items():
@@ -122,12 +122,12 @@ def replace_nonfinite(columns: ScoreColumns, num_items: int) -> tuple[ScoreColum
     """Return the columns with None for numbers that are not finite, and the reason for each item without a score. Raise
     `ValueError` if the length of a column is not the number of items."""
     errors = [""] * num_items
-    return {key: _clean_column(key, column, num_items, errors) for key, column in columns.items()}, errors
+    return {key: _nonfinite_to_none(key, column, num_items, errors) for key, column in columns.items()}, errors
 
 
-def _clean_column(key: str, column: Any, num_items: int, errors: list[str]) -> Any:
+def _nonfinite_to_none(key: str, column: Any, num_items: int, errors: list[str]) -> Any:
     if isinstance(column, dict):
-        return {k: _clean_column(f"{key}.{k}", v, num_items, [""] * num_items) for k, v in column.items()}
+        return {k: _nonfinite_to_none(f"{key}.{k}", v, num_items, [""] * num_items) for k, v in column.items()}
     json_values = to_json_value(column)
     if not isinstance(json_values, list) or len(json_values) != num_items:
         raise ValueError(f"returned no list of {num_items} values as {key!r}")

@@ -67,11 +67,11 @@ class _RewardCall(NamedTuple):
 class RewardRunner(WorkerPool):
     """Runner that scores completions by a weighted sum of rewards in worker processes.
 
-    `timeout_seconds` is the deadline of each call of a reward function, unless `timeouts` has another for that reward;
-    a call that ends its process is retried up to `retries` times. `constant_fields` are the values of
+    `timeout_seconds` is the deadline of each call of a reward function, unless `timeout_by_reward` has another; a
+    call that ends its process is retried up to `retries` times. `constant_fields` are the values of
     `base.REWARD_PARAMETERS` that are the same for each completion; `beat` is called while the runner waits. If the
     first calls of a reward all time out, the rest is cancelled. The processes see standard environment variables and
-    the variables in `env`. With `call_per_group`, user functions are called once for all completions of a prompt, with
+    the variables in `env`. With `calls_per_group`, user functions are called once for all completions of a prompt, with
     one deadline; if the call fails, all these completions are invalid. Calls from several threads run one at a time.
     Entering the runner, and a call that replaces all processes, raise `RewardError` if a reward cannot be loaded.
     """
@@ -81,20 +81,20 @@ class RewardRunner(WorkerPool):
         weights: Mapping[str, float],
         *,
         timeout_seconds: float,
-        timeouts: Mapping[str, float] | None = None,
+        timeout_by_reward: Mapping[str, float] | None = None,
         num_workers: int | None = None,
         retries: int = 1,
         constant_fields: Mapping[str, Any] | None = None,
         env: Sequence[str] = (),
         beat: Callable[[], None] = lambda: None,
-        call_per_group: bool = False,
+        calls_per_group: bool = False,
     ) -> None:
         """Set up the runner; `num_workers` None starts one process per core, or one process if a reward has a model."""
         self._weights = weights
-        self._group_functions = {name for name in weights if call_per_group and is_import_path(name)}
+        self._group_functions = {name for name in weights if calls_per_group and is_import_path(name)}
         self._names = metric_names(weights)
         self._timeout, self._retries, self._env, self._beat = timeout_seconds, retries, tuple(env), beat
-        self._timeouts = timeouts or {}
+        self._timeouts = timeout_by_reward or {}
         self._num_workers = num_workers or (1 if any(map(has_model, weights)) else len(os.sched_getaffinity(0)))
         self._max_timeouts = _MAX_TIMEOUTS * self._num_workers
         self._constant_fields = {"custom": {}, **(constant_fields or {})}
@@ -117,17 +117,17 @@ class RewardRunner(WorkerPool):
         """Return the scores of the requests of each prompt; `sources` are the data sets of the prompts."""
         calls = []
         get_weights = partial(reward_weights_of_source, self._weights)
-        weights_of_groups = list(map(get_weights, sources or [""] * len(groups)))
-        for group, weights in zip(groups, weights_of_groups, strict=True):
+        group_weights = list(map(get_weights, sources or [""] * len(groups)))
+        for group, weights in zip(groups, group_weights, strict=True):
             for name in weights:
                 request_batches = [group] if name in self._group_functions else [[request] for request in group]
                 calls += [_RewardCall(name, batch, name in self._group_functions) for batch in request_batches if batch]
         with cleanup_on_error(self.close), self._lock:  # after an error, kill processes that still score old requests
-            results = itertools.chain.from_iterable(self._run_calls(calls))
+            results = itertools.chain.from_iterable(self._run_reward_calls(calls))
         scores = []
-        for group, weights in zip(groups, weights_of_groups, strict=True):
+        for group, weights in zip(groups, group_weights, strict=True):
             results_by_reward = [[next(results) for _ in group] for _ in weights]
-            scores.append(tuple(self._sum_results(each, weights) for each in zip(*results_by_reward, strict=True)))
+            scores.append(tuple(self._weighted_sum(each, weights) for each in zip(*results_by_reward, strict=True)))
         return scores
 
     def _start_pool(self) -> ProcessPool:
@@ -151,7 +151,7 @@ class RewardRunner(WorkerPool):
         self._has_loaded = True
         return pool
 
-    def _run_calls(self, calls: Sequence[_RewardCall]) -> list[list[_RewardResult]]:
+    def _run_reward_calls(self, calls: Sequence[_RewardCall]) -> list[list[_RewardResult]]:
         """Return the results of each call of a reward function. Calls that ended their worker process are retried when
         all other calls are done, unless the remaining calls of that reward function were cancelled."""
         results: list[list[_RewardResult]] = [[]] * len(calls)
@@ -165,9 +165,9 @@ class RewardRunner(WorkerPool):
             }
             cancelled_rewards: set[str] = set()
             named_futures = [(calls[i].reward, future) for i, future in futures.items()]
-            cancel_hanging = partial(self._cancel_hanging_rewards, named_futures, cancelled_rewards)
+            cancel_hanging_rewards = partial(self._cancel_hanging_rewards, named_futures, cancelled_rewards)
             max_timeout = max(self._get_timeout(calls[i].reward) for i in pending_indices)
-            if not wait_for_futures(futures.values(), max_timeout + START_TIMEOUT_SECONDS, cancel_hanging):
+            if not wait_for_futures(futures.values(), max_timeout + START_TIMEOUT_SECONDS, cancel_hanging_rewards):
                 self.close()  # the pool is unusable: a call was lost with its process, or no process started
             pending_indices, is_pool_broken = [], False
             for i, future in futures.items():
@@ -210,7 +210,7 @@ class RewardRunner(WorkerPool):
             return f"given up, because the {self._max_timeouts} calls before were {reason}"
         return reason
 
-    def _sum_results(self, results: Sequence[_RewardResult], weights: Mapping[str, float]) -> Score:
+    def _weighted_sum(self, results: Sequence[_RewardResult], weights: Mapping[str, float]) -> Score:
         total, metrics, errors, is_permanent_error = 0.0, {}, [], False
         weighted_results = [result for result, weight in zip(results, weights.values(), strict=True) if weight]
         if weighted_results and not any(result.value is not None or result.error for result in weighted_results):
@@ -237,17 +237,17 @@ _logged_errors: set[tuple[str, type]] = set()
 """Reward and error class pairs that were already logged, so that the log shows one traceback for each."""
 
 
-def _start_worker(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
+def _start_worker(names: Sequence[str], field_values: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process and load the rewards; ignore a `RewardError`, which `_load_rewards` raises again."""
     init_worker(env, parent_pid)
-    _constant_fields.update(constants)
+    _constant_fields.update(field_values)
     with suppress(RewardError):
         _load_rewards(names)
 
 
 def _load_rewards(names: Sequence[str]) -> set[str]:
     """Load the rewards with their models, and return the names of rewards whose parameters require lists."""
-    group_functions = {name for name in names if _load_cached_reward(name).binding.takes_group}
+    group_functions = {name for name in names if _load_cached_reward(name).binding.takes_whole_group}
     for name in filter(has_model, names):
         open_model(name, _constant_fields["custom"])
     return group_functions
@@ -273,5 +273,5 @@ def _score_completions(name: str, requests: Sequence[Mapping[str, Any]], takes_l
 
 
 def _error_result(reward: Reward, error: BaseException) -> _RewardResult:
-    error_text = error_on_one_line(error, reward.location_of(error))
+    error_text = error_on_one_line(error, reward.find_user_code_location(error))
     return _RewardResult(error=mask_text(error_text), is_permanent_error=not is_transient(error))

@@ -25,8 +25,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "ByteStorage": np.dtype("|u1"), "HalfStorage": np.dtype("<f2"), "BFloat16Storage": np.dtype("<u2"),
     "FloatStorage": np.dtype("<f4"), "DoubleStorage": np.dtype("<f8"),
 }  # fmt: skip
-_REBUILD_FUNCTION = ("torch._utils", "_rebuild_tensor_v2")
-_EMPTY_HOOKS_TYPE = ("collections", "OrderedDict")
+_REBUILD_TENSOR_FUNCTION = ("torch._utils", "_rebuild_tensor_v2")
+_HOOKS_DICT_TYPE = ("collections", "OrderedDict")
 _PICKLE_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _PICKLE_MARK = object()
 
@@ -36,7 +36,7 @@ class NotATensorError(ValueError):
 
 
 @dataclass(frozen=True)
-class _GlobalName:
+class _PickledGlobal:
     name: tuple[str, ...]
 
 
@@ -49,7 +49,7 @@ class _StorageReference:
 
 @dataclass(frozen=True)
 class _PickledCall:
-    function: _GlobalName
+    function: _PickledGlobal
     arguments: tuple[Any, ...]
 
 
@@ -108,10 +108,10 @@ def _read_zip_member(content: memoryview, header_offset: int, file_size: int) ->
 def _parse_tensor(pickle_bytes: bytes) -> tuple[_StorageReference, int, tuple[int, ...], tuple[int, ...]]:
     """Return storage, offset, shape and strides in the pickled description of a tensor."""
     result = _interpret_pickle(pickle_bytes)
-    if not isinstance(result, _PickledCall) or result.function.name != _REBUILD_FUNCTION:
+    if not isinstance(result, _PickledCall) or result.function.name != _REBUILD_TENSOR_FUNCTION:
         raise NotATensorError("it holds something else than one tensor")
     storage, offset, shape, strides, _, hooks = result.arguments[:6]
-    if not isinstance(hooks, _PickledCall) or hooks.function.name != _EMPTY_HOOKS_TYPE or hooks.arguments:
+    if not isinstance(hooks, _PickledCall) or hooks.function.name != _HOOKS_DICT_TYPE or hooks.arguments:
         raise NotATensorError("its tensor has hooks")
     if storage.type_name not in _DTYPES:
         raise NotATensorError(f"its tensor is of {storage.type_name!r}; uint8 and floating-point numbers are read")
@@ -138,7 +138,7 @@ def _interpret_pickle(pickle_bytes: bytes) -> Any:
             case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINUNICODE" | "SHORT_BINUNICODE":
                 stack.append(argument)
             case "GLOBAL":
-                stack.append(_GlobalName(tuple(str(argument).split(" "))))
+                stack.append(_PickledGlobal(tuple(str(argument).split(" "))))
             case "MARK":
                 stack.append(_PICKLE_MARK)
             case "TUPLE":

@@ -17,7 +17,7 @@ from cosmos_core.rewards.reward_model import require_packages
 _HUB_FILE_PATTERN = re.compile(r"(?:https://huggingface\.co/)?([\w.-]+/[\w.-]+)/(?:resolve/[\w.-]+/)?([\w.-]+\.pth)")
 
 
-class WanLatents:
+class WanVae:
     """Wan VAE from a folder or Hub name of diffusers, or from the published file `Wan2.1_VAE.pth`."""
 
     def __init__(self, setting_name: str, path: str, device: str, dtype: str = "bfloat16") -> None:
@@ -97,10 +97,10 @@ def _load_published_vae(path: str) -> Any:
     from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 
     vae_file = Path(path)
-    if not vae_file.is_file() and (hub_match := _HUB_FILE_PATTERN.fullmatch(path)):
+    if not vae_file.is_file() and (hub_path_match := _HUB_FILE_PATTERN.fullmatch(path)):
         from huggingface_hub import hf_hub_download
 
-        vae_file = Path(hf_hub_download(*hub_match.groups()))
+        vae_file = Path(hf_hub_download(*hub_path_match.groups()))
     state_dict = torch.load(vae_file, "cpu", weights_only=True)
     vae: Any = AutoencoderKLWan(base_dim=len(state_dict["encoder.conv1.weight"]), z_dim=len(state_dict["conv2.weight"]))
     vae.load_state_dict(convert_wan_vae_to_diffusers(state_dict))

@@ -15,11 +15,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cosmos_core.parallel.mesh import broadcast_object, is_first
+from cosmos_core.parallel.mesh import broadcast_object, is_first_rank
 from cosmos_core.rewards.runner import ScoreGroups
 from cosmos_core.rollout.base import reseed
-from cosmos_core.rollout.fleet import Fleet
-from cosmos_core.rollout.groups import GroupFilter, StepGroups, check_scores, filter_metrics, group_metrics, lag_metrics
+from cosmos_core.rollout.fleet import EngineFleet
+from cosmos_core.rollout.groups import GroupFilter, GroupPlan, check_scores, filter_metrics, group_metrics, lag_metrics
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.types import Group, JsonValue, Prompt, Sampling, ScoredGroup
 
@@ -33,18 +33,18 @@ StepStatus = Literal["waiting", "stale", "whole"]
 class AsyncGroupSource:
     """Group source whose engines generate groups while the ranks train; all ranks call its methods together."""
 
-    fleet: Fleet
+    fleet: EngineFleet
     take_prompts: Callable[[int, int], Sequence[Prompt]]
     """Function of position and count that returns `count` prompts of the data over all epochs; fewer at the end."""
     score: ScoreGroups
     """Function that scores groups of completions; called in a thread of the first rank only."""
     sampling: Sampling
     progress: ProgressWriter
-    steps: StepGroups
+    group_plan: GroupPlan
     """Mapping from train steps to the groups that each step needs."""
     max_lag: int
     """Maximum number of steps by which the weights that generate a group may be older than its train step."""
-    resync: Callable[[int], object]
+    send_missing_weights: Callable[[int], object]
     """Function that sends the current weights, as the version of a train step, to engines without weights."""
     on_wait: Callable[[], None] = lambda: None
     """Function called while the source waits for groups; it may raise an error to end the training."""
@@ -58,12 +58,12 @@ class AsyncGroupSource:
     sleeps_in_training: bool = False
     """Whether engines sleep during training, so that they get prompts only while the training waits for groups."""
     sampled_groups: Sequence[ScoredGroup] = ()
-    _position: int = 0
+    _train_position: int = 0
     """Position, in the order of the data, of the first prompt that no train step has used."""
-    _step: int = 0
+    _next_step: int = 0
     """Number of the train step that will use the first unused prompt."""
     _num_groups_needed: int | None = None
-    """Number of groups that the current train step needs; None: the number in `steps`."""
+    """Number of groups that the current train step needs; None: the number in `group_plan`."""
     _next_position: int = 0
     """Position, in the order of the data, of the next prompt to send to an engine."""
     _futures: dict[int, Future[Group]] = field(default_factory=dict)
@@ -73,66 +73,67 @@ class AsyncGroupSource:
     _thread: threading.Thread | None = None
     _is_closed: bool = False
     _is_training_waiting: bool = False
-    _num_outdated: int = 0
-    _reported_counts: tuple[int, int] = (0, 0)
+    _num_outdated_groups: int = 0
+    _counts_at_last_step: tuple[int, int] = (0, 0)
     """Numbers of outdated groups and of engine restarts in the metrics of earlier steps."""
-    _sampling_ratio: float = 1.0
+    _sampled_per_kept: float = 1.0
     """Moving average over recent steps of sampled groups per kept group."""
 
     @property
     def is_exhausted(self) -> bool:
-        return self.filter is not None and not self.take_prompts(self._position, 1)
+        return self.filter is not None and not self.take_prompts(self._train_position, 1)
 
     def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Wait until the groups of train step `step` are generated and scored; return the groups and their metrics."""
         start_time = time.perf_counter()
         with self._condition:
-            self._step = step
+            self._next_step = step
             self._num_groups_needed = num_groups
             if self.filter is None:
-                self._position = self.steps.first(step)
-        if self._thread is None and is_first():
-            self._next_position = self._position
+                self._train_position = self.group_plan.first_position(step)
+        if self._thread is None and is_first_rank():
+            self._next_position = self._train_position
             self._thread = threading.Thread(target=self._run_rollouts, daemon=True, name="rollouts")
             self._thread.start()
         self.progress.phase("generate")
         self.fleet.wake()
         self._is_training_waiting = True
         while True:
-            status, kept_groups, sampled_groups = broadcast_object(self._poll_step(step) if is_first() else None)  # type: ignore[misc]
+            status, kept_groups, sampled_groups = broadcast_object(self._poll_groups(step) if is_first_rank() else None)  # type: ignore[misc]
             if status == "whole":
                 break
             if status == "stale":
-                self.resync(step)
+                self.send_missing_weights(step)
             self.progress.beat()
             self.on_wait()
         with self._condition:
             self._is_training_waiting = False
         self.fleet.sleep()
         with self._condition:
-            for position in range(self._position, self._position + len(sampled_groups)):
+            for position in range(self._train_position, self._train_position + len(sampled_groups)):
                 self._scored_groups.pop(position, None)
-            self._position, self._step = self._position + len(sampled_groups), step + 1
+            self._train_position, self._next_step = self._train_position + len(sampled_groups), step + 1
             self._num_groups_needed = None
         self.sampled_groups = sampled_groups
         if not sampled_groups:
             return [], {}
-        self._sampling_ratio = (self._sampling_ratio + len(sampled_groups) / max(1, len(kept_groups))) / 2
-        previous_counts, self._reported_counts = self._reported_counts, (self._num_outdated, self.fleet.num_restarts)
+        self._sampled_per_kept = (self._sampled_per_kept + len(sampled_groups) / max(1, len(kept_groups))) / 2
+        previous_counts = self._counts_at_last_step
+        self._counts_at_last_step = (self._num_outdated_groups, self.fleet.num_restarts)
         return kept_groups, {
             **group_metrics(sampled_groups),
             **(filter_metrics(self.filter, sampled_groups) if self.filter else {}),
             "time/wait": time.perf_counter() - start_time,
             **lag_metrics(kept_groups or sampled_groups, step),
-            "rollout/outdated": float(self._reported_counts[0] - previous_counts[0]),
-            "rollout/restarts": float(self._reported_counts[1] - previous_counts[1]),
+            "rollout/outdated": float(self._counts_at_last_step[0] - previous_counts[0]),
+            "rollout/restarts": float(self._counts_at_last_step[1] - previous_counts[1]),
         }
 
     def state_dict(self) -> dict[str, JsonValue]:
-        return {"drawn": self._position}
+        return {"drawn": self._train_position}
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        self._position = self._next_position = int(str(state.get("drawn", 0)))
+        self._train_position = self._next_position = int(str(state.get("drawn", 0)))
 
     def close(self) -> None:
         """End the thread that scores groups."""
@@ -142,7 +143,7 @@ class AsyncGroupSource:
 
     # The methods below run on the first rank, the only rank that communicates with the engines.
 
-    def _poll_step(self, step: int) -> tuple[StepStatus, list[ScoredGroup], list[ScoredGroup]]:
+    def _poll_groups(self, step: int) -> tuple[StepStatus, list[ScoredGroup], list[ScoredGroup]]:
         """Return the status of train step `step` and, if it is `whole`, its kept groups and all its sampled groups."""
         with self._condition:
             self._condition.wait_for(
@@ -160,21 +161,21 @@ class AsyncGroupSource:
         """Return the kept and the sampled groups of train step `step`; None if groups are missing."""
         kept_groups: list[ScoredGroup] = []
         sampled_groups: list[ScoredGroup] = []
-        num_needed = self.steps.count(step) if self._num_groups_needed is None else self._num_groups_needed
-        max_sampled = self.filter.max_sampled_groups(num_needed) if self.filter else num_needed
-        while len(kept_groups) < num_needed and len(sampled_groups) < max_sampled:
-            position = self._position + len(sampled_groups)
+        num_groups = self.group_plan.num_groups(step) if self._num_groups_needed is None else self._num_groups_needed
+        max_groups = self.filter.max_sampled_groups(num_groups) if self.filter else num_groups
+        while len(kept_groups) < num_groups and len(sampled_groups) < max_groups:
+            position = self._train_position + len(sampled_groups)
             scored_group = self._scored_groups.get(position)
             if scored_group is None:
-                is_missing = position in self._futures or self.take_prompts(position, 1)
-                return None if is_missing else (kept_groups, sampled_groups)
+                is_group_pending = position in self._futures or self.take_prompts(position, 1)
+                return None if is_group_pending else (kept_groups, sampled_groups)
             if step - scored_group.group.version > self.max_lag:
-                self._request_outdated_groups(step, range(position, position + num_needed - len(kept_groups)))
+                self._request_outdated_groups(step, range(position, position + num_groups - len(kept_groups)))
                 return None
             sampled_groups.append(scored_group)
             if self.filter is None or self.filter.has_learning_signal(scored_group):
                 kept_groups.append(scored_group)
-            if self.filter is not None and len(sampled_groups) == num_needed:
+            if self.filter is not None and len(sampled_groups) == num_groups:
                 check_scores(step, sampled_groups, self.filter.metrics)
         return kept_groups, sampled_groups
 
@@ -188,14 +189,14 @@ class AsyncGroupSource:
             scored_group = self._scored_groups.get(position)
             if scored_group is not None and step - scored_group.group.version > self.max_lag:
                 del self._scored_groups[position]
-                self._num_outdated += 1
+                self._num_outdated_groups += 1
                 self._futures[position] = self._request_group(position, scored_group.group.prompt, is_urgent=True)
 
     def _request_group(self, position: int, prompt: Prompt, *, is_urgent: bool = False) -> Future[Group]:
         """Request the completions of the prompt at `position`. Seeds are those of the step that would use the group if
         no group were dropped; a prompt that the step samples twice, in two epochs, gets different seeds."""
-        step = self.steps.step_of(position)
-        first_position = self.steps.first(step)
+        step = self.group_plan.step_of_group(position)
+        first_position = self.group_plan.first_position(step)
         num_repeats = sum(p.id == prompt.id for p in self.take_prompts(first_position, position - first_position))
         return self.fleet.request(prompt, reseed(self.sampling, num_repeats), step, is_urgent=is_urgent)
 
@@ -203,7 +204,7 @@ class AsyncGroupSource:
         try:
             while not self._is_closed:
                 self._send_prompts()
-                self._score_finished()
+                self._score_finished_groups()
         except BaseException as error:  # noqa: BLE001 - raised again in the training, which waits for this thread
             with self._condition:
                 self._error = error
@@ -214,35 +215,36 @@ class AsyncGroupSource:
         with self._condition:
             if self.sleeps_in_training and not self._is_training_waiting:
                 return
-            end_position = self._position + self._max_prompts_ahead()
+            end_position = self._train_position + self._max_prefetched_prompts()
             for prompt in self.take_prompts(self._next_position, max(0, end_position - self._next_position)):
                 self._futures[self._next_position] = self._request_group(self._next_position, prompt)
                 self._next_position += 1
 
-    def _max_prompts_ahead(self) -> int:
-        """Return the number of prompts, from `_position` on, that may have been sent to the engines."""
+    def _max_prefetched_prompts(self) -> int:
+        """Return how many prompts after `_train_position` may be sent to the engines before training needs them."""
         last_step = self.fleet.version + self.max_lag  # the last step for groups of the current weights
-        num_prompts = self._num_groups(last_step - self._step + 1)
-        max_ahead = math.inf if self.max_steps_ahead is None else self._num_groups(self.max_steps_ahead)
+        num_prompts = self._num_groups_of_steps(last_step - self._next_step + 1)
+        max_prompts = math.inf if self.max_steps_ahead is None else self._num_groups_of_steps(self.max_steps_ahead)
         if self.filter is None:
-            return int(min(num_prompts + self.num_extra_prompts, max_ahead))
+            return int(min(num_prompts + self.num_extra_prompts, max_prompts))
         if num_prompts <= 0:
             return 0
         # Engines may sample another prompt for each dropped group; otherwise the train step would never be complete.
-        num_dropped = sum(not self.filter.has_learning_signal(group) for group in self._scored_groups.values())
-        num_expected_drops = min(self.num_extra_prompts, num_prompts * (self._sampling_ratio - 1))
-        max_sampled = max_ahead if math.isinf(max_ahead) else self.filter.max_sampled_groups(int(max_ahead))
-        return int(min(min(num_prompts, max_ahead) + max(num_dropped, num_expected_drops), max_sampled))
+        num_dropped_groups = sum(not self.filter.has_learning_signal(group) for group in self._scored_groups.values())
+        num_expected_drops = min(self.num_extra_prompts, num_prompts * (self._sampled_per_kept - 1))
+        max_groups = max_prompts if math.isinf(max_prompts) else self.filter.max_sampled_groups(int(max_prompts))
+        return int(min(min(num_prompts, max_prompts) + max(num_dropped_groups, num_expected_drops), max_groups))
 
-    def _num_groups(self, num_steps: int) -> int:
+    def _num_groups_of_steps(self, num_steps: int) -> int:
         """Return the number of groups that the next `num_steps` steps need; at most 0 if `num_steps` is."""
-        num_groups = self.steps.first(self._step + num_steps) - self.steps.first(self._step)
+        step, plan = self._next_step, self.group_plan
+        num_groups = plan.first_position(step + num_steps) - plan.first_position(step)
         if num_steps <= 0 or self._num_groups_needed is None:
             return num_groups
-        return num_groups + self._num_groups_needed - self.steps.count(self._step)
+        return num_groups + self._num_groups_needed - plan.num_groups(step)
 
-    def _score_finished(self) -> None:
-        """Wait up to 50 ms for a group to be generated, and score generated groups."""
+    def _score_finished_groups(self) -> None:
+        """Wait up to 50 ms for a generated group, and score all groups that are generated but not scored."""
         with self._condition:
             futures = dict(self._futures)
         if not futures:

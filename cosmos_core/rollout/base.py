@@ -35,11 +35,11 @@ the LoRA factors, because the engine has the base weights; `shared`: no weights,
 
 
 @dataclass(frozen=True)
-class FlowSource:
-    """Denoiser and named weights that the engine of a diffusion model samples with."""
+class EngineDenoiser:
+    """Denoiser of the trainer, as the engine of a diffusion model uses it, with a choice of named weights."""
 
     model: "DiffusionModel"
-    predict: Callable[..., Tensor]
+    predict_velocity: Callable[..., Tensor]
     """Function `(latents, sigma_B, text, num_conditioning_B)` that returns the velocity of the trainer's denoiser,
     which is 0 in conditioning frames."""
     use_weights: Callable[[str], AbstractContextManager[None]]
@@ -70,7 +70,7 @@ class EngineSettings:
     """Whether the engine runs in a process without the trainer's weights, where `model` has only shapes."""
     vision: ImageReader | None = None
     """Processor for the images of prompts; None if no prompt has images."""
-    flow: FlowSource | None = None
+    flow: EngineDenoiser | None = None
     """Denoiser and named weights that the engine of a diffusion model samples with; None for a text model."""
     beat: Callable[[], None] = lambda: None
     """Function to call during waits, such as for tools; an engine without progress is killed."""
@@ -83,12 +83,12 @@ class LoadReceipt:
     version: int
     num_tensors: int
 
-    def check(self, version: int, num_sent: int, engine: str) -> None:
+    def verify(self, version: int, num_sent_tensors: int, engine: str) -> None:
         """Raise a `StageFailed` if `engine`, a name for messages, did not load all tensors of `version`."""
-        if (self.version, self.num_tensors) != (version, num_sent):
+        if (self.version, self.num_tensors) != (version, num_sent_tensors):
             raise StageFailed(
                 f"weight sync: {engine} acknowledges {self.num_tensors} tensors of version {self.version}, not "
-                f"{num_sent} of version {version}"
+                f"{num_sent_tensors} of version {version}"
             )
 
 
@@ -99,7 +99,7 @@ class Engine(Protocol):
     A user-defined engine (`rollout.backend = "file.py:Class"`) is a class with these members, constructed with one
     `EngineSettings`. With several ranks, each has an engine. An engine in a separate process may also have `step()`,
     one forward pass that returns finished groups as `completed` does, `abort()`, which discards requests in flight, and
-    `link`, which receives weights without host memory (`vllm_link.VllmLink`). Weights can then be loaded between
+    `link`, which receives weights without host memory (`vllm_link.VllmWeightLink`). Weights can then be loaded between
     two passes rather than between two groups.
     """
 
@@ -291,7 +291,7 @@ class WeightReceiver:
             self._received_names.update(name for name, _ in bucket)
             yield bucket
 
-    def receipt(self, version: int) -> LoadReceipt:
+    def acknowledge(self, version: int) -> LoadReceipt:
         """Acknowledge a load after its last tensor; raise a `StageFailed` if the tensor names have changed."""
         self._expected_names = self._expected_names or frozenset(self._received_names)
         if missing_names := self._expected_names - self._received_names:

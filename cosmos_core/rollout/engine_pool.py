@@ -25,11 +25,11 @@ from cosmos_core.types import Group, Prompt, Sampling
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-_OPEN_SECONDS = 1200.0
+_OPEN_TIMEOUT_SECONDS = 1200.0
 """Time limit for opening an engine, which may read a large model from a slow disk, and for restarting the only
 engine."""
-_RETRY_SECONDS = 0.5
-_MAX_DEATHS = 3
+_RETRY_INTERVAL_SECONDS = 0.5
+_MAX_ENGINE_DEATHS = 3
 """Maximum number of times that an engine may die without returning a group; one more death fails the stage."""
 
 
@@ -38,15 +38,15 @@ class WeightsUnavailable(StageFailed):
 
 
 class EngineHandle(Protocol):
-    """Remote handle of a `replica.Replica`, a rollout engine in a separate process."""
+    """Remote handle of a `replica.EngineReplica`, a rollout engine in a separate process."""
 
-    def call(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
-        """Call a method of the replica; a `ConnectionError` in the future means that its process has died. `shared` is
-        the last argument of the method, a value that `put` returned; None: no such argument."""
+    def call(self, method: str, *arguments: Any, shared_value: Any = None, **kwargs: Any) -> Future[Any]:
+        """Call a method of the replica; a `ConnectionError` in the future means that its process has died.
+        `shared_value`, a reference that `put` returned, is the last argument of the method; None: no such argument."""
         ...
 
     def put(self, value: Any) -> Any:
-        """Return a reference to `value`, for the argument `shared` of `call`, so that it is transferred only once."""
+        """Return a reference to `value`, for the `shared_value` of `call`, so that it is transferred only once."""
         ...
 
     def kill(self) -> None:
@@ -66,7 +66,7 @@ class _Request:
     """Version of the weights that must generate the group; None: any version."""
 
     @property
-    def key(self) -> tuple[int, int, int]:
+    def group_key(self) -> tuple[int, int, int]:
         """Return the key that matches a group with its request; requests that differ only in seeds have equal keys."""
         return self.step, self.prompt.id, self.sampling.num_completions
 
@@ -80,18 +80,18 @@ class PooledEngine:
     """Description of the engine; None until it is open."""
     version: int | None = None
     """Version of the engine's weights; None if no version was sent to it."""
-    num_deaths: int = 0
+    num_process_deaths: int = 0
     """Number of deaths since the engine last returned a group."""
-    in_flight: dict[tuple[int, int, int], _Request] = field(default_factory=dict)
+    requests: dict[tuple[int, int, int], _Request] = field(default_factory=dict)
     """Requests that the engine is generating, by key; a second request with the same key waits in the queue."""
     reply: Future[Any] | None = None
-    """Pending reply to `begin` or `completed`; None: the engine was unreachable and is contacted again later."""
-    last_death: float = -math.inf
+    """Pending reply to `begin_session` or `completed`; None: the engine was unreachable and will be called again."""
+    last_death_time: float = -math.inf
     """Monotonic time in seconds when the engine was last seen dead; -inf: never."""
     error: ConnectionError | None = None
     """Error with which a call in another thread found the engine dead; None: no error since the engine was opened."""
-    num_passes: int = 0
-    last_progress: float = 0.0
+    num_forward_passes: int = 0
+    last_progress_time: float = 0.0
     """Monotonic time in seconds of the last observed progress of the engine."""
 
 
@@ -126,7 +126,7 @@ class EnginePool:
         self.num_restarts = 0
         """Number of engines that died or hung since the start."""
 
-    def start(self) -> None:
+    def start_thread(self) -> None:
         """Start the thread that communicates with the engines."""
         threading.Thread(target=self._run_communication, daemon=True, name="fleet").start()
 
@@ -169,21 +169,21 @@ class EnginePool:
 
     def await_all(self, replies: Sequence[tuple[PooledEngine, Future[Any]]]) -> None:
         """Wait until each engine has replied or failed; kill engines without progress for `timeout_seconds`."""
-        progress = {id(engine): (time.monotonic(), engine.num_passes) for engine, _ in replies}
-        while pending := [(engine, reply) for engine, reply in replies if not reply.done()]:
+        progress = {id(engine): (time.monotonic(), engine.num_forward_passes) for engine, _ in replies}
+        while pending_replies := [(engine, reply) for engine, reply in replies if not reply.done()]:
             self.raise_thread_error()
-            wait([reply for _, reply in pending], timeout=POLL_SECONDS)
+            wait([reply for _, reply in pending_replies], timeout=POLL_SECONDS)
             self._beat()
             current_time = time.monotonic()
-            for engine, reply in pending:
-                last_progress, num_passes = progress[id(engine)]
-                is_late = current_time - last_progress > self.timeout_seconds and not reply.done()
-                if engine.num_passes == num_passes and is_late:
+            for engine, reply in pending_replies:
+                last_progress_time, num_forward_passes = progress[id(engine)]
+                is_timed_out = current_time - last_progress_time > self.timeout_seconds and not reply.done()
+                if engine.num_forward_passes == num_forward_passes and is_timed_out:
                     message = "an engine did not reply for %.0f s; it is ended and started again"
                     logger.warning(message, self.timeout_seconds)
                     engine.handle.kill()
-                if engine.num_passes != num_passes or is_late:
-                    progress[id(engine)] = current_time, engine.num_passes
+                if engine.num_forward_passes != num_forward_passes or is_timed_out:
+                    progress[id(engine)] = current_time, engine.num_forward_passes
 
     def _run_communication(self) -> None:
         try:
@@ -193,15 +193,15 @@ class EnginePool:
                         self.mark_dead(*self._failed_submissions.get())
                     self._update_engines()
                     for engine in list(self.engines.values()):
-                        self._poll_engine(engine)
+                        self._handle_engine_reply(engine)
                     self._send_requests()
                 time.sleep(0.005)
         except Exception as error:
             logger.exception("the thread that talks to the engines has ended")
             with self.lock:
                 self._thread_error = error
-                in_flight = (request for engine in self.engines.values() for request in engine.in_flight.values())
-                _set_error((*self._waiting_requests, *self._versioned_requests, *in_flight), error)
+                requests = (request for engine in self.engines.values() for request in engine.requests.values())
+                _fail_requests((*self._waiting_requests, *self._versioned_requests, *requests), error)
 
     def _update_engines(self) -> None:
         """Add engines with new handles to the pool, and remove engines whose handles were removed."""
@@ -214,61 +214,61 @@ class EnginePool:
             self._requeue_requests(self.engines.pop(handle))
 
     def _open_engine(self, engine: PooledEngine) -> None:
-        engine.description, engine.version, engine.num_passes, engine.error = None, None, 0, None
-        engine.last_progress = time.monotonic()
-        engine.reply = engine.handle.call("begin", self._session_id)
+        engine.description, engine.version, engine.num_forward_passes, engine.error = None, None, 0, None
+        engine.last_progress_time = time.monotonic()
+        engine.reply = engine.handle.call("begin_session", self._session_id)
 
     def _requeue_requests(self, engine: PooledEngine) -> None:
         """Move the requests in flight of an engine back to the front of their queues."""
-        requests = list(reversed(engine.in_flight.values()))
+        requests = list(reversed(engine.requests.values()))
         self._waiting_requests.extendleft(request for request in requests if request.version is None)
         self._versioned_requests.extendleft(request for request in requests if request.version is not None)
-        engine.in_flight = {}
+        engine.requests = {}
 
-    def _poll_engine(self, engine: PooledEngine) -> None:
+    def _handle_engine_reply(self, engine: PooledEngine) -> None:
         current_time = time.monotonic()
         if engine.reply is None:
-            if current_time - engine.last_progress > _RETRY_SECONDS:
+            if current_time - engine.last_progress_time > _RETRY_INTERVAL_SECONDS:
                 self._open_engine(engine)
             return
         if not engine.reply.done():
             timeout_seconds = math.inf  # no limit for an engine that does not generate
             if engine.description is None:
-                timeout_seconds = _OPEN_SECONDS
-            elif engine.in_flight and not self.is_loading:
+                timeout_seconds = _OPEN_TIMEOUT_SECONDS
+            elif engine.requests and not self.is_loading:
                 timeout_seconds = self.timeout_seconds
-            if current_time - engine.last_progress > timeout_seconds:
+            if current_time - engine.last_progress_time > timeout_seconds:
                 logger.warning("an engine did nothing for %.0f s; it is ended and started again", timeout_seconds)
                 engine.handle.kill()
-                engine.last_progress = current_time
+                engine.last_progress_time = current_time
             return
         try:
             result = engine.reply.result()
         except ConnectionError as error:
             is_starting = isinstance(error, ConnectionRefusedError) and engine.description is None
-            if is_starting and (current_time - engine.last_death < _OPEN_SECONDS or self.open_engines()):
-                engine.reply, engine.last_progress = None, current_time
+            if is_starting and (current_time - engine.last_death_time < _OPEN_TIMEOUT_SECONDS or self.open_engines()):
+                engine.reply, engine.last_progress_time = None, current_time
                 return
             self._reopen_dead_engine(engine, error)
             return
         except ConfigError as error:
-            if engine.last_death == -math.inf:
+            if engine.last_death_time == -math.inf:
                 raise
             # The engine was open before, so the settings are valid; the trainer may now occupy the GPU's memory.
             raise StageFailed(f"an engine that died cannot be opened again: {error}") from error
         if engine.description is None:
-            engine.description, engine.last_progress = result, current_time
+            engine.description, engine.last_progress_time = result, current_time
             logger.info("rollout engine %s, process %d, is open", result.name, result.pid)
         else:
-            groups, num_passes = result
-            if num_passes != engine.num_passes or groups or not engine.in_flight:
-                engine.num_passes, engine.last_progress = num_passes, current_time
-            elif not self.is_loading and current_time - engine.last_progress > self.timeout_seconds:
+            groups, num_forward_passes = result
+            if num_forward_passes != engine.num_forward_passes or groups or not engine.requests:
+                engine.num_forward_passes, engine.last_progress_time = num_forward_passes, current_time
+            elif not self.is_loading and current_time - engine.last_progress_time > self.timeout_seconds:
                 engine.handle.kill()
             for group in groups:
                 request_key = (group.step, group.prompt.id, len(group.completions))
-                if (request := engine.in_flight.pop(request_key, None)) is not None:
-                    engine.num_deaths = 0
+                if (request := engine.requests.pop(request_key, None)) is not None:
+                    engine.num_process_deaths = 0
                     request.group.set_result(group)
             if engine.error is not None:
                 self._reopen_dead_engine(engine, engine.error)
@@ -277,13 +277,13 @@ class EnginePool:
 
     def _reopen_dead_engine(self, engine: PooledEngine, error: ConnectionError) -> None:
         """Open an engine again after its process died; the process manager starts the new process."""
-        engine.last_death = time.monotonic()
-        self.num_restarts, engine.num_deaths = self.num_restarts + 1, engine.num_deaths + 1
-        if engine.num_deaths > _MAX_DEATHS:
+        engine.last_death_time = time.monotonic()
+        self.num_restarts, engine.num_process_deaths = self.num_restarts + 1, engine.num_process_deaths + 1
+        if engine.num_process_deaths > _MAX_ENGINE_DEATHS:
             raise StageFailed(
-                f"an engine died {engine.num_deaths} times and gave nothing: {first_line(error)}"
+                f"an engine died {engine.num_process_deaths} times and gave nothing: {first_line(error)}"
             ) from error
-        logger.warning("an engine died (%s); its %d groups go to others", first_line(error), len(engine.in_flight))
+        logger.warning("an engine died (%s); its %d groups go to others", first_line(error), len(engine.requests))
         self._requeue_requests(engine)
         self._open_engine(engine)
 
@@ -301,23 +301,23 @@ class EnginePool:
             while self._versioned_requests:
                 request = self._versioned_requests.popleft()
                 message = f"the engines with the weights of step {request.version} have died"
-                _set_error([request], WeightsUnavailable(message))
+                _fail_requests([request], WeightsUnavailable(message))
 
     def _send_to_engines(self, ready_engines: Sequence[PooledEngine], request_queue: deque[_Request]) -> None:
         while request_queue and ready_engines:
-            candidates = [engine for engine in ready_engines if request_queue[0].key not in engine.in_flight]
-            engine = min(candidates, key=lambda engine: len(engine.in_flight), default=None)
-            if engine is None or len(engine.in_flight) >= self._max_groups:
+            candidates = [engine for engine in ready_engines if request_queue[0].group_key not in engine.requests]
+            engine = min(candidates, key=lambda engine: len(engine.requests), default=None)
+            if engine is None or len(engine.requests) >= self._max_groups:
                 return
-            max_groups = min(self._max_groups - len(engine.in_flight), -(-len(request_queue) // len(ready_engines)))
-            if not engine.in_flight:
-                engine.last_progress = time.monotonic()
-            batch = _take_batch(request_queue, max_groups, engine.in_flight)
+            max_groups = min(self._max_groups - len(engine.requests), -(-len(request_queue) // len(ready_engines)))
+            if not engine.requests:
+                engine.last_progress_time = time.monotonic()
+            batch = _take_request_batch(request_queue, max_groups, engine.requests)
             prompts, sampling, step = [request.prompt for request in batch], batch[0].sampling, batch[0].step
             reply = engine.handle.call("submit", self._session_id, prompts, sampling, step)
-            reply.add_done_callback(partial(self._handle_submission, engine, engine.description, batch))
+            reply.add_done_callback(partial(self._handle_submit_reply, engine, engine.description, batch))
 
-    def _handle_submission(
+    def _handle_submit_reply(
         self, engine: PooledEngine, description: EngineDescription | None, batch: Sequence[_Request], reply: Future[Any]
     ) -> None:
         """Set the error of a failed submission on the futures of its requests. This method runs in a thread of Ray, for
@@ -326,26 +326,26 @@ class EnginePool:
         if isinstance(error, ConnectionError):
             self._failed_submissions.put((engine, description, error))
         elif error is not None:
-            _set_error(batch, error)
+            _fail_requests(batch, error)
 
 
-def _set_error(requests: Iterable[_Request], error: BaseException) -> None:
+def _fail_requests(requests: Iterable[_Request], error: BaseException) -> None:
     """Set an error on the futures of the requests whose groups of completions are not complete."""
     for request in requests:
         if not request.group.done():
             request.group.set_exception(error)
 
 
-def _take_batch(
-    request_queue: deque[_Request], max_groups: int, in_flight: dict[tuple[int, int, int], _Request]
+def _take_request_batch(
+    request_queue: deque[_Request], max_groups: int, requests: dict[tuple[int, int, int], _Request]
 ) -> list[_Request]:
-    """Move requests with equal step and sampling, which engines may batch, from the queue into `in_flight`."""
+    """Move requests with equal step and sampling, which engines may batch, from the queue into `requests`."""
     step, sampling = request_queue[0].step, request_queue[0].sampling
     batch: list[_Request] = []
-    while request_queue and len(batch) < max_groups and request_queue[0].key not in in_flight:
+    while request_queue and len(batch) < max_groups and request_queue[0].group_key not in requests:
         if (request_queue[0].step, request_queue[0].sampling) != (step, sampling):
             break
         request = request_queue.popleft()
         batch.append(request)
-        in_flight[request.key] = request
+        requests[request.group_key] = request
     return batch

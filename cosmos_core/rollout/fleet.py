@@ -14,16 +14,16 @@ from typing import Any, Literal
 import torch
 
 from cosmos_core.errors import ERRORS_BY_NAME, CosmosError, serialise_error
-from cosmos_core.parallel.mesh import any_rank, broadcast_object, is_first
+from cosmos_core.parallel.mesh import all_reduce_any, broadcast_object, is_first_rank
 from cosmos_core.rollout.base import Bucket, LoadReceipt, WeightFormat
 from cosmos_core.rollout.engine_pool import POLL_SECONDS, EngineHandle, EnginePool
-from cosmos_core.rollout.transfer import EngineProcess, HostLink, NativeTransfer, WeightLoad
+from cosmos_core.rollout.transfer import EngineProcess, HostWeightLink, NativeWeightTransfer, WeightLoad
 from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
 
 
-class Fleet:
+class EngineFleet:
     """`Engine` that consists of several engines. All ranks call its methods together, except `request`, `needs_weights`
     and `raise_thread_error`."""
 
@@ -36,19 +36,19 @@ class Fleet:
         *,
         max_groups: int,
         timeout_seconds: float,
-        swap_mode: Literal["disabled", "generation", "inference"] = "disabled",
+        weight_sync_mode: Literal["disabled", "generation", "inference"] = "disabled",
         sleeps_in_training: bool = False,
-        native_transfer: NativeTransfer | None = None,
+        native_transfer: NativeWeightTransfer | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait until the first engine is open, or all engines that share the trainer's GPUs.
 
         `get_handles` returns the current engines, which may change. `max_groups`: maximum number of groups in flight in
-        one engine. An engine without a forward pass for `timeout_seconds` is killed. `swap_mode`: value of
+        one engine. An engine without a forward pass for `timeout_seconds` is killed. `weight_sync_mode`: value of
         `rollout.async_r2r_sync`. With `sleeps_in_training`, engines share the trainer's GPUs and sleep during training.
         `native_transfer` sends weights without host memory; None: weights are copied through host memory.
         """
-        self._swap_mode, self._sleeps_in_training, self._beat = swap_mode, sleeps_in_training, beat
+        self._weight_sync_mode, self._sleeps_in_training, self._beat = weight_sync_mode, sleeps_in_training, beat
         self._native_transfer = native_transfer
         self._pool = EnginePool(get_handles, max_groups, timeout_seconds, beat)
         self._submissions: list[tuple[Prompt, Future[Group]]] = []
@@ -59,12 +59,12 @@ class Fleet:
         """1 if the engines share the trainer's GPUs and have slept since the last weight load; else 0."""
         self.version = -1
         """The lowest version of weights among the engines that have weights."""
-        self.resync: Callable[[], object] = lambda: None
+        self.send_missing_weights: Callable[[], object] = lambda: None
         """Function that sends the last published weights to engines without weights; all ranks call it together."""
         self._release_cached_memory()
-        if is_first():
-            self._pool.start()
-        name, self.weight_format, error_record = broadcast_object(self._wait_for_engines() if is_first() else None)  # type: ignore[misc]
+        if is_first_rank():
+            self._pool.start_thread()
+        name, self.weight_format, error_record = broadcast_object(self._wait_for_engines() if is_first_rank() else None)  # type: ignore[misc]
         self._raise_on_all_ranks(error_record)
         self.name = f"{name}, in processes of their own"
 
@@ -99,47 +99,47 @@ class Fleet:
             self._loads_only_new = False
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        if is_first():
+        if is_first_rank():
             self._submissions += [(prompt, self.request(prompt, sampling, step, is_urgent=True)) for prompt in prompts]
 
     def completed(self) -> list[Group]:
         """Wait for all submitted groups, and return them at once; engines that restart get the weights again."""
         while True:  # each poll broadcasts, so that no rank exceeds a collective's timeout
-            groups, error_record, is_stale = broadcast_object(self._poll_submissions() if is_first() else None)  # type: ignore[misc]
+            groups, error_record, needs_load = broadcast_object(self._poll_submissions() if is_first_rank() else None)  # type: ignore[misc]
             self._raise_on_all_ranks(error_record)
             if groups is not None:
                 return groups
-            if is_stale:
-                self.resync()
+            if needs_load:
+                self.send_missing_weights()
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights into every open engine, except those that die meanwhile; see `Engine.load_weights`."""
         self._release_cached_memory()
         engines = self._pool.open_engines()  # empty on ranks other than the first
         processes = [EngineProcess(e, e.description) for e in engines if e.version is None or not self._loads_only_new]
-        num_sent, weight_load = 0, WeightLoad(self._pool, processes)
+        num_sent_tensors, weight_load = 0, WeightLoad(self._pool, processes)
         native_transfer = None if self._loads_only_new else self._native_transfer
-        weight_link = native_transfer.link(weight_load) if native_transfer else HostLink(weight_load)
-        if is_first():
+        weight_link = native_transfer.open_link(weight_load) if native_transfer else HostWeightLink(weight_load)
+        if is_first_rank():
             self._pool.is_loading = True
-            load_replies = self._call_processes(
-                weight_load.processes, "begin_load", version,
-                in_background=self._swap_mode != "disabled", timeout_seconds=self._pool.timeout_seconds,
+            load_replies = self._call_engine_processes(
+                weight_load.processes, "begin_weight_load", version,
+                loads_in_background=self._weight_sync_mode != "disabled", timeout_seconds=self._pool.timeout_seconds,
             )  # fmt: skip
             weight_load.processes = [process for process, _ in load_replies]
         has_new_engine = any(process.engine.version is None for process in weight_load.processes)
         try:
             for bucket in buckets:
-                num_sent += len(bucket)
+                num_sent_tensors += len(bucket)
                 weight_link.send(bucket)
         finally:
-            weight_link.end()
-        if is_first():
-            self._end_load(version, weight_load.processes, num_sent)
+            weight_link.end_weight_load()
+        if is_first_rank():
+            self._end_weight_load(version, weight_load.processes, num_sent_tensors)
         engine_versions = [engine.version for engine in self._pool.loaded_engines() if engine.version is not None]
         self.version, self.has_new_engine = broadcast_object((min(engine_versions, default=version), has_new_engine))
         self.sleep_level = 0
-        return LoadReceipt(version, num_sent)
+        return LoadReceipt(version, num_sent_tensors)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probabilities that one of the engines computes; see `Engine.logprobs`."""
@@ -148,7 +148,7 @@ class Fleet:
     def logprobs_per_engine(self, token_ids: Sequence[int], version: int | None = None) -> list[list[float]]:
         """Return the log-probabilities from each engine whose weights have version `version`; None: from all."""
         logprobs: list[list[float]] = []
-        if is_first():
+        if is_first_rank():
             engines = [engine for engine in self._pool.loaded_engines() if version in {None, engine.version}]
             replies = [(engine, engine.handle.call("logprobs", engine.version, token_ids)) for engine in engines]
             self._pool.await_all(replies)
@@ -160,18 +160,18 @@ class Fleet:
     def sleep(self, level: Literal[1, 2] = 1) -> None:
         """Let engines that share the trainer's GPUs sleep, see `Engine.sleep`; other engines stay awake."""
         self.sleep_level = max(self.sleep_level, int(self._sleeps_in_training))
-        self._call_sharing_engines("sleep")
+        self._call_colocated_engines("sleep")
         self._release_cached_memory()  # no rank trains before the engine on its GPU has released memory
 
     def wake(self) -> None:
         self._release_cached_memory()
-        self._call_sharing_engines("wake")
+        self._call_colocated_engines("wake")
 
     def _release_cached_memory(self) -> None:
         """On GPUs that the trainer shares with engines, release torch's cached memory, and wait for all ranks."""
         if self._sleeps_in_training:
             torch.cuda.empty_cache()
-            any_rank(False)
+            all_reduce_any(False)
 
     def close(self) -> None:
         """End the communication with the engines, whose processes the process manager ends; see `Engine.close`."""
@@ -203,17 +203,17 @@ class Fleet:
         self._submissions = []
         return groups, None, False
 
-    def _call_sharing_engines(self, method: str) -> None:
-        if self._sleeps_in_training and is_first():
+    def _call_colocated_engines(self, method: str) -> None:
+        if self._sleeps_in_training and is_first_rank():
             engines = self._pool.loaded_engines()
-            self._call_processes([EngineProcess(engine, engine.description) for engine in engines], method)
+            self._call_engine_processes([EngineProcess(engine, engine.description) for engine in engines], method)
 
     def _wait_for_engines(self) -> tuple[str, WeightFormat, tuple[str, str] | None]:
         """Wait for the first open engine, or for all engines that share the trainer's GPUs, because vLLM cannot open
         while the training needs the memory. Return the name and weight format of an engine, and an error or None."""
         try:
-            waits_for_all, pool = self._sleeps_in_training, self._pool
-            while len(engines := pool.open_engines()) < max(1, len(pool.engines) * waits_for_all):
+            needs_all_engines, pool = self._sleeps_in_training, self._pool
+            while len(engines := pool.open_engines()) < max(1, len(pool.engines) * needs_all_engines):
                 self._beat()
                 self.raise_thread_error()
                 time.sleep(0.05)
@@ -222,7 +222,7 @@ class Fleet:
         assert engines[0].description is not None
         return engines[0].description.name, engines[0].description.weight_format, None
 
-    def _call_processes(
+    def _call_engine_processes(
         self, processes: Sequence[EngineProcess], method: str, *arguments: Any, **keywords: Any
     ) -> list[tuple[EngineProcess, Any]]:
         """Call a method of each engine process and return the replies; processes that died are marked as lost."""
@@ -236,16 +236,17 @@ class Fleet:
                 self._pool.mark_dead(*process, error)
         return replies
 
-    def _end_load(self, version: int, processes: Sequence[EngineProcess], num_sent: int) -> None:
-        load_options = {"in_background": self._swap_mode != "disabled", "drains": self._swap_mode == "generation"}
+    def _end_weight_load(self, version: int, processes: Sequence[EngineProcess], num_sent_tensors: int) -> None:
+        mode = self._weight_sync_mode
+        load_options = {"loads_in_background": mode != "disabled", "drains": mode == "generation"}
         try:
-            for process, receipt in self._call_processes(processes, "end_load", version, **load_options):
-                receipt.check(version, num_sent, "an engine")
+            for process, receipt in self._call_engine_processes(processes, "end_weight_load", version, **load_options):
+                receipt.verify(version, num_sent_tensors, "an engine")
                 with self._pool.lock:
                     if process.is_alive:
-                        process.engine.version, process.engine.last_progress = version, time.monotonic()
+                        process.engine.version, process.engine.last_progress_time = version, time.monotonic()
         finally:
             with self._pool.lock:
                 self._pool.is_loading = False
                 for engine in self._pool.engines.values():
-                    engine.last_progress = time.monotonic()
+                    engine.last_progress_time = time.monotonic()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cosmos_core.data.order import shuffled_indices
 from cosmos_core.models import flow
-from cosmos_core.models.flow_steps import DpmSolver2M, NoiseLevels, compute_transition, euler_step, log_prob
+from cosmos_core.models.flow_steps import DpmSolver2M, NoiseLevels, compute_step_distribution, euler_step, log_prob
 from cosmos_core.types import DiffusionSample, FlowSampling
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 VelocityFn = Callable[[Tensor, Tensor], Tensor]
 """Function of latents and of the noise level of each sample that returns the flow velocity."""
 
-SHARED_NOISE = -1
+SHARED_NOISE_INDEX = -1
 """Value that replaces the completion number in the seed of the initial noise that all completions of a group share."""
-_WINDOW_SEED, _CONDITIONING_SEED = 0x77696E, 0x676976
+_STEP_WINDOW_SEED_OFFSET, _CONDITIONING_SEED = 0x77696E, 0x676976
 """Seed offsets of the random numbers that choose step windows and numbers of conditioning frames."""
 
 
@@ -78,12 +78,12 @@ def stochastic_steps(sampling: FlowSampling, seed: int, step: int) -> range:
         return range(0)
     if step_window is None:
         return range(last_step)
-    num_windows = max(1, step_window.end - step_window.first - step_window.size + 1)
+    num_window_positions = max(1, step_window.end_step - step_window.first_step - step_window.size + 1)
     if step_window.steps_per_move:
-        window_offset = step // step_window.steps_per_move % num_windows
+        window_offset = step // step_window.steps_per_move % num_window_positions
     else:
-        window_offset = int(shuffled_indices(num_windows, seed, step, _WINDOW_SEED)[0])
-    first_step = step_window.first + window_offset
+        window_offset = int(shuffled_indices(num_window_positions, seed, step, _STEP_WINDOW_SEED_OFFSET)[0])
+    first_step = step_window.first_step + window_offset
     return range(first_step, min(first_step + step_window.size, last_step))
 
 
@@ -112,16 +112,16 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
     sampling: FlowSampling,
     generators: Sequence[torch.Generator] = (),
     stochastic_step_range: range = range(0),
-    conditioning: ConditioningFrames | None = None,
+    conditioning_frames: ConditioningFrames | None = None,
 ) -> SamplingPath:
     """Return the sampling path from noise to clean latents.
 
     `velocity` returns the model's velocity for float32 latents and their noise levels; `noise`, of unit variance, are
     the latents at the first of the N + 1 noise levels `sigmas_N`. `sampling` has solver, kernel, and the steps to
     record. The stochastic steps `stochastic_step_range` draw noise from `generators`, one per sample. The clean first
-    frames `conditioning` are inserted at each step; None: no conditioning frames.
+    frames `conditioning_frames` are inserted at each step; None: no conditioning frames.
     """
-    insert_conditioning = conditioning.insert_frames if conditioning else lambda latents: latents
+    insert_conditioning = conditioning_frames.insert_frames if conditioning_frames else lambda latents: latents
     x, solver = insert_conditioning(noise.float()), DpmSolver2M(sigmas_N)
     path = SamplingPath(x, tuple(i for i in stochastic_step_range if i in sampling.trained_steps), [], [], [], [])
     for i in range(len(sigmas_N) - 1):
@@ -129,18 +129,18 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
         if i not in stochastic_step_range:
             x = solver.step(x, v, i) if sampling.solver == "dpm2" else euler_step(x, v, sigmas_N[i], sigmas_N[i + 1])
             continue
-        solver.restart()
+        solver.reset()
         noise_levels = NoiseLevels(sigmas_N[i], sigmas_N[i + 1], sigmas_N[1])
-        transition = compute_transition(sampling.kernel, x, v, noise_levels, sampling.eta)
+        transition = compute_step_distribution(sampling.kernel, x, v, noise_levels, sampling.eta)
         step_noise = torch.stack([torch.randn(x.shape[1:], generator=generator) for generator in generators])
         next_latents = insert_conditioning(transition.mean + transition.std.to(x) * step_noise.to(x))
         if i in path.steps:
             path.latents_before.append(x.cpu())
             path.latents_after.append(next_latents.cpu())
-            mask = flow.trained_frames_mask(x, conditioning.num_frames_B) if conditioning else None
+            mask = flow.trained_frames_mask(x, conditioning_frames.num_frames_B) if conditioning_frames else None
             path.log_probs.append(log_prob(transition, next_latents, mask).cpu())
-            if sampling.keeps_means:
+            if sampling.keeps_transition_means:
                 path.transition_means.append(transition.mean.cpu())
         x = next_latents
-    num_conditioning_B = conditioning.num_frames_B if conditioning else None
+    num_conditioning_B = conditioning_frames.num_frames_B if conditioning_frames else None
     return replace(path, latents=insert_conditioning(x).cpu(), num_conditioning_B=num_conditioning_B)

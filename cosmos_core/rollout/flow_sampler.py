@@ -14,7 +14,7 @@ from torch import Tensor
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.rollout.base import Bucket, EngineSettings, LoadReceipt, ModuleEngine, WeightFormat, request_seed
 from cosmos_core.rollout.flow_path import (
-    SHARED_NOISE,
+    SHARED_NOISE_INDEX,
     ConditioningFrames,
     SamplingPath,
     denoise,
@@ -48,8 +48,8 @@ class FlowSamplerEngine(ModuleEngine):
         batches = (rows[start : start + num_rows] for start in range(0, len(rows), num_rows))
         samples = (sample for batch in batches for sample in self._sample_by_shape(batch, sampling, step))
         completions = [Completion((), "stop", "", diffusion_sample=sample) for sample in samples]
-        starts = range(0, len(rows), count)
-        return [Group(p, tuple(completions[k : k + count]), step) for p, k in zip(prompts, starts, strict=True)]
+        group_starts = range(0, len(rows), count)
+        return [Group(p, tuple(completions[k : k + count]), step) for p, k in zip(prompts, group_starts, strict=True)]
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Record the version of the weights, which are those of the trainer's denoiser."""
@@ -116,8 +116,8 @@ class FlowSamplerEngine(ModuleEngine):
         latent_shape = model.latent_shape(*settings.size, num_frames)
         generators = [_make_generator(sampling.seed, step, prompt.id, k) for prompt, k in rows]
         noise = torch.stack([torch.randn(latent_shape, generator=generator) for generator in generators])
-        if settings.same_noise:
-            group_generators = [_make_generator(sampling.seed, step, prompt.id, SHARED_NOISE) for prompt, _ in rows]
+        if settings.has_common_initial_noise:
+            group_generators = [_make_generator(sampling.seed, step, p.id, SHARED_NOISE_INDEX) for p, _ in rows]
             noise = torch.stack([torch.randn(latent_shape, generator=generator) for generator in group_generators])
         device, is_guided = self._source.device, settings.guidance_scale > 1
         text_embedding = _stack_embeddings([prompt.embedding for prompt, _ in rows], device)
@@ -138,7 +138,7 @@ class FlowSamplerEngine(ModuleEngine):
             return denoise(velocity, noise.to(device), sigmas_N, settings, generators, steps, conditioning_frames)
 
         with self._source.use_weights(settings.weights), torch.no_grad():
-            sampling_path = model.pipeline_with_logprob(sample, self._source.predict)
+            sampling_path = model.pipeline_with_logprob(sample, self._source.predict_velocity)
             pixels = decode_latents(model, sampling_path.latents, device)
         if num_frames == 1 and pixels.ndim == 5:
             pixels = pixels[:, 0]
@@ -150,7 +150,7 @@ def decode_latents(model: Any, latents: Tensor, device: torch.device) -> Tensor:
     """Decode latents on `device`, and return uint8 pixels on the CPU (see `to_bytes`). A GPU decodes one sample at a
     time, because a VAE needs gigabytes of memory for each sample."""
     decode_batch_size = len(latents) if device.type == "cpu" else 1
-    with model.residency.keep_on_device():
+    with model.component_offload.keep_on_device():
         return torch.cat([to_bytes(model.decode(latent_batch)) for latent_batch in latents.split(decode_batch_size)])
 
 

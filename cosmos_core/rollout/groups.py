@@ -50,7 +50,7 @@ class GroupSource(Protocol):
 
 
 @dataclass(frozen=True)
-class StepGroups:
+class GroupPlan:
     """Mapping from train steps to groups, by the groups' positions in the order of the prompts.
 
     A group belongs to the first step that needs it; its completions may extend over several steps.
@@ -59,15 +59,15 @@ class StepGroups:
     completions_per_step: int
     group_size: int = 1
 
-    def first(self, step: int) -> int:
+    def first_position(self, step: int) -> int:
         """Return the position of the first group that no train step before `step` needs."""
         return -(-step * self.completions_per_step // self.group_size)
 
-    def count(self, step: int) -> int:
+    def num_groups(self, step: int) -> int:
         """Return the number of groups that belong to `step`."""
-        return self.first(step + 1) - self.first(step)
+        return self.first_position(step + 1) - self.first_position(step)
 
-    def step_of(self, position: int) -> int:
+    def step_of_group(self, position: int) -> int:
         """Return the step that the group at `position` belongs to."""
         return position * self.group_size // self.completions_per_step
 
@@ -103,13 +103,13 @@ class SyncGroupSource:
         throughput = _throughput_metrics(scored_groups, generation_seconds, time.perf_counter() - start_time)
         return scored_groups, group_metrics(scored_groups) | throughput | lag_metrics(scored_groups, step)
 
-    def generate_repeated(self, prompts: Sequence[Prompt], step: int, num_samplings: Counter[int]) -> list[Group]:
-        """Generate the groups of `prompts`, in order. `num_samplings` counts by prompt id how often the step has
+    def generate_repeated(self, prompts: Sequence[Prompt], step: int, sample_counts: Counter[int]) -> list[Group]:
+        """Generate the groups of `prompts`, in order. `sample_counts` counts by prompt id how often the step has
         sampled a prompt: a repeated prompt (at a boundary of epochs or in a mixture of data sets) gets other seeds."""
         batches: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
-            batches.setdefault(num_samplings[prompt.id], []).append(i)
-            num_samplings[prompt.id] += 1
+            batches.setdefault(sample_counts[prompt.id], []).append(i)
+            sample_counts[prompt.id] += 1
         groups_by_index: dict[int, Group] = {}
         prompts_per_batch = self.batch_size * num_ranks()
         self.progress.phase("generate")
@@ -180,31 +180,31 @@ class FilteredGroupSource:
 
     def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Return the groups of train step `step` and their metrics; fewer groups if prompts or rounds are exhausted."""
-        num_requested = self.groups_per_step if num_groups is None else num_groups
+        num_requested_groups = self.groups_per_step if num_groups is None else num_groups
         max_rounds = self.filter.max_retries if self.filter else 0
         kept_groups: list[ScoredGroup] = []
         sampled_groups: list[ScoredGroup] = []
-        num_samplings = Counter[int]()
+        sample_counts = Counter[int]()
         num_rounds, generation_seconds, start_time = 0, 0.0, time.perf_counter()
         # The state is set at the end of the step, so that a run that stops earlier resumes with the same prompts.
         position = self._num_taken_prompts
         self.sync_source.engine.wake()
-        while len(kept_groups) < num_requested and not 0 < max_rounds < num_rounds:
-            prompts = self.take_prompts(position, num_requested - len(kept_groups))
+        while len(kept_groups) < num_requested_groups and not 0 < max_rounds < num_rounds:
+            prompts = self.take_prompts(position, num_requested_groups - len(kept_groups))
             if not prompts:
                 break
             position += len(prompts)
             round_start_time = time.perf_counter()
-            groups = self.sync_source.generate_repeated(prompts, step, num_samplings)
+            groups = self.sync_source.generate_repeated(prompts, step, sample_counts)
             generation_seconds += time.perf_counter() - round_start_time
             scored_groups = self.sync_source.score_groups(groups)
             sampled_groups += scored_groups
             check_scores(step, sampled_groups, self.filter.metrics if self.filter else ())
             kept_groups += [g for g in scored_groups if not self.filter or self.filter.has_learning_signal(g)]
             num_rounds += 1
-        if self.filter and len(kept_groups) < num_requested and not self.take_prompts(position, 1):
+        if self.filter and len(kept_groups) < num_requested_groups and not self.take_prompts(position, 1):
             warning = "step %d: the prompts of all epochs have ended with %d of %d groups of use"
-            logger.warning(warning, step + 1, len(kept_groups), num_requested)
+            logger.warning(warning, step + 1, len(kept_groups), num_requested_groups)
         self._num_taken_prompts, self.sampled_groups = position, sampled_groups
         self.sync_source.sleep_until_next_step(step)
         if not sampled_groups:

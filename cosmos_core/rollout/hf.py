@@ -22,9 +22,9 @@ from transformers.cache_utils import DynamicLayer
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.models.hf import load_model
-from cosmos_core.models.lora import add_adapter_from, trains_only_linear_factors
+from cosmos_core.models.lora import add_adapter_like, trains_only_linear_factors
 from cosmos_core.models.packing import is_close
-from cosmos_core.models.scorer import PROBE_TOKENS, Scorer
+from cosmos_core.models.scorer import PROBE_TOKENS, LogprobScorer
 from cosmos_core.parallel.mesh import is_single_rank
 from cosmos_core.rollout.base import (
     Bucket,
@@ -106,13 +106,14 @@ class HfEngine(ModuleEngine):
                 if name not in state_dict or state_dict[name].shape != tensor.shape:
                     raise StageFailed(f"weight sync: {name} of shape {tuple(tensor.shape)} is not in the replica")
                 state_dict[name].copy_(tensor)
-        return self._receiver.receipt(version)
+        return self._receiver.acknowledge(version)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         input_ids = torch.tensor([list(token_ids)], device=self._model.device)
         inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         with self._inference_mode():
-            logprobs: list[float] = Scorer(self._model)(inputs, torch.arange(len(token_ids) - 1))["logprobs"].tolist()
+            outputs = LogprobScorer(self._model)(inputs, torch.arange(len(token_ids) - 1))
+            logprobs: list[float] = outputs["logprobs"].tolist()
         return logprobs
 
     @contextmanager
@@ -150,13 +151,13 @@ class HfEngine(ModuleEngine):
             else self._batching.inputs(mask_PT, positions_PT)
         )
         logits_PV = self._forward(input_ids_PT, cache, inputs)
-        # One forward pass over the prompt serves all completions of a group. Recurrent states are repeated by
-        # `reorder_cache` only.
+        # One forward pass over the prompt serves all completions of a group. Only `reorder_cache` also repeats
+        # recurrent states.
         cache.reorder_cache(torch.arange(len(prompts)).repeat_interleave(k))  # type: ignore[arg-type]
         last_image_inputs = _image_inputs_of_new_tokens(image_inputs, k)
         logits_BV, mask_BT = logits_PV.repeat_interleave(k, 0), mask_PT.repeat_interleave(k, 0)
         positions_B = positions_PT[:, -1].repeat_interleave(k)
-        is_used_token_BV = _token_mask(input_ids_PT, mask_PT, logits_PV.shape[-1]).repeat_interleave(k, 0)
+        is_used_token_BV = _used_token_mask(input_ids_PT, mask_PT, logits_PV.shape[-1]).repeat_interleave(k, 0)
         stop_ids = torch.tensor(self._stop_ids, dtype=torch.long, device=device)
 
         rows_B = torch.arange(len(max_new_tokens_B), device=device)
@@ -164,7 +165,7 @@ class HfEngine(ModuleEngine):
         logprobs_RT, lengths_R = torch.zeros_like(tokens_RT, dtype=torch.float32), max_new_tokens_B.clone()
         is_active_B = torch.ones_like(max_new_tokens_B, dtype=torch.bool)
         # Finished rows stay in a batch with images, because the model keeps image positions for each row.
-        can_drop_rows = not image_inputs and all(type(layer) is _PreallocatedLayer for layer in cache.layers)
+        can_drop_rows = not image_inputs and all(type(layer) is _PreallocatedCacheLayer for layer in cache.layers)
         for t in range(tokens_RT.shape[1]):
             logprobs_BV = process_logits(logits_BV, is_used_token_BV, sampling)
             is_greedy = sampling.temperature == 0
@@ -213,40 +214,40 @@ class HfEngine(ModuleEngine):
         output = self._model(input_ids=input_ids, **cache_input, use_cache=True, logits_to_keep=1, **inputs)
         return output.logits[:, -1]
 
-    def _choose_batching(self) -> "_Batching":
-        """Return how to batch prompts so that logits equal those without a cache; raise ConfigError if nothing does. In
-        half precision rounding could change the choice of experts, so that no model is refused."""
+    def _choose_batching(self) -> "_PromptBatching":
+        """Return how to batch prompts so that logits equal those without a cache; raise ConfigError if no way does.
+        Models in half precision are always accepted, because rounding may change their logits."""
         with self._inference_mode(), torch.autocast(self._model.device.type, enabled=False):
-            for batching in _BATCHINGS:
-                if self._is_exact(batching):
+            for batching in _PROMPT_BATCHINGS:
+                if self._matches_uncached_logits(batching):
                     return batching
         if self._model.dtype == torch.float32:
             problem = f"{type(self._model).__name__} computes other logits with a cache than without"
             raise ConfigError(f"rollout.backend = 'hf': {problem}; use a model of another family")
-        return _BATCHINGS[0]
+        return _PROMPT_BATCHINGS[0]
 
-    def _is_exact(self, batching: "_Batching") -> bool:
+    def _matches_uncached_logits(self, batching: "_PromptBatching") -> bool:
         """Return True if a token after cached, repeated prompts has the same logits as without a cache."""
         model, num_padding = self._model, PROBE_TOKENS // 2 if batching.has_padding else 0
-        ids_BT = torch.arange(PROBE_TOKENS, 3 * PROBE_TOKENS, device=model.device).view(2, -1)  # none is a pad token
-        mask_BT = torch.ones_like(ids_BT)
+        input_ids_BT = torch.arange(PROBE_TOKENS, 3 * PROBE_TOKENS, device=model.device).view(2, -1)  # no pad tokens
+        mask_BT = torch.ones_like(input_ids_BT)
         mask_BT[0, :num_padding] = 0
         positions_BT, cache = (mask_BT.cumsum(-1) - 1).clamp(min=0), self._make_cache()
-        self._forward(ids_BT[:, :-1], cache, batching.inputs(mask_BT[:, :-1], positions_BT[:, :-1]))
-        repeated_B = torch.tensor([0, 0, 1, 1])
-        cache.reorder_cache(repeated_B)  # type: ignore[arg-type]
-        inputs = batching.inputs(mask_BT[repeated_B], positions_BT[repeated_B, -1:])
-        logits_BV = self._forward(ids_BT[repeated_B, -1:], cache, inputs)
-        expected_V = model(input_ids=ids_BT[:1, num_padding:], use_cache=False).logits[0, -1]
-        return is_close(logits_BV[:2], expected_V, model.dtype)
+        self._forward(input_ids_BT[:, :-1], cache, batching.inputs(mask_BT[:, :-1], positions_BT[:, :-1]))
+        repeated_rows_B = torch.tensor([0, 0, 1, 1])
+        cache.reorder_cache(repeated_rows_B)  # type: ignore[arg-type]
+        inputs = batching.inputs(mask_BT[repeated_rows_B], positions_BT[repeated_rows_B, -1:])
+        logits_BV = self._forward(input_ids_BT[repeated_rows_B, -1:], cache, inputs)
+        expected_logits_V = model(input_ids=input_ids_BT[:1, num_padding:], use_cache=False).logits[0, -1]
+        return is_close(logits_BV[:2], expected_logits_V, model.dtype)
 
     def _make_cache(self) -> DynamicCache:
         cache = DynamicCache(config=self._model.config)  # layers with sliding windows or fixed states stay as they are
-        cache.layers = [_PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        cache.layers = [_PreallocatedCacheLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
         return cache
 
 
-class _Batching(NamedTuple):
+class _PromptBatching(NamedTuple):
     """How a model processes a batch of prompts."""
 
     has_padding: bool
@@ -259,11 +260,11 @@ class _Batching(NamedTuple):
         return mask | ({"position_ids": positions_BT} if self.has_positions else {})
 
 
-_BATCHINGS = (_Batching(True, True), _Batching(False, True), _Batching(False, False))
+_PROMPT_BATCHINGS = (_PromptBatching(True, True), _PromptBatching(False, True), _PromptBatching(False, False))
 """Ways to batch prompts, the fastest first."""
 
 
-class _PreallocatedLayer(DynamicLayer):
+class _PreallocatedCacheLayer(DynamicLayer):
     """Cache layer with preallocated memory, so that appending a token does not copy the earlier keys and values."""
 
     _buffers: tuple[Tensor, Tensor] | None = None
@@ -330,7 +331,7 @@ def _load_replica(settings: EngineSettings) -> PreTrainedModel:
     trained_model, revision = settings.model, getattr(settings.model.config, "_commit_hash", None)
     replica = load_model(settings.folder, revision=revision, dtype=trained_model.dtype)
     if trains_only_linear_factors(trained_model):
-        add_adapter_from(replica, trained_model)
+        add_adapter_like(replica, trained_model)
     nn.Module.to(replica, "cuda" if torch.cuda.is_available() else "cpu")
     return replica.requires_grad_(False)
 
@@ -344,8 +345,8 @@ def process_logits(logits_BV: Tensor, is_used_token_BV: Tensor, sampling: Sampli
     logits_BV = logits_BV.float()
     if sampling.repetition_penalty != 1.0:
         penalty = sampling.repetition_penalty
-        penalised_BV = torch.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty)
-        logits_BV = torch.where(is_used_token_BV, penalised_BV, logits_BV)
+        penalised_logits_BV = torch.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty)
+        logits_BV = torch.where(is_used_token_BV, penalised_logits_BV, logits_BV)
     if sampling.temperature == 0:
         return logits_BV.log_softmax(-1)
     logits_BV = logits_BV / sampling.temperature
@@ -363,8 +364,8 @@ def _draw_uniform_numbers(prompts: Sequence[Prompt], sampling: Sampling, step: i
     return torch.stack([torch.rand(sampling.max_tokens, generator=g, dtype=torch.float64) for g in generators])
 
 
-def _token_mask(input_ids_PT: Tensor, mask_PT: Tensor, vocab_size: int) -> Tensor:
+def _used_token_mask(input_ids_PT: Tensor, mask_PT: Tensor, vocab_size: int) -> Tensor:
     """Return a mask (shape PV) of the vocabulary entries that each prompt contains, without padding."""
-    num_ids = max(vocab_size, int(input_ids_PT.max()) + 1)  # the output layer of Llama 3.2 Vision lacks the image token
-    counts_PV = torch.zeros(len(input_ids_PT), num_ids, dtype=mask_PT.dtype, device=input_ids_PT.device)
-    return counts_PV.scatter_add_(-1, input_ids_PT, mask_PT)[:, :vocab_size] > 0
+    num_columns = max(vocab_size, int(input_ids_PT.max()) + 1)  # Llama 3.2 Vision's output lacks the image token
+    token_counts_PV = torch.zeros(len(input_ids_PT), num_columns, dtype=mask_PT.dtype, device=input_ids_PT.device)
+    return token_counts_PV.scatter_add_(-1, input_ids_PT, mask_PT)[:, :vocab_size] > 0

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from cosmos_core.error_handling import set_future
+from cosmos_core.error_handling import complete_future
 from cosmos_core.rollout.base import Bucket, storage_key
 
 T = TypeVar("T")
@@ -38,22 +38,22 @@ class BucketHeader(NamedTuple):
         shapes = [shape or [1] for shape in self.shapes]
         return {"names": self.names, "dtype_names": self.dtype_names, "shapes": shapes, **self.transport_fields}
 
-    def bucket(self, tensors: Mapping[str, Tensor]) -> Bucket:
+    def make_bucket(self, tensors: Mapping[str, Tensor]) -> Bucket:
         """Return the bucket of the received `tensors`, in the sender's shapes and under all names."""
         bucket = {name: tensors[name].reshape(shape) for name, shape in zip(self.names, self.shapes, strict=True)}
         return [*bucket.items(), *((alias, bucket[name]) for alias, name in self.aliases.items())]
 
-    def placeholder(self) -> Bucket:
+    def make_meta_bucket(self) -> Bucket:
         """Return the bucket with tensors on the meta device, for an engine whose ranks have the data already."""
         dtypes = [getattr(torch, name) for name in self.dtype_names]
         tensors = [torch.empty(shape, dtype=t, device="meta") for shape, t in zip(self.shapes, dtypes, strict=True)]
-        return self.bucket(dict(zip(self.names, tensors, strict=True)))
+        return self.make_bucket(dict(zip(self.names, tensors, strict=True)))
 
 
 def split_bucket(bucket: Bucket) -> tuple[BucketHeader, list[Tensor]]:
     """Return the header of a bucket, and the tensors to send, in the order of the header."""
-    first_names: dict[Any, str] = {}
-    names = {name: first_names.setdefault(storage_key(tensor), name) for name, tensor in bucket}
+    first_name_by_storage: dict[Any, str] = {}
+    names = {name: first_name_by_storage.setdefault(storage_key(tensor), name) for name, tensor in bucket}
     aliases = {name: first_name for name, first_name in names.items() if first_name != name}
     named_tensors = [(name, tensor) for name, tensor in bucket if name not in aliases]
     named_tensors.sort(key=lambda named_tensor: -named_tensor[1].element_size())
@@ -63,7 +63,7 @@ def split_bucket(bucket: Bucket) -> tuple[BucketHeader, list[Tensor]]:
     return BucketHeader([name for name, _ in named_tensors], dtype_names, shapes, aliases, {}), tensors
 
 
-def fill_bucket(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+def copy_tensors_to_buffer(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy tensors into a buffer of bytes, one after the other."""
     start_offset = 0
     for tensor in tensors:
@@ -72,7 +72,7 @@ def fill_bucket(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
         start_offset = end_offset
 
 
-def with_timeout(
+def call_with_timeout(
     timeout_seconds: float,
     function: Callable[[], T],
     *,
@@ -87,7 +87,7 @@ def with_timeout(
 
     def run() -> None:
         with nullcontext() if device is None else torch.accelerator.device_index(device):
-            set_future(result_future, function)
+            complete_future(result_future, function)
 
     threading.Thread(target=run, daemon=True, name="weight transfer").start()
     deadline = time.monotonic() + timeout_seconds

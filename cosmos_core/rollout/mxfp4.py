@@ -57,6 +57,6 @@ def _quantize_expert(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     rounding_midpoints = torch.tensor(_ROUNDING_MIDPOINTS, device=scaled_weights.device)
     # Round midpoints to the neighbour with the even code, which is the upper neighbour of every second midpoint.
     rounding_midpoints[1::2] = torch.nextafter(rounding_midpoints[1::2], torch.zeros_like(rounding_midpoints[1::2]))
-    magnitudes = torch.bucketize(scaled_weights.abs().contiguous(), rounding_midpoints, out_int32=True)
-    fp4_codes = (magnitudes + 8 * torch.signbit(scaled_weights)).to(torch.uint8)
+    magnitude_codes = torch.bucketize(scaled_weights.abs().contiguous(), rounding_midpoints, out_int32=True)
+    fp4_codes = (magnitude_codes + 8 * torch.signbit(scaled_weights)).to(torch.uint8)
     return fp4_codes[..., 0::2] | (fp4_codes[..., 1::2] << 4), (exponents_ON + _EXPONENT_BIAS).to(torch.uint8)

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.models.lora import adapted_layers, merge_adapter, names_without_adapter
+from cosmos_core.models.lora import adapted_layers, keys_without_adapter, merge_adapter
 from cosmos_core.parallel.gather import FullTensorGatherer
 from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, storage_key
-from cosmos_core.rollout.fleet import Fleet
+from cosmos_core.rollout.fleet import EngineFleet
 
 BUCKET_BYTES = 256 << 20
 """Size of a bucket of weights in bytes, in the trainer's dtype; on several ranks a bucket consists of two halves. A
@@ -42,7 +42,7 @@ class WeightPublisher:
     engine: Engine
     model: PreTrainedModel
     """The trainer's model, of which this rank may hold only shards."""
-    probe_logprobs: Callable[[Sequence[int]], Tensor]
+    compute_trainer_logprobs: Callable[[Sequence[int]], Tensor]
     """Function that returns the trainer's log-probability of each token after the first, at temperature 1."""
     dtype: torch.dtype
     """Dtype that the engine computes in."""
@@ -55,7 +55,7 @@ class WeightPublisher:
     bucket_bytes: int = BUCKET_BYTES
     _probed_sleep_levels: set[int] = field(default_factory=set)
     """Levels of engine sleep after which a weight load was probed; 0: a load without sleep."""
-    _weights: _Weights | None = None
+    _weights: _WeightBuckets | None = None
 
     def publish(self, version: int) -> dict[str, float]:
         """Load the current weights into the engine as version `version`, and return metrics. Raise a `StageFailed` if
@@ -67,7 +67,7 @@ class WeightPublisher:
             nonlocal num_sent_tensors, num_bytes
             assert self._weights is not None
             for bucket in self._weights.buckets():
-                cast_tensors = {  # one entry for tied weights
+                cast_tensors = {  # tied weights have one entry and are cast once
                     storage_key(tensor): tensor.to(dtype=self.transfer_dtype if tensor.is_floating_point() else None)
                     for _, tensor in bucket
                 }
@@ -79,24 +79,24 @@ class WeightPublisher:
             self.engine.load_weights(version, ())
         else:
             if self._weights is None:
-                self._weights = _Weights(self.model, self.meta_copy, self.engine.weight_format, self.bucket_bytes)
+                self._weights = _WeightBuckets(self.model, self.meta_copy, self.engine.weight_format, self.bucket_bytes)
             sleep_level = getattr(self.engine, "sleep_level", 0)
-            self.engine.load_weights(version, count_buckets()).check(version, num_sent_tensors, "the engine")
-            has_new_engine = isinstance(self.engine, Fleet) and self.engine.has_new_engine
+            self.engine.load_weights(version, count_buckets()).verify(version, num_sent_tensors, "the engine")
+            has_new_engine = isinstance(self.engine, EngineFleet) and self.engine.has_new_engine
             # The version number determines the probes, not a counter, so that a resumed run probes the same versions.
             is_due = version % self.probe_interval == 0
             if sleep_level not in self._probed_sleep_levels or has_new_engine or is_due:
-                self._probe(version)
+                self._probe_engines(version)
             self._probed_sleep_levels.add(sleep_level)
         sync_seconds = time.perf_counter() - start_time
         return {"sync/version": float(version), "sync/bytes": float(num_bytes), "time/sync": sync_seconds}
 
-    def _probe(self, version: int) -> None:
+    def _probe_engines(self, version: int) -> None:
         """Compare the trainer's log-probabilities with those of each engine that has weights of `version`."""
         token_ids = probe_tokens(self.model.config.get_text_config().vocab_size)
-        expected_logprobs = self.probe_logprobs(token_ids).detach().cpu().float()
+        expected_logprobs = self.compute_trainer_logprobs(token_ids).detach().cpu().float()
         tolerance = logprob_tolerance(self.dtype, self.transfer_dtype)
-        if isinstance(self.engine, Fleet):
+        if isinstance(self.engine, EngineFleet):
             logprobs_per_engine = self.engine.logprobs_per_engine(token_ids, version)
         else:
             logprobs_per_engine = [self.engine.logprobs(token_ids)]
@@ -122,7 +122,7 @@ def probe_tokens(vocab_size: int) -> list[int]:
 
 @dataclass
 class _WeightUnit:
-    """Weights of sibling modules, which must be sent in one bucket, because engines fuse them (query, key and value),
+    """Weights of sibling modules that one bucket must contain: engines fuse some of them, such as query, key and value,
     and merging adapters and splitting fused experts need several tensors."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -137,14 +137,14 @@ class _WeightUnit:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-class _Weights:
+class _WeightBuckets:
     """Weights of a model, divided into buckets, under the names that engines use."""
 
     def __init__(
         self, model: PreTrainedModel, full_model: PreTrainedModel | None, weight_format: WeightFormat, bucket_bytes: int
     ) -> None:
         self._model, self._weight_format = model, weight_format
-        units = (_factor_units if weight_format == "adapter" else _module_units)(full_model or model)
+        units = (_make_lora_factor_units if weight_format == "adapter" else _make_module_units)(full_model or model)
         # On a mesh a bucket has half the size, because one bucket is read while the next is gathered.
         self._bucket_units = _pack_buckets(units, bucket_bytes if full_model is None else bucket_bytes // 2)
         max_bytes = max(sum(unit.num_bytes for unit in bucket_units) for bucket_units in self._bucket_units)
@@ -162,23 +162,23 @@ class _Weights:
     @torch.no_grad()
     def _gather_bucket(self, units: Sequence[_WeightUnit], state: dict[str, Tensor]) -> Bucket:
         tensors = {key: tensor for unit in units for key, tensor in unit.tensors.items()}
-        full = self._gatherer.gather_full(tensors) if self._gatherer else {key: state[key].detach() for key in tensors}
+        unsharded = self._gatherer.full_tensors(tensors) if self._gatherer else {k: state[k].detach() for k in tensors}
         weights: dict[str, Tensor] = {}
         for unit in units:
             for name, layer in unit.adapted_layers.items():
-                full |= _merge_layer(name, layer, full if self._gatherer else None)
-            weights |= {name: full[key] for name, key in unit.key_by_name.items()}
+                unsharded |= _merge_layer(name, layer, unsharded if self._gatherer else None)
+            weights |= {name: unsharded[key] for name, key in unit.key_by_name.items()}
         if self._weight_format == "checkpoint":
             weights = revert_weight_conversion(self._model, weights)
         return list(weights.items())
 
 
-def _module_units(full_model: PreTrainedModel) -> list[_WeightUnit]:
+def _make_module_units(full_model: PreTrainedModel) -> list[_WeightUnit]:
     state_dict, adapter_layers = full_model.state_dict(keep_vars=True), adapted_layers(full_model)
     unit_by_module: dict[str, _WeightUnit] = {}
     first_key_by_tensor: dict[Tensor, str] = {}
     unit_by_name: dict[str, _WeightUnit] = {}
-    names = names_without_adapter(full_model)
+    names = keys_without_adapter(full_model)
     for key in state_dict:
         name = names.get(key, "")
         adapted_layer = next((layer for layer in adapter_layers if key.startswith(f"{layer}.")), "")
@@ -198,9 +198,9 @@ def _module_units(full_model: PreTrainedModel) -> list[_WeightUnit]:
     return list(unit_by_module.values())
 
 
-def _factor_units(full_model: PreTrainedModel) -> list[_WeightUnit]:
+def _make_lora_factor_units(full_model: PreTrainedModel) -> list[_WeightUnit]:
     """Return a unit for each factor of the LoRA adapter, under the key of the state dict."""
-    state, names = full_model.state_dict(keep_vars=True), names_without_adapter(full_model)
+    state, names = full_model.state_dict(keep_vars=True), keys_without_adapter(full_model)
     return [_WeightUnit({key: state[key]}, {key: key}) for key, name in names.items() if not name]
 
 

@@ -19,7 +19,7 @@ from cosmos_core.rollout.turns import MultiTurnEngine
 from cosmos_core.types import Group, Prompt, Sampling
 
 FALLBACK_ENGINE = "hf"
-_REMOVED_FROM_VLLM = frozenset({"MllamaForConditionalGeneration"})
+_ARCHITECTURES_REMOVED_FROM_VLLM = frozenset({"MllamaForConditionalGeneration"})
 """Architectures of Llama 3.2 Vision, which vLLM had; see its registry of models."""
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def check_engine(backend: str, config: PretrainedConfig, folder: str) -> None:
     if backend == "vllm" and importlib.util.find_spec("vllm") is not None:
         from cosmos_core.rollout.vllm import check_head_size
 
-        if removed_names := [name for name in config.architectures or () if name in _REMOVED_FROM_VLLM]:
+        if removed_names := [name for name in config.architectures or () if name in _ARCHITECTURES_REMOVED_FROM_VLLM]:
             raise ConfigError(f"vLLM has no {removed_names[0]} any more, as {folder!r} is; set rollout.backend = 'hf'")
         check_head_size(config, folder)
     elif not is_import_path(backend) and (model_class := find_model_class(config)) is not AutoModelForCausalLM:
@@ -44,7 +44,7 @@ def make_engine(settings: EngineSettings) -> Engine:
     states and the environment are unchanged. Raise a `ConfigError` if the engine does not support the model or
     settings."""
     name = settings.rollout.backend
-    if settings.flow is not None:  # this engine distributes samples over the ranks itself
+    if settings.flow is not None:  # engines of diffusion models distribute samples over the ranks themselves
         return _make_engine(name, settings)
     text_config = settings.model.config.get_text_config()
     max_positions = getattr(text_config, "max_position_embeddings", None) or settings.max_model_len

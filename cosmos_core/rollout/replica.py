@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cosmos_core.error_handling import set_future
+from cosmos_core.error_handling import complete_future
 from cosmos_core.errors import StageFailed, first_line
 from cosmos_core.rollout.base import Bucket, Engine, LoadReceipt, WeightFormat
-from cosmos_core.rollout.link import BucketHeader, TransferFailed, fill_bucket, split_bucket
+from cosmos_core.rollout.link import BucketHeader, TransferFailed, copy_tensors_to_buffer, split_bucket
 from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
 
-_LOAD_SECONDS = 600.0
+_MIN_BUCKET_TIMEOUT_SECONDS = 600.0
 """Minimum time limit in seconds for the next bucket of a weight load, in case the trainer has died."""
-_TIMEOUT_FACTOR = 4
+_BUCKET_TIMEOUT_FACTOR = 4
 """Time limit for the next bucket as a multiple of the trainer's engine timeout, because the trainer may wait that long
 for other engines first."""
 
@@ -50,11 +50,11 @@ class PackedBucket(NamedTuple):
 
 @dataclass
 class _NativeBucket:
-    """Bucket that the engine's thread receives through a native link."""
+    """Bucket that the engine receives by NCCL or CUDA IPC, through its link."""
 
     header: BucketHeader
     timeout_seconds: float
-    received: Future[None]
+    received_future: Future[None]
 
 
 _QueueItem = PackedBucket | _NativeBucket | StageFailed | None
@@ -67,12 +67,12 @@ class _WeightLoad:
     buckets: queue.Queue[_QueueItem]
     """Queue of the buckets to load; None marks the end of the load, an error the end of an abandoned load."""
     result: Future[LoadReceipt]
-    time_limit: float
+    timeout_seconds: float
     is_scheduled: bool = False
     """Whether the command to load the buckets has been queued for the engine's thread."""
 
 
-class Replica:
+class EngineReplica:
     """Rollout engine with the thread that runs it."""
 
     def __init__(
@@ -88,8 +88,8 @@ class Replica:
         self._group_condition = threading.Condition()
         self._finished_groups: list[Group] = []
         self._session_id = ""
-        self._num_passes = 0
-        self._in_flight = 0
+        self._num_forward_passes = 0
+        self._num_in_flight = 0
         self._load: _WeightLoad | None = None
         self._version: int | None = None
         self._description_future: Future[EngineDescription] = Future()
@@ -97,8 +97,8 @@ class Replica:
         if not should_wait_for_trainer:
             self._engine_thread.start()
 
-    def begin(self, session_id: str) -> EngineDescription:
-        """Wait until the engine is open, and start a session without the requests of earlier sessions."""
+    def begin_session(self, session_id: str) -> EngineDescription:
+        """Wait until the engine is open, and discard the requests of earlier sessions, that is, of earlier trainers."""
         with self._group_condition:
             if self._engine_thread.ident is None:
                 self._engine_thread.start()
@@ -107,15 +107,16 @@ class Replica:
         def reset_session(engine: Engine) -> None:
             if hasattr(engine, "abort"):
                 engine.abort()
-                self._in_flight = 0
-            while self._in_flight:
+                self._num_in_flight = 0
+            while self._num_in_flight:
                 self._generate(engine)
             with self._group_condition:
                 self._session_id, self._finished_groups = session_id, []
 
-        if self._load is not None and not self._load.result.done():  # an earlier trainer died during a weight load
+        if self._load is not None and not self._load.result.done():  # a trainer died during its weight load
             if self._load.is_scheduled:
-                self._load.buckets.put(StageFailed("weight sync: the trainer has gone"), timeout=self._load.time_limit)
+                error = StageFailed("weight sync: the trainer has gone")
+                self._load.buckets.put(error, timeout=self._load.timeout_seconds)
             self._load = None
         self._run_on_engine_thread(reset_session)
         return description
@@ -125,9 +126,9 @@ class Replica:
 
         def submit(engine: Engine) -> None:
             engine.submit(prompts, sampling, step)
-            self._in_flight += len(prompts)
+            self._num_in_flight += len(prompts)
 
-        self._check_session(session_id)
+        self._check_session_id(session_id)
         self._run_on_engine_thread(submit)
 
     def completed(self, session_id: str, seconds: float) -> tuple[list[Group], int]:
@@ -135,51 +136,51 @@ class Replica:
         which does not grow while the engine hangs. Raise a `ConnectionError` as `submit` does."""
         with self._group_condition:
             self._group_condition.wait_for(lambda: self._finished_groups or session_id != self._session_id, seconds)
-            self._check_session(session_id)
+            self._check_session_id(session_id)
             groups, self._finished_groups = self._finished_groups, []
-        return groups, self._num_passes
+        return groups, self._num_forward_passes
 
-    def _check_session(self, session_id: str) -> None:
+    def _check_session_id(self, session_id: str) -> None:
         if session_id != self._session_id:
             raise ConnectionError("the process in which the session began has died")
 
-    def begin_load(self, version: int, *, in_background: bool, timeout_seconds: float) -> None:
-        """Prepare to receive the weights of version `version` in buckets. With `in_background`, the engine generates
-        until the last bucket has arrived. The trainer kills an engine that does not reply for `timeout_seconds`."""
+    def begin_weight_load(self, version: int, *, loads_in_background: bool, timeout_seconds: float) -> None:
+        """Prepare to receive the weights of version `version` in buckets. With `loads_in_background`, the engine
+        generates until the last bucket has arrived. An engine without a reply for `timeout_seconds` is killed."""
         assert self._load is None or self._load.result.done(), "one load at a time"
-        buckets = queue.Queue[_QueueItem](0 if in_background else 1)
-        seconds = max(_LOAD_SECONDS, _TIMEOUT_FACTOR * timeout_seconds)
-        self._load = weight_load = _WeightLoad(buckets, Future(), seconds, is_scheduled=not in_background)
-        if not in_background:
+        buckets = queue.Queue[_QueueItem](0 if loads_in_background else 1)
+        seconds = max(_MIN_BUCKET_TIMEOUT_SECONDS, _BUCKET_TIMEOUT_FACTOR * timeout_seconds)
+        self._load = weight_load = _WeightLoad(buckets, Future(), seconds, is_scheduled=not loads_in_background)
+        if not loads_in_background:
             self._commands.put(lambda engine: self._load_buckets(engine, weight_load, version))
 
-    def bucket(self, packed: PackedBucket) -> None:
+    def receive_bucket(self, packed_bucket: PackedBucket) -> None:
         """Receive the next bucket of the weight load in progress."""
         weight_load = self._get_current_load()
-        weight_load.buckets.put(packed, timeout=weight_load.time_limit)
+        weight_load.buckets.put(packed_bucket, timeout=weight_load.timeout_seconds)
 
-    def join_link(self, backend: str, init_info: dict[str, Any], seconds: float) -> None:
+    def connect_link(self, backend: str, init_info: dict[str, Any], seconds: float) -> None:
         """Connect the engine with the trainer; raise `TransferFailed` if it has no link or `seconds` have passed."""
-        self._run_on_engine_thread(lambda engine: _get_native_link(engine).join(backend, init_info, seconds))
+        self._run_on_engine_thread(lambda engine: _get_native_link(engine).connect(backend, init_info, seconds))
 
-    def receive(self, header: BucketHeader, seconds: float) -> None:
+    def receive_native_bucket(self, header: BucketHeader, seconds: float) -> None:
         """Receive the next bucket through the native link; raise `TransferFailed` if it does not arrive."""
         weight_load = self._get_current_load()
         received_future: Future[None] = Future()
-        weight_load.buckets.put(_NativeBucket(header, seconds, received_future), timeout=weight_load.time_limit)
+        weight_load.buckets.put(_NativeBucket(header, seconds, received_future), timeout=weight_load.timeout_seconds)
         futures: list[Future[Any]] = [received_future, weight_load.result]
         wait(futures, return_when=FIRST_COMPLETED)
         if not received_future.done():
             raise TransferFailed("the engine's weight load has ended")
         received_future.result()
 
-    def end_load(self, version: int, *, in_background: bool, drains: bool) -> LoadReceipt:
-        """End the load after the last bucket, and wait until all weights are loaded. With `in_background`, loading
-        begins only now; with `drains`, the engine first generates until no request is in flight. Raise a `StageFailed`
-        if a tensor is missing, or the model has no such tensor."""
+    def end_weight_load(self, version: int, *, loads_in_background: bool, drains: bool) -> LoadReceipt:
+        """End the load after the last bucket, and wait until all weights are loaded. With `loads_in_background`,
+        loading begins only now. With `drains`, the engine first generates until no request is in flight. Raise a
+        `StageFailed` if a tensor is missing, or the model has no such tensor."""
         weight_load = self._get_current_load()
-        weight_load.buckets.put(None, timeout=weight_load.time_limit)
-        if in_background:
+        weight_load.buckets.put(None, timeout=weight_load.timeout_seconds)
+        if loads_in_background:
             weight_load.is_scheduled = True
             self._commands.put(lambda engine: self._load_buckets(engine, weight_load, version, drains=drains))
         return weight_load.result.result()
@@ -207,22 +208,22 @@ class Replica:
     def _run_on_engine_thread(self, engine_call: Callable[[Engine], Any]) -> Any:
         """Call a function with the engine between two forward passes, and return the result."""
         result_future: Future[Any] = Future()
-        self._commands.put(lambda engine: set_future(result_future, lambda: engine_call(engine)))
+        self._commands.put(lambda engine: complete_future(result_future, lambda: engine_call(engine)))
         return result_future.result()
 
-    def _count_pass(self) -> None:
-        self._num_passes += 1
+    def _count_forward_pass(self) -> None:
+        self._num_forward_passes += 1
 
     def _run_engine(self, open_engine: Callable[[Callable[[], None]], Engine]) -> None:
         try:
-            engine = open_engine(self._count_pass)
+            engine = open_engine(self._count_forward_pass)
         except Exception as error:  # noqa: BLE001 - raised again in `begin`
             self._description_future.set_exception(error)
             return
         has_link = getattr(engine, "link", None) is not None
         self._description_future.set_result(EngineDescription(engine.name, engine.weight_format, os.getpid(), has_link))
         while True:
-            while self._in_flight == 0 or not self._commands.empty():
+            while self._num_in_flight == 0 or not self._commands.empty():
                 self._commands.get()(engine)
             self._generate(engine)
 
@@ -233,8 +234,8 @@ class Replica:
         except Exception:
             logger.exception("the engine failed")
             os._exit(1)
-        self._count_pass()
-        self._in_flight -= len(groups)
+        self._count_forward_pass()
+        self._num_in_flight -= len(groups)
         if groups:
             with self._group_condition:
                 self._finished_groups += groups
@@ -242,7 +243,7 @@ class Replica:
 
     def _load_buckets(self, engine: Engine, weight_load: _WeightLoad, version: int, *, drains: bool = False) -> None:
         """Load the buckets of `weight_load`; with `drains`, first generate until no request is in flight."""
-        while drains and self._in_flight:  # each forward pass is progress, so the trainer does not kill the engine
+        while drains and self._num_in_flight:  # each forward pass is progress, so the trainer does not kill the engine
             self._generate(engine)
 
         def run() -> Any:
@@ -250,14 +251,14 @@ class Replica:
             self._version = version
             return receipt
 
-        set_future(weight_load.result, run)
+        complete_future(weight_load.result, run)
 
 
 def pack_bucket(bucket: Bucket) -> PackedBucket:
     """Return a bucket as one array in host memory; tied weights are stored once."""
     header, tensors = split_bucket(bucket)
     data = np.empty(sum(tensor.nbytes for tensor in tensors), np.uint8)
-    fill_bucket(torch.from_numpy(data), tensors)
+    copy_tensors_to_buffer(torch.from_numpy(data), tensors)
     return PackedBucket(header, data)
 
 
@@ -270,7 +271,7 @@ def unpack_bucket(bucket: PackedBucket) -> Bucket:
     dtypes = [getattr(torch, name) for name in header.dtype_names]
     num_bytes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(header.shapes, dtypes, strict=True)]
     tensor_slices = zip(header.names, flat_bytes.split(num_bytes), dtypes, strict=True)
-    return header.bucket({name: tensor_bytes.view(dtype) for name, tensor_bytes, dtype in tensor_slices})
+    return header.make_bucket({name: tensor_bytes.view(dtype) for name, tensor_bytes, dtype in tensor_slices})
 
 
 def _get_native_link(engine: Engine) -> Any:
@@ -281,15 +282,15 @@ def _get_native_link(engine: Engine) -> Any:
 
 
 def _iterate_buckets(weight_load: _WeightLoad, engine: Engine) -> Iterator[Bucket]:
-    while (bucket := weight_load.buckets.get(timeout=weight_load.time_limit)) is not None:
+    while (bucket := weight_load.buckets.get(timeout=weight_load.timeout_seconds)) is not None:
         if isinstance(bucket, _NativeBucket):
             try:
                 _get_native_link(engine).receive(bucket.header, bucket.timeout_seconds)
             except Exception as error:  # noqa: BLE001 - the trainer sends the bucket again
-                bucket.received.set_exception(TransferFailed(first_line(error)))
+                bucket.received_future.set_exception(TransferFailed(first_line(error)))
                 continue
-            bucket.received.set_result(None)  # the trainer gathers the next bucket while this one is loaded
-            yield bucket.header.placeholder()
+            bucket.received_future.set_result(None)  # the trainer gathers the next bucket while this one is loaded
+            yield bucket.header.make_meta_bucket()
             continue
         if isinstance(bucket, StageFailed):
             raise bucket

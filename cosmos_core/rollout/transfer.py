@@ -1,8 +1,8 @@
 """The trainer's end of a weight transfer to engines in separate processes: through host memory, or natively.
 
-`HostLink` sends a bucket as one array in host memory, `NativeLink` by a `transport` of vLLM. An engine loads a bucket
-only after the whole bucket has arrived. If a native transfer fails, the host link sends the bucket again and then all
-later buckets of that version.
+`HostWeightLink` sends a bucket as one array in host memory, `NativeWeightLink` by a `transport` of vLLM. An engine
+loads a bucket only after the whole bucket has arrived. If a native transfer fails, the host link sends the bucket again
+and then all later buckets of that version.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any, NamedTuple
 
 from cosmos_core.error_handling import log_errors
 from cosmos_core.errors import first_line
-from cosmos_core.parallel.mesh import broadcast_object, is_first
+from cosmos_core.parallel.mesh import broadcast_object, is_first_rank
 from cosmos_core.rollout.base import Bucket
 from cosmos_core.rollout.engine_pool import EnginePool, PooledEngine
-from cosmos_core.rollout.link import BucketHeader, TransferFailed, with_timeout
+from cosmos_core.rollout.link import BucketHeader, TransferFailed, call_with_timeout
 from cosmos_core.rollout.replica import EngineDescription, pack_bucket
-from cosmos_core.rollout.transport import Transport
+from cosmos_core.rollout.transport import WeightTransport
 
 logger = logging.getLogger(__name__)
 
 _BUCKET_TIMEOUT_SECONDS = 60.0
 _CONNECT_TIMEOUT_SECONDS = 120.0
-_MAX_FAILURES = 2
+_MAX_TRANSFER_FAILURES = 2
 """Number of failures in succession after which native transfer is not tried again with the same engines."""
 
 
 class EngineProcess(NamedTuple):
-    """Engine of the pool, and the description of its process at the start of a weight load."""
+    """Engine of the pool with its process at the start of a weight load; a new process may replace that one."""
 
     engine: PooledEngine
     description: EngineDescription | None
@@ -48,17 +48,17 @@ class WeightLoad:
         self._pool, self.processes = pool, list(processes)
         self._process_by_reply: dict[Future[Any], EngineProcess] = {}
 
-    def start(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], shared: Any = None, positions: Sequence[int] = ()
+    def call_engines(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], shared_value: Any = None, positions: Sequence[int] = ()
     ) -> list[Future[Any]]:
         """Call a method of each engine, or only of those at `positions`; `arguments` has one tuple per call."""
         processes = [self.processes[i] for i in positions] if positions else self.processes
         calls = zip(processes, arguments, strict=True)
-        replies = [process.engine.handle.call(method, *call_args, shared=shared) for process, call_args in calls]
+        replies = [p.engine.handle.call(method, *call_args, shared_value=shared_value) for p, call_args in calls]
         self._process_by_reply.update(zip(replies, processes, strict=True))
         return replies
 
-    def finish(self, replies: Sequence[Future[Any]]) -> list[int]:
+    def await_replies(self, replies: Sequence[Future[Any]]) -> list[int]:
         """Wait for replies, and return the positions of the engines whose call raised `TransferFailed`."""
         process_replies = [(self._process_by_reply.pop(reply), reply) for reply in replies]
         self._pool.await_all([(process.engine, reply) for process, reply in process_replies])
@@ -75,7 +75,7 @@ class WeightLoad:
         return [i for i, process in enumerate(self.processes) if id(process) in failed_ids]
 
 
-class HostLink:
+class HostWeightLink:
     """Transfer of the buckets of one weight load through host memory: the first rank packs a bucket, which is equal on
     all ranks, into an array that all engines read. All ranks call the methods together."""
 
@@ -85,18 +85,20 @@ class HostLink:
     def send(self, bucket: Bucket, positions: Sequence[int] = ()) -> None:
         """Send a bucket to all engines of the load, or only to those at `positions`."""
         if processes := self._load.processes:
-            packed = processes[0].engine.handle.put(pack_bucket(bucket))
-            self._load.finish(self._load.start("bucket", [()] * len(positions or processes), packed, positions))
+            packed_bucket = processes[0].engine.handle.put(pack_bucket(bucket))
+            arguments: list[tuple[()]] = [()] * len(positions or processes)
+            replies = self._load.call_engines("receive_bucket", arguments, packed_bucket, positions)
+            self._load.await_replies(replies)
 
-    def end(self) -> None:
-        """Do nothing, because the link has no memory to release after the last bucket."""
+    def end_weight_load(self) -> None:
+        """Do nothing, because the link has no memory to release."""
 
 
-class NativeTransfer:
-    """Connection of the trainer with its engines, kept between weight loads. A load uses a native link if the engines
-    can be connected, and otherwise a host link."""
+class NativeWeightTransfer:
+    """Connection for weight transfer by NCCL or CUDA IPC, kept between weight loads. If the engines cannot be
+    connected, a load sends the weights through host memory."""
 
-    def __init__(self, transport: Transport, ranks_per_engine: int) -> None:
+    def __init__(self, transport: WeightTransport, ranks_per_engine: int) -> None:
         self.transport, self._ranks_per_engine = transport, ranks_per_engine
         self._processes: list[EngineDescription | None] = []
         """Engine processes of the last attempt to connect, in order."""
@@ -104,18 +106,18 @@ class NativeTransfer:
         self.num_failures = 0
         """Number of failures since an engine process was replaced, or since a load that succeeded."""
 
-    def link(self, weight_load: WeightLoad) -> HostLink | NativeLink:
+    def open_link(self, weight_load: WeightLoad) -> HostWeightLink | NativeWeightLink:
         """Return a native link if the engines of the load can be connected, else a host link."""
-        is_native = broadcast_object(self._connect(weight_load) if is_first() else False)
-        return NativeLink(self, weight_load) if is_native else HostLink(weight_load)
+        uses_native_transfer = broadcast_object(self._ensure_connection(weight_load) if is_first_rank() else False)
+        return NativeWeightLink(self, weight_load) if uses_native_transfer else HostWeightLink(weight_load)
 
-    def fail(self, reason: str) -> None:
+    def disconnect_after_failure(self, reason: str) -> None:
         """Disconnect after a failure, and log the reason; the next load connects again."""
         self.transport.abort()
         self._is_connected = False
         self.num_failures += 1
-        if is_first():
-            is_last_attempt = self.num_failures >= _MAX_FAILURES
+        if is_first_rank():
+            is_last_attempt = self.num_failures >= _MAX_TRANSFER_FAILURES
             suffix = ", as all later ones until an engine is replaced" if is_last_attempt else ""
             logger.warning("native weight transfer: %s; these weights travel through host memory%s", reason, suffix)
 
@@ -124,15 +126,15 @@ class NativeTransfer:
         # Descriptions are compared by identity: another process may have equal values, such as a reused pid.
         return self._is_connected and list(map(id, self._processes)) == [id(p.description) for p in processes]
 
-    def _connect(self, weight_load: WeightLoad) -> bool:
+    def _ensure_connection(self, weight_load: WeightLoad) -> bool:
         if self.is_connected(weight_load.processes):
             return True
         descriptions = [process.description for process in weight_load.processes]
         if list(map(id, descriptions)) != list(map(id, self._processes)):
             self._processes, self.num_failures, self._is_connected = descriptions, 0, False
-        if descriptions and self.num_failures < _MAX_FAILURES:
+        if descriptions and self.num_failures < _MAX_TRANSFER_FAILURES:
             # After an error, weights are sent through host memory, which needs neither NCCL nor CUDA IPC.
-            with log_errors(lambda error: self.fail(first_line(error))):
+            with log_errors(lambda error: self.disconnect_after_failure(first_line(error))):
                 self._connect_engines(weight_load)
                 self._is_connected = True
         return self._is_connected
@@ -140,24 +142,24 @@ class NativeTransfer:
     def _connect_engines(self, weight_load: WeightLoad) -> None:
         num_processes = len(weight_load.processes)
         if not all(d and d.supports_native_transfer for d in self._processes):
-            self.num_failures = _MAX_FAILURES  # disable native transfer for these engines
+            self.num_failures = _MAX_TRANSFER_FAILURES  # disable native transfer for these engines
             raise TransferFailed("an engine has no native link")
-        init_infos = self.transport.prepare(num_processes, self._ranks_per_engine)
+        init_infos = self.transport.prepare_connection(num_processes, self._ranks_per_engine)
         arguments = [(self.transport.backend, info, _CONNECT_TIMEOUT_SECONDS) for info in init_infos]
-        replies = weight_load.start("join_link", arguments)
+        replies = weight_load.call_engines("connect_link", arguments)
         try:
-            with_timeout(_CONNECT_TIMEOUT_SECONDS, self.transport.connect, has_failed=_any_failed(replies))
+            call_with_timeout(_CONNECT_TIMEOUT_SECONDS, self.transport.connect, has_failed=_any_failed(replies))
         finally:
-            failed_indices = weight_load.finish(replies)
+            failed_indices = weight_load.await_replies(replies)
         if failed_indices or len(weight_load.processes) < num_processes:
             raise TransferFailed("an engine did not connect")
 
 
-class NativeLink:
-    """Link by a transport of vLLM; once a bucket fails, the host link sends this and all later buckets."""
+class NativeWeightLink:
+    """Sender of buckets by NCCL or CUDA IPC; after a failure, all further buckets go through host memory."""
 
-    def __init__(self, native_transfer: NativeTransfer, weight_load: WeightLoad) -> None:
-        self._transfer, self._load, self._host_link = native_transfer, weight_load, HostLink(weight_load)
+    def __init__(self, native_transfer: NativeWeightTransfer, weight_load: WeightLoad) -> None:
+        self._transfer, self._load, self._host_link = native_transfer, weight_load, HostWeightLink(weight_load)
         self._has_failed = False
 
     def send(self, bucket: Bucket) -> None:
@@ -167,21 +169,21 @@ class NativeLink:
             return
         missing_engines: Sequence[int] = range(len(self._load.processes))
         try:
-            header = self._transfer.transport.stage(bucket)
+            header = self._transfer.transport.stage_bucket(bucket)
         except TransferFailed as error:
             failure_reason = str(error)
         else:
-            failure_reason, missing_engines = self._transfer_bucket(header) if is_first() else ("", ())
+            failure_reason, missing_engines = self._transfer_bucket(header) if is_first_rank() else ("", ())
             failure_reason = self._transfer.transport.broadcast_failure(failure_reason)
         if failure_reason:
             self._has_failed = True
-            self._transfer.fail(failure_reason)
+            self._transfer.disconnect_after_failure(failure_reason)
             if missing_engines:
                 self._host_link.send(bucket, missing_engines)
 
-    def end(self) -> None:
+    def end_weight_load(self) -> None:
         """Release the memory of the link after the last bucket."""
-        self._transfer.transport.end_load()
+        self._transfer.transport.end_weight_load()
         if not self._has_failed:
             self._transfer.num_failures = 0
 
@@ -190,14 +192,14 @@ class NativeLink:
         transport, num_processes, failure_reason = self._transfer.transport, len(self._load.processes), ""
         if not self._transfer.is_connected(self._load.processes):
             return "an engine died", range(num_processes)
-        replies = self._load.start("receive", [(header, _BUCKET_TIMEOUT_SECONDS)] * num_processes)
+        replies = self._load.call_engines("receive_native_bucket", [(header, _BUCKET_TIMEOUT_SECONDS)] * num_processes)
         try:
             has_failed = _any_failed(replies)
-            with_timeout(_BUCKET_TIMEOUT_SECONDS, transport.transmit, abort=transport.abort, has_failed=has_failed)
+            call_with_timeout(_BUCKET_TIMEOUT_SECONDS, transport.transmit, abort=transport.abort, has_failed=has_failed)
         except Exception as error:  # noqa: BLE001 - the engines get the bucket by the host link
             failure_reason = first_line(error)
             transport.abort()
-        missing_engines = self._load.finish(replies)
+        missing_engines = self._load.await_replies(replies)
         if missing_engines or len(self._load.processes) < num_processes:
             failure_reason = failure_reason or "an engine did not receive a bucket"
         return failure_reason, missing_engines

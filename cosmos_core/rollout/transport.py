@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from cosmos_core.errors import first_line
-from cosmos_core.parallel.mesh import all_gather_object, broadcast_object, is_first
+from cosmos_core.parallel.mesh import all_gather_object, broadcast_object, is_first_rank
 from cosmos_core.rollout.base import Bucket
-from cosmos_core.rollout.link import BucketHeader, TransferFailed, fill_bucket, split_bucket
+from cosmos_core.rollout.link import BucketHeader, TransferFailed, copy_tensors_to_buffer, split_bucket
 from cosmos_core.rollout.vllm import import_vllm, set_environment
 from cosmos_core.rollout.vllm_process import restore_process_state
 
@@ -21,9 +21,9 @@ _MAX_BUFFER_BYTES = (1 << 63) - 1
 """Size in bytes of vLLM's receive buffers; its maximum makes vLLM receive each bucket by one broadcast."""
 
 
-class Transport:
-    """The trainer's end of a transfer engine of vLLM; `stage`, `broadcast_failure` and `end_load` run on all ranks,
-    other methods on the first rank."""
+class WeightTransport:
+    """The trainer's end of a transfer engine of vLLM; `stage_bucket`, `broadcast_failure` and `end_weight_load` run on
+    all ranks, other methods on the first rank."""
 
     backend: str
     """Name of the transfer engine in vLLM."""
@@ -32,14 +32,14 @@ class Transport:
     def __init__(self) -> None:
         self.send_buffer: Tensor | None = None
 
-    def prepare(self, num_engines: int, ranks_per_engine: int) -> list[dict[str, Any]]:
+    def prepare_connection(self, num_engines: int, ranks_per_engine: int) -> list[dict[str, Any]]:
         """Return, for each engine, the init info with which vLLM initialises its weight transfer engine."""
         return [{"packed": True}] * num_engines
 
     def connect(self) -> None:
         """Connect with the engines, which connect at the same time."""
 
-    def stage(self, bucket: Bucket) -> BucketHeader:
+    def stage_bucket(self, bucket: Bucket) -> BucketHeader:
         """Copy a bucket into the send buffer, and return its header; raise `TransferFailed` if a rank fails."""
         raise NotImplementedError
 
@@ -53,7 +53,7 @@ class Transport:
     def abort(self) -> None:
         """Disconnect from the engines, so that `transmit` returns even if it hangs; call this in any thread."""
 
-    def end_load(self) -> None:
+    def end_weight_load(self) -> None:
         """Free the send buffer."""
         self.send_buffer = None
 
@@ -67,12 +67,12 @@ class Transport:
         if self.send_buffer is None or self.send_buffer.numel() < num_bytes:
             self.send_buffer = None  # free the old buffer before a larger one is allocated
             self.send_buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        fill_bucket(self.send_buffer, tensors)
+        copy_tensors_to_buffer(self.send_buffer, tensors)
         self.stream().synchronize()  # another thread or process reads the buffer next
         return self.send_buffer[:num_bytes]
 
 
-class NcclTransport(Transport):
+class NcclTransport(WeightTransport):
     """NCCL broadcast from the first rank to all ranks of all engines. It never overlaps collectives of the trainer's
     ranks, because two communicators on one GPU may deadlock."""
 
@@ -84,7 +84,7 @@ class NcclTransport(Transport):
         self._sent_bytes: Tensor | None = None
         self._unique_id, self._num_ranks = b"", 0
 
-    def prepare(self, num_engines: int, ranks_per_engine: int) -> list[dict[str, Any]]:
+    def prepare_connection(self, num_engines: int, ranks_per_engine: int) -> list[dict[str, Any]]:
         self.abort()
         set_environment()
         with restore_process_state():  # importing vLLM must not change the trainer's process
@@ -108,9 +108,9 @@ class NcclTransport(Transport):
         if self._communicator.disabled:  # a disabled communicator transfers nothing, without an error
             raise TransferFailed("vLLM cannot use NCCL")
 
-    def stage(self, bucket: Bucket) -> BucketHeader:
+    def stage_bucket(self, bucket: Bucket) -> BucketHeader:
         header, tensors = split_bucket(bucket)
-        if is_first():
+        if is_first_rank():
             try:
                 self._sent_bytes = self.fill_buffer(tensors)
             except RuntimeError as error:
@@ -128,7 +128,7 @@ class NcclTransport(Transport):
             self._communicator = None
 
 
-class IpcTransport(Transport):
+class IpcTransport(WeightTransport):
     """CUDA IPC from each rank, which has the whole bucket in its send buffer, to the engine's rank on the same GPU."""
 
     backend = "ipc"
@@ -137,7 +137,7 @@ class IpcTransport(Transport):
         super().__init__()
         self._ipc_handle_by_gpu: dict[str, tuple[Any, ...]] = {}
 
-    def stage(self, bucket: Bucket) -> BucketHeader:
+    def stage_bucket(self, bucket: Bucket) -> BucketHeader:
         header, tensors = split_bucket(bucket)
         error_message = ""
         try:
@@ -165,8 +165,8 @@ class IpcTransport(Transport):
     def broadcast_failure(self, reason: str) -> str:
         return broadcast_object(reason)  # also a barrier: no rank overwrites a buffer that an engine still reads
 
-    def end_load(self) -> None:
-        super().end_load()
+    def end_weight_load(self) -> None:
+        super().end_weight_load()
         self._ipc_handle_by_gpu = {}
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()

@@ -25,7 +25,7 @@ from cosmos_core.rollout.base import EngineSettings, EngineWrapper, UnfinishedGr
 from cosmos_core.tools.base import ToolCall, ToolResult, parse_tool_calls
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment, Turn
 
-_MAX_TOOL_TIME = timedelta(days=1)
+_TOOL_TIMEOUT = timedelta(days=1)
 """Time for which the ranks of an engine wait for the tools that its first rank calls; the tools have a time limit."""
 
 
@@ -49,7 +49,7 @@ class _Conversation:
     def num_tokens_left(self) -> int:
         return self.group.sampling.max_tokens - sum(len(segment.token_ids) for segment in self.segments)
 
-    def end(self, reason: Literal["stop", "length"]) -> None:
+    def end_conversation(self, reason: Literal["stop", "length"]) -> None:
         """End the conversation, and add its completion with the finish reason `reason` to the group."""
         text = next(turn.text for turn in reversed(self.turns) if turn.role == "assistant")
         self.group.completions[self.k] = Completion(tuple(self.segments), reason, text, tuple(self.turns))
@@ -68,12 +68,12 @@ class MultiTurnEngine(EngineWrapper):
         self._samplings: dict[tuple[int, int], list[Sampling]] = defaultdict(list)
         self._conversations: dict[int, _Conversation] = {}
         if hasattr(engine, "step"):
-            self.step: Callable[[], list[Group]] = lambda: self._continue_groups(engine.step())
+            self.step: Callable[[], list[Group]] = lambda: self._continue_conversations(engine.step())
         if hasattr(engine, "abort"):
-            self.abort = self._abort
+            self.abort = self._abort_conversations
         self._engine_ranks: dist.ProcessGroup | None = None
         if (ranks_per_engine := engine.ranks_per_engine) > 1:
-            self._engine_ranks, _ = dist.new_subgroups(ranks_per_engine, timeout=_MAX_TOOL_TIME, backend="gloo")
+            self._engine_ranks, _ = dist.new_subgroups(ranks_per_engine, timeout=_TOOL_TIMEOUT, backend="gloo")
         num_workers = max(1, len(os.sched_getaffinity(0)) // num_ranks())
         self._beat = settings.beat
         self._tool_runner = make_tool_runner(config, num_workers, partial(send_heartbeat, settings.beat))
@@ -90,7 +90,7 @@ class MultiTurnEngine(EngineWrapper):
     def completed(self) -> list[Group]:
         """Return the groups whose conversations have all ended."""
         while groups := self._engine.completed():
-            if complete_groups := self._continue_groups(groups):
+            if complete_groups := self._continue_conversations(groups):
                 return complete_groups
         wait_for_ranks(self._beat)  # tools may take longer than the timeout of a collective
         return []
@@ -100,14 +100,14 @@ class MultiTurnEngine(EngineWrapper):
         self._tool_runner.close()
         self._engine.close()
 
-    def _continue_groups(self, groups: Sequence[Group]) -> list[Group]:
+    def _continue_conversations(self, groups: Sequence[Group]) -> list[Group]:
         """Continue the conversations whose turns have ended, and return the groups of which all have ended."""
-        states = [update for group in groups for update in self._add_turns(group)]
-        self._submit_next_turns([conversation for conversation, has_ended in states if not has_ended])
-        unfinished_groups = {id(conversation.group): conversation.group for conversation, _ in states}
+        conversation_states = [update for group in groups for update in self._add_turns(group)]
+        self._submit_next_turns([conversation for conversation, has_ended in conversation_states if not has_ended])
+        unfinished_groups = {id(conversation.group): conversation.group for conversation, _ in conversation_states}
         return list(filter(None, (group.to_group() for group in unfinished_groups.values())))
 
-    def _abort(self) -> None:
+    def _abort_conversations(self) -> None:
         engine: Any = self._engine
         engine.abort()
         self._samplings.clear()
@@ -145,7 +145,7 @@ class MultiTurnEngine(EngineWrapper):
         conversation.num_policy_turns += 1
         if conversation.tool_calls and conversation.num_policy_turns < self._max_turns:
             return False
-        conversation.end("length" if is_truncated or conversation.tool_calls else "stop")
+        conversation.end_conversation("length" if is_truncated or conversation.tool_calls else "stop")
         return True
 
     def _submit_next_turns(self, conversations: Sequence[_Conversation]) -> None:
@@ -155,7 +155,7 @@ class MultiTurnEngine(EngineWrapper):
         for conversation in conversations:
             named_results = [(call.name or "unknown", next(results)) for call in conversation.tool_calls]
             if (prompt := self._next_prompt(conversation, named_results)) is None:
-                conversation.end("length")
+                conversation.end_conversation("length")
                 continue
             self._conversations[prompt.id] = conversation
             settings = conversation.group.sampling, conversation.group.step
@@ -169,9 +169,9 @@ class MultiTurnEngine(EngineWrapper):
     def _call_tools(self, tool_calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Return the results of tool calls, which the first rank of an engine makes for all ranks of the engine."""
         if self._engine_ranks is None or not tool_calls:
-            return self._tool_runner.run_calls(tool_calls)
+            return self._tool_runner.run_tool_calls(tool_calls)
         first_rank = dist.get_global_rank(self._engine_ranks, 0)
-        results = self._tool_runner.run_calls(tool_calls) if rank_number() == first_rank else []
+        results = self._tool_runner.run_tool_calls(tool_calls) if rank_number() == first_rank else []
         fields = [(result.text, result.is_error) for result in results]
         return [ToolResult(*values) for values in exchange.broadcast(fields, first_rank, self._engine_ranks)]
 
@@ -179,15 +179,15 @@ class MultiTurnEngine(EngineWrapper):
         """Add tool results to a conversation, and return the prompt of its next turn; None: no tokens are left."""
         conversation.turns += [Turn("tool", result.text, result.is_error) for _, result in results]
         result_ids, group = self._text.tokenise_results(results), conversation.group
-        later_ids = (*conversation.token_ids, *result_ids)
-        token_ids = (*group.prompt.token_ids, *later_ids)
+        later_token_ids = (*conversation.token_ids, *result_ids)
+        token_ids = (*group.prompt.token_ids, *later_token_ids)
         if len(result_ids) >= conversation.num_tokens_left or len(token_ids) >= self._max_model_len:
             return None
         conversation.segments.append(Segment(result_ids, False, (), conversation.segments[-1].version))
         turn_key = (group.prompt.id, group.step, conversation.k, conversation.num_policy_turns)
         request_ids = (turn_request_id(*turn_key, attempt) for attempt in count())
         request_id = next(id_ for id_ in request_ids if id_ not in self._conversations)
-        return replace(group.prompt, id=request_id, token_ids=token_ids, later_token_ids=later_ids)
+        return replace(group.prompt, id=request_id, token_ids=token_ids, later_turn_token_ids=later_token_ids)
 
 
 def turn_request_id(prompt_id: int, step: int, k: int, turn: int, attempt: int = 0) -> int:

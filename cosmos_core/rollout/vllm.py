@@ -37,22 +37,22 @@ from cosmos_core.rollout.base import (
 from cosmos_core.rollout.mxfp4 import QUANTIZATION_FORMAT, has_mxfp4, quantize_bucket
 from cosmos_core.rollout.sample_tokens import use_uniform_sampling
 from cosmos_core.rollout.vllm_adapter import open_adapter
-from cosmos_core.rollout.vllm_link import VllmLink
+from cosmos_core.rollout.vllm_link import VllmWeightLink
 from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
 
-_ENVIRONMENT = {
+_VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",  # vLLM's startup warnings concern servers and kernels, not recipes
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-_CPU_ENVIRONMENT = {
+_VLLM_CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB of host memory for the KV cache
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding threads to cores would affect the trainer's threads
 }
-_OWN_GPU_ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
+_SINGLE_GPU_RANK_ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 """Environment of ranks that see one GPU each: it disables vLLM features that need to see the GPUs of other ranks."""
 _WEIGHTS_TAG, _KV_CACHE_TAG = "weights", "kv_cache"
 _COMMON_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 256)
@@ -66,8 +66,8 @@ class VllmEngine:
     name = "vllm"
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._has_ranks = vllm_ranks.has_ranks(settings)
-        self.ranks_per_engine = 1 if self._has_ranks else settings.rollout.parallelism.tp_size
+        self._has_child_ranks = vllm_ranks.has_child_ranks(settings)
+        self.ranks_per_engine = 1 if self._has_child_ranks else settings.rollout.parallelism.tp_size
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
@@ -90,8 +90,8 @@ class VllmEngine:
             self._adapter = open_adapter(settings)
             self.weight_format: WeightFormat = "adapter" if self._adapter else "checkpoint"
             try:
-                arguments = self._adapter.arguments if self._adapter else {}
-                with nullcontext() if is_single_rank() or self._has_ranks else vllm_process.unique_memory_names():
+                arguments = self._adapter.llm_arguments if self._adapter else {}
+                with nullcontext() if is_single_rank() or self._has_child_ranks else vllm_process.unique_memory_names():
                     self._llm = self._vllm.LLM(**_engine_arguments(settings), **arguments)
             except ValueError as error:
                 reason = " ".join(str(error).split())[:400]
@@ -99,19 +99,19 @@ class VllmEngine:
                 raise ConfigError(f"{problem}; or set rollout.backend = 'hf'") from error
             if not torch.cuda.is_available():
                 self._llm.collective_rpc(use_uniform_sampling)
-            if self._has_ranks:
+            if self._has_child_ranks:
                 vllm_ranks.end_ranks_together(self._llm)
             elif not is_single_rank():
                 vllm_process.unlink_shared_memory()
         is_native = settings.rollout.weight_transfer == "native" and settings.is_separate
-        self.link = VllmLink(self._llm) if is_native and not self._adapter and not is_mxfp4 else None
+        self.link = VllmWeightLink(self._llm) if is_native and not self._adapter and not is_mxfp4 else None
         """Connection through which the ranks receive weights without host memory; None: no link."""
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         check_prompts(prompts, self._max_model_len)
         ks = range(sampling.num_completions)
         requests = [(group, k) for group in (UnfinishedGroup(prompt, sampling, step) for prompt in prompts) for k in ks]
-        inputs = [each for prompt in prompts for each in [self._make_tokens_prompt(prompt)] * len(ks)]
+        inputs = [tokens_prompt for prompt in prompts for tokens_prompt in [self._make_tokens_prompt(prompt)] * len(ks)]
         seeds = [request_seed(sampling.seed, step, group.prompt.id, k) for group, k in requests]
         parameters = [self._sampling_params(sampling, seed) for seed in seeds]
         with vllm_process.restore_process_state():
@@ -147,14 +147,14 @@ class VllmEngine:
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights; tied weights must be sent under both names. Keys and values of requests in flight are computed
         again, so that each token is sampled from the distribution of one version."""
-        self._wake_allocation(_WEIGHTS_TAG)
+        self._reallocate_memory(_WEIGHTS_TAG)
         with vllm_process.restore_process_state():
             if self._adapter is None:
-                self._reload(buckets)
+                self._replace_weights(buckets)
             else:
                 self._adapter.load(self._llm, self._receiver.tensors(buckets))
         # The KV cache is reallocated after the load, because a load needs more memory than the weights alone.
-        self._wake_allocation(_KV_CACHE_TAG)
+        self._reallocate_memory(_KV_CACHE_TAG)
         with vllm_process.restore_process_state():
             self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight))
             if self._vision is not None:  # cached image embeddings were computed with the old weights
@@ -164,19 +164,19 @@ class VllmEngine:
                 num_tokens = request_state.detokenizer.num_output_tokens()
                 group.earlier_versions.setdefault(k, []).append((num_tokens, self._version))
         self._version, self.sleep_level = version, 0
-        return self._receiver.receipt(version)
+        return self._receiver.acknowledge(version)
 
-    def _reload(self, buckets: Iterable[Bucket]) -> None:
+    def _replace_weights(self, buckets: Iterable[Bucket]) -> None:
         """Replace all weights, and end a failed load, which vLLM would continue with the tensors of the next load."""
         try:
             received_buckets = map(self._convert_bucket, self._receiver.buckets(buckets))
-            if self._has_ranks or self.link is not None:
+            if self._has_child_ranks or self.link is not None:
                 vllm_ranks.load_on_ranks(self._llm, received_buckets)
             else:
                 tensors = chain.from_iterable(received_buckets)
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         except Exception:
-            self._llm.collective_rpc(vllm_ranks.end_load)
+            self._llm.collective_rpc(vllm_ranks.end_weight_load)
             raise
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
@@ -185,14 +185,14 @@ class VllmEngine:
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(token_ids))
         with vllm_process.restore_process_state():
             [probe_id] = self._llm.enqueue([prompt], sampling_params, lora_request=self._lora_request, use_tqdm=False)
-            probe: Any = None
-            while probe is None:
+            probe_output: Any = None
+            while probe_output is None:
                 for output in self._llm.llm_engine.step():
                     if output.request_id == probe_id.partition("-")[0]:
-                        probe = output
+                        probe_output = output
                     else:
                         self._finished_in_probe += self._add_completion(output)
-        token_logprobs = zip(token_ids[1:], probe.prompt_logprobs[1:], strict=True)
+        token_logprobs = zip(token_ids[1:], probe_output.prompt_logprobs[1:], strict=True)
         return [logprobs[token].logprob for token, logprobs in token_logprobs]
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
@@ -205,10 +205,10 @@ class VllmEngine:
             self.sleep_level = max(self.sleep_level, level)
 
     def wake(self) -> None:
-        self._wake_allocation(_WEIGHTS_TAG)
-        self._wake_allocation(_KV_CACHE_TAG)
+        self._reallocate_memory(_WEIGHTS_TAG)
+        self._reallocate_memory(_KV_CACHE_TAG)
 
-    def _wake_allocation(self, memory_tag: str) -> None:
+    def _reallocate_memory(self, memory_tag: str) -> None:
         """Reallocate vLLM's memory `memory_tag` after freeing torch's cached memory, which vLLM cannot use."""
         if memory_tag in self._asleep_tags:
             torch.cuda.empty_cache()
@@ -251,8 +251,8 @@ class VllmEngine:
         # As in the prepared rows, a template may leave the BOS token to the tokenizer.
         has_bos = bool(self._tokenizer.bos_token) and prompt.text.startswith(self._tokenizer.bos_token)
         text_token_ids = self._tokenizer(prompt.text, add_special_tokens=not has_bos)["input_ids"]
-        token_ids, images = [*text_token_ids, *prompt.later_token_ids], [open_image(image) for image in prompt.images]
-        return self._vllm.TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": images})
+        token_ids, media = [*text_token_ids, *prompt.later_turn_token_ids], {"image": [*map(open_image, prompt.images)]}
+        return self._vllm.TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=media)
 
     def _sampling_params(self, sampling: Sampling, seed: int) -> Any:
         min_temperature, max_temperature = VLLM_TEMPERATURES
@@ -270,7 +270,8 @@ class VllmEngine:
 
 def set_environment() -> None:
     """Set vLLM's environment variables before it is imported; variables that the user has set are kept."""
-    for name, value in (_ENVIRONMENT if torch.cuda.is_available() else _ENVIRONMENT | _CPU_ENVIRONMENT).items():
+    variables = _VLLM_ENVIRONMENT if torch.cuda.is_available() else _VLLM_ENVIRONMENT | _VLLM_CPU_ENVIRONMENT
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
@@ -336,7 +337,7 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
-    if vllm_ranks.has_ranks(settings):
+    if vllm_ranks.has_child_ranks(settings):
         arguments |= vllm_ranks.engine_rank_arguments(is_cpu=not has_gpu)
     if settings.vision is not None:  # the limits with which prompts were tokenised
         image_sizes = settings.custom.get("vision") or {}
@@ -355,7 +356,7 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         arguments["quantization"] = "fp8"
     if has_gpu and arguments["distributed_executor_backend"] == "external_launcher":
         arguments["disable_custom_all_reduce"] = True
-        for name, value in _OWN_GPU_ENVIRONMENT.items():
+        for name, value in _SINGLE_GPU_RANK_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     if has_gpu:
         arguments |= {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}

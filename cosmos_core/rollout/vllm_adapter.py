@@ -20,7 +20,7 @@ from cosmos_core.rollout.base import EngineSettings
 _ADAPTER_NAME, _ADAPTER_ID = "policy", 1
 _SUPPORTED_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 """Suffixes of layer names to which vLLM applies adapters in every family of decoders."""
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of the maximum LoRA rank that vLLM supports; one value is chosen when the engine starts."""
 
 
@@ -36,9 +36,10 @@ class VllmAdapter:
         base weights."""
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def llm_arguments(self) -> dict[str, Any]:
         """Return the arguments of vLLM's `LLM` that enable the adapter."""
-        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(r for r in _RANKS if r >= self.max_rank)}
+        max_lora_rank = next(rank for rank in _LORA_RANKS if rank >= self.max_rank)
+        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_lora_rank}
 
     def load(self, llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load the LoRA factors of a new version of the policy, which vLLM reads from a temporary file."""
@@ -71,6 +72,6 @@ def open_adapter(settings: EngineSettings) -> VllmAdapter | None:
     adapter = VllmAdapter(settings)
     architectures = settings.model.config.architectures or [type(settings.model).__name__]
     registered_model = ModelRegistry.models.get(architectures[0])
-    if adapter.max_rank > _RANKS[-1] or registered_model is None:
+    if adapter.max_rank > _LORA_RANKS[-1] or registered_model is None:
         return None
     return adapter if supports_lora(registered_model.load_model_cls()) else None

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from cosmos_core.errors import first_line
 from cosmos_core.rollout.base import Bucket
-from cosmos_core.rollout.link import BucketHeader, TransferFailed, with_timeout
+from cosmos_core.rollout.link import BucketHeader, TransferFailed, call_with_timeout
 
 
-class VllmLink:
+class VllmWeightLink:
     """Connection of all ranks of a vLLM engine with the trainer."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
 
-    def join(self, backend: str, init_info: dict[str, Any], seconds: float) -> None:
-        """Connect each rank with the trainer through vLLM's transfer engine `backend`, in place of an earlier link."""
+    def connect(self, backend: str, init_info: dict[str, Any], seconds: float) -> None:
+        """Connect each rank with the trainer through vLLM's transfer engine `backend`, and close an earlier link."""
         self._call_all_ranks(_connect_rank, backend, init_info, seconds)
 
     def receive(self, header: BucketHeader, seconds: float) -> None:
@@ -44,7 +44,7 @@ class _TensorCollector(list[tuple[str, Tensor]]):
         self.extend(tensors)
 
 
-class RankLink:
+class RankWeightLink:
     """Connection of one rank of an engine with the trainer; it keeps the last received bucket."""
 
     def __init__(self, worker: Any, backend: str, init_info: dict[str, Any]) -> None:
@@ -66,8 +66,9 @@ class RankLink:
             torch.cuda.current_stream().synchronize()
         self._received_bucket, collector = None, _TensorCollector()
         self._transfer_engine.set_weight_update_target(collector, self._transfer_engine.model_config)
-        with_timeout(seconds, lambda: self._transfer_engine.update_weights(header.update_info()), abort=self._abort)
-        self._received_bucket = header.bucket(dict(collector))
+        engine = self._transfer_engine
+        call_with_timeout(seconds, lambda: engine.update_weights(header.update_info()), abort=self._disconnect)
+        self._received_bucket = header.make_bucket(dict(collector))
 
     def take_bucket(self) -> Bucket:
         """Return the last received bucket, and drop the reference to it."""
@@ -75,7 +76,7 @@ class RankLink:
         bucket, self._received_bucket = self._received_bucket, None
         return bucket
 
-    def end_load(self) -> None:
+    def end_weight_load(self) -> None:
         """Release the last bucket, and the trainer's memory that this rank has mapped."""
         self._received_bucket = None
         if ipc_importer := getattr(self._transfer_engine, "_packed_importer", None):
@@ -83,15 +84,15 @@ class RankLink:
 
     def close(self) -> None:
         """Free the communicator and the memory of the link."""
-        self.end_load()
-        self._abort()
+        self.end_weight_load()
+        self._disconnect()
         self._transfer_engine.shutdown()
 
     @property
     def _communicator_group(self) -> Any:
         return getattr(self._transfer_engine, "model_update_group", None)
 
-    def _abort(self) -> None:
+    def _disconnect(self) -> None:
         if self._communicator_group is not None:
             self._communicator_group.destroy()
 
@@ -109,7 +110,7 @@ def _connect_rank(worker: Any, backend: str, init_info: dict[str, Any], timeout_
     if link := getattr(worker, "weight_link", None):
         link.close()
     worker.weight_link = None
-    worker.weight_link = with_timeout(timeout_seconds, partial(RankLink, worker, backend, init_info))
+    worker.weight_link = call_with_timeout(timeout_seconds, partial(RankWeightLink, worker, backend, init_info))
 
 
 def _receive_on_rank(worker: Any, header: BucketHeader, timeout_seconds: float) -> None:

@@ -22,7 +22,7 @@ from cosmos_core.errors import StageFailed
 from cosmos_core.models.hf import load_config
 from cosmos_core.rollout.vllm import check_head_size, head_size_problem, import_vllm, set_environment
 
-_MIN_CAPABILITY = 75
+_MIN_COMPUTE_CAPABILITY = 75
 """Lowest compute capability, times ten, of vLLM's kernels for quantised weights on CUDA."""
 _MAX_LOGPROB_DIFFERENCE = 1e-3
 """Maximum difference between a log-probability that vLLM returns and that of the captured logits."""
@@ -41,8 +41,8 @@ def vllm_problem(name: str, config: PretrainedConfig | None = None, folder: str 
         return "vLLM is not installed"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        requirement = f"needs compute capability {_MIN_CAPABILITY / 10}, and this GPU has {major}.{minor}"
-        return "" if major * 10 + minor >= _MIN_CAPABILITY else f"vLLM's kernel of {name} {requirement}"
+        requirement = f"needs compute capability {_MIN_COMPUTE_CAPABILITY / 10}, and this GPU has {major}.{minor}"
+        return "" if major * 10 + minor >= _MIN_COMPUTE_CAPABILITY else f"vLLM's kernel of {name} {requirement}"
     if name == "w4a16" and not torch.cpu._is_avx512_supported():
         return "vLLM's kernel of w4a16 on CPU needs AVX-512, which this processor does not have"
     return head_size_problem(config, folder) if config is not None else ""
@@ -67,14 +67,14 @@ def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
         captured_logits.clear()
         [output] = llm.generate([vllm.TokensPrompt(prompt_token_ids=token_row)], sampling, use_tqdm=False)
         logprobs_and_tokens = zip(output.prompt_logprobs[1:], token_row[1:], strict=True)
-        returned_T = torch.tensor([logprobs[token].logprob for logprobs, token in logprobs_and_tokens])
+        returned_logprobs_T = torch.tensor([logprobs[token].logprob for logprobs, token in logprobs_and_tokens])
         # vLLM computes the logits of the prompt last. On a GPU, the next position after the prompt is included.
         logits_TV = captured_logits[-1][: len(token_row) - 1].float().cpu()
         problem = "vLLM computes log-probabilities of prompts in an unexpected way"
-        if len(logits_TV) != len(returned_T):
+        if len(logits_TV) != len(returned_logprobs_T):
             raise StageFailed(f"{problem}: {len(logits_TV)} positions for a prompt of {len(token_row)} tokens")
-        captured_T = logits_TV.log_softmax(-1)[torch.arange(len(returned_T)), token_row[1:]]
-        if not (difference := (captured_T - returned_T).abs().max()) < _MAX_LOGPROB_DIFFERENCE:
+        captured_logprobs_T = logits_TV.log_softmax(-1)[torch.arange(len(returned_logprobs_T)), token_row[1:]]
+        if not (difference := (captured_logprobs_T - returned_logprobs_T).abs().max()) < _MAX_LOGPROB_DIFFERENCE:
             raise StageFailed(f"{problem}: those of its logits differ from what it returns by {difference:.2g}")
         yield logits_TV
 
@@ -84,8 +84,8 @@ def _capture_logits(worker: Any, captured_logits: list[Tensor]) -> None:
     model = worker.model_runner.model
     compute_logits = model.compute_logits
 
-    def compute(*args: Any, **kwargs: Any) -> Any:
+    def compute_and_capture(*args: Any, **kwargs: Any) -> Any:
         captured_logits.append(logits := compute_logits(*args, **kwargs))
         return logits
 
-    model.compute_logits = compute
+    model.compute_logits = compute_and_capture

@@ -24,12 +24,12 @@ from cosmos_core.parallel.mesh import broadcast_object
 @contextmanager
 def keep_process_group() -> Iterator[None]:
     """Return a context manager in which the shutdown of an engine does not destroy the trainer's process group."""
-    original_destroy = torch.distributed.destroy_process_group
-    torch.distributed.destroy_process_group = lambda group=None: group and original_destroy(group)
+    original_destroy_process_group = torch.distributed.destroy_process_group
+    torch.distributed.destroy_process_group = lambda group=None: group and original_destroy_process_group(group)
     try:
         yield
     finally:
-        torch.distributed.destroy_process_group = original_destroy
+        torch.distributed.destroy_process_group = original_destroy_process_group
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def restore_process_state() -> Iterator[None]:
     """
     python_rng_state, numpy_rng_state = random.getstate(), np.random.get_state()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {signal_number: signal.getsignal(signal_number) for signal_number in (signal.SIGTERM, signal.SIGINT)}
     environment = dict(os.environ)
     try:
         with torch.random.fork_rng():
@@ -53,9 +53,9 @@ def restore_process_state() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
+        for signal_number, handler in handlers.items():
+            if signal.getsignal(signal_number) is not handler:
+                signal.signal(signal_number, handler)
         for name in set(os.environ) - set(environment):
             if not name.startswith("VLLM_"):
                 del os.environ[name]
@@ -68,16 +68,16 @@ def unique_memory_names() -> Iterator[None]:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     name_prefix = broadcast_object(secrets.token_hex(8))
-    make_original_name = _CPUSHMDistributed.make_group_name
+    original_make_group_name = _CPUSHMDistributed.make_group_name
 
     def make_unique_name(communicator: Any) -> str:
-        return f"{name_prefix}-{make_original_name(communicator).lstrip('/')}"
+        return f"{name_prefix}-{original_make_group_name(communicator).lstrip('/')}"
 
     _CPUSHMDistributed.make_group_name = staticmethod(make_unique_name)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _CPUSHMDistributed.make_group_name = staticmethod(make_original_name)  # type: ignore[method-assign]
+        _CPUSHMDistributed.make_group_name = staticmethod(original_make_group_name)  # type: ignore[method-assign]
 
 
 def unlink_shared_memory() -> None:

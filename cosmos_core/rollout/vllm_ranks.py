@@ -15,13 +15,13 @@ from cosmos_core.rollout.base import Bucket, EngineSettings
 from cosmos_core.rollout.replica import PackedBucket, pack_bucket, unpack_bucket
 from cosmos_core.rollout.vllm_process import unlink_shared_memory
 
-_RANK_ENVIRONMENT = {
+_VLLM_RANK_ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked child may deadlock on a lock of another thread
     "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on one machine, so loopback suffices
 }
 
 
-def has_ranks(settings: EngineSettings) -> bool:
+def has_child_ranks(settings: EngineSettings) -> bool:
     """Return whether a vLLM engine starts tensor-parallel ranks as child processes, not in the trainer's ranks."""
     return settings.is_separate and settings.rollout.parallelism.tp_size > 1 and is_single_rank()
 
@@ -29,7 +29,7 @@ def has_ranks(settings: EngineSettings) -> bool:
 def engine_rank_arguments(*, is_cpu: bool) -> dict[str, Any]:
     """Return vLLM's arguments for an engine with ranks, and set environment variables that the ranks inherit."""
     cpu_environment = {"TORCHDYNAMO_DISABLE": "1"} if is_cpu else {}
-    for name, value in (_RANK_ENVIRONMENT | cpu_environment).items():
+    for name, value in (_VLLM_RANK_ENVIRONMENT | cpu_environment).items():
         os.environ.setdefault(name, value)
     return {"distributed_executor_backend": "mp"}
 
@@ -42,16 +42,16 @@ def end_ranks_together(llm: Any) -> None:
 
 def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:
     """Replace the weights of all ranks; for a bucket on the meta device, ranks load what their links received."""
-    llm.collective_rpc(begin_weights)
+    llm.collective_rpc(initialize_weight_reload)
     for bucket in buckets:
         llm.collective_rpc(load_bucket, args=() if bucket[0][1].is_meta else (pack_bucket(bucket),))
-    llm.collective_rpc(end_load)
+    llm.collective_rpc(end_weight_load)
 
 
 # vLLM calls the following functions in each rank, with the rank's worker.
 
 
-def end_load(worker: Any) -> None:
+def end_weight_load(worker: Any) -> None:
     """End the weight load of a rank, because vLLM would continue an incomplete load with the tensors of the next."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -59,7 +59,7 @@ def end_load(worker: Any) -> None:
     with set_current_vllm_config(worker.vllm_config):
         finalize_layerwise_reload(worker.model_runner.get_model(), worker.model_runner.model_config)
     if link := getattr(worker, "weight_link", None):
-        link.end_load()
+        link.end_weight_load()
 
 
 def exit_with_parent(worker: Any, pid: int) -> None:
@@ -68,7 +68,7 @@ def exit_with_parent(worker: Any, pid: int) -> None:
     unlink_shared_memory()
 
 
-def begin_weights(worker: Any) -> None:
+def initialize_weight_reload(worker: Any) -> None:
     """Prepare a rank to load all weights, as `GPUModelRunner.reload_weights` does."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload

@@ -23,16 +23,16 @@ T = TypeVar("T")
 
 S3_SCHEME = "s3://"
 CREDENTIAL_VARIABLES = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or PROD_S3_CHECKPOINT_*"
-_VARIABLE_PREFIX = "PROD_S3_CHECKPOINT_"
-_ENDPOINT_VARIABLES = (f"{_VARIABLE_PREFIX}ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-_ACCESS_ERRORS = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
-_MISSING_ERRORS = {"404", "NoSuchKey", "NotFound"}
-_CONFLICT_ERRORS = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey"}
+_COSMOS_VARIABLE_PREFIX = "PROD_S3_CHECKPOINT_"
+_ENDPOINT_URL_VARIABLES = (f"{_COSMOS_VARIABLE_PREFIX}ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_DENIED_CODES = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
+_NOT_FOUND_CODES = {"404", "NoSuchKey", "NotFound"}
+_WRITE_CONFLICT_CODES = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey"}
 """Errors of a write whose condition does not hold for the stored object."""
 _BLOCK_BYTES = 1 << 20
 _CONNECT_TIMEOUT_SECONDS = 10.0
 _MAX_ATTEMPTS = 6
-_MAX_TRANSFERS = 3  # maximum number of transfers of one object whose digest does not match
+_MAX_TRANSFER_ATTEMPTS = 3  # maximum number of transfers of one object whose digest does not match
 _SHA256_PATTERN, _MD5_PATTERN = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
 
 
@@ -47,15 +47,15 @@ class StoredObject:
     key: str
     size: int
     etag: str
-    modified: float
+    modified_time: float
     """Time at which the object was written, in seconds since 1970 by the clock of the store."""
 
 
-def run_threads(function: Callable[..., T], calls: Iterable[tuple[Any, ...]], num_threads: int, name: str) -> list[T]:
-    """Call a function in threads, once per tuple of arguments in `calls`; return the results in the same order. An
+def thread_map(function: Callable[..., T], args: Iterable[tuple[Any, ...]], num_threads: int, name: str) -> list[T]:
+    """Call a function in threads, once per tuple of arguments in `args`; return the results in the same order. An
     error cancels the calls that have not started."""
     with ThreadPoolExecutor(num_threads, name) as pool:
-        futures = [pool.submit(function, *arguments) for arguments in calls]
+        futures = [pool.submit(function, *arguments) for arguments in args]
         try:
             return [future.result() for future in futures]
         finally:
@@ -71,7 +71,7 @@ def split_s3_url(url: str) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=8)
-def _create_client(pid: int, endpoint: str | None, read_seconds: float, **session_settings: str | None) -> Any:
+def _create_client(pid: int, endpoint: str | None, read_timeout_seconds: float, **session_settings: str | None) -> Any:
     """Return a boto3 client of a boto3 session with the given settings, such as region and credentials; None if there
     are no credentials. It is cached because creating one takes a tenth of a second, by the id of the process because a
     child process must not use the connections of its parent."""
@@ -84,7 +84,7 @@ def _create_client(pid: int, endpoint: str | None, read_seconds: float, **sessio
         return None
     config = Config(
         connect_timeout=_CONNECT_TIMEOUT_SECONDS,
-        read_timeout=read_seconds,
+        read_timeout=read_timeout_seconds,
         retries={"total_max_attempts": _MAX_ATTEMPTS, "mode": "standard"},
         max_pool_connections=32,
         s3={"addressing_style": "path" if endpoint else "auto"},
@@ -97,33 +97,33 @@ def _create_client(pid: int, endpoint: str | None, read_seconds: float, **sessio
     except BotoCoreError:  # some BotoCoreErrors are also ValueErrors
         raise
     except ValueError as error:
-        variable = next(name for name in _ENDPOINT_VARIABLES if os.environ.get(name) == endpoint)
+        variable = next(name for name in _ENDPOINT_URL_VARIABLES if os.environ.get(name) == endpoint)
         raise ConfigError(f"{variable} = {endpoint!r} is no URL; write http://HOST:PORT or https://HOST") from error
 
 
 class Bucket:
     """Client for one bucket; its methods are thread-safe."""
 
-    def __init__(self, name: str, *, read_seconds: float = 20.0) -> None:
+    def __init__(self, name: str, *, read_timeout_seconds: float = 20.0) -> None:
         self.name = name
-        self._read_seconds = read_seconds
+        self._read_timeout_seconds = read_timeout_seconds
         """Read timeout in seconds, after which the connection is closed and the request is retried."""
 
     @cached_property
     def client(self) -> Any:
         """Return the boto3 client, created at the first use because importing boto3 takes a third of a second; raise
         ConfigError if there are no credentials, or the endpoint is no URL."""
-        access_key_id = _read_variable("ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID")
+        access_key_id = _read_environment_variable("ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID")
         # Credentials from files or roles may change while the process runs, so a client with them is not cached.
         open_client: Callable[..., Any] = _create_client if access_key_id else _create_client.__wrapped__
-        has_cosmos_key = bool(os.environ.get(f"{_VARIABLE_PREFIX}ACCESS_KEY_ID"))
+        has_cosmos_key = bool(os.environ.get(f"{_COSMOS_VARIABLE_PREFIX}ACCESS_KEY_ID"))
         client = open_client(
             os.getpid(),
-            endpoint=_read_variable("ENDPOINT_URL", *_ENDPOINT_VARIABLES[1:]),
-            read_seconds=self._read_seconds,
-            region_name=_read_variable("REGION_NAME", "AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1",
+            endpoint=_read_environment_variable("ENDPOINT_URL", *_ENDPOINT_URL_VARIABLES[1:]),
+            read_timeout_seconds=self._read_timeout_seconds,
+            region_name=_read_environment_variable("REGION_NAME", "AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1",
             aws_access_key_id=access_key_id,
-            aws_secret_access_key=_read_variable("SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
+            aws_secret_access_key=_read_environment_variable("SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
             aws_session_token=None if has_cosmos_key else os.environ.get("AWS_SESSION_TOKEN"),
         )
         if client is None:
@@ -134,7 +134,7 @@ class Bucket:
         """Return the URL of an object or a prefix."""
         return f"{S3_SCHEME}{self.name}/{key}"
 
-    def check(self, key: str) -> None:
+    def check_write_access(self, key: str) -> None:
         """Check that the object `key` may be written, without writing it; for errors see `translate_errors`."""
         from botocore.exceptions import ClientError
 
@@ -144,10 +144,10 @@ class Bucket:
                 upload = self.client.create_multipart_upload(Bucket=self.name, Key=key)
                 self.client.abort_multipart_upload(Bucket=self.name, Key=key, UploadId=upload["UploadId"])
             except ClientError as error:
-                if error.operation_name == "CreateMultipartUpload" and _read_error_code(error) in _ACCESS_ERRORS:
+                if error.operation_name == "CreateMultipartUpload" and _read_error_code(error) in _DENIED_CODES:
                     raise
 
-    def clock(self) -> float:
+    def read_clock(self) -> float:
         """Return the time by the clock of the store, in seconds since 1970."""
         headers = self.client.head_bucket(Bucket=self.name)["ResponseMetadata"]["HTTPHeaders"]
         return parsedate_to_datetime(headers["date"]).timestamp()
@@ -156,12 +156,12 @@ class Bucket:
         """Yield the objects whose key begins with a prefix, sorted by key."""
         for page in self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix):
             for entry in page.get("Contents", ()):
-                etag, modified = entry["ETag"].strip('"'), entry["LastModified"].timestamp()
-                yield StoredObject(entry["Key"], entry["Size"], etag, modified)
+                etag, modified_time = entry["ETag"].strip('"'), entry["LastModified"].timestamp()
+                yield StoredObject(entry["Key"], entry["Size"], etag, modified_time)
 
     def head(self, key: str) -> dict[str, Any] | None:
         """Return size, ETag and metadata of an object, or None if the object does not exist."""
-        response = _call_or_none(_MISSING_ERRORS, self.client.head_object, Bucket=self.name, Key=key)
+        response = _call_or_none(_NOT_FOUND_CODES, self.client.head_object, Bucket=self.name, Key=key)
         if response is None:
             return None
         etag = response["ETag"].strip('"')
@@ -174,21 +174,21 @@ class Bucket:
     def read_with_etag(self, key: str) -> tuple[bytes | None, str]:
         """Return the content and the ETag of a small object, or None and an empty string if there is no such object."""
 
-        def read() -> tuple[bytes, str]:
+        def read_object() -> tuple[bytes, str]:
             response = self.client.get_object(Bucket=self.name, Key=key)
             digest = _TransferDigest(response)
             content = response["Body"].read()
             digest.update(content)
-            digest.check(key)
+            digest.verify(key)
             return content, response["ETag"].strip('"')
 
-        return _call_or_none(_MISSING_ERRORS, self._retry_read, read) or (None, "")
+        return _call_or_none(_NOT_FOUND_CODES, self._retry_read, read_object) or (None, "")
 
     def write(self, key: str, data: bytes, **condition: str) -> str:
         """Replace a small object in one request and return its new ETag; retry if the store received altered bytes.
         The condition of the write is `IfMatch` with an ETag, or `IfNoneMatch` with "*"."""
         digest = hashlib.md5(data, usedforsecurity=False)
-        for _ in range(_MAX_TRANSFERS):
+        for _ in range(_MAX_TRANSFER_ATTEMPTS):
             response = self.client.put_object(
                 Bucket=self.name, Key=key, Body=data, ContentMD5=base64.b64encode(digest.digest()).decode(), **condition
             )
@@ -198,12 +198,12 @@ class Bucket:
                 return etag
             if condition:  # a retry replaces only the altered object, not one of another process
                 condition = {"IfMatch": response["ETag"]}
-        raise UploadError(f"{S3_SCHEME}{self.name}/{key} arrived altered {_MAX_TRANSFERS} times")
+        raise UploadError(f"{S3_SCHEME}{self.name}/{key} arrived altered {_MAX_TRANSFER_ATTEMPTS} times")
 
     def replace_if_unchanged(self, key: str, data: bytes, etag: str) -> str:
         """Replace the small object if it has this ETag (empty: create it); return the new ETag, "" if not replaced."""
         condition = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
-        return _call_or_none(_CONFLICT_ERRORS, self.write, key, data, **condition) or ""
+        return _call_or_none(_WRITE_CONFLICT_CODES, self.write, key, data, **condition) or ""
 
     def remove(self, key: str) -> None:
         """Remove an object if it exists."""
@@ -212,33 +212,33 @@ class Bucket:
     def sha256(self, key: str) -> str:
         """Return the SHA-256 digest of a stored object; this reads the whole object."""
 
-        def read() -> str:
+        def read_object() -> str:
             digest = hashlib.sha256()
             for block in self._iterate_blocks(key, self.client.get_object(Bucket=self.name, Key=key)):
                 digest.update(block)
             return digest.hexdigest()
 
-        return self._retry_read(read)
+        return self._retry_read(read_object)
 
     def download(self, key: str, path: Path, etag: str = "") -> None:
         """Write an object to a file atomically, after comparing its digest with the store's; fetch an object that was
         altered in transit again, up to three times in all. `etag` is the only accepted version; empty: any version."""
         condition = {"IfMatch": f'"{etag}"'} if etag else {}
 
-        def fetch(temporary_path: Path) -> None:
+        def download_object(temporary_path: Path) -> None:
             response = self.client.get_object(Bucket=self.name, Key=key, **condition)
             digest = _TransferDigest(response)
             with open(temporary_path, "wb") as file:
                 for block in self._iterate_blocks(key, response):
                     file.write(block)
                     digest.update(block)
-                digest.check(key)
+                digest.verify(key)
                 file.flush()
                 os.fsync(file.fileno())
 
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as temporary_path:
-            self._retry_read(partial(fetch, temporary_path))
+            self._retry_read(partial(download_object, temporary_path))
 
     def _iterate_blocks(self, key: str, object_info: dict[str, Any]) -> Iterator[bytes]:
         num_bytes_read = 0
@@ -248,18 +248,18 @@ class Bucket:
         if num_bytes_read != object_info["ContentLength"]:
             raise ConnectionError(f"{key} ended after {num_bytes_read} of {object_info['ContentLength']} bytes")
 
-    def _retry_read(self, read: Callable[[], T]) -> T:
+    def _retry_read(self, read_object: Callable[[], T]) -> T:
         """Retry a read that was cut off or altered in transit: boto3 retries requests, not the reading of responses."""
         from botocore.exceptions import HTTPClientError, IncompleteReadError, ResponseStreamingError
 
-        num_failures = num_mismatches = 0
+        num_failures = num_digest_mismatches = 0
         while True:
             try:
-                return read()
+                return read_object()
             except (HTTPClientError, IncompleteReadError, ResponseStreamingError, ConnectionError) as error:
                 num_failures += 1
-                num_mismatches += isinstance(error, _DigestMismatchError)
-                if num_failures == _MAX_ATTEMPTS or num_mismatches == _MAX_TRANSFERS:
+                num_digest_mismatches += isinstance(error, _DigestMismatchError)
+                if num_failures == _MAX_ATTEMPTS or num_digest_mismatches == _MAX_TRANSFER_ATTEMPTS:
                     raise
 
 
@@ -284,36 +284,36 @@ class _TransferDigest:
         if self._digest is not None:
             self._digest.update(block)
 
-    def check(self, key: str) -> None:
+    def verify(self, key: str) -> None:
         """Raise `_DigestMismatchError` if the digest of the received bytes differs from the digest of the store."""
         if self._digest is not None and self._digest.hexdigest() != self._expected_digest:
-            raise _DigestMismatchError(f"{key} arrived altered {_MAX_TRANSFERS} times")
+            raise _DigestMismatchError(f"{key} arrived altered {_MAX_TRANSFER_ATTEMPTS} times")
 
 
 @contextmanager
-def translate_errors(location: str, error_class: type[CosmosError] = UploadError, note: str = "") -> Iterator[None]:
+def translate_errors(location: str, error_class: type[CosmosError] = UploadError, hint: str = "") -> Iterator[None]:
     """Translate errors of boto3 into errors of this package with a message of one line: wrong credentials and names are
     permanent (`ConfigError`), all other errors may be transient. Raises `ConfigError` if the store refuses the
     credentials or has no such bucket, and `error_class` for any other error."""
     from botocore.exceptions import BotoCoreError, ClientError
 
-    message_end = f"; {note}" if note else ""
+    suffix = f"; {hint}" if hint else ""
     try:
         yield
     except ClientError as error:
         error_code = _read_error_code(error)
-        if error_code in _ACCESS_ERRORS:
+        if error_code in _DENIED_CODES:
             problem = f"the store refuses the credentials ({error_code}); set {CREDENTIAL_VARIABLES}"
-            raise ConfigError(f"{location}: {problem}{message_end}") from error
+            raise ConfigError(f"{location}: {problem}{suffix}") from error
         if error_code in {"PreconditionFailed", "412"}:
-            raise error_class(f"{location}: what lies there was changed meanwhile{message_end}") from error
+            raise error_class(f"{location}: what lies there was changed meanwhile{suffix}") from error
         if error_code == "NoSuchKey":
-            raise error_class(f"{location}: an object of it is gone{message_end}") from error
-        if error_code in {*_MISSING_ERRORS, "NoSuchBucket"}:
-            raise ConfigError(f"{location}: there is no such bucket; make it, or name another{message_end}") from error
-        raise error_class(f"{location}: the store responds with {error_code}{message_end}") from error
+            raise error_class(f"{location}: an object of it is gone{suffix}") from error
+        if error_code in {*_NOT_FOUND_CODES, "NoSuchBucket"}:
+            raise ConfigError(f"{location}: there is no such bucket; make it, or name another{suffix}") from error
+        raise error_class(f"{location}: the store responds with {error_code}{suffix}") from error
     except (BotoCoreError, ConnectionError) as error:
-        raise error_class(f"{location}: {' '.join(str(error).split())}{message_end}") from error
+        raise error_class(f"{location}: {' '.join(str(error).split())}{suffix}") from error
 
 
 def _call_or_none(error_codes: set[str], function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -332,9 +332,9 @@ def _read_error_code(error: Any) -> str:
     return str(error.response.get("Error", {}).get("Code", "an error"))
 
 
-def _read_variable(cosmos_name: str, *aws_names: str) -> str | None:
+def _read_environment_variable(cosmos_name: str, *aws_names: str) -> str | None:
     """Return the value of the first environment variable in `aws_names` that is set; if the access key of Cosmos-RL is
     set, return the value of Cosmos-RL's variable `cosmos_name` instead."""
-    if os.environ.get(f"{_VARIABLE_PREFIX}ACCESS_KEY_ID"):
-        return os.environ.get(f"{_VARIABLE_PREFIX}{cosmos_name}") or None
+    if os.environ.get(f"{_COSMOS_VARIABLE_PREFIX}ACCESS_KEY_ID"):
+        return os.environ.get(f"{_COSMOS_VARIABLE_PREFIX}{cosmos_name}") or None
     return next((value for value in map(os.environ.get, aws_names) if value), None)

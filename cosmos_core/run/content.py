@@ -40,7 +40,7 @@ def list_model_files(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Pat
     # If a single file has all weights, transformers reads that file and ignores the index.
     indexed_files |= {index_file.with_name(index_file.name.removesuffix(_INDEX_SUFFIX)) for index_file in index_files}
     indexed_folders = {index_file.parent for index_file in index_files}
-    model_files = {file for file in files if not (file.parent in indexed_folders and is_weights(file))}
+    model_files = {file for file in files if not (file.parent in indexed_folders and is_weight_file(file))}
     model_files |= {file for file in indexed_files if file.is_file()}
     return sorted(file for file in model_files if matches_patterns(file.relative_to(folder), patterns))
 
@@ -73,14 +73,14 @@ def is_outside_folder(name: str) -> bool:
     return PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts
 
 
-def is_weights(file: Path) -> bool:
+def is_weight_file(file: Path) -> bool:
     """Return True if a file holds weights of the model itself, not of an adapter."""
     return file.suffix in _WEIGHTS_SUFFIXES and not file.name.startswith("adapter_")
 
 
 def link_weights_over_model(inputs: Sequence[StageInput], folder: Path) -> str:
-    """Link the weight files among the inputs, and the other files of the model, into `folder`; return `folder`, or an
-    empty string if no input is a weight file."""
+    """Create a model folder of symbolic links: the weight files are the inputs of the role `weights`, the other files
+    are those of the input model. Return `folder`, or an empty string if no input is a weight file."""
     weight_files = [Path(stage_input.location) for stage_input in inputs if stage_input.role == "weights"]
     if not weight_files:
         return ""
@@ -88,7 +88,7 @@ def link_weights_over_model(inputs: Sequence[StageInput], folder: Path) -> str:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for file in list_model_files(model_folder):
-        if is_weights(file) or file.name.endswith(WEIGHTS_SUFFIXES):
+        if is_weight_file(file) or file.name.endswith(WEIGHTS_SUFFIXES):
             continue
         link_path = folder / file.relative_to(model_folder)
         link_path.parent.mkdir(parents=True, exist_ok=True)

@@ -73,5 +73,5 @@ def _read_cache(path: Path) -> dict[str, tuple[FileKey, str]]:
         except (ValueError, TypeError, RecursionError):  # skip a truncated or damaged line of the cache
             continue
     if len(lines) > 2 * len(entries) + 1000:
-        write_text(path, "".join(json.dumps([file, *entry]) + "\n" for file, entry in entries.items()), durable=False)
+        write_text(path, "".join(json.dumps([file, *entry]) + "\n" for file, entry in entries.items()), fsync=False)
     return entries

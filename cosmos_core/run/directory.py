@@ -19,7 +19,7 @@ import tomli_w
 
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import Pipeline, StageKinds, load_pipeline
-from cosmos_core.config.load import parse, read_toml, without_none
+from cosmos_core.config.load import parse_table, read_toml, without_none
 from cosmos_core.config.schema.pipeline import BUDGET_KEYS, PipelineConfig
 from cosmos_core.environment import mask_text
 from cosmos_core.errors import ConfigError
@@ -27,7 +27,7 @@ from cosmos_core.machine_properties import git_commit
 from cosmos_core.run.digests import DigestCache, shared_digest_cache
 from cosmos_core.run.files import (
     SHARED_FOLDER,
-    Document,
+    JsonDocument,
     UnixSeconds,
     read_document,
     read_umask,
@@ -35,23 +35,23 @@ from cosmos_core.run.files import (
     write_json,
     write_text,
 )
-from cosmos_core.run.fingerprint import count_worker_threads, measure_stage_machine
+from cosmos_core.run.fingerprint import collect_stage_machine_properties, count_worker_threads
 from cosmos_core.run.gpu_time import read_saved_estimate
 from cosmos_core.run.hub import pin_hub_revisions
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.liveness import record_run_holder
-from cosmos_core.run.lock import Lock
+from cosmos_core.run.lock import FileLock
 from cosmos_core.run.remote import pin_urls
 from cosmos_core.run.state import read_state
 
 PIPELINE_FILE = "pipeline.toml"
 RUNS_FILE = "runs.json"
-_ABANDONED_AGE_SECONDS = 3600.0
+_STALE_FOLDER_AGE_SECONDS = 3600.0
 """Age in seconds at which the folder of a run whose creation was killed is removed."""
 _RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-class RunStartInfo(Document):
+class RunStartInfo(JsonDocument):
     """Content of `run.json`, which describes how a run was started."""
 
     run_id: str = ""
@@ -83,7 +83,7 @@ class Run:
 
     path: Path
     pipeline: Pipeline
-    verify: bool = False
+    should_verify_files: bool = False
     """True: hash files again instead of trusting their size, times and inode."""
     has_unsaved_budget: bool = False
     """True if the price or budget of the run was changed and is not saved yet."""
@@ -99,9 +99,9 @@ class Run:
         return self.path.parent
 
     @cached_property
-    def digests(self) -> DigestCache:
+    def digest_cache(self) -> DigestCache:
         """Return the cache of content digests that all runs share."""
-        return shared_digest_cache(self.output_dir, ignores_cache=self.verify)
+        return shared_digest_cache(self.output_dir, ignores_cache=self.should_verify_files)
 
     def stage_path(self, name: str) -> Path:
         """Return the directory of the stage `name` in the run."""
@@ -129,7 +129,7 @@ def create_run(
     resolved_settings = {"threads": count_worker_threads(pipeline), "private": is_private}
     pipeline = replace(pipeline, config=pipeline.config.model_copy(update=resolved_settings))
     pipeline = pin_urls(pin_hub_revisions(pipeline))
-    versions = measure_stage_machine(pipeline).versions
+    versions = collect_stage_machine_properties(pipeline).versions
     output_dir = create_writable_folder(pipeline.output_dir)
     start_info = RunStartInfo(
         pipeline=pipeline.config.name,
@@ -188,7 +188,7 @@ def replace_budget(run: Run, config: PipelineConfig) -> Run:
     new_config = run.pipeline.config.model_copy(update=budget_values)
     if new_config == run.pipeline.config:
         return run
-    parse(PipelineConfig, without_none(budget_values), source=str(run.path / PIPELINE_FILE), prefix="pipeline")
+    parse_table(PipelineConfig, without_none(budget_values), source=str(run.path / PIPELINE_FILE), prefix="pipeline")
     return replace(run, pipeline=replace(run.pipeline, config=new_config), has_unsaved_budget=True)
 
 
@@ -210,12 +210,12 @@ def flow_runs_folder(output_dir: Path) -> Path:
 
 def record_flow_run(run: Run, flow_run_id: str) -> None:
     """Save the id of the run that a flow run works on, for a retry of the flow run and to find a run's flow run."""
-    notes_folder = flow_runs_folder(run.output_dir)
-    notes_folder.mkdir(parents=True, exist_ok=True)
-    write_text(notes_folder / flow_run_id, run.id)
+    flow_runs_path = flow_runs_folder(run.output_dir)
+    flow_runs_path.mkdir(parents=True, exist_ok=True)
+    write_text(flow_runs_path / flow_run_id, run.id)
 
 
-def claim_run(run: Run, start_time: float | None = None) -> Lock:
+def claim_run(run: Run, start_time: float | None = None) -> FileLock:
     """Acquire the lock that a process must hold to run the stages of `run`, and save a changed price or budget; raise
     ConfigError if another process holds it. The command began at the unix time `start_time`; None: now."""
     if lock := try_claim_run(run, start_time):
@@ -224,9 +224,9 @@ def claim_run(run: Run, start_time: float | None = None) -> Lock:
     raise ConfigError(f"run {run.id} is being run by another process; wait for it ({command}) or stop it")
 
 
-def try_claim_run(run: Run, start_time: float | None = None) -> Lock | None:
+def try_claim_run(run: Run, start_time: float | None = None) -> FileLock | None:
     """Claim a run as `claim_run` does, but return None if another process is running it."""
-    lock = Lock(run.path / "locks" / ".run")
+    lock = FileLock(run.path / "locks" / ".run")
     if not lock.try_acquire():
         lock.release()
         return None
@@ -273,7 +273,7 @@ def create_writable_folder(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, ValueError, RuntimeError) as error:  # also for a null byte, or `~` of an unknown user
+    except (OSError, ValueError, RuntimeError) as error:  # for example a null byte in the path
         problem = f"cannot be written: {error.strerror if isinstance(error, OSError) else error}"
         raise ConfigError(f"pipeline.output_dir = {str(folder)!r} {problem}; choose another folder") from error
     return folder
@@ -286,10 +286,10 @@ def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, start_info:
         raise ConfigError(f"run_id = {run_id!r} {rule}")
     shared_folder = output_dir / SHARED_FOLDER
     shared_folder.mkdir(exist_ok=True)
-    for leftover_folder in shared_folder.glob("new-*"):
+    for stale_folder in shared_folder.glob("new-*"):
         with suppress(FileNotFoundError):  # another command may have removed the folder
-            if time.time() - leftover_folder.stat().st_mtime > _ABANDONED_AGE_SECONDS:
-                shutil.rmtree(leftover_folder, ignore_errors=True)
+            if time.time() - stale_folder.stat().st_mtime > _STALE_FOLDER_AGE_SECONDS:
+                shutil.rmtree(stale_folder, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="new-", dir=shared_folder, ignore_cleanup_errors=True) as folder:
         new_folder = Path(folder) / "run"
         (new_folder / "stages").mkdir(parents=True)
@@ -321,7 +321,7 @@ def list_runs(output_dir: Path) -> list[RunStartInfo]:
 
 def write_run_list(output_dir: Path) -> None:
     """Write `runs.json`, a list of all runs in a folder, the oldest run first."""
-    with Lock(output_dir / SHARED_FOLDER / "runs.lock") as lock:
+    with FileLock(output_dir / SHARED_FOLDER / "runs.lock") as lock:
         lock.acquire()
         keys = {"run_id", "pipeline", "started"}
         write_json(output_dir / RUNS_FILE, [info.model_dump(include=keys) for info in list_runs(output_dir)])
@@ -350,6 +350,6 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
         return {k: v for key, item in value.items() for k, v in _flatten(item, f"{prefix}{key}.").items()}
     if isinstance(value, list) and value and isinstance(value[0], dict):
         names = [item.get("name", "") for item in value]  # two data sets of a mixture may have the same name
-        named_items = {f"{name}[{i}]" if names.count(name) > 1 else name: value[i] for i, name in enumerate(names)}
-        return _flatten(named_items, prefix)
+        items_by_name = {f"{name}[{i}]" if names.count(name) > 1 else name: value[i] for i, name in enumerate(names)}
+        return _flatten(items_by_name, prefix)
     return {prefix.rstrip("."): value}

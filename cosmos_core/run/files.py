@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 SHARED_FOLDER = ".cosmos"
 """Name of the folder in the output folder with the data that all runs share, such as digests."""
 _WRITER_PID_PATTERN = re.compile(r"\.(\d+)(?:-\d+)?\.tmp$")
-_DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_PROBE_BYTES = 1 << 20  # number of bytes that a disk must accept to count as writable
+_DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_WRITE_PROBE_BYTES = 1 << 20  # number of bytes that a disk must accept to count as writable
 
 
 def make_disk_full_error(error: BaseException | None, path: Path) -> DiskFull | None:
     """Return a `DiskFull` error if an error, or one of its causes, means a full or read-only disk; otherwise None."""
-    while error is not None and not (isinstance(error, OSError) and error.errno in {*_DISK_FULL_ERRORS, errno.EROFS}):
+    while error is not None and not (isinstance(error, OSError) and error.errno in {*_DISK_FULL_ERRNOS, errno.EROFS}):
         error = error.__cause__ or error.__context__
     if error is None:
         return None
@@ -43,7 +43,7 @@ def find_disk_error(folder: Path) -> DiskFull | None:
     try:
         # Buffered, because a raw write to a disk that is nearly full writes a part of the bytes without an error.
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(_PROBE_BYTES))
+            file.write(bytes(_WRITE_PROBE_BYTES))
         return None
     except OSError as error:
         return make_disk_full_error(error, folder)
@@ -71,24 +71,24 @@ def warn_if_disk_full(description: str) -> Iterator[None]:
         logger.warning("%s was not noted, the disk is full or read-only: %s", description, error)
 
 
-def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """Replace `path` atomically by `value` as JSON; with `durable`, wait until the file is on the disk."""
-    write_text(path, json.dumps(value, indent=1) + "\n", durable=durable)
+def write_json(path: Path, value: Any, *, fsync: bool = True) -> None:
+    """Replace `path` atomically by `value` as JSON; with `fsync`, wait until the file is on the disk."""
+    write_text(path, json.dumps(value, indent=1) + "\n", fsync=fsync)
 
 
-def write_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Replace `path` atomically by `text`; with `durable`, wait until the file is on the disk."""
-    write_bytes(path, text.encode(), durable=durable)
+def write_text(path: Path, text: str, *, fsync: bool = True) -> None:
+    """Replace `path` atomically by `text`; with `fsync`, wait until the file is on the disk."""
+    write_bytes(path, text.encode(), fsync=fsync)
 
 
-def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Replace `path` atomically by `content`; with `durable`, wait until the file is on the disk."""
+def write_bytes(path: Path, content: bytes, *, fsync: bool = True) -> None:
+    """Replace `path` atomically by `content`; with `fsync`, wait until the file is on the disk."""
     with replace_file(path) as temporary_path, open(temporary_path, "wb") as file:
         file.write(content)
-        if durable:
+        if fsync:
             file.flush()
             os.fsync(file.fileno())
-    if durable:
+    if fsync:
         sync_folder(path.parent)
 
 
@@ -101,7 +101,7 @@ def replace_file(path: Path) -> Iterator[Path]:
         yield temporary_path
         os.replace(temporary_path, path)
     finally:
-        with suppress(OSError):  # the file was renamed already, or the error of the block is raised
+        with suppress(OSError):  # it does not exist after the rename; after an error, that error is raised
             temporary_path.unlink()
 
 
@@ -113,7 +113,7 @@ def read_json(path: Path) -> Any | None:
         return None
 
 
-class Document(BaseModel):
+class JsonDocument(BaseModel):
     """Base class of the schemas of JSON files in a run directory: types are strict, undeclared keys are ignored."""
 
     model_config = ConfigDict(strict=True)
@@ -121,10 +121,10 @@ class Document(BaseModel):
 
 UnixSeconds = Annotated[float, Field(ge=0, le=1e11)]
 """Time in seconds since 1970, limited to values that can be formatted as a date."""
-DocumentT = TypeVar("DocumentT", bound=Document)
+JsonDocumentT = TypeVar("JsonDocumentT", bound=JsonDocument)
 
 
-def read_document(path: Path, document_class: type[DocumentT]) -> DocumentT | None:
+def read_document(path: Path, document_class: type[JsonDocumentT]) -> JsonDocumentT | None:
     """Return the content of a JSON file as an instance of `document_class`; None if it is missing or invalid."""
     try:
         return document_class.model_validate_json(path.read_bytes())
@@ -138,7 +138,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def parse_documents(values: Iterable[Any], document_class: type[DocumentT]) -> list[DocumentT]:
+def parse_documents(values: Iterable[Any], document_class: type[JsonDocumentT]) -> list[JsonDocumentT]:
     """Return the JSON values that match `document_class`, as instances of it; skip all other values."""
     documents = []
     for value in values:
@@ -158,11 +158,11 @@ def parse_json_objects(lines: Iterable[str]) -> list[dict[str, Any]]:
 
 def sync_folder(folder: Path) -> None:
     """Sync a folder to disk, so that a rename inside it survives a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    folder_descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        os.fsync(folder_descriptor)
     finally:
-        os.close(descriptor)
+        os.close(folder_descriptor)
 
 
 def user_cache_folder() -> Path:
@@ -202,10 +202,10 @@ def replace_folder(target: Path) -> Iterator[Path]:
         raise
 
 
-def sha256(path: Path, *, durable: bool = False) -> str:
-    """Return the SHA-256 hex digest of a file; with `durable`, first wait until the file is on the disk."""
+def sha256(path: Path, *, fsync: bool = False) -> str:
+    """Return the SHA-256 hex digest of a file; with `fsync`, first wait until the file is on the disk."""
     with open(path, "rb") as file:
-        if durable:
+        if fsync:
             os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -215,7 +215,7 @@ def list_files_below(root: Path) -> list[Path]:
     if root.is_file():
         return [root]
     files = sorted(path for path in root.rglob("*") if path.is_file())
-    return [path for path in files if not any(map(_is_temporary, path.relative_to(root).parts))]
+    return [path for path in files if not any(map(_is_temporary_name, path.relative_to(root).parts))]
 
 
 def parse_step(name: str) -> int:
@@ -227,9 +227,9 @@ def parse_step(name: str) -> int:
 def remove_temporary_files(folder: Path, is_on_other_machine: Callable[[Path], bool] = lambda path: False) -> None:
     """Remove the temporary files below a folder whose writers on this machine were killed."""
     for path in folder.rglob(".*.tmp"):
-        writer_match = _WRITER_PID_PATTERN.search(path.name)
+        writer_pid_match = _WRITER_PID_PATTERN.search(path.name)
         with suppress(FileNotFoundError):  # its writer on another machine may have renamed the file
-            if writer_match and not is_on_other_machine(path) and not Path(f"/proc/{writer_match[1]}").exists():
+            if writer_pid_match and not is_on_other_machine(path) and not Path(f"/proc/{writer_pid_match[1]}").exists():
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
@@ -242,7 +242,7 @@ def copy_file(source: str | Path, target: str | Path) -> None:
                 while os.copy_file_range(source_file.fileno(), target_file.fileno(), 1 << 30):
                     pass
             except OSError as error:
-                if error.errno in _DISK_FULL_ERRORS:
+                if error.errno in _DISK_FULL_ERRNOS:
                     raise
                 # The kernel cannot copy between these file systems; copyfileobj continues at the current offsets.
                 shutil.copyfileobj(source_file, target_file)
@@ -275,9 +275,9 @@ def _remove_stale_folders(target: Path) -> None:
     for folder in target.parent.iterdir():
         name, _, pid = folder.stem.rpartition(".")
         is_stale = pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{int(pid)}").exists())
-        if name == f".{target.name}" and _is_temporary(folder.name) and is_stale:
+        if name == f".{target.name}" and _is_temporary_name(folder.name) and is_stale:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_temporary(name: str) -> bool:
+def _is_temporary_name(name: str) -> bool:
     return name.startswith(".") and name.endswith((".tmp", ".old"))

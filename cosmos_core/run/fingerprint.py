@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.hub_card import read_declared_subsets
 from cosmos_core.config.inputs import EVALUATION_PROMPTS_KEY, EVALUATION_REWARDS_KEY, InputRole, StageInput
 from cosmos_core.config.media import MEDIA_PATH_NAMES
 from cosmos_core.config.schema.pipeline import StageConfig
@@ -29,11 +30,11 @@ from cosmos_core.run.inputs import GENERATOR_PACKAGE, check_local_inputs, dedupl
 from cosmos_core.run.libraries import ALL_LIBRARIES, QUANTIZATION_LIBRARIES
 from cosmos_core.types import StageKind, is_at_or_below
 
-CARRIED_FILES = "carried"
+COPIED_FILES_KEY = "carried"
 """Name of the fingerprint ingredient for the files of a model that training does not read and that exports copy."""
 _PACKAGE_CUSTOM_TABLES = ("dataset", "vision")  # tables of `[custom]` that this package reads
 _INPUT_ROLES = frozenset(get_args(InputRole)) - {"end_tokens"}
-_EOS_KEY = "eos_token_id"
+_EOS_TOKEN_KEY = "eos_token_id"
 _ENCODING_KEYS = ("rollout.multi_turn_config.tools", "policy.model_class")
 """Keys of user code on which prepared rows depend: tools are described in prompts, model families encode media."""
 InputEntry = tuple[str, str, str, str]
@@ -51,23 +52,24 @@ class Fingerprint:
     @property
     def training_hash(self) -> str:
         """Return the hash of what a training depends on; stages with the same hash share checkpoints."""
-        return _hash_ingredients({name: value for name, value in self.ingredients.items() if name != CARRIED_FILES})
+        return _hash_ingredients({name: value for name, value in self.ingredients.items() if name != COPIED_FILES_KEY})
 
-    def describe_difference(self, older: Fingerprint) -> list[str]:
+    def describe_difference(self, older_fingerprint: Fingerprint) -> list[str]:
         """Return what differs from an older fingerprint: settings as `key old -> new`, inputs as `NAME changed`."""
-        have_inputs = bool(self.inputs and older.inputs)
-        old_values, new_values = flatten_nonempty_tables(older.ingredients), flatten_nonempty_tables(self.ingredients)
+        both_have_inputs = bool(self.inputs and older_fingerprint.inputs)
+        old_values = flatten_nonempty_tables(older_fingerprint.ingredients)
+        new_values = flatten_nonempty_tables(self.ingredients)
         differences = []
         for key in sorted({*old_values, *new_values}):
             is_input = key.partition(".")[0] in _INPUT_ROLES and not is_at_or_below(key, ("entry.arguments",))
             old_value, new_value = old_values.get(key), new_values.get(key)
-            if old_value == new_value or (have_inputs and is_input):
+            if old_value == new_value or (both_have_inputs and is_input):
                 continue
             is_upstream = key.startswith("inputs.")
             change = f"{key.removeprefix('config.')} {_shorten_value(old_value)} -> {_shorten_value(new_value)}"
             differences.append(f"result of stage {key.removeprefix('inputs.')} changed" if is_upstream else change)
-        if have_inputs:
-            differences += _describe_input_changes(older.inputs, self.inputs)
+        if both_have_inputs:
+            differences += _describe_input_changes(older_fingerprint.inputs, self.inputs)
         return list(dict.fromkeys(differences))
 
 
@@ -84,8 +86,8 @@ def _describe_input_changes(old_inputs: Sequence[InputEntry], new_inputs: Sequen
             yield f"{role_and_key[1]} {' -> '.join(name_lists)}"
 
 
-def fingerprint(
-    pipeline: Pipeline, stage: StageConfig, kind: StageKind, upstream_digests: Mapping[str, str], digests: DigestCache
+def compute_fingerprint(
+    pipeline: Pipeline, stage: StageConfig, kind: StageKind, upstream_digests: Mapping[str, str], cache: DigestCache
 ) -> Fingerprint:
     """Return the fingerprint of one stage; `upstream_digests` maps each stage in `after` to the digest of its result.
     Raises `ModelError` or `DataError` if a local model or data folder is missing, and `ConfigError` if user code is
@@ -93,8 +95,8 @@ def fingerprint(
     recipe, inputs = pipeline.recipes[stage.name], pipeline.inputs(stage)
     is_key_read = make_read_key_predicate(pipeline, stage)
     check_local_inputs(inputs)
-    affecting_inputs = [each for each in inputs if _affects_result(each, kind, is_key_read)]
-    inputs_and_digests = [(each, _compute_input_digest(each, digests)) for each in affecting_inputs]
+    relevant_inputs = [each for each in inputs if _input_affects_result(each, kind, is_key_read)]
+    inputs_and_digests = [(each, _compute_input_digest(each, cache)) for each in relevant_inputs]
     code_labels = _label_user_code(inputs, is_key_read)
     recipe_values = result_values(recipe) if stage.entry else _remove_media_paths(result_values(recipe))
     for name in {"judge", *(other.table for other in pipeline.kinds.values() if other.table)} - {kind.table}:
@@ -111,9 +113,9 @@ def fingerprint(
     libraries = (*kind.libraries, *(deduplication_packages(recipe) if kind.reads_data == "source" else ()))
     libraries += QUANTIZATION_LIBRARIES if is_key_read("export.formats") else ()
     libraries += recipe.policy.modality.evaluation_libraries if kind.keys_by_modality else ()
-    machine_properties = measure_stage_machine(pipeline, is_group=(world_size or 1) > 1)
+    machine_properties = collect_stage_machine_properties(pipeline, has_several_ranks=(world_size or 1) > 1)
     versions = machine_properties.versions
-    runs_rewards = kind.scores or kind.trains_model
+    computes_rewards = kind.scores or kind.trains_model
     ingredients: dict[str, Any] = {
         "kind": kind.name,
         "result_version": kind.result_version,
@@ -123,15 +125,15 @@ def fingerprint(
         "device": machine_properties.device if kind.in_worker and kind.is_numeric else None,
         "world_size": world_size,
         "versions": {name: versions[name] for name in libraries if name in versions},
-        **({"code": {}} if runs_rewards else {}),
+        **({"code": {}} if computes_rewards else {}),
         **_group_digests(inputs_and_digests, code_labels),
         **_collect_stage_keys(stage, kind),
     }
     if stage.entry:
         ingredients["entry"]["arguments"] = stage.arguments
     if any(  # the package `reasoning-gym` generates or scores rows
-        (each.role, each.form) == ("data", "literal")
-        or (runs_rewards and (each.role, each.location) == ("reward", REASONING_GYM_REWARD))
+        (each.role, each.location_type) == ("data", "literal")
+        or (computes_rewards and (each.role, each.location) == ("reward", REASONING_GYM_REWARD))
         for each in inputs
     ):
         ingredients["generators"] = measure_worker_machine((GENERATOR_PACKAGE,), pipeline.config.python).versions
@@ -142,69 +144,72 @@ def fingerprint(
     return Fingerprint(_hash_ingredients(ingredients), ingredients, input_entries)
 
 
-def _affects_result(stage_input: StageInput, kind: StageKind, is_key_read: Callable[[str], bool]) -> bool:
+def _input_affects_result(stage_input: StageInput, kind: StageKind, is_key_read: Callable[[str], bool]) -> bool:
     if stage_input.role in {"code", "reward"}:
-        runs_code = _runs_rewards(stage_input, kind) or stage_input.key in _ENCODING_KEYS
-        return stage_input.form == "code" and runs_code and is_key_read(stage_input.key)
+        is_code_called = _computes_rewards(stage_input, kind) or stage_input.key in _ENCODING_KEYS
+        return stage_input.location_type == "code" and is_code_called and is_key_read(stage_input.key)
     if stage_input.role in {"chat_template", "template"}:
         return is_key_read(stage_input.key)
     if stage_input.role == "end_tokens":
-        return _EOS_KEY in read_json_object(Path(stage_input.location))
+        return _EOS_TOKEN_KEY in read_json_object(Path(stage_input.location))
     if stage_input.role == "media":
         return bool(list_data_files(Path(stage_input.location), stage_input.patterns))
-    return stage_input.role != "hook" and not (stage_input.role == "data" and stage_input.form == "stage")
+    return stage_input.role != "hook" and not (stage_input.role == "data" and stage_input.location_type == "stage")
 
 
-def _runs_rewards(stage_input: StageInput, kind: StageKind) -> bool:
-    """Return True if a stage of this kind computes the rewards that an input names."""
+def _computes_rewards(stage_input: StageInput, kind: StageKind) -> bool:
+    """Return True if a stage of this kind computes the rewards to which `stage_input` refers."""
     return kind.scores or kind.trains_model or stage_input.key == EVALUATION_REWARDS_KEY
 
 
-def _compute_input_digest(stage_input: StageInput, digests: DigestCache) -> Any:
+def _compute_input_digest(stage_input: StageInput, digest_cache: DigestCache) -> Any:
     """Return the digest of the content of an input in any form; for `end_tokens`, the token ids themselves."""
-    if stage_input.form in {"stage", "literal"}:
+    if stage_input.location_type in {"stage", "literal"}:
         return stage_input.location  # the digest of an upstream stage's result is in the ingredient `inputs`
-    if stage_input.form == "store":
+    if stage_input.location_type == "store":
         return f"remote:{stage_input.location.rpartition('#')[2]}"  # a pinned URL ends with the digest of its content
-    if stage_input.form == "hub":  # needs no digest: the revision of a Hub data set is in the config
+    if stage_input.location_type == "hub":  # needs no digest: the revision of a Hub data set is in the config
         return (
             f"hub:{stage_input.location}"
             if stage_input.role == "data"
             else f"hub:{stage_input.location}@{stage_input.revision}"
         )
-    if stage_input.form == "code":
+    if stage_input.location_type == "code":
         return compute_code_digest(stage_input.location)
     path = Path(stage_input.location)
     if stage_input.role == "end_tokens":
-        return read_json_object(path)[_EOS_KEY]
+        return read_json_object(path)[_EOS_TOKEN_KEY]
     if stage_input.key == EVALUATION_PROMPTS_KEY:  # the names of metrics contain the name of the prompt set
         files = list_data_files(path) if path.is_dir() else ()
-        return [path.stem, digests.digest_files(path, files) if path.is_dir() else digests.digest_file(path)]
+        return [path.stem, digest_cache.digest_files(path, files) if path.is_dir() else digest_cache.digest_file(path)]
     if not path.is_dir():
-        return digests.digest_file(path)
+        return digest_cache.digest_file(path)
     list_files = list_model_files if stage_input.role in {"model", "teacher", "carried"} else list_data_files
-    digest = digests.digest_files(path, list_files(path, stage_input.patterns))
+    digest = digest_cache.digest_files(path, list_files(path, stage_input.patterns))
+    if stage_input.role == "data" and (declared_subsets := read_declared_subsets(path)):
+        return [digest, declared_subsets]
     return (
         [stage_input.location, digest] if stage_input.role == "media" else digest
-    )  # prepared rows contain the paths of images
+    )  # the path too, because prepared rows contain the paths of images
 
 
 def _make_input_entry(stage_input: StageInput, digest: Any) -> InputEntry:
-    name = stage_input.location if stage_input.form in {"hub", "store", "stage"} else Path(stage_input.location).name
+    is_local_path = stage_input.location_type not in {"hub", "store", "stage"}
+    name = Path(stage_input.location).name if is_local_path else stage_input.location
     digest = digest[-1] if stage_input.key == EVALUATION_PROMPTS_KEY else digest
     return stage_input.role, stage_input.key, name, str(digest)
 
 
 def _group_digests(inputs: Sequence[tuple[StageInput, Any]], code_labels: Mapping[str, str]) -> dict[str, Any]:
-    """Return the digests of inputs by `StageInput.role`: for `data` a list of digests, for other roles with several
-    inputs, such as `code`, a dict of digests by name, and for all others one digest."""
+    """Return the digests of inputs by `StageInput.role`. The value is a list for `data`, a dict by name for roles that
+    may have several inputs, such as `code`, and one digest for all other roles."""
     ingredients: dict[str, Any] = {"model": None, "data": []}
     for each, digest in inputs:
         if each.role == "data":
             ingredients["data"].append(digest)
         elif each.role in {"code", "reward"}:
             ingredients.setdefault("code", {})[code_labels[each.location]] = digest
-        elif each.form == "code" or each.role in {"rewards", "weights"}:
+        elif each.location_type == "code" or each.role in {"rewards", "weights"}:
             subkeys = {"rewards": each.key, "weights": Path(each.location).name}
             ingredients.setdefault(each.role, {})[subkeys.get(each.role, each.location.rpartition(":")[2])] = digest
         else:
@@ -231,7 +236,7 @@ def _collect_stage_keys(stage: StageConfig, kind: StageKind) -> dict[str, Any]:
 
 
 def make_read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
-    """Return a predicate of the recipe keys that a stage reads: its kind reads them, and no setting disables them."""
+    """Return a function that is True for each recipe key that the stage's kind reads and that no setting disables."""
     kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
     ignored_keys = [key for _, keys in disabled_keys(pipeline, stage) for key in keys]
 
@@ -240,19 +245,19 @@ def make_read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[
 
     inputs = pipeline.inputs(stage)
     if is_key_read("custom") and not stage.entry and not _label_user_code(inputs, is_key_read):
-        rewards = {each.location for each in inputs if each.role == "reward" and _runs_rewards(each, kind)}
+        rewards = {each.location for each in inputs if each.role == "reward" and _computes_rewards(each, kind)}
         ignored_keys += [f"custom.{name}" for name in recipe.custom.keys() - {*_PACKAGE_CUSTOM_TABLES, *rewards}]
     return is_key_read
 
 
 def count_worker_threads(pipeline: Pipeline) -> int:
     """Return the number of CPU threads of a worker: the setting of the pipeline, or else that of the machine."""
-    return pipeline.config.threads or measure_stage_machine(pipeline).threads
+    return pipeline.config.threads or collect_stage_machine_properties(pipeline).threads
 
 
-def measure_stage_machine(pipeline: Pipeline, *, is_group: bool = False) -> MachineProperties:
-    """Return the properties of the machine that runs the stages, with library versions: `measure_worker_machine`."""
-    return measure_worker_machine(ALL_LIBRARIES, pipeline.config.python, is_group=is_group)
+def collect_stage_machine_properties(pipeline: Pipeline, *, has_several_ranks: bool = False) -> MachineProperties:
+    """Return the properties of the machine that runs the stages, with the versions of all recorded libraries."""
+    return measure_worker_machine(ALL_LIBRARIES, pipeline.config.python, may_use_ray=has_several_ranks)
 
 
 def _remove_media_paths(values: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +272,7 @@ def _remove_media_paths(values: dict[str, Any]) -> dict[str, Any]:
 def _label_user_code(inputs: Sequence[StageInput], is_key_read: Callable[[str], bool]) -> dict[str, str]:
     """Return a label for each user reward, algorithm and engine that the stage reads: the name without the folder of
     its file, because the location does not change the result."""
-    code_inputs = [each for each in inputs if each.role in {"code", "reward"} and each.form == "code"]
+    code_inputs = [each for each in inputs if each.role in {"code", "reward"} and each.location_type == "code"]
     import_paths = sorted({each.location for each in code_inputs if is_key_read(each.key)})
     names = [import_path.rpartition("/")[2] for import_path in import_paths]
     return dict(zip(import_paths, names if len(set(names)) == len(names) else import_paths, strict=True))

@@ -13,20 +13,20 @@ from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import BUDGET_KEYS
-from cosmos_core.run.files import SHARED_FOLDER, Document, read_document, warn_if_disk_full, write_json
+from cosmos_core.run.files import SHARED_FOLDER, JsonDocument, read_document, warn_if_disk_full, write_json
 from cosmos_core.run.manifest import RESULT_FILE, Result, read_result
 from cosmos_core.run.progress import read_progress
 from cosmos_core.run.state import GpuInterval, read_state, update_state
 
 
 @contextmanager
-def record_gpu_time(stage_path: Path, gpus: int) -> Iterator[None]:
-    """Record that the next attempt of a stage holds `gpus` GPUs during the block; 0: nothing is recorded."""
-    if not gpus:
+def record_gpu_time(stage_path: Path, num_gpus: int) -> Iterator[None]:
+    """Record that the next attempt of a stage holds `num_gpus` GPUs during the block; 0: nothing is recorded."""
+    if not num_gpus:
         yield
         return
     earlier_intervals = read_gpu_intervals(stage_path)
-    gpu_interval = GpuInterval(attempt=read_state(stage_path).attempt + 1, gpus=gpus, begin=time.time())
+    gpu_interval = GpuInterval(attempt=read_state(stage_path).attempt + 1, gpus=num_gpus, begin=time.time())
     update_state(stage_path, holds=[*earlier_intervals, gpu_interval])
     try:
         yield
@@ -39,12 +39,12 @@ def read_gpu_intervals(stage_path: Path) -> list[GpuInterval]:
     """Return the intervals in which a stage held GPUs; an interval without an end lasts until the last heartbeat."""
     state, progress = read_state(stage_path), read_progress(stage_path)
     heartbeat_times = (state.renewed, state.heartbeat, progress.heartbeat if progress else None)
-    last_time = min(max(filter(None, heartbeat_times), default=0.0), time.time())
-    end_times = [max(each.begin, last_time) if each.end is None else each.end for each in state.holds]
+    last_heartbeat_time = min(max(filter(None, heartbeat_times), default=0.0), time.time())
+    end_times = [max(each.begin, last_heartbeat_time) if each.end is None else each.end for each in state.holds]
     return [interval.model_copy(update={"end": end}) for interval, end in zip(state.holds, end_times, strict=True)]
 
 
-def gpu_seconds(intervals: list[GpuInterval]) -> float:
+def sum_gpu_seconds(intervals: list[GpuInterval]) -> float:
     """Return the GPU seconds of closed intervals: durations times numbers of GPUs."""
     return sum(max(0.0, (interval.end or interval.begin) - interval.begin) * interval.gpus for interval in intervals)
 
@@ -59,7 +59,7 @@ def read_run_gpu_intervals(run_path: Path) -> dict[str, list[GpuInterval]]:
 
 def compute_run_gpu_seconds(run_path: Path) -> float:
     """Return the GPU seconds of all attempts of all stages of a run."""
-    return sum(map(gpu_seconds, read_run_gpu_intervals(run_path).values()))
+    return sum(map(sum_gpu_seconds, read_run_gpu_intervals(run_path).values()))
 
 
 def add_gpu_time_to_result(stage_path: Path) -> Result:
@@ -71,18 +71,18 @@ def add_gpu_time_to_result(stage_path: Path) -> Result:
     for interval in read_gpu_intervals(stage_path):
         intervals_by_attempt.setdefault(interval.attempt, []).append(interval)
     result["attempts"] = [
-        {"attempt": attempt, "gpus": max(each.gpus for each in intervals), "gpu_seconds": gpu_seconds(intervals)}
+        {"attempt": attempt, "gpus": max(each.gpus for each in intervals), "gpu_seconds": sum_gpu_seconds(intervals)}
         for attempt, intervals in intervals_by_attempt.items()
     ]
     result["gpu_seconds"] = sum(attempt_entry["gpu_seconds"] for attempt_entry in result["attempts"])
     with warn_if_disk_full(f"the GPU seconds of {stage_path.name}"):
         file_mode = result_path.stat().st_mode
         write_json(result_path, result)
-        result_path.chmod(file_mode)  # the worker may have made the file private
+        result_path.chmod(file_mode)  # keep the mode: the worker may have set a private one
     return result
 
 
-class GpuTimeEstimate(Document):
+class GpuTimeEstimate(JsonDocument):
     """Content of an estimate file: GPU seconds of each stage of a run, None if unknown."""
 
     gpu_seconds: dict[str, float | None] = {}
@@ -92,7 +92,7 @@ def save_estimate(pipeline: Pipeline, output_dir: Path, gpu_seconds: Mapping[str
     """Save the estimated GPU seconds of each stage of a pipeline; this replaces an earlier estimate."""
     file = _locate_estimate_file(pipeline, output_dir)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, GpuTimeEstimate(gpu_seconds=dict(gpu_seconds)).model_dump(), durable=False)
+    write_json(file, GpuTimeEstimate(gpu_seconds=dict(gpu_seconds)).model_dump(), fsync=False)
 
 
 def read_saved_estimate(pipeline: Pipeline, output_dir: Path) -> dict[str, float | None]:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.error_handling import set_future
+from cosmos_core.error_handling import complete_future
 from cosmos_core.errors import CosmosError, DataError, ModelError
 
 _COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 _DEFAULT_BRANCH = "main"
 _REVISION_KEYS = {"model": "policy.model_revision", "teacher": "distillation.model_revision"}
 _HUB_TIMEOUT_SECONDS = 8.0
-_RETRY_HUB_SECONDS = 60.0
+_HUB_RETRY_DELAY_SECONDS = 60.0
 failed_hub_requests: dict[str, tuple[float, str]] = {}
 """Time (monotonic) and reason of the last failed request to each Hub, which is not tried again for a minute."""
 Repository = tuple[Literal["model", "dataset"], str, str]
@@ -34,7 +34,7 @@ def pin_hub_revisions(pipeline: Pipeline) -> Pipeline:
     recipes = {}
     for stage in pipeline.stages:
         recipe = pipeline.recipes[stage.name]
-        for each in (each for each in pipeline.inputs(stage) if each.form == "hub"):
+        for each in (each for each in pipeline.inputs(stage) if each.location_type == "hub"):
             revision_key = _REVISION_KEYS.get(each.role) or f"{each.key.removesuffix('.name')}.revision"
             revision = each.revision or _DEFAULT_BRANCH
             repository: Repository = ("dataset" if each.role == "data" else "model", each.location, revision)
@@ -42,7 +42,7 @@ def pin_hub_revisions(pipeline: Pipeline) -> Pipeline:
                 commits[repository] = commits.get(repository) or resolve_commit(repository)
             except CosmosError as error:
                 raise type(error)(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
-            recipe = replace_value(recipe, revision_key, commits[repository])
+            recipe = with_setting(recipe, revision_key, commits[repository])
         recipes[stage.name] = recipe
     return replace(pipeline, recipes=recipes)
 
@@ -58,14 +58,14 @@ def resolve_commit(repository: Repository, timeout_seconds: float = _HUB_TIMEOUT
     from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     hub_url = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-    last_failure_time, reason = failed_hub_requests.get(hub_url, (-_RETRY_HUB_SECONDS, ""))
+    last_failure_time, reason = failed_hub_requests.get(hub_url, (-_HUB_RETRY_DELAY_SECONDS, ""))
     if constants.HF_HUB_OFFLINE:
         reason = "HF_HUB_OFFLINE is set"
-    elif time.monotonic() - last_failure_time >= _RETRY_HUB_SECONDS:
+    elif time.monotonic() - last_failure_time >= _HUB_RETRY_DELAY_SECONDS:
         api = HfApi(endpoint=hub_url)
         try:
-            request = partial(api.repo_info, repo_name, revision=revision, repo_type=repo_type)
-            return str(call_with_timeout(timeout_seconds, request).sha)
+            get_repo_info = partial(api.repo_info, repo_name, revision=revision, repo_type=repo_type)
+            return str(call_with_timeout(timeout_seconds, get_repo_info).sha)
         except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
             raise _unknown_commit_error(repository, str(error)) from error
         except (HTTPError, OSError) as error:
@@ -83,7 +83,7 @@ def call_with_timeout(timeout_seconds: float, function: Callable[[], Any]) -> An
     the resolution of host names, and starts again for each address. Raises `TimeoutError` if there is no result after
     `timeout_seconds`; the thread continues."""
     future: Future[Any] = Future()
-    threading.Thread(target=set_future, args=(future, function), name="within", daemon=True).start()
+    threading.Thread(target=complete_future, args=(future, function), name="within", daemon=True).start()
     try:
         return future.result(timeout_seconds)
     except TimeoutError as error:
@@ -93,27 +93,27 @@ def call_with_timeout(timeout_seconds: float, function: Callable[[], Any]) -> An
 def _read_cached_commit(cache_folder: Path, revision: str) -> str | None:
     """Return the commit of a revision in the cache of the Hub; `datasets` stores no branch names there, so for a data
     set return its only commit. Return None if there is no such commit."""
-    reference_file = cache_folder / "refs" / revision
-    if os.path.isfile(reference_file):  # Path.is_file raises an error for a name that is too long
-        return reference_file.read_text(encoding="utf-8").strip()
+    branch_file = cache_folder / "refs" / revision
+    if os.path.isfile(branch_file):  # Path.is_file raises an error for a name that is too long
+        return branch_file.read_text(encoding="utf-8").strip()
     commits = [path.name for path in (cache_folder / "snapshots").glob("*")]
     return commits[0] if len(commits) == 1 and revision == _DEFAULT_BRANCH else None
 
 
 def _unknown_commit_error(repository: Repository, reason: str) -> CosmosError:
     repo_type, repo_name, revision = repository
-    error_class, repo_noun = (ModelError, "model") if repo_type == "model" else (DataError, "data set")
+    error_class, repo_label = (ModelError, "model") if repo_type == "model" else (DataError, "data set")
     return error_class(
-        f"the {repo_noun} {repo_name!r}: no folder here, and which commit {revision!r} is on the Hub cannot be found "
+        f"the {repo_label} {repo_name!r}: no folder here, and which commit {revision!r} is on the Hub cannot be found "
         f"out: {' '.join(reason.split())}; check the name, download it, or write the commit as its revision"
     )
 
 
-def replace_value(table: Any, key: str, value: Any) -> Any:
+def with_setting(table: Any, key: str, value: Any) -> Any:
     """Return a copy of a table with another value at a dotted key; a number is an index into a list of tables."""
-    name, _, remaining_key = key.partition(".")
+    name, _, nested_key = key.partition(".")
     if isinstance(table, tuple):
         index = int(name)
-        return (*table[:index], replace_value(table[index], remaining_key, value), *table[index + 1 :])
-    new_value = replace_value(getattr(table, name), remaining_key, value) if remaining_key else value
+        return (*table[:index], with_setting(table[index], nested_key, value), *table[index + 1 :])
+    new_value = with_setting(getattr(table, name), nested_key, value) if nested_key else value
     return table.model_copy(update={name: new_value})

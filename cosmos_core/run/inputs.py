@@ -24,15 +24,14 @@ _REWARDS_PACKAGE = "cosmos_core.rewards"
 GENERATOR_PACKAGE = "reasoning-gym"
 """Package that generates rows of reasoning tasks and computes their reward."""
 _NEAR_DUPLICATES_KEY = "train.train_policy.clean.near_duplicates"
-_KEYS_BY_KIND = ("evaluate.tasks", "sample.endpoint", _NEAR_DUPLICATES_KEY)
+_PACKAGE_KEYS = ("evaluate.tasks", "sample.endpoint", _NEAR_DUPLICATES_KEY)
 """Recipe keys that require a package only in stages whose kind reads the key."""
 _EXTRA_BY_PACKAGE = {"datasketch": "clean", "lm-eval": "eval", "mlflow-skinny": "mlflow"}
 """Name of the extra that installs a package, if it differs from the name of the package."""
 
 
 def check_inputs(pipeline: Pipeline) -> None:
-    """Raise ModelError, DataError, RewardError or ConfigError, with stage and key, if an input from outside is
-    missing."""
+    """Raise ModelError, DataError, RewardError or ConfigError, with stage and key, if an external input is missing."""
     missing_packages = {package for recipe in pipeline.recipes.values() for package in _list_required_packages(recipe)}
     if missing_packages:
         missing_packages -= measure_worker_machine(sorted(missing_packages), pipeline.config.python).versions.keys()
@@ -42,21 +41,21 @@ def check_inputs(pipeline: Pipeline) -> None:
             inputs = pipeline.inputs(stage)
             check_local_inputs(inputs)
             for stage_input in inputs:
-                if stage_input.role in {"model", "teacher"} and stage_input.form == "folder":
+                if stage_input.role in {"model", "teacher"} and stage_input.location_type == "folder":
                     list_model_files(Path(stage_input.location))
-                if stage_input.form == "code" and stage_input.role not in {"reward", "data_code"}:
-                    _check_code(stage_input)
+                if stage_input.location_type == "code" and stage_input.role not in {"reward", "data_code"}:
+                    _check_code_location(stage_input)
                 if stage_input.role == "reward" and (kind.scores or stage_input.key == EVALUATION_REWARDS_KEY):
                     _check_reward(stage_input)
             if kind.trains_model:
-                if recipe.policy.enable_liger_kernel and measure_worker_machine(is_group=True).device == "cpu":
+                if recipe.policy.enable_liger_kernel and measure_worker_machine(may_use_ray=True).device == "cpu":
                     problem = "these kernels need an NVIDIA GPU, and this machine has none"
                     raise ConfigError(f"policy.enable_liger_kernel = true: {problem}; leave it out")
                 if not stage.work_pool:  # a stage of a work pool is checked by the machine that runs it
                     _check_compiler(recipe, pipeline.config.python)
             unused_packages = {} if kind.trains_model else kernel_packages(recipe)
             for package, key in _list_required_packages(recipe).items():
-                is_required = package not in unused_packages and (key not in _KEYS_BY_KIND or kind.reads_key(key))
+                is_required = package not in unused_packages and (key not in _PACKAGE_KEYS or kind.reads_key(key))
                 if is_required and package in missing_packages:
                     remedy = (
                         f"pip install 'cosmos-posttrain[{_EXTRA_BY_PACKAGE.get(package, package)}]' or leave it out"
@@ -70,12 +69,12 @@ def check_local_inputs(inputs: Sequence[StageInput]) -> None:
     """Raise ModelError, DataError or ConfigError, with the key, if a file or folder is missing or of a wrong type."""
     model_input = next((stage_input for stage_input in inputs if stage_input.role == "model"), None)
     for stage_input in inputs:
-        if stage_input.role == "weights" and model_input is not None and model_input.form != "folder":
+        if stage_input.role == "weights" and model_input is not None and model_input.location_type != "folder":
             problem = f"its configuration is {model_input.location!r}, which has to be a folder"
             raise ModelError(f"{stage_input.key} = {stage_input.location!r}: {problem}; download it")
-        if stage_input.role == "data" and stage_input.form == "code":
-            _check_code(stage_input)
-        if stage_input.form == "folder":
+        if stage_input.role == "data" and stage_input.location_type == "code":
+            _check_code_location(stage_input)
+        if stage_input.location_type == "folder":
             _check_files(stage_input, Path(stage_input.location))
 
 
@@ -91,7 +90,7 @@ def _check_files(stage_input: StageInput, path: Path) -> None:
         case "resume":
             _check_checkpoint(stage_input.key, path.parent)
         case "data":
-            _check_rows(stage_input, path)
+            _check_dataset_path(stage_input, path)
         case "media" if not os.path.isdir(path):
             raise DataError(f"{setting_text}: no such folder")
         case "chat_template" if not os.path.isfile(path):
@@ -112,7 +111,7 @@ def _check_checkpoint(setting_key: str, policy_folder: Path) -> None:
         raise ModelError(f"{setting_text}: no checkpoint; give the folder .../checkpoints/step_N/policy of a run")
 
 
-def _check_rows(stage_input: StageInput, path: Path) -> None:
+def _check_dataset_path(stage_input: StageInput, path: Path) -> None:
     setting_text = f"{stage_input.key} = {stage_input.location!r}"
     if not stage_input.location:
         raise DataError(f"{stage_input.key} is empty; give a file, a folder or a Hub id")
@@ -125,8 +124,8 @@ def _check_rows(stage_input: StageInput, path: Path) -> None:
 
 
 def _check_reward(stage_input: StageInput) -> None:
-    if stage_input.form == "code":
-        _check_code(stage_input, RewardError)
+    if stage_input.location_type == "code":
+        _check_code_location(stage_input, RewardError)
     elif stage_input.location not in (reward_names := list_defined_names(_REWARDS_PACKAGE)):
         raise RewardError(
             f"{stage_input.key}: there is no reward {stage_input.location!r}; one of your own is module:function or "
@@ -134,7 +133,7 @@ def _check_reward(stage_input: StageInput) -> None:
         )
 
 
-def _check_code(stage_input: StageInput, error_class: type[CosmosError] = ConfigError) -> None:
+def _check_code_location(stage_input: StageInput, error_class: type[CosmosError] = ConfigError) -> None:
     try:
         locate_code(stage_input.location)
     except ConfigError as error:
@@ -143,8 +142,8 @@ def _check_code(stage_input: StageInput, error_class: type[CosmosError] = Config
 
 def deduplication_packages(recipe: Recipe) -> tuple[str, ...]:
     """Return the packages that removing near-duplicate rows requires; empty if the recipe does not remove them."""
-    clean_config = recipe.train.train_policy.clean
-    return ("datasketch",) if clean_config and clean_config.near_duplicates else ()
+    cleaning_config = recipe.train.train_policy.clean
+    return ("datasketch",) if cleaning_config and cleaning_config.near_duplicates else ()
 
 
 def kernel_packages(recipe: Recipe) -> dict[str, str]:
@@ -180,7 +179,7 @@ def _list_required_packages(recipe: Recipe) -> dict[str, str]:
 
 
 def _check_compiler(recipe: Recipe, python: str) -> None:
-    machine = measure_worker_machine(python=python, is_group=True)
+    machine = measure_worker_machine(python_path=python, may_use_ray=True)
     optimizer = recipe.train.optm_name
     if optimizer.endswith("8bit"):
         key, remedy = f"train.optm_name = {optimizer!r}", "take another optimizer"

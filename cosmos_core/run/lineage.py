@@ -15,7 +15,7 @@ from cosmos_core.config.schema.clean import BENCHMARKS_KEY
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import parse_documents, read_json_object, sha256
-from cosmos_core.run.manifest import ExternalSource, Result, find_damage, read_result
+from cosmos_core.run.manifest import ExternalSource, Result, find_output_damage, read_result
 from cosmos_core.run.stage import Stage
 
 RECORD_FILE = "published.json"
@@ -44,8 +44,8 @@ class LineageEntry:
 
 
 def trace_lineage(path: Path) -> list[LineageEntry]:
-    """Return the lineage of a run, stage or model, for a published model first its files; raise ConfigError if the path
-    belongs to no run, or if the stage has not finished."""
+    """Return the lineage of a run, stage or model; of a published model, the first entry describes its files. Raise
+    ConfigError if the path belongs to no run, or if the stage has not finished."""
     publication_record = read_json_object(path.resolve() / RECORD_FILE)
     if not isinstance(publication_record.get("files"), dict):
         return collect_lineage(find_stage_path(path))
@@ -85,24 +85,25 @@ def collect_lineage(stage_path: Path) -> list[LineageEntry]:
         if path in visited_paths:
             continue
         visited_paths.add(path)
-        content_status, gpu_seconds = find_damage(path, result) or "verified", float(result.get("gpu_seconds", 0.0))
+        content_status = find_output_damage(path, result) or "verified"
+        gpu_seconds = float(result.get("gpu_seconds", 0.0))
         name, kind = result["name"], result["kind"]
         entries.append(LineageEntry(depth, name, kind, result["digest"], run_label, content_status, gpu_seconds))
         for source in parse_documents(result.get("sources", ()), ExternalSource):
-            name, status = Path(source.name).name, _source_status(source)
+            name, status = Path(source.name).name, _check_source(source)
             entries.append(LineageEntry(depth + 1, name, source.kind, source.digest, source.name, status))
-        for name, recorded_input in reversed(result["inputs"].items()):
+        for name, input_record in reversed(result["inputs"].items()):
             upstream_result = read_result(path.parent / name)
-            if upstream_result is None or upstream_result["digest"] != recorded_input["digest"]:
+            if upstream_result is None or upstream_result["digest"] != input_record["digest"]:
                 content_status = "gone" if upstream_result is None else "made again since: its content is another"
-                digest = recorded_input["digest"]
+                digest = input_record["digest"]
                 pending_entries.append(LineageEntry(depth + 1, name, "", digest, run_label, content_status))
             else:
                 pending_entries.append((depth + 1, path.parent / name, upstream_result))
     return entries
 
 
-def _source_status(source: ExternalSource) -> str:
+def _check_source(source: ExternalSource) -> str:
     """Return the status of an external source; a folder is not hashed again, as only some of its files were read."""
     path = Path(source.name)
     if path.is_file():
@@ -118,7 +119,7 @@ def find_model_origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
     while pending_stages:
         current_stage = pending_stages.pop(0)
         visited_names.add(current_stage.name)
-        dataset_names |= dict.fromkeys(_dataset_names(pipeline, current_stage))
+        dataset_names |= dict.fromkeys(_list_dataset_names(pipeline, current_stage))
         names = map(referenced_stage, (pipeline.initial_model(current_stage), current_stage.data))
         pending_stages += [pipeline.stage(name) for name in names if name is not None and name not in visited_names]
     while (name := referenced_stage(pipeline.initial_model(stage))) is not None:
@@ -126,17 +127,17 @@ def find_model_origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
     model_input = next((stage_input for stage_input in pipeline.inputs(stage) if stage_input.role == "model"), None)
     if model_input is None:
         return {"made_by": stage.entry, "data": list(dataset_names)}
-    has_revision = model_input.revision and model_input.form != "folder"
+    has_revision = model_input.revision and model_input.location_type != "folder"
     origin = {"base_model": model_input.location, "data": list(dataset_names)}
     return origin | ({"revision": model_input.revision} if has_revision else {})
 
 
-def public_name(name: str) -> str:
+def strip_local_path(name: str) -> str:
     """Return the name of a model or data set without local folders: a Hub id, or the last part of a path."""
-    if cache_match := re.search(r"models--(.+?)--([^/]+)/snapshots/", name):
-        return f"{cache_match[1]}/{cache_match[2]}"
-    is_path = name.startswith(("/", "~", ".")) or os.path.exists(name)
-    return Path(name).name if is_path else name
+    if hub_cache_match := re.search(r"models--(.+?)--([^/]+)/snapshots/", name):
+        return f"{hub_cache_match[1]}/{hub_cache_match[2]}"
+    is_local_path = name.startswith(("/", "~", ".")) or os.path.exists(name)
+    return Path(name).name if is_local_path else name
 
 
 def name_base_model(stage: Stage) -> str:
@@ -147,13 +148,13 @@ def name_base_model(stage: Stage) -> str:
         return f"{stage.run_path.name}/{upstream_name}"
     # If the stage read several models, take the digest of the first one.
     digest = {source.kind: source.digest for source in reversed(stage.sources)}.get("model", "")
-    name = public_name(source_name)
+    name = strip_local_path(source_name)
     return name if name in {source_name, ""} or not digest or "/" in name else f"{name} (sha256 {digest[:12]})"
 
 
-def _dataset_names(pipeline: Pipeline, stage: StageConfig) -> list[str]:
+def _list_dataset_names(pipeline: Pipeline, stage: StageConfig) -> list[str]:
     """Return the names of a stage's data sets outside the run, or `made by FUNCTION` if user code makes its rows."""
-    inputs = [each for each in pipeline.inputs(stage) if each.role == "data" and each.form != "stage"]
+    inputs = [each for each in pipeline.inputs(stage) if each.role == "data" and each.location_type != "stage"]
     inputs = [each for each in inputs if not (each.key.startswith(BENCHMARKS_KEY) or each.key.endswith(".pass_rates"))]
     names = [f"{each.location}@{each.revision}" if each.revision else each.location for each in inputs]
     names = [os.path.relpath(name) if Path(name).is_relative_to(Path.cwd()) else name for name in names]

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.files import Document, UnixSeconds, read_document, write_json
+from cosmos_core.run.files import JsonDocument, UnixSeconds, read_document, write_json
 from cosmos_core.run.process import Launcher, identify_process, is_alive
 from cosmos_core.run.state import ACTIVE_STATES, FINISHED_STATES, StageState, read_state
 
+APPROVAL_TIMEOUT_SECONDS = 7 * 24 * 3600
+"""Seconds that a flow run waits until a person approves or declines the publication of its models."""
 LEASE_SECONDS = 120.0
 """Seconds without renewal after which a remote launcher counts as dead; longer than clock skew and storage delays."""
 _HOLDER_FILE = "holder.json"
@@ -36,7 +38,7 @@ class RunHolder(Launcher):
         return self.model_dump(exclude={"since", "flow_state"}) == identify_process()
 
 
-class PublicationApproval(Document):
+class PublicationApproval(JsonDocument):
     """Content of `approval.json` of a run that publishes its models only after a person has approved them."""
 
     until: UnixSeconds = 0.0
@@ -54,7 +56,7 @@ def save_approval(run_path: Path, approval: PublicationApproval | None) -> None:
     if approval is None:
         file.unlink(missing_ok=True)
     else:
-        write_json(file, approval.model_dump(), durable=False)
+        write_json(file, approval.model_dump(), fsync=False)
 
 
 def read_required_approval(run_path: Path) -> PublicationApproval | None:
@@ -78,13 +80,13 @@ def check_approval(run_path: Path) -> None:
         )
 
 
-def record_run_holder(run_path: Path, since: float) -> None:
-    """Record that this process claimed a run for a command that began at `since` (unix time) or for an earlier one."""
+def record_run_holder(run_path: Path, start_time: float) -> None:
+    """Record that this process claimed a run; keep the earliest `start_time` of the commands for which it did so."""
     previous_holder = read_holder(run_path)
     if previous_holder is not None and previous_holder.is_this_process:
-        since = min(since, previous_holder.since)
-    write_json(run_path / "locks" / _HOLDER_FILE, {**identify_process(), "since": since}, durable=False)
-    if approval := read_required_approval(run_path):  # drop a pending request, which the flow run repeats
+        start_time = min(start_time, previous_holder.since)
+    write_json(run_path / "locks" / _HOLDER_FILE, {**identify_process(), "since": start_time}, fsync=False)
+    if approval := read_required_approval(run_path):  # remove a pending request; the flow run sends it again
         save_approval(run_path, PublicationApproval(approved_models=approval.approved_models))
 
 
@@ -98,7 +100,7 @@ def record_flow_state(run_path: Path, flow_state: str) -> None:
     holder = read_holder(run_path)
     if holder is not None and holder.is_this_process:
         holder_file = run_path / "locks" / _HOLDER_FILE
-        write_json(holder_file, {**holder.model_dump(), "flow_state": flow_state}, durable=False)
+        write_json(holder_file, {**holder.model_dump(), "flow_state": flow_state}, fsync=False)
 
 
 def record_stop(run_path: Path, stages: Iterable[str]) -> None:
@@ -110,7 +112,7 @@ def record_stop(run_path: Path, stages: Iterable[str]) -> None:
 def is_flow_running(run_path: Path) -> bool:
     """Return True if a Python flow executes a run, also between stages, and its process is not known to have ended."""
     holder = read_holder(run_path)
-    return holder is not None and holder.flow_state == "running" and find_start_of_dead_holder(run_path) is None
+    return holder is not None and holder.flow_state == "running" and find_dead_holder_start_time(run_path) is None
 
 
 def derive_flow_outcome(run_path: Path) -> Literal["done", "failed", "stopped", "running", "died"]:
@@ -121,19 +123,19 @@ def derive_flow_outcome(run_path: Path) -> Literal["done", "failed", "stopped", 
         case "failed" | "stopped" as state:
             return state
         case "running":
-            return "running" if find_start_of_dead_holder(run_path) is None else "died"
+            return "running" if find_dead_holder_start_time(run_path) is None else "died"
     return "done"
 
 
-def derive_inactive_state(run_path: Path) -> Literal["running", "stopped", "died"]:
+def derive_inactive_run_outcome(run_path: Path) -> Literal["running", "stopped", "died"]:
     """Return the outcome of a run of which no stage is active and at least one is still to run."""
     holder = read_holder(run_path)
     if holder is not None and holder.flow_state == "stopped":
         return "stopped"
-    return "running" if find_start_of_dead_holder(run_path) is None else "died"
+    return "running" if find_dead_holder_start_time(run_path) is None else "died"
 
 
-def find_start_of_dead_holder(run_path: Path) -> float | None:
+def find_dead_holder_start_time(run_path: Path) -> float | None:
     """Return the start time of the command whose process claimed a run and has ended; None if it is alive or remote."""
     holder = read_holder(run_path)
     return holder.since if holder is not None and holder.has_ended else None
@@ -144,11 +146,11 @@ def has_lost_launcher(state: StageState) -> bool:
     return state.launcher_pid is not None and state.has_ended
 
 
-def is_dead(state: StageState, now: float) -> bool:
+def is_stage_dead(state: StageState, now: float) -> bool:
     """Return True if a stage is marked as running although its launcher and its worker have ended."""
     if state.state not in ACTIVE_STATES:
         return False
     if state.launcher_pid is not None and state.is_local:
         return has_lost_launcher(state) and not is_alive(state.pid, state.pid_started)
-    is_attempt_open = bool(state.spans) and state.spans[-1][1] is None
-    return is_attempt_open and state.renewed is not None and now - state.renewed > LEASE_SECONDS
+    is_attempt_unfinished = bool(state.spans) and state.spans[-1][1] is None
+    return is_attempt_unfinished and state.renewed is not None and now - state.renewed > LEASE_SECONDS

@@ -10,8 +10,8 @@ _ENCODER_PREFIXES = ("text_encoder", "tokenizer")
 
 
 def render_pipeline_arguments(index: Mapping[str, Any]) -> str:
-    """Return the arguments after the folder in a call of `DiffusionPipeline.from_pretrained`: `NAME=None` for each
-    encoder that is absent in model_index.json, with content `index`, because diffusers otherwise seeks its files."""
+    """Return the code of the keyword arguments of `DiffusionPipeline.from_pretrained` for an exported model:
+    `NAME=None` for each encoder without files. `index` is the content of model_index.json."""
     absent_components = [name for name, entry in index.items() if entry == [None, None]]
     return "".join(f", {name}=None" for name in absent_components if name.startswith(_ENCODER_PREFIXES))
 

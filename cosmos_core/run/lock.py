@@ -14,7 +14,7 @@ from cosmos_core.run.files import make_disk_full_error
 _POLL_SECONDS = 0.2
 
 
-class Lock:
+class FileLock:
     """Exclusive lock on a file; a child process that inherits the descriptor also holds the lock."""
 
     def __init__(self, path: Path) -> None:
@@ -30,10 +30,10 @@ class Lock:
             return False
         return True
 
-    def acquire(self, *, poll: Callable[[], None] = lambda: None) -> None:
-        """Wait for the lock; call `poll` between attempts, which may raise an error to stop waiting."""
+    def acquire(self, *, on_poll: Callable[[], None] = lambda: None) -> None:
+        """Wait for the lock; call `on_poll` between attempts, which may raise an error to stop waiting."""
         while not self.try_acquire():
-            poll()
+            on_poll()
             time.sleep(_POLL_SECONDS)
 
     def release(self) -> None:
@@ -42,17 +42,17 @@ class Lock:
             os.close(self.descriptor)
             self.descriptor = -1
 
-    def __enter__(self) -> Lock:
+    def __enter__(self) -> FileLock:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.release()
 
 
-def open_stage_lock(run_path: Path, name: str) -> Lock:
+def open_stage_lock(run_path: Path, name: str) -> FileLock:
     """Open the lock of a stage in a run directory; raise StageFailed if the lock file cannot be created."""
     path = run_path / "locks" / f"{name}.lock"
     try:
-        return Lock(path)
+        return FileLock(path)
     except OSError as error:
         raise make_disk_full_error(error, path) or StageFailed(f"stage {name!r}: {path}: {error.strerror}") from error

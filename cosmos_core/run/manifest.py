@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from cosmos_core.config.load import without_none
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.run.files import (
-    Document,
+    JsonDocument,
     apply_umask,
     copy_file,
     list_files_below,
@@ -31,7 +31,7 @@ STORE_URL_KEY = "stored"
 Result = dict[str, Any]
 
 
-class _OutputFile(Document):
+class _OutputFile(JsonDocument):
     path: str
     size: int
     sha256: str
@@ -39,12 +39,12 @@ class _OutputFile(Document):
     inode: int
 
 
-class _InputRecord(Document):
+class _InputRecord(JsonDocument):
     fingerprint: str
     digest: str
 
 
-class ExternalSource(Document):
+class ExternalSource(JsonDocument):
     """External model or data set that a stage read."""
 
     kind: Literal["model", "data"]
@@ -54,7 +54,7 @@ class ExternalSource(Document):
     """Digest of the content that the stage read, or the commit on the Hub."""
 
 
-class _ManifestSchema(Document):
+class _ManifestSchema(JsonDocument):
     """Schema of the required keys of `result.json`, the manifest of a stage."""
 
     name: str
@@ -114,8 +114,8 @@ def commit_manifest(
 def compute_result_digest(result: Result) -> str:
     """Return one digest over everything that later stages may read: files, info, and metrics except time and memory."""
     file_lines = sorted(f"{file_record['path']}\0{file_record['sha256']}" for file_record in result["outputs"])
-    volatile_prefixes = ("time/", "throughput/", "memory/")
-    metrics = {key: value for key, value in result["metrics"].items() if not key.startswith(volatile_prefixes)}
+    ignored_metric_prefixes = ("time/", "throughput/", "memory/")
+    metrics = {key: value for key, value in result["metrics"].items() if not key.startswith(ignored_metric_prefixes)}
     canonical_json = json.dumps([file_lines, metrics, result["info"]], sort_keys=True)
     return hashlib.sha256(canonical_json.encode()).hexdigest()
 
@@ -126,7 +126,7 @@ def read_result(stage_path: Path) -> Result | None:
     return read_json_object(file) if read_document(file, _ManifestSchema) else None
 
 
-def find_damage(stage_path: Path, result: Result, *, ignores_cache: bool = False) -> str | None:
+def find_output_damage(stage_path: Path, result: Result, *, ignores_cache: bool = False) -> str | None:
     """Return a description of the first damaged output of a finished stage, or None; outputs in an artifact store may
     be missing on this machine. A file is hashed again if its size, modification time or inode is not as recorded, or
     with `ignores_cache`; the record of a file with the same content is updated."""
@@ -177,7 +177,7 @@ def adopt_result(source: Path, target: Path, result: Result) -> Result:
 
 
 def _describe_file(stage_path: Path, file: Path) -> dict[str, Any]:
-    digest = sha256(file, durable=True)
+    digest = sha256(file, fsync=True)
     apply_umask(file)
     file_stat = file.stat()
     file_times = {"mtime_ns": file_stat.st_mtime_ns, "inode": file_stat.st_ino}

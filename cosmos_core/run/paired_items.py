@@ -41,13 +41,13 @@ class PairedDifferences:
             num_better = sum(difference > 0 for difference in self.differences)
             num_changed = sum(difference != 0 for difference in self.differences)
             return float(stats.binomtest(num_better, num_changed, alternative="greater").pvalue) if num_changed else 1.0
-        return float(stats.ttest_1samp(self._padded_differences, margin, alternative="greater").pvalue)
+        return float(stats.ttest_1samp(self._nonconstant_differences, margin, alternative="greater").pvalue)
 
     def describe(self, confidence: float) -> dict[str, Any]:
         """Return the mean difference with its two-sided confidence interval, the numbers of items, of better and of
         worse items, and the smallest difference that this number of items detects in 80 of 100 cases."""
         stats = _import_scipy_stats()
-        standard_error = float(stats.sem(self._padded_differences))
+        standard_error = float(stats.sem(self._nonconstant_differences))
         interval_half_width = float(stats.t.ppf((1 + confidence) / 2, len(self.differences))) * standard_error
         return {
             "difference": self.mean,
@@ -60,7 +60,7 @@ class PairedDifferences:
         }
 
     @property
-    def _padded_differences(self) -> tuple[float, ...]:
+    def _nonconstant_differences(self) -> tuple[float, ...]:
         """Return the differences and one positive and one negative extra value, so that the variance is never zero."""
         padding_value = 1.0 if self.is_binary else max(map(abs, self.differences)) or 1e-12
         return (*self.differences, padding_value, -padding_value)
@@ -69,29 +69,29 @@ class PairedDifferences:
 def correct_p_values(p_values: Sequence[float]) -> list[float]:
     """Return the p-values of several tests after Holm's correction: if all tests with a corrected value of at most 0.05
     are rejected, the probability of any false rejection is at most 5 %."""
-    corrected_p_values, running_maximum = [1.0] * len(p_values), 0.0
+    corrected_p_values, largest_p_value = [1.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        running_maximum = max(running_maximum, min(1.0, (len(p_values) - rank) * p_values[index]))
-        corrected_p_values[index] = running_maximum
+        largest_p_value = max(largest_p_value, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected_p_values[index] = largest_p_value
     return corrected_p_values
 
 
-def compute_num_items(num_items: int, detectable_difference: float, difference: float) -> int | None:
-    """Return the number of items with which `difference` is detected in 80 of 100 cases, if `num_items` items suffice
-    for `detectable_difference`; None if `difference` is not positive."""
+def compute_sample_size(num_items: int, detectable_difference: float, difference: float) -> int | None:
+    """Return the number of items that a test needs to detect `difference` with a power of 80 %. A test of `num_items`
+    items detects `detectable_difference` with this power. Return None if `difference` is not positive."""
     return math.ceil(num_items * (detectable_difference / difference) ** 2 - 1e-9) if difference > 0 else None
 
 
 def find_published_item_folders(record: Mapping[str, Any], metric: str) -> Iterator[Path]:
-    """Yield the stage directories on this machine with the items of the evaluation that measured `metric` of the
-    published model; `record` is the record of the published model."""
+    """Yield the stage directories on this machine whose evaluation measured `metric` of the published model and kept
+    the items; `record` is the record of the published model."""
     for file in sorted(Path(record.get("stage") or "-").parent.glob(f"*/{ITEMS_FILE}")):
         result = read_result(file.parent)
         if result is not None and result["metrics"].get(metric) == record["metrics"][metric]:
             yield file.parent
 
 
-def compute_smallest_effect(metric: str, value: float, folder: Path, confidence: float) -> tuple[int, float] | None:
+def compute_detectable_effect(metric: str, value: float, folder: Path, confidence: float) -> tuple[int, float] | None:
     """Return the number of items of the evaluation in `folder`, and the smallest difference to another model that these
     items detect in 80 of 100 cases. Both models count as independent; models that agree on most items show smaller
     differences. Return None if the evaluation kept no items, or if `value` of the metric is not their mean."""
@@ -116,17 +116,17 @@ def compare_items(metric: str, new_folder: Path, old_folder: Path) -> PairedDiff
 def _read_item_values(metric: str, items_file: Path) -> dict[tuple[int, str], float]:
     """Return the value of a metric for each item of a benchmark, by the item's position and the hash of its content."""
     _, _, item_metric = metric.partition("/")
-    task, _, column = item_metric.rpartition("/")
+    task, _, metric_column = item_metric.rpartition("/")
     if not task or not items_file.is_file():
         return {}
     import pyarrow.parquet as pq
 
-    if column not in pq.read_schema(items_file).names:
+    if metric_column not in pq.read_schema(items_file).names:
         return {}
     rows: Sequence[dict[str, Any]] = pq.read_table(
-        items_file, columns=["doc_id", "doc_hash", column], filters=[("task", "=", task)]
+        items_file, columns=["doc_id", "doc_hash", metric_column], filters=[("task", "=", task)]
     ).to_pylist()
-    return {(row["doc_id"], row["doc_hash"]): row[column] for row in rows if row[column] is not None}
+    return {(row["doc_id"], row["doc_hash"]): row[metric_column] for row in rows if row[metric_column] is not None}
 
 
 def _compute_detection_factor(confidence: float) -> float:

@@ -11,8 +11,8 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.run.digests import shared_digest_cache
 from cosmos_core.run.directory import RUNS_FILE, Run
 from cosmos_core.run.files import SHARED_FOLDER, read_json, read_json_object, write_json
-from cosmos_core.run.fingerprint import Fingerprint, fingerprint
-from cosmos_core.run.manifest import STORE_URL_KEY, Result, find_damage, read_result
+from cosmos_core.run.fingerprint import Fingerprint, compute_fingerprint
+from cosmos_core.run.manifest import STORE_URL_KEY, Result, find_output_damage, read_result
 from cosmos_core.run.state import read_state
 from cosmos_core.types import StageKind
 
@@ -44,24 +44,24 @@ def register_result(output_dir: Path, stage_path: Path, value: str) -> None:
     relative_path = stage_path.relative_to(output_dir)
     file = fingerprint_folder(output_dir, value) / f"{relative_path.parts[0]}.{stage_path.name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, {"stage": str(relative_path)}, durable=False)
+    write_json(file, {"stage": str(relative_path)}, fsync=False)
 
 
-def decide_from_results(
-    output_dir: Path, stage_path: Path | None, expected: Fingerprint, *, ignores_cache: bool = False
+def decide_reuse(
+    output_dir: Path, stage_path: Path | None, expected_fingerprint: Fingerprint, *, ignores_cache: bool = False
 ) -> StageDecision | None:
     """Return the decision about a stage from the finished stages with its fingerprint; None if there are none.
     `stage_path` is the directory of the stage in its run (None: the run does not exist yet)."""
-    entry_files = sorted(fingerprint_folder(output_dir, expected.value).glob("*.json"), reverse=True)
+    entry_files = sorted(fingerprint_folder(output_dir, expected_fingerprint.value).glob("*.json"), reverse=True)
     # The entries are read only if the stage is not done in its own run: the folder may list hundreds of other runs.
-    names = (entry.get("stage") for entry in map(read_json_object, entry_files))
-    other_stage_paths = (output_dir / name for name in names if isinstance(name, str))
+    stage_names = (entry.get("stage") for entry in map(read_json_object, entry_files))
+    other_stage_paths = (output_dir / name for name in stage_names if isinstance(name, str))
     own_stage_paths, damage = [] if stage_path is None else [stage_path], ""
     for path in chain(own_stage_paths, (path for path in other_stage_paths if path != stage_path)):
         result, run_label = read_result(path), f"run {path.parent.parent.name}"
-        if result is None or result["fingerprint"] != expected.value:
+        if result is None or result["fingerprint"] != expected_fingerprint.value:
             continue
-        path_damage = find_damage(path, result, ignores_cache=ignores_cache)
+        path_damage = find_output_damage(path, result, ignores_cache=ignores_cache)
         if path_damage:
             damage = damage or (path_damage if path == stage_path else f"{run_label}: {path_damage}")
         elif path == stage_path:
@@ -82,27 +82,27 @@ def plan_stages(
     """Return a decision for every stage, in topological order, without changing anything; `find_stored_result` looks up
     a result by its fingerprint in an artifact store. Raises `ConfigError`, `ModelError` or `DataError` if an input of a
     stage is missing."""
-    digests = shared_digest_cache(output_dir, ignores_cache=ignores_cache)
+    digest_cache = shared_digest_cache(output_dir, ignores_cache=ignores_cache)
     decisions: dict[str, StageDecision] = {}
     for stage in pipeline.stages:
         kind = kinds[stage.kind]
-        unknown_stages = [name for name in stage.after if decisions[name].result is None]
-        if unknown_stages:
+        undecided_stages = [name for name in stage.after if decisions[name].result is None]
+        if undecided_stages:
             action: Literal["run", "depends"] = "depends" if kind.is_reusable else "run"
-            decisions[stage.name] = StageDecision(action, f"after {', '.join(unknown_stages)}")
+            decisions[stage.name] = StageDecision(action, f"after {', '.join(undecided_stages)}")
             continue
         upstream_digests = {name: result["digest"] for name in stage.after if (result := decisions[name].result)}
         if not kind.is_reusable:
             decisions[stage.name] = StageDecision("run", "looks at the outside world, so it runs each time")
             continue
-        current_fingerprint = fingerprint(pipeline, stage, kind, upstream_digests, digests)
+        current_fingerprint = compute_fingerprint(pipeline, stage, kind, upstream_digests, digest_cache)
         decision: StageDecision | None = None
         candidates = [current_fingerprint]
         if stage.work_pool:
             candidates = [*find_pool_fingerprints(output_dir, pipeline, stage, current_fingerprint), *candidates]
         for candidate in candidates:
             if decision is None or decision.action == "run":
-                decision = decide_from_results(output_dir, None, candidate, ignores_cache=ignores_cache)
+                decision = decide_reuse(output_dir, None, candidate, ignores_cache=ignores_cache)
             if (decision is None or decision.action == "run") and (result := find_stored_result(candidate.value)):
                 decision = StageDecision("adopt", f"same fingerprint in {result[STORE_URL_KEY]}", result=result)
         decisions[stage.name] = decision or StageDecision(
@@ -134,7 +134,7 @@ def explain_rerun(run: Run, stage: StageConfig, current_fingerprint: Fingerprint
             return "; ".join(current_fingerprint.describe_difference(saved_fingerprint))
     elif read_state(stage_path).forced:
         return "requested by the user"
-    decision = decide_from_results(run.output_dir, stage_path, current_fingerprint, ignores_cache=run.verify)
+    decision = decide_reuse(run.output_dir, stage_path, current_fingerprint, ignores_cache=run.should_verify_files)
     if decision is not None and decision.action == "run":
         return decision.reason
     run_id, changes = _find_nearest_run(run.output_dir, run.pipeline.config.name, stage.name, current_fingerprint)
@@ -163,9 +163,9 @@ def _parse_fingerprint(saved_values: Any) -> Fingerprint | None:
     if not isinstance(saved_values, dict) or not isinstance(saved_values.get("ingredients"), dict):
         return None
     inputs = saved_values.get("inputs")  # runs of earlier versions have no list of inputs
-    lists = [each for each in inputs if isinstance(each, list)] if isinstance(inputs, list) else []
-    entries = [each for each in lists if len(each) == 4]
-    input_tuples = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in entries)
+    input_lists = [each for each in inputs if isinstance(each, list)] if isinstance(inputs, list) else []
+    valid_input_lists = [each for each in input_lists if len(each) == 4]
+    input_tuples = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in valid_input_lists)
     return Fingerprint(str(saved_values.get("value")), saved_values["ingredients"], input_tuples)
 
 
@@ -186,8 +186,8 @@ def _explain_new_fingerprint(output_dir: Path, pipeline: str, stage: str, curren
     run_id, changes = _find_nearest_run(output_dir, pipeline, stage, current_fingerprint)
     if not changes:
         return f"unfinished in run {run_id}" if run_id else "never made before"
-    remainder_note = f" and {len(changes) - 2} more" if len(changes) > 2 else ""
-    return f"changed since run {run_id}: {'; '.join(changes[:2])}{remainder_note}"
+    omitted_changes_note = f" and {len(changes) - 2} more" if len(changes) > 2 else ""
+    return f"changed since run {run_id}: {'; '.join(changes[:2])}{omitted_changes_note}"
 
 
 def _find_nearest_run(
@@ -196,4 +196,4 @@ def _find_nearest_run(
     """Return the id of the earlier run whose stage is most similar (empty if there is none), and the differences."""
     saved_fingerprints = _read_saved_fingerprints(output_dir, pipeline, stage).items()
     changes = [(run_id, current_fingerprint.describe_difference(saved)) for run_id, (saved, _) in saved_fingerprints]
-    return min(changes, key=lambda changes_of_run: len(changes_of_run[1]), default=("", []))
+    return min(changes, key=lambda run_changes: len(run_changes[1]), default=("", []))

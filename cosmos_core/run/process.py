@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from cosmos_core.run.files import Document
+from cosmos_core.run.files import JsonDocument
 
 
 def read_start_time(pid: int) -> float | None:
@@ -41,7 +41,7 @@ def identify_machine() -> str:
     return f"{socket.gethostname()}/{boot_id}/{pid_namespace}"
 
 
-class Launcher(Document):
+class Launcher(JsonDocument):
     """Process that runs stages: a base class of documents with the fields of `identify_process`."""
 
     launcher_pid: int | None = None

@@ -12,20 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.run.files import Document, parse_json_objects, read_document, write_json, write_text
+from cosmos_core.run.files import JsonDocument, parse_json_objects, read_document, write_json, write_text
 from cosmos_core.run.tail import FileTail
 
 # Seconds without a heartbeat after which a phase counts as hung, by phase; all other phases have 600 seconds.
 PHASE_TIMEOUT_SECONDS: dict[str, float] = {
     "start": 300, "load": 3600, "compile": 3600, "prepare": 3600, "generate": 1800,
-    "score": 1800, "step": 1800, "save": 3600, "validate": 3600, "export": 3600,
+    "score": 1800, "step": 1800, "save": 3600, "validate": 3600,
+    "export": 6 * 3600,  # 1 TB at 100 MB/s, written and read again without a heartbeat
 }  # fmt: skip
 _MAX_WARNINGS = 5
 _MIN_HEARTBEAT_SECONDS = 0.2
 """Minimum number of seconds between two heartbeats that are written to disk."""
 
 
-class ProgressRecord(Document):
+class ProgressRecord(JsonDocument):
     """Content of `progress.json`: phase, step and heartbeat of a worker."""
 
     pid: int = 0
@@ -51,8 +52,8 @@ class ProgressRecord(Document):
 
 
 class ProgressWriter:
-    """Writer of `progress.json`: phase, step of total, rate, latest metrics, and a heartbeat from calls in the main
-    loop: a separate thread would continue while the loop hangs."""
+    """Writer of `progress.json`: phase, step, latest metrics and a heartbeat. The heartbeats come from calls in the
+    main loop, because a separate thread would continue while the loop hangs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -61,7 +62,7 @@ class ProgressWriter:
         self._compile_start = ("start", 0.0)
         self._lock = threading.RLock()  # other threads call `warn` and `report_checkpoint`; a write may log a warning
         self._position = ProgressRecord(pid=os.getpid())
-        self._write(force=True)
+        self._write(is_forced=True)
 
     @property
     def total(self) -> int | None:
@@ -73,27 +74,27 @@ class ProgressWriter:
         is_new_phase = name != self._position.phase
         self._position.phase, self._position.done, self._position.count = name, 0, 0
         self._position.deadline_seconds = deadline_seconds or PHASE_TIMEOUT_SECONDS.get(name, 600)
-        self._write(force=is_new_phase)
+        self._write(is_forced=is_new_phase)
 
     def step(self, step: int, total: int | None = None, **metrics: float) -> None:
         """Report that step `step` of `total` steps is done; the progress line shows `metrics`."""
-        now, position = time.monotonic(), self._position
-        if self._last_step_time is not None and step > position.step:
-            seconds_per_step = (now - self._last_step_time) / (step - position.step)
-            position.longest_step_seconds = max(position.longest_step_seconds, seconds_per_step)
+        now, record = time.monotonic(), self._position
+        if self._last_step_time is not None and step > record.step:
+            seconds_per_step = (now - self._last_step_time) / (step - record.step)
+            record.longest_step_seconds = max(record.longest_step_seconds, seconds_per_step)
         self._last_step_time = now
-        position.step, position.total, position.metrics = step, total, metrics
-        self._write(force=step == total)
+        record.step, record.total, record.metrics = step, total, metrics
+        self._write(is_forced=step == total)
 
     def report_checkpoint(self, step: int) -> None:
         """Report that the checkpoint of `step` is complete, which counts as progress of the attempt."""
         self._position.checkpoint_step = step
-        self._write(force=True)
+        self._write(is_forced=True)
 
     def advance(self, num_done: int, count: int) -> None:
         """Report that `num_done` of `count` rows, prompts or pairs of the current phase are processed."""
         self._position.done, self._position.count = num_done, count
-        self._write(force=False)
+        self._write(is_forced=False)
 
     @property
     def compile_seconds(self) -> float:
@@ -101,11 +102,11 @@ class ProgressWriter:
         return self._position.compile_seconds
 
     def begin_compiling(self) -> None:
-        """Enter the phase `compile`, which lasts until `leave_compile_phase` is called."""
+        """Enter the phase `compile`, which lasts until `end_compiling` is called."""
         self._compile_start = (self._position.phase, time.monotonic())
         self.phase("compile")
 
-    def leave_compile_phase(self) -> None:
+    def end_compiling(self) -> None:
         """End the phase `compile`, and return to the phase before it."""
         phase, start_time = self._compile_start
         self._position.compile_seconds += time.monotonic() - start_time
@@ -117,20 +118,20 @@ class ProgressWriter:
             if message in self._position.warnings or len(self._position.warnings) >= _MAX_WARNINGS:
                 return
             self._position.warnings.append(message)
-        self._write(force=True)
+        self._write(is_forced=True)
 
     def beat(self) -> None:
         """Report that the worker is alive."""
-        self._write(force=False)
+        self._write(is_forced=False)
 
-    def _write(self, *, force: bool) -> None:
+    def _write(self, *, is_forced: bool) -> None:
         now = time.monotonic()
         with self._lock:
             self._position.heartbeat = time.time()
             self._position.beats += 1
-            if force or now - self._last_write_time >= _MIN_HEARTBEAT_SECONDS:
+            if is_forced or now - self._last_write_time >= _MIN_HEARTBEAT_SECONDS:
                 self._last_write_time = now
-                write_json(self._path, self._position.model_dump(warnings=False), durable=False)
+                write_json(self._path, self._position.model_dump(warnings=False), fsync=False)
 
 
 def read_progress(stage_path: Path) -> ProgressRecord | None:
@@ -161,15 +162,15 @@ class MetricsWriter:
             with open(self.path, "rb") as file:
                 os.fsync(file.fileno())
 
-    def remove_later_lines(self, step: int, repeated_phase: str = "") -> None:
+    def remove_lines_after_step(self, step: int, prefix: str = "") -> None:
         """Remove the lines after `step` (0: all lines), because these steps run again, and the lines of `step` that
-        have a metric whose name begins with `repeated_phase`."""
+        have a metric whose name begins with `prefix`."""
         if not self.path.exists():
             return
         kept_lines = [line for line in read_metrics(self.path) if step > 0 and line["step"] <= step]
-        if repeated_phase:
+        if prefix:
             kept_lines = [
-                e for e in kept_lines if e["step"] < step or not any(name.startswith(repeated_phase) for name in e)
+                line for line in kept_lines if line["step"] < step or not any(name.startswith(prefix) for name in line)
             ]
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept_lines))
 
@@ -188,8 +189,8 @@ class MetricsReader:
 
     def update(self) -> list[dict[str, Any]]:
         """Return all lines of metrics that were written so far; skip truncated lines and lines without a step."""
-        new_lines = self._file_tail.lines()
-        if self._file_tail.was_replaced:  # `remove_later_lines` replaces the file when training resumes
+        new_lines = self._file_tail.read_lines()
+        if self._file_tail.was_replaced:  # `remove_lines_after_step` replaces the file when training resumes
             self.lines = []
         self.lines += [line for line in parse_json_objects(new_lines) if has_step(line)]
         return self.lines

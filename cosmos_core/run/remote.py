@@ -21,10 +21,10 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import convert_references
 from cosmos_core.errors import DataError
-from cosmos_core.run.bucket import Bucket, StoredObject, run_threads, split_s3_url, translate_errors
+from cosmos_core.run.bucket import Bucket, StoredObject, split_s3_url, thread_map, translate_errors
 from cosmos_core.run.content import is_outside_folder
 from cosmos_core.run.files import SHARED_FOLDER
-from cosmos_core.run.lock import Lock
+from cosmos_core.run.lock import FileLock
 
 DOWNLOADS_FOLDER = "fetched"
 """Name of the folder, shared by all runs, with the downloads from stores."""
@@ -57,16 +57,16 @@ def append_content_digest(url: str) -> str:
         return f"{url}#{_compute_content_digest(url, _list_objects(url))}"
 
 
-def download_inputs(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], None]) -> tuple[StageConfig, Recipe]:
+def download_inputs(pipeline: Pipeline, stage: StageConfig, on_file: Callable[[], None]) -> tuple[StageConfig, Recipe]:
     """Download the inputs of a stage from stores, and return the stage and its recipe with local paths in place of
-    URLs. `pause` is called between files and may raise an error to stop the download. Raises `DataError` if the content
-    has changed since it was pinned or the store is not reachable, and `ConfigError` if it refuses the credentials."""
+    URLs. `on_file` is called before each file and may raise an error. Raises `DataError` if the content has changed
+    since it was pinned or the store is not reachable, and `ConfigError` if it refuses the credentials."""
     recipe = pipeline.recipes[stage.name]
-    urls = {stage_input.location for stage_input in pipeline.inputs(stage) if stage_input.form == "store"}
+    urls = {stage_input.location for stage_input in pipeline.inputs(stage) if stage_input.location_type == "store"}
     if not urls:
         return stage, recipe
     folder = pipeline.output_dir.expanduser().absolute() / SHARED_FOLDER / DOWNLOADS_FOLDER
-    paths = {url: str(download_pinned_url(url, folder, pause)) for url in sorted(urls)}
+    paths = {url: str(download_pinned_url(url, folder, on_file)) for url in sorted(urls)}
 
     def to_local_path(reference_kind: ReferenceKind, text: str) -> str:
         return paths.get(text, text)
@@ -81,21 +81,21 @@ def download_url(name: str, output_dir: Path) -> str:
     return str(download_pinned_url(append_content_digest(name), folder)) if is_s3_url(name) else name
 
 
-def download_pinned_url(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> Path:
+def download_pinned_url(url: str, folder: Path, on_file: Callable[[], None] = lambda: None) -> Path:
     """Return the local file or folder, below `folder`, with the content of a pinned URL; download what is missing of
     it. For errors see `download_inputs`."""
-    plain_url, _, digest = url.partition("#")
+    unpinned_url, _, digest = url.partition("#")
     local_folder = folder / (digest or append_content_digest(url).rpartition("#")[2])
-    object_name = split_s3_url(plain_url)[1].rpartition("/")[2]
+    object_name = split_s3_url(unpinned_url)[1].rpartition("/")[2]
     partial_folder = local_folder.with_name(local_folder.name + PARTIAL_DOWNLOAD_SUFFIX)
-    with Lock(folder / f"{local_folder.name}.lock") as lock:
-        lock.acquire(poll=pause)
+    with FileLock(folder / f"{local_folder.name}.lock") as lock:
+        lock.acquire(on_poll=on_file)
         if not local_folder.is_dir():
-            with translate_errors(plain_url, DataError):
-                objects = _list_objects(plain_url)
-                if _compute_content_digest(plain_url, objects) != local_folder.name:
-                    raise DataError(f"{plain_url} was changed since the run began; start a new run")
-                _download_objects(plain_url, objects, partial_folder, pause)
+            with translate_errors(unpinned_url, DataError):
+                objects = _list_objects(unpinned_url)
+                if _compute_content_digest(unpinned_url, objects) != local_folder.name:
+                    raise DataError(f"{unpinned_url} was changed since the run began; start a new run")
+                _download_objects(unpinned_url, objects, partial_folder, on_file)
             os.rename(partial_folder, local_folder)
     file = local_folder / object_name
     names = [path.name for path in local_folder.iterdir() if not path.match(".*.tmp")]
@@ -104,8 +104,8 @@ def download_pinned_url(url: str, folder: Path, pause: Callable[[], None] = lamb
 
 def _resolve_latest_pointer(url: str) -> str:
     """Return the URL of the version that a `latest` pointer names; return any other URL unchanged."""
-    parent_url, _, last_name = url.rstrip("/").rpartition("/")
-    if last_name != _LATEST_FOLDER:
+    parent_url, _, last_url_part = url.rstrip("/").rpartition("/")
+    if last_url_part != _LATEST_FOLDER:
         return url.rstrip("/")
     bucket_name, prefix = split_s3_url(parent_url)
     pointer_bytes = Bucket(bucket_name).read(f"{prefix}/{_LATEST_FOLDER}.json".lstrip("/"))
@@ -124,8 +124,8 @@ def _list_objects(url: str) -> list[StoredObject]:
     name, prefix = split_s3_url(url)
     folder_prefix = f"{prefix}/".lstrip("/")  # an empty prefix selects the whole bucket
     # Some tools create an empty object, whose key ends with a slash, for each folder.
-    candidates = [each for each in Bucket(name).list_objects(prefix) if not each.key.endswith("/")]
-    objects = [each for each in candidates if each.key == prefix or each.key.startswith(folder_prefix)]
+    objects_with_prefix = [each for each in Bucket(name).list_objects(prefix) if not each.key.endswith("/")]
+    objects = [each for each in objects_with_prefix if each.key == prefix or each.key.startswith(folder_prefix)]
     if not objects:
         raise DataError(f"{url}: nothing lies there; give an object, or what several begin with up to a '/'")
     return objects
@@ -141,13 +141,13 @@ def _get_relative_path(url: str, stored_object: StoredObject) -> str:
     return stored_object.key.removeprefix(prefix).lstrip("/") or prefix.rpartition("/")[2]
 
 
-def _download_objects(url: str, objects: list[StoredObject], folder: Path, pause: Callable[[], None]) -> None:
+def _download_objects(url: str, objects: list[StoredObject], folder: Path, on_file: Callable[[], None]) -> None:
     if outside_key := next((each.key for each in objects if is_outside_folder(_get_relative_path(url, each))), None):
         raise DataError(f"{url}: the object {outside_key!r} would lie outside of its folder; name it otherwise there")
     bucket = Bucket(split_s3_url(url)[0])
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.rglob(".*.tmp"):  # left by a killed process, as the caller holds the lock
-        leftover.unlink()
+    for temporary_file in folder.rglob(".*.tmp"):  # left by a killed process, as the caller holds the lock
+        temporary_file.unlink()
     paths = [(each, folder / _get_relative_path(url, each)) for each in objects]
     missing_files = [(each, path) for each, path in paths if not (path.is_file() and path.stat().st_size == each.size)]
     total_bytes = sum(each.size for each, _ in missing_files)
@@ -155,7 +155,7 @@ def _download_objects(url: str, objects: list[StoredObject], folder: Path, pause
         raise DataError(f"{url} has {total_bytes} bytes, more than are free in {folder.parent}; make room")
 
     def download(stored_object: StoredObject, path: Path) -> None:
-        pause()
+        on_file()
         bucket.download(stored_object.key, path, stored_object.etag)
 
-    run_threads(download, missing_files, _MAX_PARALLEL_FILES, "fetch")
+    thread_map(download, missing_files, _MAX_PARALLEL_FILES, "fetch")

@@ -10,8 +10,8 @@ from cosmos_core.types import JsonValue
 def request_profile(run: Run) -> list[str]:
     """Request a profiler trace of the next steps from the trainings of a run, and return their names; raise ConfigError
     if no training has the profiler enabled, or none has begun."""
-    trainings = [stage.name for stage in run.pipeline.stages if run.pipeline.stage_kind(stage).trains_model]
-    stage_names = [name for name in trainings if run.pipeline.recipes[name].profiler.enable_profiler]
+    training_names = [stage.name for stage in run.pipeline.stages if run.pipeline.stage_kind(stage).trains_model]
+    stage_names = [name for name in training_names if run.pipeline.recipes[name].profiler.enable_profiler]
     if not stage_names:
         raise ConfigError(f"run {run.id} has no training with profiler.enable_profiler = true")
     return _write_request_files(run, stage_names, PROFILE_REQUEST_FILE, True)
@@ -27,12 +27,12 @@ def _write_request_files(run: Run, stage_names: list[str], request_file: str, re
     return started_stages
 
 
-def request_num_engines(run: Run, count: int) -> list[str]:
+def request_num_engines(run: Run, num_engines: int) -> list[str]:
     """Request a number of rollout engines from the disaggregated trainings of a run, and return their names; raise
     ConfigError if there is no such training, or none has begun."""
-    trainings = [stage.name for stage in run.pipeline.stages if run.pipeline.stage_kind(stage).feed == "rollouts"]
-    stage_names = [name for name in trainings if run.pipeline.recipes[name].num_engines]
+    training_names = [stage.name for stage in run.pipeline.stages if run.pipeline.stage_kind(stage).feed == "rollouts"]
+    stage_names = [name for name in training_names if run.pipeline.recipes[name].num_engines]
     if not stage_names:
         problem = f"run {run.id} has no training with rollout engines beside its ranks"
         raise ConfigError(f"{problem}; set mode = 'disaggregated'")
-    return _write_request_files(run, stage_names, ENGINES_FILE, count)
+    return _write_request_files(run, stage_names, ENGINES_FILE, num_engines)

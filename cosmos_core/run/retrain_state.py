@@ -12,18 +12,18 @@ from typing import Any, Literal
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.run.digests import shared_digest_cache
-from cosmos_core.run.files import SHARED_FOLDER, Document, write_json
-from cosmos_core.run.fingerprint import fingerprint
+from cosmos_core.run.files import SHARED_FOLDER, JsonDocument, write_json
+from cosmos_core.run.fingerprint import compute_fingerprint
 
 _MODEL_REVISION_KEY = "policy.model_revision"
 _PUBLICATION_KEYS = {"kind", "after", "model", "require", "confidence", "target"}
-_CONTENT_KEYS = (
+_CONTENT_INGREDIENTS = (
     "kind", "result_version", "config", "after", "data", "media", "code", "data_code", "entry", "chat_template",
     "template", "reward_service", "rewards", "checkpoint", "format", "sweep",
 )  # fmt: skip
 
 
-class RetrainState(Document):
+class RetrainState(JsonDocument):
     """Content of the state file of scheduled retrainings: digest, run and outcome of the newest retraining."""
 
     digest: str
@@ -41,17 +41,17 @@ def compute_retrain_digest(pipeline: Pipeline) -> str:
         if not pipeline.stage_kind(stage).is_reusable:  # the inputs of gates and uploads are outputs of other stages
             content_by_stage[stage.name] = stage.model_dump(mode="json", include=_PUBLICATION_KEYS)
             continue
-        ingredients = fingerprint(pipeline, stage, pipeline.stage_kind(stage), {}, digest_cache).ingredients
+        ingredients = compute_fingerprint(pipeline, stage, pipeline.stage_kind(stage), {}, digest_cache).ingredients
         ingredients["config"].pop(_MODEL_REVISION_KEY, None)
-        content_by_stage[stage.name] = {name: ingredients[name] for name in _CONTENT_KEYS if name in ingredients}
+        content_by_stage[stage.name] = {name: ingredients[name] for name in _CONTENT_INGREDIENTS if name in ingredients}
     return hashlib.sha256(json.dumps(content_by_stage, sort_keys=True).encode()).hexdigest()
 
 
-def locate_retrain_state(pipeline: Pipeline, overrides: Sequence[str], start: str) -> Path:
-    """Return the state file of retrainings from `start` (`published` or `base`) for a pipeline and its overrides. The
-    path of the config is the user's: a deployment may unpack its files into a new folder per trigger."""
-    identity_json = json.dumps([pipeline.config.name, str(pipeline.source), list(overrides), start])
-    file_stem = hashlib.sha256(identity_json.encode()).hexdigest()[:16]
+def locate_retrain_state(pipeline: Pipeline, overrides: Sequence[str], initial_model: str) -> Path:
+    """Return the state file of the retrainings of a pipeline; `initial_model` is `published` or `base`. The path of the
+    config is used as the user wrote it: a deployment may unpack its files into a new folder per trigger."""
+    identity_values_json = json.dumps([pipeline.config.name, str(pipeline.source), list(overrides), initial_model])
+    file_stem = hashlib.sha256(identity_values_json.encode()).hexdigest()[:16]
     return pipeline.output_dir.expanduser().absolute() / SHARED_FOLDER / "retraining" / f"{file_stem}.json"
 
 

@@ -128,12 +128,12 @@ def load_stage(path: Path) -> Stage:
         fingerprint=saved_stage["fingerprint"],
         training_fingerprint=saved_stage.get("of_training", ""),
         origin=saved_stage.get("origin", {}),
-        kind=read_kind(saved_stage["kind"]),
+        kind=parse_stage_kind(saved_stage["kind"]),
         sources=tuple(map(ExternalSource.model_validate, saved_stage.get("sources", ()))),
     )
 
 
-def find_stage_that_made(path: Path) -> Path:
+def find_source_stage(path: Path) -> Path:
     """Return the directory of the stage that made a result, with its settings and checkpoints: the stage at `path`, or
     a stage of another run from which the result was reused. Return `path` if that run is gone."""
     folders = [path]
@@ -144,15 +144,15 @@ def find_stage_that_made(path: Path) -> Path:
     return next((each for each in reversed(folders) if (each / _STAGE_FILE).is_file()), path)
 
 
-def read_requested_engines(path: Path, num_configured: int) -> int:
+def read_requested_engines(path: Path, default_num_engines: int) -> int:
     """Return the number of rollout engines that `cosmos scale` requested for a training, or the configured number."""
-    num_requested = read_json(path / ENGINES_FILE)
-    return num_requested if type(num_requested) is int and num_requested > 0 else num_configured
+    num_engines = read_json(path / ENGINES_FILE)
+    return num_engines if type(num_engines) is int and num_engines > 0 else default_num_engines
 
 
-def read_kind(table: dict[str, Any]) -> StageKind:
+def parse_stage_kind(kind_table: dict[str, Any]) -> StageKind:
     """Return the stage kind in a table of `dataclasses.asdict`; raise TypeError if another version wrote it."""
-    return StageKind(**_convert_lists_to_tuples(table))
+    return StageKind(**_convert_lists_to_tuples(kind_table))
 
 
 def _convert_lists_to_tuples(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from cosmos_core.environment import mask_error_message
 from cosmos_core.errors import EXIT_CRASH, EXIT_REFUSED, CosmosError, OverBudget, Preempted, ProgramError
-from cosmos_core.run.files import Document, UnixSeconds, read_document, warn_if_disk_full, write_json
+from cosmos_core.run.files import JsonDocument, UnixSeconds, read_document, warn_if_disk_full, write_json
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.process import Launcher
 
@@ -23,7 +23,7 @@ ACTIVE_STATES = frozenset({"running", "retrying"})
 logger = logging.getLogger(__name__)
 
 
-class GpuInterval(Document):
+class GpuInterval(JsonDocument):
     """Time interval in which an attempt of a stage held GPUs, to compute costs and budgets."""
 
     attempt: int
@@ -85,11 +85,11 @@ class StageState(Launcher):
         """Return True if the stage has stopped because the budget of its run is spent."""
         return self.state == "stopped" and self.error_type == OverBudget.__name__
 
-    def seconds(self, now: float) -> float:
+    def total_seconds(self, now: float) -> float:
         """Return the total duration of all attempts in seconds, without the pauses between attempts."""
-        return sum(max(0.0, end - begin) for begin, end in self.closed_attempts(now))
+        return sum(max(0.0, end - begin) for begin, end in self.list_attempt_times(now))
 
-    def closed_attempts(self, now: float) -> list[tuple[float, float]]:
+    def list_attempt_times(self, now: float) -> list[tuple[float, float]]:
         """Return start and end of all attempts; an attempt without an end lasts until its last heartbeat or renewal."""
         last_activity_time = min(max(self.heartbeat or 0.0, self.renewed or 0.0) or now, now)
         return [(begin, max(begin, last_activity_time) if end is None else end) for begin, end in self.spans]
@@ -109,7 +109,7 @@ def update_state(stage_path: Path, **changes: Any) -> StageState:
     change, and it also ends the attempt that the state describes."""
     stage_path.mkdir(parents=True, exist_ok=True)
     state = read_state(stage_path).model_copy(update=changes)
-    write_json(stage_path / "state.json", state.model_dump(), durable=False)
+    write_json(stage_path / "state.json", state.model_dump(), fsync=False)
     return state
 
 

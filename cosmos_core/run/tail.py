@@ -17,8 +17,8 @@ class FileTail:
         self._incomplete_line = ""
         self._decoder = _create_decoder()
 
-    def text(self, *, is_last: bool = False) -> str:
-        """Return the new text; an incomplete character at its end is kept for the next call unless `is_last`."""
+    def read_text(self, *, is_last_read: bool = False) -> str:
+        """Return the new text; an incomplete character at its end is kept for the next call unless `is_last_read`."""
         try:
             with open(self.path, "rb") as file:
                 file_stat = os.fstat(file.fileno())
@@ -31,13 +31,13 @@ class FileTail:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return ""
         self._offset += len(new_bytes)
-        return self._decoder.decode(new_bytes, final=is_last)
+        return self._decoder.decode(new_bytes, final=is_last_read)
 
-    def lines(self, *, is_last: bool = False) -> list[str]:
-        """Return the complete lines since the last call; with `is_last`, also a last line without a line break."""
-        text = self.text(is_last=is_last)
+    def read_lines(self, *, is_last_read: bool = False) -> list[str]:
+        """Return the complete lines since the last call; with `is_last_read`, also a last line without a line break."""
+        text = self.read_text(is_last_read=is_last_read)
         *lines, self._incomplete_line = (self._incomplete_line + text).split("\n")
-        if is_last and self._incomplete_line:
+        if is_last_read and self._incomplete_line:
             lines.append(self._incomplete_line)
             self._incomplete_line = ""
         return lines

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from openai import OpenAI, OpenAIError
 
-from cosmos_core.data.tool_calls import decode_arguments, read_tools, with_string_arguments_in_turns
+from cosmos_core.data.tool_calls import decode_arguments, encode_arguments_in_turns, read_tools
 from cosmos_core.environment import mask_secrets
 from cosmos_core.errors import ConfigError, StageFailed, first_line
 from cosmos_core.models.hf import load_tokenizer
@@ -23,7 +23,7 @@ _TIMEOUT_SECONDS = 600.0
 _MAX_RETRIES = 6
 
 
-class Endpoint:
+class EndpointClient:
     """Client of a server that completes prompts, which retries requests after transient errors."""
 
     def __init__(self, stage: Stage, sampling: Sampling) -> None:
@@ -38,13 +38,13 @@ class Endpoint:
         self._tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
         self._thread_pool = ThreadPoolExecutor(self._config.endpoint_requests, "endpoint")
 
-    def complete(self, prompts: Sequence[tuple[Prompt, Sequence[Mapping[str, Any]]]]) -> list[Group]:
-        """Complete prompts, each a pair of prompt and turns of its conversation, and return the groups in order; raise
+    def complete_prompts(self, prompts: Sequence[tuple[Prompt, Sequence[Mapping[str, Any]]]]) -> list[Group]:
+        """Complete prompts, given as pairs of prompt and turns, and return one group of completions per prompt; raise
         ConfigError if the server refuses the requests, and StageFailed if it does not reply."""
         num_completions = self._sampling.num_completions
-        submit, seed = self._thread_pool.submit, self._sampling.seed
+        submit_request, seed = self._thread_pool.submit, self._sampling.seed
         futures = [
-            submit(self._request_completion, prompt, turns, request_seed(seed, 0, prompt.id, k))
+            submit_request(self._request_completion, prompt, turns, request_seed(seed, 0, prompt.id, k))
             for prompt, turns in prompts
             for k in range(num_completions)
         ]
@@ -67,12 +67,12 @@ class Endpoint:
         self._client.close()
 
     def _request_completion(self, prompt: Prompt, turns: Sequence[Mapping[str, Any]], seed: int) -> Completion:
-        sampling, messages = self._sampling, cast(Any, with_string_arguments_in_turns(turns))
+        sampling, messages = self._sampling, cast(Any, encode_arguments_in_turns(turns))
         try:
             reply = self._client.chat.completions.create(
                 model=self._config.endpoint_model, messages=messages,
                 temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens,
-                seed=seed % (1 << 31), extra_body=_vllm_sampling_settings(sampling) | _make_tools_argument(prompt),
+                seed=seed % (1 << 31), extra_body=_make_vllm_sampling_settings(sampling) | _make_tools_argument(prompt),
             )  # fmt: skip
         except ValueError as error:  # the server declares JSON and sends something else
             raise StageFailed(f"sample.endpoint = {self.url!r}: the reply is no JSON: {first_line(error)}") from error
@@ -100,7 +100,7 @@ def _make_reply_text(message: Any) -> str:
     return "\n".join(filter(None, [message.content, *texts]))
 
 
-def _vllm_sampling_settings(sampling: Sampling) -> dict[str, Any]:
+def _make_vllm_sampling_settings(sampling: Sampling) -> dict[str, Any]:
     """Return the settings of vLLM's API that differ from their defaults, since other servers may refuse them."""
     top_k = {"top_k": sampling.top_k} if sampling.top_k > 0 else {}
     return top_k | ({"repetition_penalty": sampling.repetition_penalty} if sampling.repetition_penalty != 1 else {})

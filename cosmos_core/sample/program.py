@@ -21,7 +21,7 @@ from cosmos_core.data.kinds.prompts import Prompts, open_prompts
 from cosmos_core.data.messages import add_system_turn, read_system_prompt
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.errors import DataError, Preempted, RewardError
-from cosmos_core.parallel.mesh import any_rank, broadcast_object, is_first, num_ranks
+from cosmos_core.parallel.mesh import all_reduce_any, broadcast_object, is_first_rank, num_ranks
 from cosmos_core.rewards.base import full_reward, invalid_scores_error
 from cosmos_core.rollout.base import generate
 from cosmos_core.run.files import raise_disk_full, replace_folder, write_text
@@ -48,28 +48,29 @@ def run(stage: Stage) -> Outcome:
     config, rewards = stage.recipe.sample, training_rewards(stage.recipe)
     pass_rates = [compute_pass_rate(record, full_reward(rewards, prompts[record.id].source)) for record in records]
     completions_to_keep = [
-        select_completions(record, config.keep, rate, stage.seed)
-        for record, rate in zip(records, pass_rates, strict=True)
+        select_completions(record, config.keep, pass_rate, stage.seed)
+        for record, pass_rate in zip(records, pass_rates, strict=True)
     ]
     model_columns, policy = _make_model_columns(stage), stage.recipe.train.train_policy
     multi_turn = stage.recipe.rollout.multi_turn_config
-    tools = load_tool_schemas(multi_turn) if is_first() else []  # the first rank writes the rows
+    continues_turn = multi_turn.enable and multi_turn.continue_final_message
+    tools = load_tool_schemas(multi_turn) if is_first_rank() else []  # the first rank writes the rows
     rows: list[dict[str, Any]] = []
-    for record, rate, kept_completions in zip(records, pass_rates, completions_to_keep, strict=True):
+    for record, pass_rate, kept_completions in zip(records, pass_rates, completions_to_keep, strict=True):
         prompt = prompts[record.id]
-        columns = {"prompt_id": record.id, "pass_rate": rate, **make_tools_column(prompt, tools), **model_columns}
+        columns = {"prompt_id": record.id, "pass_rate": pass_rate, **make_tools_column(prompt, tools), **model_columns}
         turns = make_prompt_turns(prompt, policy.system_prompt_of(prompt.source))
-        open_turn = _pop_open_turn(turns, prompt) if multi_turn.enable and multi_turn.continue_final_message else None
-        rows += make_rows(record, turns, config, kept_completions, columns, open_turn)
+        unfinished_turn = _pop_unfinished_turn(turns, prompt) if continues_turn else None
+        rows += make_rows(record, turns, config, kept_completions, columns, unfinished_turn)
     metrics = make_metrics(records, completions_to_keep, pass_rates, len(rows))
     if not rows:
-        raise DataError(_nothing_kept_message(records, metrics))
-    if is_first():
+        raise DataError(_make_nothing_kept_message(records, metrics))
+    if is_first_rank():
         with raise_disk_full(stage.path):
             with replace_folder(stage.path / _ROWS_FOLDER) as folder:
                 write_text(folder / "train.jsonl", _to_json_lines(rows))
             rated_prompts = zip(records, pass_rates, strict=True)
-            lines = [{"prompt": prompts[each.id].text, "pass_rate": rate} for each, rate in rated_prompts]
+            lines = [{"prompt": prompts[each.id].text, "pass_rate": pass_rate} for each, pass_rate in rated_prompts]
             write_text(stage.path / PASS_RATES_FILE, _to_json_lines(lines))
     logger.info("%d rows of %d prompts", len(rows), len(prompts))
     outputs = (_ROWS_FOLDER, PASS_RATES_FILE, COMPLETIONS_FILE)
@@ -81,44 +82,44 @@ def _complete_prompts(stage: Stage, prompts: Prompts, sampling: Sampling) -> lis
     if (image_prompt_id := next((item.id for item in prompts if item.images), None)) is not None:
         raise DataError(f"prompt {image_prompt_id} has images, and kind sample writes rows of text only")
     batch_size = stage.recipe.rollout.batch_size * num_ranks()
-    records = broadcast_object(read_records(stage.path, batch_size, len(prompts)) if is_first() else [])
+    records = broadcast_object(read_records(stage.path, batch_size, len(prompts)) if is_first_rank() else [])
     if len(records) == len(prompts):
         return records
-    with ExitStack() as stack:
-        complete_prompts = _make_completer(stage, sampling, stack)
-        score_groups = score_on_first_rank(stack.enter_context(open_rewards(stage, training_rewards(stage.recipe))))
+    with ExitStack() as exit_stack:
+        complete_prompts = _open_sampler(stage, sampling, exit_stack)
+        score_fn = score_on_first_rank(exit_stack.enter_context(open_rewards(stage, training_rewards(stage.recipe))))
         stage.progress.phase("generate")
         for start in range(len(records), len(prompts), batch_size):
-            scored_groups = score_groups(complete_prompts(prompts[start : start + batch_size]))
+            scored_groups = score_fn(complete_prompts(prompts[start : start + batch_size]))
             scores = [item for group in scored_groups for item in group.scores]
             if not records and all(item.value is None and item.is_permanent_error for item in scores):
                 raise invalid_scores_error(f"all {len(scores)} rewards of the first batch are invalid", scores)
             new_records = [record_prompt(group, sampling) for group in scored_groups]
-            if is_first():
+            if is_first_rank():
                 append_records(stage.path, new_records)
             records += new_records
             stage.progress.step(len(records), len(prompts))
-            if len(records) < len(prompts) and any_rank(stage.stop_requested):
+            if len(records) < len(prompts) and all_reduce_any(stage.stop_requested):
                 raise Preempted(f"stopped; the completions of {len(records)} prompts are kept")
     return records
 
 
-def _make_completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Callable[[Sequence[Prompt]], list[Group]]:
+def _open_sampler(stage: Stage, sampling: Sampling, exit_stack: ExitStack) -> Callable[[Sequence[Prompt]], list[Group]]:
     if stage.recipe.sample.endpoint:
-        from cosmos_core.sample.endpoint import Endpoint  # imported here, since the package openai is optional
+        from cosmos_core.sample.endpoint import EndpointClient  # imported here, since the package openai is optional
 
-        endpoint = Endpoint(stage, sampling)
-        stack.callback(endpoint.close)
+        endpoint = EndpointClient(stage, sampling)
+        exit_stack.callback(endpoint.close)
 
         def complete_prompts(prompts: Sequence[Prompt]) -> list[Group]:
             policy = stage.recipe.train.train_policy
             conversations = [(each, make_prompt_turns(each, policy.system_prompt_of(each.source))) for each in prompts]
-            return broadcast_object(endpoint.complete(conversations) if is_first() else [])
+            return broadcast_object(endpoint.complete_prompts(conversations) if is_first_rank() else [])
 
         return complete_prompts
     stage.progress.phase("load")
     engine = open_engine(stage, stage.progress.beat)
-    stack.callback(engine.close)
+    exit_stack.callback(engine.close)
     engine.wake()
     return partial(generate, engine, sampling=sampling, step=0)
 
@@ -130,7 +131,7 @@ def make_prompt_turns(prompt: Prompt, system_prompt: str) -> list[dict[str, Any]
     return add_system_turn(turns, read_system_prompt(prompt.metadata) or system_prompt)
 
 
-def _pop_open_turn(turns: list[dict[str, Any]], prompt: Prompt) -> dict[str, Any] | None:
+def _pop_unfinished_turn(turns: list[dict[str, Any]], prompt: Prompt) -> dict[str, Any] | None:
     """Remove and return the assistant turn at the end of a prompt, with its rendered content; None: there is none."""
     if turns[-1]["role"] != "assistant":
         return None
@@ -167,12 +168,12 @@ def _check_rewards(file: Path, records: Sequence[SampledPrompt]) -> None:
                 len(invalid_candidates), len(candidates), invalid_candidates[0].error,
             )  # fmt: skip
         return
-    if is_first():
+    if is_first_rank():
         file.unlink(missing_ok=True)
     raise RewardError(f"all {len(candidates)} rewards are invalid; the first: {candidates[0].error}")
 
 
-def _nothing_kept_message(records: Sequence[SampledPrompt], metrics: dict[str, float]) -> str:
+def _make_nothing_kept_message(records: Sequence[SampledPrompt], metrics: dict[str, float]) -> str:
     highest_reward = max(each.reward for record in records for each in record.candidates if each.reward is not None)
     return (
         f"sample.keep leaves no row of {metrics['sample/completions']:.0f} completions: the highest reward is "

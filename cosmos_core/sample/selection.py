@@ -14,9 +14,8 @@ Message = Mapping[str, Any]
 
 
 def compute_pass_rate(sampled_prompt: SampledPrompt, full_reward: float | None) -> float | None:
-    """Return the fraction of valid completions with the full reward; None if none is valid, or that reward is
-    unknown."""
-    rewards = _valid_rewards(sampled_prompt.candidates)
+    """Return the fraction of valid completions with `full_reward`; None if it is None or no completion is valid."""
+    rewards = _list_valid_rewards(sampled_prompt.candidates)
     if full_reward is None or not rewards:
         return None
     return sum(has_full_reward(reward, full_reward) for reward in rewards) / len(rewards)
@@ -30,30 +29,31 @@ def select_completions(
     if pass_rate is not None and not keep_config.min_pass_rate <= pass_rate <= keep_config.max_pass_rate:
         return []
     min_reward = float("-inf") if keep_config.min_reward is None else keep_config.min_reward
-    valid_completions = _valid_completions(sampled_prompt)
-    eligible = [each for each in valid_completions if each.is_finished or not keep_config.finished]
-    eligible = [each for each in eligible if each.reward is not None and each.reward >= min_reward]
-    eligible.sort(key=_descending_reward_key)
+    valid_completions = _list_valid_completions(sampled_prompt)
+    completions = [each for each in valid_completions if each.is_finished or not keep_config.finished]
+    completions = [each for each in completions if each.reward is not None and each.reward >= min_reward]
+    completions.sort(key=_descending_reward_key)
     if keep_config.unique:
-        best_by_text: dict[str, ScoredCompletion] = {}
-        for completion in eligible:
-            best_by_text.setdefault(str(completion.turns), completion)
-        eligible = [*best_by_text.values()]
-    eligible = eligible[: keep_config.best or None]
-    if keep_config.max_per_prompt and len(eligible) > keep_config.max_per_prompt:
-        indices = random.Random(f"{seed}/{sampled_prompt.id}").sample(range(len(eligible)), keep_config.max_per_prompt)
-        eligible = [eligible[i] for i in sorted(indices)]
-    return eligible
+        best_completion_by_text: dict[str, ScoredCompletion] = {}
+        for completion in completions:
+            best_completion_by_text.setdefault(str(completion.turns), completion)
+        completions = [*best_completion_by_text.values()]
+    completions = completions[: keep_config.best or None]
+    max_completions = keep_config.max_per_prompt
+    if max_completions and len(completions) > max_completions:
+        indices = random.Random(f"{seed}/{sampled_prompt.id}").sample(range(len(completions)), max_completions)
+        completions = [completions[i] for i in sorted(indices)]
+    return completions
 
 
 def select_pair(
-    sampled_prompt: SampledPrompt, eligible: Sequence[ScoredCompletion], min_margin: float
+    sampled_prompt: SampledPrompt, kept_completions: Sequence[ScoredCompletion], min_margin: float
 ) -> tuple[ScoredCompletion, ScoredCompletion] | None:
-    """Return the best completion in `eligible` and the worst completion of the prompt; None if `eligible` is empty, or
+    """Return the best of `kept_completions` and the worst completion of the prompt; None if no completion is kept, or
     if the two rewards do not differ by more than `min_margin`."""
-    if not eligible:
+    if not kept_completions:
         return None
-    chosen, rejected = eligible[0], max(_valid_completions(sampled_prompt), key=_descending_reward_key)
+    chosen, rejected = kept_completions[0], max(_list_valid_completions(sampled_prompt), key=_descending_reward_key)
     assert chosen.reward is not None and rejected.reward is not None
     return (chosen, rejected) if chosen.reward - rejected.reward > min_margin else None
 
@@ -62,22 +62,21 @@ def make_rows(
     sampled_prompt: SampledPrompt,
     prompt: Sequence[Message],
     config: SampleStageConfig,
-    eligible: Sequence[ScoredCompletion],
+    kept_completions: Sequence[ScoredCompletion],
     origin_columns: Mapping[str, Any],
-    open_turn: Message | None = None,
+    unfinished_turn: Message | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the rows of a prompt for its kept completions (`eligible`): conversations, or at most one pair if `config`
-    sets `pairs`, each with `origin_columns`. A completion's first turn continues `open_turn` (None: it is a turn of its
-    own)."""
+    """Return the rows of a prompt for its kept completions: conversations, or at most one pair if `config` sets
+    `pairs`, each with `origin_columns`. A completion's first turn is appended to `unfinished_turn` if it is set."""
 
     def make_turns(completion: ScoredCompletion) -> list[Message]:
-        if open_turn is None:
+        if unfinished_turn is None:
             return [*completion.turns]
-        first, *others = completion.turns
-        return [{**open_turn, "content": open_turn["content"] + first["content"]}, *others]
+        first_turn, *later_turns = completion.turns
+        return [{**unfinished_turn, "content": unfinished_turn["content"] + first_turn["content"]}, *later_turns]
 
     if config.pairs:
-        if (pair := select_pair(sampled_prompt, eligible, config.min_margin)) is None:
+        if (pair := select_pair(sampled_prompt, kept_completions, config.min_margin)) is None:
             return []
         chosen, rejected = pair
         return [{
@@ -87,13 +86,13 @@ def make_rows(
         }]  # fmt: skip
     return [
         {"conversations": [*prompt, *make_turns(each)], "reward": each.reward, "seed": each.seed, **origin_columns}
-        for each in eligible
+        for each in kept_completions
     ]
 
 
 def make_metrics(
     records: Sequence[SampledPrompt],
-    eligible: Sequence[Sequence[ScoredCompletion]],
+    kept_completions: Sequence[Sequence[ScoredCompletion]],
     pass_rates: Sequence[float | None],
     num_rows: int,
 ) -> dict[str, float]:
@@ -102,9 +101,9 @@ def make_metrics(
     `sample/reward_random` is the expected reward of a random completion of each prompt: the baseline for the reward of
     the best completion (`sample/reward_best`) and of the kept completions (`sample/reward_kept`).
     """
-    reward_groups = [values for record in records if (values := _valid_rewards(record.candidates))]
+    reward_groups = [values for record in records if (values := _list_valid_rewards(record.candidates))]
     candidates = [item for record in records for item in record.candidates]
-    kept_rewards = [reward for completions in eligible for reward in _valid_rewards(completions)]
+    kept_rewards = [reward for completions in kept_completions for reward in _list_valid_rewards(completions)]
     known_pass_rates = [pass_rate for pass_rate in pass_rates if pass_rate is not None]
     mean_metrics = {
         "reward_random": [float(np.mean(values)) for values in reward_groups],
@@ -117,7 +116,7 @@ def make_metrics(
     }
     return {
         "sample/prompts": float(len(records)),
-        "sample/prompts_kept": float(sum(bool(item) for item in eligible)),
+        "sample/prompts_kept": float(sum(bool(item) for item in kept_completions)),
         "sample/completions": float(len(candidates)),
         "sample/invalid": float(sum(item.reward is None for item in candidates)),
         "sample/rows": float(num_rows),
@@ -125,11 +124,11 @@ def make_metrics(
     }
 
 
-def _valid_completions(sampled_prompt: SampledPrompt) -> list[ScoredCompletion]:
+def _list_valid_completions(sampled_prompt: SampledPrompt) -> list[ScoredCompletion]:
     return [each for each in sampled_prompt.candidates if each.reward is not None and each.text.strip()]
 
 
-def _valid_rewards(candidates: Sequence[ScoredCompletion]) -> list[float]:
+def _list_valid_rewards(candidates: Sequence[ScoredCompletion]) -> list[float]:
     return [candidate.reward for candidate in candidates if candidate.reward is not None]
 
 

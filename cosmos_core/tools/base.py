@@ -126,8 +126,8 @@ def _make_tool_call(value: Any) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _refuse_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+def _refuse_json_constant(constant_name: str) -> Any:
+    raise ValueError(f"{constant_name} is no JSON")
 
 
-_JSON_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_JSON_DECODER = json.JSONDecoder(parse_constant=_refuse_json_constant)

@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 _MAX_RESULT_LENGTH = 1 << 16
 """Maximum number of characters of a tool's result that the policy receives."""
-_MAX_SECRET_LENGTH = 4096  # characters after the maximum that are masked too, because a secret may begin before it
+_MAX_SECRET_LENGTH = 4096  # characters beyond the maximum that are searched for secrets, which may begin before it
 _MAX_PROCESSES = 16
 _MAX_BROKEN_POOLS = (
-    3  # maximum number of process pools in one call of `run_calls`; a pool breaks if an idle process dies
+    3  # maximum number of process pools in one call of `run_tool_calls`; a pool breaks if an idle process dies
 )
 
 
@@ -55,7 +55,7 @@ class ToolRunner(WorkerPool):
         num_workers: int | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Set up the runner; `num_workers` None: one process per core, at most 16; `beat`: heartbeat during waits."""
+        """Set up the runner; `num_workers` None: one process per core, at most 16; `beat` is called during waits."""
         self._paths = tool_paths_by_name(paths)
         self._timeout, self._env, self._beat = timeout_seconds, tuple(env), beat
         self._num_workers = min(num_workers or len(os.sched_getaffinity(0)), _MAX_PROCESSES)
@@ -63,11 +63,11 @@ class ToolRunner(WorkerPool):
     def schemas(self) -> list[dict[str, Any]]:
         """Return the JSON schema of each tool, which the chat template renders into the prompt. Raise `ConfigError` if
         a signature lacks types, or a docstring lacks descriptions."""
-        return self._call_in_pool(_make_schemas) if self._paths else []
+        return self._call_in_pool(_make_tool_schemas) if self._paths else []
 
-    def run_calls(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+    def run_tool_calls(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Make tool calls concurrently, and return the results in the order of the calls."""
-        results = [self._invalid_call_result(call) for call in calls]
+        results = [self._make_invalid_call_result(call) for call in calls]
         for _ in range(_MAX_BROKEN_POOLS):
             if not (pending_indices := [i for i, result in enumerate(results) if result is None]):
                 break
@@ -79,18 +79,18 @@ class ToolRunner(WorkerPool):
             if not wait_for_futures(futures, self._timeout + START_TIMEOUT_SECONDS, self._beat):
                 self.close()  # the pool is unusable: a process with a call was lost, or no process started
             for i, future in zip(pending_indices, futures, strict=True):
-                results[i] = self._collect_result(calls[i].name, future)
-        return [result or _error_result("its process ended") for result in results]
+                results[i] = self._collect_call_result(calls[i].name, future)
+        return [result or _make_error_result("its process ended") for result in results]
 
-    def _invalid_call_result(self, call: ToolCall) -> ToolResult | None:
+    def _make_invalid_call_result(self, call: ToolCall) -> ToolResult | None:
         """Return an error as the result of a call that is malformed or names an unknown tool; None: a valid call."""
         if call.error:
-            return _error_result(call.error)
+            return _make_error_result(call.error)
         if call.name not in self._paths:
-            return _error_result(f"there is no tool {call.name!r}; there are: {', '.join(self._paths) or 'none'}")
+            return _make_error_result(f"there is no tool {call.name!r}; there are: {', '.join(self._paths) or 'none'}")
         return None
 
-    def _collect_result(self, name: str, future: Future[ToolResult]) -> ToolResult | None:
+    def _collect_call_result(self, name: str, future: Future[ToolResult]) -> ToolResult | None:
         """Return the result of a tool call that has ended; None: the process pool broke before the call began."""
         try:
             return future.result(timeout=0)
@@ -99,9 +99,9 @@ class ToolRunner(WorkerPool):
         except (ProcessExpired, TimeoutError) as error:
             reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else describe_exit(error)
             log.warning("tool %s: %s", name, reason)
-            return _error_result(reason)
+            return _make_error_result(reason)
         except Exception as error:  # noqa: BLE001 - any error, such as of unpicklable arguments, goes to the policy
-            return _error_result(error_on_one_line(error))
+            return _make_error_result(error_on_one_line(error))
 
     def _start_pool(self) -> ProcessPool:
         paths = list(self._paths.values())
@@ -121,7 +121,7 @@ class ToolRunner(WorkerPool):
             raise StageFailed(f"{TOOLS_KEY}: a process ended while it loaded the tools") from error
 
 
-def _error_result(text: str) -> ToolResult:
+def _make_error_result(text: str) -> ToolResult:
     return ToolResult(f"Error: {text}", is_error=True)
 
 
@@ -143,7 +143,7 @@ def _load_tools(paths: Sequence[str]) -> None:
 _load_cached_tool = cache(load_tool)
 
 
-def _make_schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
+def _make_tool_schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
     # transformers is imported here, because the import takes half a second and only one worker process needs it.
     from transformers.utils import chat_template_utils
 

@@ -14,9 +14,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from cosmos_core.cluster.group import RanksMustRestart
 from cosmos_core.errors import ERRORS_BY_NAME, CosmosError, serialise_error
-from cosmos_core.parallel.mesh import broadcast_object, is_first
+from cosmos_core.parallel.mesh import broadcast_object, is_first_rank
 from cosmos_core.rollout.engine_pool import WeightsUnavailable
-from cosmos_core.rollout.fleet import Fleet
+from cosmos_core.rollout.fleet import EngineFleet
 from cosmos_core.train.measure import CompletionValidation
 from cosmos_core.types import Group, ScoredGroup
 
@@ -29,10 +29,11 @@ class AsyncValidation:
     """Runner of one asynchronous validation at a time; all ranks call its methods together."""
 
     def __init__(
-        self, completions: CompletionValidation, fleet: Fleet, resync: Callable[[int], object], beat: Callable[[], None]
-    ) -> None:
-        """`resync` sends the current weights, as a version number, to engines without weights."""
-        self._completions, self._fleet, self._resync, self._beat = completions, fleet, resync, beat
+        self, completions: CompletionValidation, fleet: EngineFleet, send_missing_weights: Callable[[int], object],
+        beat: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`send_missing_weights` sends the current weights, as a version number, to engines without weights."""
+        self._completions, self._fleet, self._resync, self._beat = completions, fleet, send_missing_weights, beat
         self.step: int | None = None
         """Number of the step that is being validated; None: no validation is running."""
         self.on_end: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
@@ -42,24 +43,24 @@ class AsyncValidation:
         self._error_info: tuple[str, str] | None = None
         """Class name and message of the error of a failed validation, in a form that can be broadcast."""
 
-    def begin(self, step: int) -> None:
+    def start_async(self, step: int) -> None:
         """Start the validation of the weights after `step` train steps, which the engines already have."""
         assert self.step is None, "one validation at a time"
         self.step = step
         self._done_event.clear()
         self._error_info = None
-        if is_first():
+        if is_first_rank():
             prompts, sampling, seed_step = self._completions.validation_requests
             version = self._fleet.version
             futures = [self._fleet.request(prompt, sampling, seed_step, version=version) for prompt in prompts]
             thread_args = (step, futures)
             threading.Thread(target=self._score_completions, args=thread_args, daemon=True, name="validation").start()
 
-    def check(self) -> None:
+    def poll(self) -> None:
         """Call `on_end` with the metrics of a validation that has ended, or raise its error or RanksMustRestart."""
         if self.step is None:
             return
-        validation_state = (self._done_event.is_set(), self._metrics, self._error_info) if is_first() else None
+        validation_state = (self._done_event.is_set(), self._metrics, self._error_info) if is_first_rank() else None
         is_finished, metrics, error_info = broadcast_object(validation_state)  # type: ignore[misc]
         if not is_finished:
             return
@@ -74,14 +75,14 @@ class AsyncValidation:
     def wait(self, step: int, on_wait: Callable[[], None]) -> None:
         """Wait until no validation is running. Engines that restart get the weights of `step`; `on_wait` may raise."""
         while self.step is not None:
-            if is_first():
+            if is_first_rank():
                 self._done_event.wait(_POLL_SECONDS)
             self._beat()
-            self.check()
+            self.poll()
             if self.step is None:  # do not stop here: the loop has yet to log the train step
                 return
             on_wait()
-            if broadcast_object(self._fleet.needs_weights if is_first() else None):
+            if broadcast_object(self._fleet.needs_weights if is_first_rank() else None):
                 self._resync(step)
 
     def _score_completions(self, step: int, futures: Sequence[Future[Group]]) -> None:

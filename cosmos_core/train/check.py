@@ -26,7 +26,7 @@ from cosmos_core.data.prepared import HELD_OUT_REMEDY, has_images, preview_rows
 from cosmos_core.errors import DataError, ModelError, RewardError
 from cosmos_core.models.balance import load_balancing_settings
 from cosmos_core.models.freeze import mark_trained_weights
-from cosmos_core.models.generation_config import GENERATION_CONFIG, find_refused_settings
+from cosmos_core.models.generation_config import GENERATION_CONFIG, find_refused_generation_settings
 from cosmos_core.models.hf import check_row_length, check_rows, load_config, load_tokenizer, model_without_weights
 from cosmos_core.models.lora import has_lora_adapter
 from cosmos_core.models.lora_targets import describe_adapter
@@ -45,11 +45,11 @@ from cosmos_core.tools.base import tool_paths_by_name
 from cosmos_core.train.check_rewards import call_rewards, first_prompts, make_test_groups
 from cosmos_core.train.feeds import unused_rows_message
 from cosmos_core.train.hooks import Hooks
-from cosmos_core.train.measure import Rewards, held_out_rewards, training_rewards
+from cosmos_core.train.measure import RewardConfig, held_out_rewards, training_rewards
 from cosmos_core.train.optim import check_module_paths
 from cosmos_core.types import JsonValue, Outcome
 
-_MAX_EXAMPLES = 5  # maximum number of rows that the report shows as examples
+_MAX_EXAMPLE_ROWS = 5  # maximum number of rows that the report shows as examples
 _MAX_COLUMNS = 20  # maximum number of unused dataset columns that the report lists by name
 
 
@@ -78,11 +78,11 @@ def run(stage: Stage) -> Outcome:
         info |= _check_row_counts(stage, statistics["train"]["rows"], statistics, lines)
         info |= {"has_images": True} if has_images(stage.path / "data") else {}
         info["prompts"] = first_prompts(stage.path / "data")
-        info["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MAX_EXAMPLES))
+        info["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MAX_EXAMPLE_ROWS))
     else:
         lines += filter(None, [check_file_tensors(_make_meta_model(stage), stage.model, revision, stage.progress.beat)])
         lines += _check_model(stage)
-        refused_settings = find_refused_settings(stage.model, revision)
+        refused_settings = find_refused_generation_settings(stage.model, revision)
         if refused_settings and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
             raise ModelError(
                 f"{stage.model}/{GENERATION_CONFIG}: vLLM refuses to load {', '.join(refused_settings)}; "
@@ -94,7 +94,7 @@ def run(stage: Stage) -> Outcome:
             files = processor_files(stage.model, revision, stage.recipe.policy.chat_template)
             check_export_possible(config, tokenizer, stage.model, files)
             lines += _describe_precision(config, stage.recipe.train.param_dtype)
-        teacher = stage.recipe.stage_teacher(stage.kind)
+        teacher = stage.recipe.teacher_for_stage(stage.kind)
         if teacher and referenced_stage(teacher.model_name_or_path) is None:
             lines.append(check_teacher(teacher, stage.recipe, tokenizer))
         rewards = check_rewards(stage)
@@ -167,12 +167,12 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
     """Return the report on a diffusion model and its training rows, without reading the model's weights."""
     policy = stage.recipe.policy
     stage.progress.phase("load")
-    family = importlib.import_module("cosmos_core.models.families").open_family(stage.model, policy)
+    family = importlib.import_module("cosmos_core.models.families").open_pipeline(stage.model, policy)
     lines = [f"{family.folder.class_name}, {family.folder.component_class(family.denoiser_name).__name__}"]
     num_frames = policy.diffusers.inference_frames if family.is_video else 1
     family.latent_shape(*policy.diffusers.inference_size, num_frames)
     sample_config = policy.diffusers.sample
-    if family.schedule and not sample_config.sigma_schedule:  # `schedule` raises an error unless the model is a flow
+    if family.schedule and not sample_config.sigma_schedule:  # check the noise levels of the pipeline
         for num_steps in {sample_config.num_steps, sample_config.eval_num_steps}:
             family.set_scheduler_timestep(num_steps)
     if stage.kind.makes == "data":
@@ -185,7 +185,7 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
         family.check_context_parallel_size(policy.parallelism.cp_size)
     if stage.kind.trains_model:
         with torch.device("meta"):
-            denoiser = family.folder.build(family.denoiser_name)
+            denoiser = family.folder.build_component(family.denoiser_name)
             mark_trained_weights(denoiser, policy, family.lora_targets)
             check_module_paths(denoiser, stage.recipe.train)
         lines += _describe_adapter(denoiser, policy.lora)
@@ -233,12 +233,12 @@ def _check_reward_service(stage: Stage, reward_names: list[str]) -> str:
     return f"rewards {', '.join(reward_names)} of {service_file}"
 
 
-def _rewards_with_splits(stage: Stage) -> list[tuple[Rewards, list[str]]]:
+def _rewards_with_splits(stage: Stage) -> list[tuple[RewardConfig, list[str]]]:
     """Return each local or remote reward of a stage with the splits whose completions it scores."""
     is_validated = StageContext(stage.recipe, stage.kind).measures_held_out_rows
     rewards_and_splits = [(training_rewards(stage.recipe), "train")] if stage.kind.completes_prompts else []
     rewards_and_splits += [(held_out_rewards(stage.recipe), "validation")] if is_validated else []
-    splits_by_rewards: dict[str, tuple[Rewards, list[str]]] = {}
+    splits_by_rewards: dict[str, tuple[RewardConfig, list[str]]] = {}
     for rewards, split_name in rewards_and_splits:
         if rewards:
             splits_by_rewards.setdefault(repr(rewards), (rewards, []))[1].append(split_name)

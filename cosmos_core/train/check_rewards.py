@@ -14,7 +14,7 @@ import torch
 
 from cosmos_core.config.source_weights import RewardWeightsBySource, reward_weights_of_source
 from cosmos_core.data.kinds.prompts import find_prompts
-from cosmos_core.data.media_rows import find_reference
+from cosmos_core.data.media_rows import find_reference_response
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.base import metric_names
 from cosmos_core.run.stage import CHECKED_PROMPTS_FILE, Stage
@@ -52,11 +52,11 @@ def call_rewards(stage: Stage, rewards: Mapping[str, float], groups: Sequence[Gr
     messages = []
     for reward, name in metric_names(rewards).items():
         reward_groups = [g for g in scored_groups if reward in reward_weights_of_source(rewards, g.group.prompt.source)]
-        messages.append(_unscored_message(reward, name, reward_groups) if reward_groups else "")
+        messages.append(_describe_missing_scores(reward, name, reward_groups) if reward_groups else "")
     return "; ".join([f"rewards {', '.join(rewards)}", *filter(None, messages)])
 
 
-def _unscored_message(reward: str, name: str, groups: Sequence[ScoredGroup]) -> str:
+def _describe_missing_scores(reward: str, name: str, groups: Sequence[ScoredGroup]) -> str:
     """Return a message if a reward did not score all made-up completions, else an empty string."""
     scores = [score for group in groups for score in group.scores]
     missing_scores = [score for score in scores if name not in score.metrics]
@@ -88,7 +88,7 @@ def make_test_groups(stage: Stage, splits: Sequence[str], num_frames: int | None
             if num_frames is None:
                 completions = (_make_text_completion(_EXAMPLE_COMPLETION), _make_text_completion(reference))
             else:
-                reference = find_reference(metadata, reference_column)
+                reference = find_reference_response(metadata, reference_column)
                 completions = _make_media_completions(num_frames, stage.recipe.policy.diffusers.inference_size)
             groups.append(Group(Prompt(i, (0,), row["text"], reference, **prompt_fields), completions, 0))
     return groups

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from cosmos_core.observe import gallery
-from cosmos_core.parallel.mesh import is_first
+from cosmos_core.parallel.mesh import is_first_rank
 from cosmos_core.rollout.groups import reward_means
 from cosmos_core.run.files import raise_disk_full, write_text
 from cosmos_core.types import Completion, ScoredGroup
@@ -31,13 +31,13 @@ COMPLETIONS_FOLDER = "completions"
 _NUM_GROUPS, _NUM_COMPLETIONS = 4, 8
 _NUM_IMAGE_GROUPS, _NUM_IMAGES = 2, 4
 """Number of groups logged per train step, and number of completions logged per group: of text, of images or videos."""
-_MAX_CHARACTERS = 20_000
+_MAX_TEXT_CHARACTERS = 20_000
 _MAX_LOGGED_STEPS = 1_000
 _MAX_IMAGE_BYTES = 1 << 30
 """Maximum size in bytes of the image and video files of all steps; files of the newest step are always kept."""
 _WINDOW_STEPS = 8  # number of compared steps; by chance, the last 4 values all exceed the first 4 with probability 1/70
 _NGRAM_SIZE = 4
-_Statistics = Mapping[str, float]
+_TextStats = Mapping[str, float]
 
 
 class CompletionLog:
@@ -53,7 +53,7 @@ class CompletionLog:
 
     def __call__(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         """Log completions of the scored groups on which train step `step`, counted from 1, trains."""
-        if not is_first():
+        if not is_first_rank():
             return
         if self._should_write:
             with raise_disk_full(self._folder.parent):
@@ -65,14 +65,14 @@ class CompletionLog:
         has_images = groups[0].group.completions[0].diffusion_sample is not None
         num_groups, group_size = (_NUM_IMAGE_GROUPS, _NUM_IMAGES) if has_images else (_NUM_GROUPS, _NUM_COMPLETIONS)
         logged_groups = [(group, _select_indices(group, group_size)) for group in _select_groups(groups)[:num_groups]]
-        lines = [_make_record(step, group, index) for group, indices in logged_groups for index in indices]
+        lines = [_make_completion_record(step, group, index) for group, indices in logged_groups for index in indices]
         file = self._folder / f"step_{step:06d}.jsonl"
         if has_images:
             image_samples = [gallery.samples_of_group(group, indices) for group, indices in logged_groups]
             names = gallery.save_samples(file.with_suffix(""), image_samples)
             for line, name in zip(lines, chain(*names), strict=True):
                 line["media"] = f"{self._folder.name}/{file.stem}/{name}"
-        write_text(file, "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines), durable=False)
+        write_text(file, "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines), fsync=False)
         self._remove_old_files(step)
 
     def _remove_old_files(self, step: int) -> None:
@@ -100,17 +100,18 @@ class CompletionLog:
             f"learned; take other prompts, rewards or a higher temperature",
         )  # fmt: skip
         completions = [completion for scored_group in groups for completion in scored_group.group.completions]
-        or_turns = " or rollout.multi_turn_config.max_assistant_turns" if completions[0].turns else ""
+        or_turn_limit_text = " or rollout.multi_turn_config.max_assistant_turns" if completions[0].turns else ""
         self._warn_once(
             "truncated", all(completion.finish_reason == "length" for completion in completions),
             f"step {step}: all {len(completions)} completions end at the maximum length, none with the end token; "
-            f"raise rollout.max_response_length{or_turns} (with mask_truncated_completions nothing is learned of them)",
+            f"raise rollout.max_response_length{or_turn_limit_text} (with mask_truncated_completions nothing is "
+            f"learned of them)",
         )  # fmt: skip
         self._recent_reward_means.append({name: mean for name, mean in reward_means(groups).items() if "/" not in name})
-        opposed_rewards = _describe_opposed_rewards(self._recent_reward_means)
+        opposed_rewards_message = _describe_opposed_rewards(self._recent_reward_means)
         self._warn_once(
-            "opposed", bool(opposed_rewards),
-            f"steps {step - _WINDOW_STEPS + 1} to {step}: {opposed_rewards}; a reward may be exploited: "
+            "opposed", bool(opposed_rewards_message),
+            f"steps {step - _WINDOW_STEPS + 1} to {step}: {opposed_rewards_message}; a reward may be exploited: "
             f"cosmos samples --step {step} --best",
         )  # fmt: skip
         text_statistics = _text_statistics(completions)
@@ -120,23 +121,23 @@ class CompletionLog:
         if len(self._initial_statistics) < _WINDOW_STEPS // 2:
             self._initial_statistics.append(text_statistics)
             return
-        initial_means, recent_means = map(_average_statistics, (self._initial_statistics, self._recent_statistics))
+        initial_means, recent_means = map(_average_over_steps, (self._initial_statistics, self._recent_statistics))
         for name, has_collapsed, message in _check_for_collapse(initial_means, recent_means):
             self._warn_once(name, has_collapsed, f"step {step}: {message}; look at them: cosmos samples --step {step}")
 
-    def _warn_once(self, name: str, condition: bool, message: str) -> None:
+    def _warn_once(self, name: str, is_active: bool, message: str) -> None:
         """Log a warning when a condition becomes true, and not again before the condition has been false."""
-        if condition and name not in self._active_warnings:
+        if is_active and name not in self._active_warnings:
             logger.warning("%s", message)
-        (self._active_warnings.add if condition else self._active_warnings.discard)(name)
+        (self._active_warnings.add if is_active else self._active_warnings.discard)(name)
 
 
 def _select_groups(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
     """Return a few groups: those with the best and the worst completion, then the first groups of the step."""
     ranked_indices = sorted(range(len(groups)), key=lambda i: max(map(_sortable_reward, groups[i].scores)))
     rewards_by_group = [[score.value for score in group.scores if score.value is not None] for group in groups]
-    lowest_index = min(range(len(groups)), key=lambda i: min(rewards_by_group[i], default=0))
-    indices = dict.fromkeys([ranked_indices[-1], lowest_index, *range(len(groups))])
+    worst_group_index = min(range(len(groups)), key=lambda i: min(rewards_by_group[i], default=0))
+    indices = dict.fromkeys([ranked_indices[-1], worst_group_index, *range(len(groups))])
     return [groups[i] for i in list(indices)[:_NUM_GROUPS]]
 
 
@@ -151,14 +152,14 @@ def _sortable_reward(score: Any) -> float:
     return -np.inf if score.value is None else float(score.value)
 
 
-def _make_record(step: int, scored_group: ScoredGroup, completion_index: int) -> dict[str, Any]:
+def _make_completion_record(step: int, scored_group: ScoredGroup, completion_index: int) -> dict[str, Any]:
     completion, score = scored_group.group.completions[completion_index], scored_group.scores[completion_index]
-    turns = [{"role": turn.role, "text": turn.text[:_MAX_CHARACTERS]} for turn in completion.turns]
+    turns = [{"role": turn.role, "text": turn.text[:_MAX_TEXT_CHARACTERS]} for turn in completion.turns]
     return {
         "step": step,
-        "prompt": scored_group.group.prompt.text[-_MAX_CHARACTERS:],
-        "reference": scored_group.group.prompt.reference[:_MAX_CHARACTERS],
-        "completion": completion.text[:_MAX_CHARACTERS],
+        "prompt": scored_group.group.prompt.text[-_MAX_TEXT_CHARACTERS:],
+        "reference": scored_group.group.prompt.reference[:_MAX_TEXT_CHARACTERS],
+        "completion": completion.text[:_MAX_TEXT_CHARACTERS],
         "reward": score.value,
         "metrics": score.metrics,
         "tokens": completion.num_sampled,
@@ -173,10 +174,10 @@ def _describe_opposed_rewards(means_by_step: Sequence[Mapping[str, float]]) -> s
     means of the later half of the steps are above or below all means of the earlier half."""
     if len(means_by_step) < _WINDOW_STEPS:
         return ""
-    middle, mean_changes = _WINDOW_STEPS // 2, {}
+    half_window, mean_changes = _WINDOW_STEPS // 2, {}
     for name in set.intersection(*map(set, means_by_step)):
         values = [means[name] for means in means_by_step]
-        first_half, second_half = values[:middle], values[middle:]
+        first_half, second_half = values[:half_window], values[half_window:]
         if min(second_half) > max(first_half) or max(second_half) < min(first_half):
             mean_changes[name] = (float(np.mean(first_half)), float(np.mean(second_half)))
     rising_rewards = [(name, old, new) for name, (old, new) in mean_changes.items() if new > old]
@@ -207,11 +208,11 @@ def _repeated_ngram_fraction(token_ids: Sequence[int]) -> float:
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
-def _average_statistics(step_statistics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _average_over_steps(step_statistics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([statistics[name] for statistics in step_statistics])) for name in step_statistics[0]}
 
 
-def _check_for_collapse(initial_means: _Statistics, recent_means: _Statistics) -> Iterator[tuple[str, bool, str]]:
+def _check_for_collapse(initial_means: _TextStats, recent_means: _TextStats) -> Iterator[tuple[str, bool, str]]:
     """Yield, for length, repetition and entropy: the name, whether the value has collapsed, and a warning."""
     lengths = f"{recent_means['length']:.3g} tokens, {initial_means['length']:.3g} at first"
     yield "length", recent_means["length"] < initial_means["length"] / 4, f"completions have {lengths}"

@@ -15,10 +15,10 @@ from cosmos_core.data.kinds.media import make_noise_sampler
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
 from cosmos_core.data.order import batch_positions
 from cosmos_core.models.base import MicroBatch
-from cosmos_core.rollout.base import FlowSource, request_seed
-from cosmos_core.rollout.flow_path import SHARED_NOISE, get_noise_levels, stochastic_steps
+from cosmos_core.rollout.base import EngineDenoiser, request_seed
+from cosmos_core.rollout.flow_path import SHARED_NOISE_INDEX, get_noise_levels, stochastic_steps
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import DATA_TERM_SEED, rows_per_step
+from cosmos_core.train.feeds import DATA_TERM_SEED_OFFSET, rows_per_step
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import FlowSampling
@@ -37,8 +37,8 @@ def evaluation_sampling(recipe: Recipe) -> FlowSampling:
     )
 
 
-def make_flow_source(stage: Stage, trainer: Trainer) -> FlowSource:
-    """Return the `FlowSource` with which a rollout engine samples images or videos from the trainer's denoiser."""
+def make_engine_denoiser(stage: Stage, trainer: Trainer) -> EngineDenoiser:
+    """Return the `EngineDenoiser` with which a rollout engine samples images or videos from the trainer's denoiser."""
     adapter: Any = trainer.adapter
     assert stage.data is not None
     null_text = open_media_prompts(stage.data, "train").null_text
@@ -49,7 +49,7 @@ def make_flow_source(stage: Stage, trainer: Trainer) -> FlowSource:
         with trainer.use_weights(name):
             yield
 
-    return FlowSource(adapter.family, adapter.predict, use_weights, adapter.device, adapter.mesh, null_text)
+    return EngineDenoiser(adapter.family, adapter.predict, use_weights, adapter.device, adapter.mesh, null_text)
 
 
 def prepare_algorithm(stage: Stage, trainer: Trainer, algorithm: Algorithm) -> None:
@@ -62,7 +62,7 @@ def prepare_algorithm(stage: Stage, trainer: Trainer, algorithm: Algorithm) -> N
 
 
 def make_data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[int, int], Update]:
-    """Return a function of train step and optimizer step that builds the SFT diffusion loss, times `data_beta`.
+    """Return a function of train step and optimizer step that builds the SFT diffusion loss with weight `data_beta`.
 
     One update has as many rows as a train step has prompts. With `use_rl_sigma_and_noise` these are the rows of the
     prompts, at the noise levels that the rollouts are trained at and with the noise that the rollouts start from.
@@ -75,17 +75,17 @@ def make_data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callabl
 
     def make_data_samples(step: int, update_index: int) -> list[FlowSample]:
         if not flow_rl.use_rl_sigma_and_noise:
-            positions = batch_positions(seed + DATA_TERM_SEED, update_index, num_rows, len(rows), True).tolist()
-            seeds = [derive_seed(seed, update_index, i, DATA_TERM_SEED) for i in positions]
+            positions = batch_positions(seed + DATA_TERM_SEED_OFFSET, update_index, num_rows, len(rows), True).tolist()
+            seeds = [derive_seed(seed, update_index, i, DATA_TERM_SEED_OFFSET) for i in positions]
             return [noise_sampler.sample(rows[i], s) for i, s in zip(positions, seeds, strict=True)]
         sampling, adapter = training_sampling(recipe), cast(Any, trainer.adapter)
         assert sampling.flow is not None
-        noise_index = SHARED_NOISE if sampling.flow.same_noise else 0
+        noise_index = SHARED_NOISE_INDEX if sampling.flow.has_common_initial_noise else 0
         noise_levels = _trained_noise_levels(adapter.family, sampling.flow, sampling.seed, step)
         noise_levels = noise_levels[: 1 if flow_rl.data_on_first_only else None]
         data_samples = []
         for i in batch_positions(seed, step, num_rows, len(rows), should_shuffle).tolist():
-            sample = noise_sampler.sample(rows[i], derive_seed(seed, step, i, DATA_TERM_SEED))
+            sample = noise_sampler.sample(rows[i], derive_seed(seed, step, i, DATA_TERM_SEED_OFFSET))
             noise = make_noise(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, noise_index))
             data_samples += [replace(sample, sigma=sigma, noise=noise, weight=1.0) for sigma in noise_levels]
         return data_samples

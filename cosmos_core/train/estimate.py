@@ -92,7 +92,7 @@ def estimate(
 ) -> TrainingEstimate:
     """Estimate the needs of a training of `model`, of which only config.json is read. `prepared_folder` is the data
     folder of a finished `prepare` stage; None: the rows of a local dataset are counted. Raise the errors of `run`."""
-    rows = _prepared_rows(recipe, prepared_folder) if prepared_folder else _RowStatistics(_count_rows(recipe))
+    rows = _read_row_statistics(recipe, prepared_folder) if prepared_folder else _RowStatistics(_count_rows(recipe))
     sequence_length = int(_sequence_length(recipe, rows.max_length))
     max_steps = recipe.train.max_num_steps
     notes = []
@@ -120,7 +120,7 @@ def estimate(
         parameters=num_parameters,
         trainable=num_trainable,
         memory=rank_memory,
-        peak=rank_memory.total,
+        peak=rank_memory.total_bytes,
         engine_weights=_engine_weight_bytes(recipe, num_parameters),
         kv_cache=kv_cache,
         sequence_length=sequence_length,
@@ -164,8 +164,8 @@ def shard_memory(memory: StepMemory, recipe: Recipe) -> StepMemory:
     in_flight = {"1F1B": mesh.pp_size, "Interleaved1F1B": 2 * mesh.pp_size - 1, "GPipe": mini_batch}
     rows = min(mini_batch, in_flight[mesh.pp_schedule] * mesh.pp_micro_batch_size) if mesh.pp_size > 1 else mini_batch
     num_ranks = prod((abs(mesh.dp_shard_size), mesh.cp_size, mesh.tp_size, mesh.pp_size))
-    uses = ("weights", "gradients", "optimizer", "reference", "average")
-    state_bytes = {use: 0 if recipe.train.fsdp_offload else -(-getattr(memory, use) // num_ranks) for use in uses}
+    names = ("weights", "gradients", "optimizer", "reference", "average")
+    state_bytes = {name: 0 if recipe.train.fsdp_offload else -(-getattr(memory, name) // num_ranks) for name in names}
     activations, activation_divisor = memory.activations, mesh.cp_size * mesh.tp_size * mesh.pp_size * mini_batch
     return StepMemory(
         casts=None if memory.casts is None else -(-memory.casts // num_ranks),
@@ -179,7 +179,7 @@ def _trace_memory(
 ) -> tuple[PreTrainedModel, StepMemory, list[str]]:
     """Return the model with fake tensors, its memory without sharding, and notes about unknown memory."""
     train, policy = recipe.train, recipe.policy
-    weight_sets = () if train.train_policy.scores_rows_once else train.train_policy.named_weights
+    weight_sets = () if train.train_policy.precomputes_reference_logprobs else train.train_policy.auxiliary_model_names
     with torch.device("meta"):  # meta tensors instead of fake tensors, to which PEFT cannot add adapters
         empty_model = model_without_weights(
             model,
@@ -193,7 +193,7 @@ def _trace_memory(
         _use_fake_tensors(empty_model)
         try:
             # torchao's compiled 8-bit optimizers cannot be traced; their moments are counted below.
-            traced_config = train.derive(optm_name=train.optm_name.removesuffix("8bit"))
+            traced_config = train.copy_with(optm_name=train.optm_name.removesuffix("8bit"))
             trainer = Trainer(CausalLM(empty_model, traced_config, InputProcessing(0)), traced_config, progress)
             for name in weight_sets:
                 trainer.named_weights.add(name)
@@ -216,7 +216,7 @@ def _use_fake_tensors(model: PreTrainedModel) -> None:
     fake_tensors: dict[int, torch.Tensor] = {}
     for module in model.modules():
         tensor_dicts: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for tensors, name in [(owner, name) for owner in tensor_dicts for name in owner]:
+        for tensors, name in [(tensors_by_name, name) for tensors_by_name in tensor_dicts for name in tensors_by_name]:
             tensor = tensors[name]
             if tensor is not None and id(tensor) not in fake_tensors:
                 fake_tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -226,13 +226,13 @@ def _use_fake_tensors(model: PreTrainedModel) -> None:
             tensors[name] = fake_tensors.get(id(tensor))
 
 
-def _prepared_rows(recipe: Recipe, folder: Path) -> _RowStatistics:
+def _read_row_statistics(recipe: Recipe, folder: Path) -> _RowStatistics:
     statistics = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))["train"]
-    longest_row_length, sequences_per_row = statistics["length"]["max"], recipe.train.train_policy.sequences_per_row
-    if sequences_per_row > 1:
+    longest_row_length, num_sequences = statistics["length"]["max"], recipe.train.train_policy.num_sequences_per_row
+    if num_sequences > 1:
         rows = load_row_kind(recipe.train.train_policy.rows).open(folder, TRAIN_SPLIT, recipe.policy)
-        longest_row_length = int(rows.token_counts(is_packed=False).max()) // sequences_per_row
-    return _RowStatistics(statistics["rows"], longest_row_length, statistics["length"]["mean"] / sequences_per_row)
+        longest_row_length = int(rows.token_counts(is_packed=False).max()) // num_sequences
+    return _RowStatistics(statistics["rows"], longest_row_length, statistics["length"]["mean"] / num_sequences)
 
 
 def _count_rows(recipe: Recipe) -> int | None:
@@ -244,9 +244,9 @@ def _count_rows(recipe: Recipe) -> int | None:
 
 def _count_dataset_rows(recipe: Recipe, key: str, dataset: RowsConfig) -> int | None:
     if annotation_path := image_settings(recipe).annotation_path:
-        dataset = dataset.derive(name=annotation_path, split=("train",))
-    is_local = dataset.name and os.path.exists(os.path.expanduser(dataset.name))
-    if not (is_local or reasoning_gym_generator(dataset.name)):
+        dataset = dataset.copy_with(name=annotation_path, split=("train",))
+    is_local_path = dataset.name and os.path.exists(os.path.expanduser(dataset.name))
+    if not (is_local_path or reasoning_gym_generator(dataset.name)):
         return None
     rows = load_rows(dataset, key)
     if dataset.test_size is not None and not recipe.validation.dataset.name:
@@ -270,7 +270,7 @@ def _estimate_training_length(
     if policy.has_token_based_batches:
         return _balanced_training_length(recipe, prepared_folder)
     steps = train.max_num_steps if rows.num_rows is None else total_steps(recipe, rows.num_rows)
-    num_sequences = train.train_batch_per_replica * policy.sequences_per_row
+    num_sequences = train.train_batch_per_replica * policy.num_sequences_per_row
     num_tokens = None if steps is None else round(steps * (num_sequences * _sequence_length(recipe, rows.mean_length)))
     return steps, num_tokens, rows.num_rows is None
 

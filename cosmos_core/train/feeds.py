@@ -15,7 +15,7 @@ from cosmos_core.algorithms.base import Update
 from cosmos_core.algorithms.data_term import make_sft_update
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.data.balance import BalancedStepPlan, BatchingSettings
+from cosmos_core.data.balance import BalancedBatchPlan, BatchingSettings
 from cosmos_core.data.kinds.base import PreparedRows
 from cosmos_core.data.order import (
     batch_positions,
@@ -27,12 +27,12 @@ from cosmos_core.data.order import (
 from cosmos_core.data.sample import batch_within_token_limit
 from cosmos_core.errors import DataError
 
-DATA_TERM_SEED = 0x64617461
+DATA_TERM_SEED_OFFSET = 0x64617461
 """Offset added to the run's seed for the random numbers of a supervised loss, so that they do not depend on those of
 the prompts."""
 
 
-class Feed:
+class SampleFeed:
     """Source of the samples of consecutive train steps; subclasses implement `samples`."""
 
     total_steps: int
@@ -90,7 +90,7 @@ def unused_rows_message(recipe: Recipe, num_rows: int) -> str:
     return message if recipe.train.train_policy.dynamic_sampling is None else ""
 
 
-def plan_balanced_steps(rows: PreparedRows, recipe: Recipe) -> BalancedStepPlan | None:
+def plan_balanced_steps(rows: PreparedRows, recipe: Recipe) -> BalancedBatchPlan | None:
     """Return the plan of micro-batches that are filled up to a token budget; None for a fixed number of rows."""
     train, policy = recipe.train, recipe.train.train_policy
     if not policy.has_token_based_batches:
@@ -99,14 +99,14 @@ def plan_balanced_steps(rows: PreparedRows, recipe: Recipe) -> BalancedStepPlan 
     assert isinstance(policy, SupervisedConfig) and train.max_num_steps is not None
     # If `sequence_packing` is None (the model decides), plan for padding, which needs at least as many tokens.
     is_packed = bool(train.sequence_packing)
-    return BalancedStepPlan(
+    return BalancedBatchPlan(
         rows.token_counts(is_packed=is_packed),
         lambda epoch: epoch_order(train.order_seed, epoch, mixture_or_num_rows(rows), policy.dataloader_shuffle),
         BatchingSettings(
             micro_batch_tokens(recipe),
             policy.load_balanced_pool_size,
             is_packed=is_packed,
-            prefers_closest=policy.load_balanced_batching_strategy == "prefer_closest",
+            prefers_closest_length=policy.load_balanced_batching_strategy == "prefer_closest",
         ),
         batches_per_step=policy.load_balanced_batches_per_optimizer_step,
         num_epochs=train.epoch,
@@ -118,11 +118,11 @@ def micro_batch_tokens(recipe: Recipe) -> int:
     """Return the token budget of a micro-batch."""
     policy = recipe.train.train_policy
     assert isinstance(policy, SupervisedConfig)
-    max_tokens = policy.mini_batch * policy.sequences_per_row * recipe.policy.model_max_length
+    max_tokens = policy.mini_batch * policy.num_sequences_per_row * recipe.policy.model_max_length
     return policy.load_balanced_max_tokens_for_batch or max_tokens
 
 
-class RowFeed(Feed):
+class RowFeed(SampleFeed):
     """Feed of prepared rows, in an order that is a pure function of seed, epoch and position. Rows that take long to
     read are read one step in advance, in a thread."""
 
@@ -130,7 +130,7 @@ class RowFeed(Feed):
         self._rows, self._recipe = rows, recipe
         self._batch_size = recipe.train.train_batch_per_replica
         self._thread = ThreadPoolExecutor(1, "row-feed") if rows.is_prefetched else None
-        self._prefetched: tuple[int, Future[list[Any]]] | None = None
+        self._prefetched_samples: tuple[int, Future[list[Any]]] | None = None
         self._balanced_plan = plan_balanced_steps(rows, recipe)
         if plan := self._balanced_plan:
             self.steps_per_epoch, self.total_steps = plan.steps_per_epoch, plan.total_steps
@@ -146,10 +146,10 @@ class RowFeed(Feed):
         return np.unique([i for step in steps for batch in self.micro_batches(step).values() for i in batch])
 
     def samples(self, step: int) -> tuple[list[Any], dict[str, float]]:
-        prefetched, self._prefetched = self._prefetched, None
+        prefetched, self._prefetched_samples = self._prefetched_samples, None
         samples = prefetched[1].result() if prefetched and prefetched[0] == step else self._read_samples(step)
         if self._thread and step + 1 != self.total_steps:
-            self._prefetched = step + 1, self._thread.submit(self._read_samples, step + 1)
+            self._prefetched_samples = step + 1, self._thread.submit(self._read_samples, step + 1)
         epoch = self._balanced_plan.epochs_done(step) if self._balanced_plan else (step + 1) / self.steps_per_epoch
         return samples, {"epoch": epoch}
 
@@ -185,7 +185,7 @@ def make_sft_loss(rows: PreparedRows, recipe: Recipe) -> Callable[[int], Update]
     max_tokens = getattr(train.train_policy, "max_token_len_per_mini_batch", None)
 
     def make_update(update_index: int) -> Update:
-        seed = train.order_seed + DATA_TERM_SEED
+        seed = train.order_seed + DATA_TERM_SEED_OFFSET
         positions = batch_positions(seed, update_index, loss_config.batch_size, len(rows), shuffle=True)
         samples = rows.samples(positions.tolist())
         return make_sft_update(batch_within_token_limit(samples, max_tokens), loss_config.weight)

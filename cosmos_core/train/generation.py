@@ -26,15 +26,15 @@ from cosmos_core.models.processor import ImageReader
 from cosmos_core.observe.logs import configure_logging
 from cosmos_core.rewards.runner import ScoreGroups
 from cosmos_core.rollout.base import Engine, EngineSettings, WeightFormat
-from cosmos_core.rollout.fleet import Fleet
+from cosmos_core.rollout.fleet import EngineFleet
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.registry import make_engine
-from cosmos_core.rollout.replica import Replica
-from cosmos_core.rollout.transfer import NativeTransfer
+from cosmos_core.rollout.replica import EngineReplica
+from cosmos_core.rollout.transfer import NativeWeightTransfer
 from cosmos_core.rollout.transport import IpcTransport, NcclTransport
 from cosmos_core.run.stage import Stage, load_stage
-from cosmos_core.train.diffusion_setup import make_flow_source
-from cosmos_core.train.measure import Rewards, open_rewards, score_on_first_rank
+from cosmos_core.train.diffusion_setup import make_engine_denoiser
+from cosmos_core.train.measure import RewardConfig, open_rewards, score_on_first_rank
 from cosmos_core.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -45,29 +45,31 @@ _FULL_WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("checkpoint", "module")
 class RolloutSetup:
     """Rollout engine and rewards of a stage, each opened at its first use and closed with the exit stack."""
 
-    def __init__(self, stage: Stage, trainer: Trainer, stack: ExitStack) -> None:
-        self._stage, self._trainer, self.exit_stack = stage, trainer, stack
+    def __init__(self, stage: Stage, trainer: Trainer, exit_stack: ExitStack) -> None:
+        self._stage, self._trainer, self.exit_stack = stage, trainer, exit_stack
         self._scorers: dict[Hashable, ScoreGroups] = {}
         self._published_version = 0
 
     @cached_property
     def engine(self) -> Engine:
-        """Return the rollout engine with the weights of the stage's model; a `Fleet` if engines are disaggregated."""
+        """Return the rollout engine with the weights of the stage's model; a fleet if engines are disaggregated."""
         stage, adapter = self._stage, self._trainer.adapter
         stage.progress.phase("load")
         engine: Engine
         if stage.kind.feed == "rollouts" and stage.recipe.num_engines:
-            engine = _make_fleet(stage)
-            engine.resync = lambda: self.resync(self._published_version)
+            engine = _make_engine_fleet(stage)
+            engine.send_missing_weights = lambda: self.send_missing_weights(self._published_version)
         else:
-            settings = _engine_settings(stage, adapter.model, adapter.tokenizer, adapter.vision, stage.progress.beat)
+            settings = _engine_settings(
+                stage, adapter.model, adapter.tokenizer, adapter.image_reader, stage.progress.beat
+            )
             if stage.recipe.policy.is_diffusers:
-                settings = replace(settings, flow=make_flow_source(stage, self._trainer))
+                settings = replace(settings, flow=make_engine_denoiser(stage, self._trainer))
             engine = make_engine(settings)
         self.exit_stack.callback(engine.close)
         logger.info("rollout engine: %s", engine.name)
-        is_merged = has_lora_adapter(adapter.model) and engine.weight_format in _FULL_WEIGHT_FORMATS
-        if stage.kind.feed == "rollouts" and is_merged:
+        is_adapter_merged = has_lora_adapter(adapter.model) and engine.weight_format in _FULL_WEIGHT_FORMATS
+        if stage.kind.feed == "rollouts" and is_adapter_merged:
             logger.warning(
                 "policy.lora: the adapter travels merged, with all weights, because this engine does not take an "
                 "adapter of this model alone"
@@ -75,18 +77,18 @@ class RolloutSetup:
         return engine
 
     @property
-    def engine_fleet(self) -> Fleet:
+    def engine_fleet(self) -> EngineFleet:
         """Return the engine of a stage whose engines are disaggregated."""
-        assert isinstance(self.engine, Fleet)
+        assert isinstance(self.engine, EngineFleet)
         return self.engine
 
     @cached_property
-    def _publisher(self) -> WeightPublisher:
+    def _weight_publisher(self) -> WeightPublisher:
         adapter = self._trainer.adapter
         return WeightPublisher(
-            self.engine, adapter.model, self._probe_logprobs, getattr(torch, self._stage.recipe.train.param_dtype),
-            meta_copy=adapter.meta_copy, transfer_dtype=self._transfer_dtype,
-            probe_interval=self._stage.recipe.rollout.probe_interval,
+            self.engine, adapter.model, self._compute_trainer_logprobs,
+            getattr(torch, self._stage.recipe.train.param_dtype), meta_copy=adapter.meta_copy,
+            transfer_dtype=self._transfer_dtype, probe_interval=self._stage.recipe.rollout.probe_interval,
         )  # fmt: skip
 
     @property
@@ -94,19 +96,19 @@ class RolloutSetup:
         """Return the dtype that weights are cast to before they are sent; None: no cast. vLLM converts weights to
         `param_dtype`, so wider weights are cast. LoRA factors are not, because they are first scaled in float32."""
         train, dtype = self._stage.recipe.train, get_transfer_dtype(self._stage.recipe.train)
-        is_cast = self.engine.weight_format == "checkpoint" and train.master_dtype == "float32" != train.param_dtype
-        return getattr(torch, train.param_dtype) if dtype is None and is_cast else dtype
+        needs_cast = self.engine.weight_format == "checkpoint" and train.master_dtype == "float32" != train.param_dtype
+        return getattr(torch, train.param_dtype) if dtype is None and needs_cast else dtype
 
     def publish(self, version: int) -> dict[str, float]:
         """Send the current weights to the engine as version `version`, and return metrics."""
         self._published_version = version
-        return self._publisher.publish(version)
+        return self._weight_publisher.publish(version)
 
-    def make_scorer(self, rewards: Rewards, max_tokens: int | None = None) -> ScoreGroups:
+    def make_scorer(self, rewards: RewardConfig, max_tokens: int | None = None) -> ScoreGroups:
         """Return a function that scores groups of completions by `rewards` and that all ranks call together."""
         return score_on_first_rank(self.make_local_scorer(rewards, max_tokens))
 
-    def make_local_scorer(self, rewards: Rewards, max_tokens: int | None = None) -> ScoreGroups:
+    def make_local_scorer(self, rewards: RewardConfig, max_tokens: int | None = None) -> ScoreGroups:
         """Return a function that scores groups of completions by `rewards` on the first rank. `max_tokens`: maximum
         number of tokens of a completion; None: as in training."""
         max_tokens = max_tokens or self._stage.recipe.rollout.max_response_length
@@ -115,12 +117,12 @@ class RolloutSetup:
             self._scorers[key] = self.exit_stack.enter_context(open_rewards(self._stage, rewards, max_tokens))
         return self._scorers[key]
 
-    def resync(self, version: int) -> dict[str, float]:
+    def send_missing_weights(self, version: int) -> dict[str, float]:
         """Send the current weights, as version `version`, to engines that have no weights."""
         with self.engine_fleet.loading_new_engines():
-            return self._publisher.publish(version)
+            return self._weight_publisher.publish(version)
 
-    def _probe_logprobs(self, token_ids: Sequence[int]) -> Tensor:
+    def _compute_trainer_logprobs(self, token_ids: Sequence[int]) -> Tensor:
         token_array = np.array(token_ids, dtype=np.int64)
         [row] = self._trainer.evaluate([Sample(token_array, np.ones(len(token_array), dtype=np.uint8))])
         return row["logprobs"]
@@ -142,35 +144,35 @@ def _engine_settings(
     )  # fmt: skip
 
 
-def _make_fleet(stage: Stage) -> Fleet:
+def _make_engine_fleet(stage: Stage) -> EngineFleet:
     rollout = stage.recipe.rollout
-    return Fleet(
+    return EngineFleet(
         lambda: stage.engines,
         max_groups=rollout.max_prompts_in_flight,
         timeout_seconds=rollout.engine_timeout_seconds,
-        swap_mode=rollout.async_r2r_sync,
+        weight_sync_mode=rollout.async_r2r_sync,
         sleeps_in_training=stage.recipe.mode == "colocated_separated",
         native_transfer=_make_native_transfer(stage.recipe),
         beat=stage.progress.beat,
     )
 
 
-def _make_native_transfer(recipe: Recipe) -> NativeTransfer | None:
+def _make_native_transfer(recipe: Recipe) -> NativeWeightTransfer | None:
     """Return the native weight transfer of a stage; None: weights are sent through host memory."""
     rollout = recipe.rollout
-    if rollout.weight_transfer == "host" or rollout.native_transfer_obstacles:
+    if rollout.weight_transfer == "host" or rollout.native_transfer_conflicts:
         return None  # `cosmos check` reports why native transfer is impossible
     if not torch.cuda.is_available():
         logger.warning("rollout.weight_transfer = 'native' needs GPUs: weights travel through host memory")
         return None
     transport = IpcTransport() if recipe.mode == "colocated_separated" else NcclTransport()
-    return NativeTransfer(transport, rollout.parallelism.tp_size)
+    return NativeWeightTransfer(transport, rollout.parallelism.tp_size)
 
 
-def open_replica(path: Path) -> Replica:
+def open_replica(path: Path) -> EngineReplica:
     """Open a rollout engine of the stage with folder `path` in this process, in which no trainer runs."""
     is_on_trainer_gpu = load_stage(path).recipe.mode == "colocated_separated"
-    return Replica(partial(_open_separate_engine, path), should_wait_for_trainer=is_on_trainer_gpu)
+    return EngineReplica(partial(_open_separate_engine, path), should_wait_for_trainer=is_on_trainer_gpu)
 
 
 def _open_separate_engine(path: Path, beat: Callable[[], None]) -> Engine:

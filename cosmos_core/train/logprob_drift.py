@@ -15,7 +15,7 @@ from cosmos_core.types import Sampling
 
 logger = logging.getLogger(__name__)
 
-_DIFFERENCE_METRIC, _LAG_METRIC = "rollout/logprob_difference_mean", "rollout/version_lag"
+_LOGPROB_DIFFERENCE_METRIC, _LAG_METRIC = "rollout/logprob_difference_mean", "rollout/version_lag"
 _NOT_FINITE_METRIC = "rollout/tokens_not_finite"
 _OUTDATED_TOLERANCE = 1.0
 """Tolerance in nats per token between log-probabilities under weights of different steps; corrupt weights exceed it."""
@@ -30,13 +30,13 @@ class LogprobDriftCheck:
         """Set the tolerance of the check for engines that compute in `dtype` and get weights that were cast to
         `transfer_dtype`; None: no cast. With `should_stop`, a difference above the tolerance ends the stage."""
         self._should_stop = should_stop
-        self._tolerance = logprob_tolerance(dtype, transfer_dtype) + _max_sampling_shift(sampling)
+        self._tolerance = logprob_tolerance(dtype, transfer_dtype) + _max_logprob_shift(sampling)
         self._has_warned = False
 
-    def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    def check_step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metric `watch/alarm`: 1 if trainer and engines differ by more than the tolerance, else 0; no
         metric without a difference in `metrics`. Raise StageFailed if an alarm ends the stage."""
-        logprob_difference = math.nan if metrics.get(_NOT_FINITE_METRIC) else metrics.get(_DIFFERENCE_METRIC)
+        logprob_difference = math.nan if metrics.get(_NOT_FINITE_METRIC) else metrics.get(_LOGPROB_DIFFERENCE_METRIC)
         if logprob_difference is None:
             return {}
         tolerance = self._tolerance if metrics.get(_LAG_METRIC, 0.0) == 0 else max(self._tolerance, _OUTDATED_TOLERANCE)
@@ -56,10 +56,10 @@ class LogprobDriftCheck:
         return {"watch/alarm": float(exceeds_tolerance)}
 
 
-def _max_sampling_shift(sampling: Sampling) -> float:
+def _max_logprob_shift(sampling: Sampling) -> float:
     """Return by how many nats the sampling settings can raise an engine's log-probabilities; infinite for settings
     without a bound. Top-p sampling divides probabilities by the total of the remaining tokens, which is at least
     `top_p`."""
     has_policy_temperature = sampling.policy_temperature in (None, sampling.temperature)
-    is_bounded = sampling.top_k <= 0 and sampling.repetition_penalty == 1 and has_policy_temperature
-    return -math.log(sampling.top_p) if is_bounded else math.inf
+    has_finite_shift = sampling.top_k <= 0 and sampling.repetition_penalty == 1 and has_policy_temperature
+    return -math.log(sampling.top_p) if has_finite_shift else math.inf

@@ -20,11 +20,11 @@ from cosmos_core.checkpoint.resume import load_checkpoint
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng, seed_rng
 from cosmos_core.errors import ConfigError, Preempted
-from cosmos_core.parallel.mesh import any_rank
+from cosmos_core.parallel.mesh import all_reduce_any, is_first_rank
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import Feed
+from cosmos_core.train.feeds import SampleFeed
 from cosmos_core.train.hooks import Hooks
-from cosmos_core.train.measure import METRIC_PREFIX
+from cosmos_core.train.measure import VALIDATION_PREFIX
 from cosmos_core.train.mfu import FlopsUtilization
 from cosmos_core.train.named_weights import EMA_WEIGHTS, MovingAverage
 from cosmos_core.train.profile import StepProfiler
@@ -32,14 +32,17 @@ from cosmos_core.train.stop import StopRequested, check_stop
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.train.validation import Validation
 
+_PRESTART_SECONDS = 15.0
+"""Remaining time of a training at which the process that verifies its export is started."""
+
 
 @dataclass
-class Loop:
+class TrainLoop:
     """One training, from the step of its newest checkpoint to its last step."""
 
     stage: Stage
     trainer: Trainer
-    feed: Feed
+    feed: SampleFeed
     algorithm: Algorithm
     checkpointer: Checkpointer
     validation: Validation
@@ -77,12 +80,12 @@ class Loop:
 
     def _restore_and_train(self) -> dict[str, float]:
         self.trainer.adapter.check_parallel_plan()
-        hooks, (start_step, needs_validation) = self._hooks, self._restore()
+        hooks, (start_step, needs_validation) = self._hooks, self._restore_checkpoint()
         hooks("pre_training_hook", start_step=start_step, total_steps=self.feed.total_steps)
         self.validation.publish(start_step)
         if needs_validation:
-            self.validation.begin(start_step)
-        elif self.validation.was_interrupted(start_step) and self._validate_last_step():
+            self.validation.start_async(start_step)
+        elif self.validation.was_validation_interrupted(start_step) and self._validate_last_step():
             self._save_checkpoint()
         if self.validation.compute_metrics and self.validation.config.val_before_train and start_step == 0:
             self._log_step(0, self._validation_metrics())
@@ -108,13 +111,13 @@ class Loop:
         save_freq = max(0, train.ckpt.save_freq_in_epoch) * self.feed.steps_per_epoch or train.ckpt.save_freq
         while (metrics := self._train_and_publish_step()) is not None:
             profiler.step(self.step)
-            is_last_step, previous_best = self.step == self.feed.total_steps, validation.best
-            is_validation_due = validation.is_due(self.step, is_last_step=is_last_step)
+            is_last_step, previous_best_step = self.step == self.feed.total_steps, validation.best_step
+            is_validation_due = validation.should_validate(self.step, is_last_step=is_last_step)
             is_async = is_validation_due and validation.async_validation is not None and not is_last_step
             saves_checkpoint = self.step % save_freq == 0
             if (is_validation_due or saves_checkpoint) and validation.wait(self.step):
                 # If the finished validation changed the best step, its checkpoint was saved when the validation began.
-                previous_best = validation.best
+                previous_best_step = validation.best_step
             if is_async:
                 # Save now: if the validation selects this step as the best, later steps have changed the weights.
                 saves_checkpoint = True
@@ -122,8 +125,8 @@ class Loop:
                 metrics |= self._validation_metrics(metrics)
             self._log_step(self.step, metrics)
             if is_async:
-                validation.begin(self.step)
-            if train.ckpt.enable_checkpoint and (saves_checkpoint or validation.best != previous_best):
+                validation.start_async(self.step)
+            if train.ckpt.enable_checkpoint and (saves_checkpoint or validation.best_step != previous_best_step):
                 self._save_checkpoint()
 
     def _train_and_publish_step(self) -> dict[str, float] | None:
@@ -136,11 +139,13 @@ class Loop:
         metrics |= self.validation.publish_step(self.step)
         metrics["time/step"] = time.perf_counter() - start_time
         self._hooks("post_training_step_hook", current_step=self.step, total_steps=self.feed.total_steps, **metrics)
+        if (self.feed.total_steps - self.step) * metrics["time/step"] < _PRESTART_SECONDS and is_first_rank():
+            self.trainer.adapter.prestart_verification()
         return metrics
 
     def _validate_last_step(self) -> bool:
         """Validate the last step unless it was validated, and return whether this validation was necessary."""
-        if not self.validation.is_missing(self.step):
+        if not self.validation.needs_last_validation(self.step):
             return False
         # The engine may lack the weights of the last step, because weights are sent before the next step.
         self.validation.publish(self.step)
@@ -202,7 +207,7 @@ class Loop:
         if not (self.stage.recipe.train.save_ckpt_at_exit and self.step > 0):
             return Preempted(f"{progress_text}; nothing saved")
         self.checkpointer.wait()
-        if (validating_step := self.validation.running_step) not in (None, self.step):
+        if (validating_step := self.validation.validating_step) not in (None, self.step):
             saved_step = self.checkpointer.latest_step()  # a resumed run repeats the validation of this step
             progress_text += f", while step {validating_step} was validated"
             return Preempted(f"{progress_text}; the checkpoint is of step {saved_step}")
@@ -211,14 +216,14 @@ class Loop:
             self.checkpointer.wait()
         return Preempted(f"{progress_text}; checkpoint saved")
 
-    def _restore(self) -> tuple[int, bool]:
+    def _restore_checkpoint(self) -> tuple[int, bool]:
         """Resume from the newest complete checkpoint; return its step, and whether the step must be validated again.
         Raise ConfigError if the checkpoint of another run has as many steps as this training, or more."""
         state, total_steps = self._make_train_state(), self.feed.total_steps
-        own_step = start_step = self.checkpointer.load_latest(state) or 0
-        if not own_step and self.first_checkpoint:
+        own_checkpoint_step = start_step = self.checkpointer.load_latest(state) or 0
+        if not own_checkpoint_step and self.first_checkpoint:
             start_step = load_checkpoint(self.first_checkpoint, state, self.stage.progress.beat)
-        if start_step > own_step and start_step >= total_steps:
+        if start_step > own_checkpoint_step and start_step >= total_steps:
             raise ConfigError(
                 f"train.resume = '{self.first_checkpoint}' is at step {start_step} and this training ends at step "
                 f"{total_steps}; raise train.epoch or train.max_num_steps"
@@ -228,30 +233,30 @@ class Loop:
             self.algorithm.load_state_dict(state.algorithm)
             self._num_updates = int(state.extra.get("num_updates", start_step))
             # Random generators are restored last, because starting an engine advances and reseeds them.
-            rng_state, saved_seed_rank = state.extra["rng"], state.extra.get("seed_rank", self._seed_rank)
+            rng_state, saved_rank = state.extra["rng"], state.extra.get("seed_rank", self._data_parallel_rank)
             # On another mesh, ranks that share a sample would draw different numbers, for example of dropout.
-            if any_rank(rng_state is None or saved_seed_rank != self._seed_rank):
-                seed_rng(self.stage.seed, start_step, self._seed_rank)
+            if all_reduce_any(rng_state is None or saved_rank != self._data_parallel_rank):
+                seed_rng(self.stage.seed, start_step, self._data_parallel_rank)
             else:
                 restore_rng(rng_state)
         else:  # torch's random generators were seeded when the model was opened, on every rank with the same seed
-            seed_rng(self.stage.seed, 0, self._seed_rank, keeps_torch_rng=self._seed_rank == 0)
-        self.validation.load_state_dict(start_step, state.extra if own_step else {})
-        if own_step:
+            seed_rng(self.stage.seed, 0, self._data_parallel_rank, keeps_torch_rng=self._data_parallel_rank == 0)
+        self.validation.load_state_dict(start_step, state.extra if own_checkpoint_step else {})
+        if own_checkpoint_step:
             self._last_metrics = dict(state.extra["metrics"])
-            self.stage.progress.report_checkpoint(own_step)
+            self.stage.progress.report_checkpoint(own_checkpoint_step)
         if start_step:
             self._hooks("load_checkpoint_hook", step=start_step)
         self.checkpointer.write_best_step(self._best_to_save)
-        needs_validation = bool(own_step and state.extra.get("is_unmeasured"))
-        self.stage.metrics.remove_later_lines(start_step, repeated_phase=METRIC_PREFIX if needs_validation else "")
+        needs_validation = bool(own_checkpoint_step and state.extra.get("is_unmeasured"))
+        self.stage.metrics.remove_lines_after_step(start_step, prefix=VALIDATION_PREFIX if needs_validation else "")
         self.stage.progress.step(start_step, total_steps)
         self.step = start_step
         return start_step, needs_validation and self.validation.async_validation is not None
 
     @property
-    def _seed_rank(self) -> int:
-        """Return the number in this rank's random seeds, which is equal on ranks that share a sample."""
+    def _data_parallel_rank(self) -> int:
+        """Return the data-parallel rank, which random seeds contain: ranks that share a sample have equal seeds."""
         mesh = self.trainer.adapter.mesh
         return mesh.dp.get_local_rank() if mesh else 0
 
@@ -261,7 +266,7 @@ class Loop:
         state = self._make_train_state()
         state.extra = {
             "step": self.step, "total_steps": self.feed.total_steps, "num_updates": self._num_updates,
-            "rng": capture_rng(), "seed_rank": self._seed_rank, "metrics": self._last_metrics,
+            "rng": capture_rng(), "seed_rank": self._data_parallel_rank, "metrics": self._last_metrics,
             **self.validation.state_dict(self.step),
         }  # fmt: skip
         self.stage.metrics.sync()
@@ -270,7 +275,7 @@ class Loop:
     @property
     def _best_to_save(self) -> BestStep | None:
         """Return the best step so far if its checkpoint is kept, else None."""
-        return self.validation.best if self.stage.recipe.train.ckpt.enable_checkpoint else None
+        return self.validation.best_step if self.stage.recipe.train.ckpt.enable_checkpoint else None
 
     def _make_train_state(self) -> TrainState:
         return TrainState(

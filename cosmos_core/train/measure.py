@@ -18,12 +18,12 @@ from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.flow_credit import compute_diversity
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
-from cosmos_core.data.kinds.base import COMPARED_ROWS, PreparedRows
+from cosmos_core.data.kinds.base import REFERENCE_BATCH_ROWS, PreparedRows
 from cosmos_core.environment import mask_secrets
 from cosmos_core.errors import DataError
 from cosmos_core.observe import gallery
-from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks, wait_for_ranks
-from cosmos_core.rewards.base import Rewards, full_reward, has_full_reward, invalid_scores_error
+from cosmos_core.parallel.mesh import broadcast_object, is_first_rank, num_ranks, wait_for_ranks
+from cosmos_core.rewards.base import RewardConfig, full_reward, has_full_reward, invalid_scores_error
 from cosmos_core.rewards.exchange import read_service_endpoints
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
@@ -38,9 +38,9 @@ from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
 
 SAMPLES_FILE = "samples.jsonl"
-METRIC_PREFIX = "validation/"
-_NUM_SAMPLES = 24
-_SEED_STEP = 0
+VALIDATION_PREFIX = "validation/"
+_MAX_SAMPLES = 24
+_VALIDATION_SEED_STEP = 0
 """Value that replaces the step number in the seeds of held-out completions. All validations use the same seeds, so that
 the results of two validations differ only by the weights."""
 
@@ -49,7 +49,7 @@ def row_metrics(stage: Stage, trainer: Trainer, algorithm: Algorithm, rows: Prep
     """Return the algorithm's metrics over all held-out rows; raise StopRequested if a signal requests a stop."""
     mesh = trainer.adapter.mesh
     batch_size = stage.recipe.validation.batch_size or stage.recipe.train.train_policy.mini_batch
-    rows_per_chunk = COMPARED_ROWS if rows.has_reference_pair else batch_size * (mesh.dp.size() if mesh else 1)
+    rows_per_chunk = REFERENCE_BATCH_ROWS if rows.has_sample_pairs else batch_size * (mesh.dp.size() if mesh else 1)
 
     def sample_chunks() -> Iterator[list[Any]]:
         for start in range(0, len(rows), rows_per_chunk):
@@ -58,7 +58,7 @@ def row_metrics(stage: Stage, trainer: Trainer, algorithm: Algorithm, rows: Prep
             yield rows.samples(range(start, min(start + rows_per_chunk, len(rows))))
 
     metrics = algorithm.measure(sample_chunks(), trainer, batch_size)
-    return {METRIC_PREFIX + name: value for name, value in metrics.items()}
+    return {VALIDATION_PREFIX + name: value for name, value in metrics.items()}
 
 
 def completion_metrics(
@@ -89,7 +89,7 @@ def completion_metrics(
         accuracy = float(np.concatenate(correct_flags).mean())
         correctness_metrics = {"validation/accuracy": accuracy, **_estimate_pass_at_k(correct_flags)}
     return {
-        **{METRIC_PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
+        **{VALIDATION_PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
         "validation/reward": float(reward_values.mean()),
         **_standard_error(groups),
         "validation/invalid": float(num_completions - len(reward_values)),
@@ -137,7 +137,7 @@ class CompletionValidation:
         self._full_reward = partial(full_reward, held_out_rewards(stage.recipe))
         self._has_rewards = bool(held_out_rewards(stage.recipe)) or self._sampling.flow is None
 
-    def measure(self, step: int, *, sleep_level: Literal[1, 2] = 1) -> dict[str, float]:
+    def validate(self, step: int, *, sleep_level: Literal[1, 2] = 1) -> dict[str, float]:
         """Return the validation metrics after `step` train steps, add some completions to `samples.jsonl`, and let the
         engine sleep. Without rewards, only images for the gallery are generated. Raise `StopRequested` if a signal
         requests a stop."""
@@ -149,7 +149,7 @@ class CompletionValidation:
         for start in range(0, len(self._prompts), batch_size):
             self._stage.progress.advance(start, len(self._prompts))
             batch = self._prompts[start : start + batch_size]
-            groups += self.score(generate(self._engine, batch, self._sampling, _SEED_STEP))
+            groups += self.score(generate(self._engine, batch, self._sampling, _VALIDATION_SEED_STEP))
             check_stop(self._stage)
         self._engine.sleep(level=sleep_level)
         return self.log_metrics(step, groups)
@@ -157,16 +157,16 @@ class CompletionValidation:
     @property
     def validation_requests(self) -> tuple[Sequence[Prompt], Sampling, int]:
         """Return the held-out prompts, their sampling settings, and the step number from which seeds are derived."""
-        return self._prompts, self._sampling, _SEED_STEP
+        return self._prompts, self._sampling, _VALIDATION_SEED_STEP
 
     def log_metrics(self, step: int, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return the metrics of scored groups, of which the first rank adds some to `samples.jsonl`."""
-        if is_first():
+        if is_first_rank():
             with raise_disk_full(self._stage.path):
-                add_samples(self._stage.path / SAMPLES_FILE, step, groups[:_NUM_SAMPLES], has_rewards=self._has_rewards)
+                add_samples(self._stage.path / SAMPLES_FILE, step, groups[:_MAX_SAMPLES], has_rewards=self._has_rewards)
         metrics = completion_metrics(groups, self._full_reward) if self._has_rewards else {}
         if self._sampling.flow is not None and self._sampling.num_completions > 1:
-            metrics[f"{METRIC_PREFIX}diversity"] = compute_diversity(groups)
+            metrics[f"{VALIDATION_PREFIX}diversity"] = compute_diversity(groups)
         return metrics
 
 
@@ -179,7 +179,7 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, has_rew
         earlier_records = [line for line in lines if has_step(line) and line["step"] < step]
         lines_to_write = [json.dumps(line, ensure_ascii=False) for line in earlier_records]
     rows = [gallery.samples_of_group(group, range(len(group.scores)), is_scored=has_rewards) for group in groups]
-    media_rows = [row for row in rows if row]  # empty if completions are text
+    media_rows = [row for row in rows if row]  # rows of text completions are empty
     media_files = gallery.save_step_samples(path.parent, step, media_rows) if media_rows else []
     for index, group in enumerate(groups):
         completion, score, prompt = group.group.completions[0], group.scores[0], group.group.prompt
@@ -220,20 +220,20 @@ def max_held_out_tokens(recipe: Recipe) -> int:
     return recipe.validation.max_response_length or recipe.rollout.max_response_length
 
 
-def training_rewards(recipe: Recipe) -> Rewards:
+def training_rewards(recipe: Recipe) -> RewardConfig:
     """Return the rewards by which completions are scored in training, local or remote."""
     policy = recipe.train.train_policy
     return policy.remote_reward_config or policy.rewards
 
 
-def held_out_rewards(recipe: Recipe) -> Rewards:
+def held_out_rewards(recipe: Recipe) -> RewardConfig:
     """Return the rewards by which held-out completions are scored; by default the rewards of the training."""
     validation = recipe.validation
-    return validation.remote_reward_config or validation.reward_function or recipe.train.train_policy.held_out_rewards
+    return validation.remote_reward_config or validation.reward_function or recipe.train.train_policy.validation_rewards
 
 
 @contextmanager
-def open_rewards(stage: Stage, rewards: Rewards, max_tokens: int | None = None) -> Iterator[ScoreGroups]:
+def open_rewards(stage: Stage, rewards: RewardConfig, max_tokens: int | None = None) -> Iterator[ScoreGroups]:
     """Open rewards in a context manager, and yield a function that scores groups of completions on the first rank only;
     see `score_on_first_rank`. Raise `RewardError` if a reward cannot be loaded, or the environment names no service.
 
@@ -244,20 +244,20 @@ def open_rewards(stage: Stage, rewards: Rewards, max_tokens: int | None = None) 
     if isinstance(rewards, RemoteRewardConfig):
         yield RemoteRewards(rewards, read_service_endpoints(), beat=stage.progress.beat).score_groups
         return
-    if not rewards or not is_first():  # the recipe sets `bypass_reward`, or this rank scores nothing
+    if not rewards or not is_first_rank():  # the recipe sets `bypass_reward`, or this rank scores nothing
         yield lambda groups: [ScoredGroup(group, (Score(0.0),) * len(group.completions)) for group in groups]
         return
     env = (*stage.recipe.reward_env, *((stage.recipe.judge.key_env,) if "judge" in rewards else ()))
     mask_secrets(env)
     with RewardRunner(
         rewards,
-        timeout_seconds=stage.recipe.train.train_policy.reward_limit_seconds,
-        timeouts={"judge": stage.recipe.judge.timeout_seconds} if "judge" in rewards else {},
+        timeout_seconds=stage.recipe.train.train_policy.reward_call_timeout_seconds,
+        timeout_by_reward={"judge": stage.recipe.judge.timeout_seconds} if "judge" in rewards else {},
         constant_fields=stage.recipe.reward_keyword_constants
         | ({} if max_tokens is None else {"max_tokens": max_tokens}),
         env=env,
         beat=stage.progress.beat,
-        call_per_group=stage.recipe.train.train_policy.calls_rewards_per_group,
+        calls_per_group=stage.recipe.train.train_policy.calls_rewards_per_group,
     ) as runner:
         yield runner.score_groups
 
@@ -266,7 +266,7 @@ def score_on_first_rank(score: ScoreGroups) -> ScoreGroups:
     """Return a function that scores groups on the first rank and broadcasts the scores; all ranks call it together."""
 
     def score_and_broadcast(groups: Sequence[Group]) -> list[ScoredGroup]:
-        all_scores = [scored_group.scores for scored_group in score(groups)] if is_first() else []
+        all_scores = [scored_group.scores for scored_group in score(groups)] if is_first_rank() else []
         wait_for_ranks(lambda: None)  # rewards may take longer than the timeout of a collective
         all_scores = broadcast_object(all_scores)
         return [ScoredGroup(group, scores) for group, scores in zip(groups, all_scores, strict=True)]

@@ -48,7 +48,7 @@ class StepMemory:
     """Bytes of the moving average of the trained weights."""
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """Return the sum of the bytes of all uses; an unknown use counts as 0."""
         return sum(filter(None, astuple(self)))
 
@@ -81,11 +81,12 @@ def trace_step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig
     """
     policy, model = train.train_policy, trainer.adapter.model
     token_ids, mask = np.zeros(length, np.int64), np.ones(length, np.uint8)
-    num_rows, num_repeats = min(2 * policy.mini_batch, train.train_batch_per_replica), policy.sequences_per_row
-    numbers = [i // policy.mini_batch if num_repeats > 1 else None for i in range(num_rows) for _ in range(num_repeats)]
-    samples = [Sample(token_ids, mask, advantage=1.0, reward=1.0, micro_batch=number) for number in numbers]
+    num_rows, num_sequences = min(2 * policy.mini_batch, train.train_batch_per_replica), policy.num_sequences_per_row
+    row_numbers = [i for i in range(num_rows) for _ in range(num_sequences)]
+    micro_batches = [i // policy.mini_batch if num_sequences > 1 else None for i in row_numbers]
+    samples = [Sample(token_ids, mask, advantage=1.0, reward=1.0, micro_batch=number) for number in micro_batches]
     byte_counter = _LiveByteCounter()
-    with byte_counter, byte_counter.refuse_value_reads(model):
+    with byte_counter, byte_counter.forbid_reading_tensor_values(model):
         byte_counter.attribute_storages("weights", (*model.parameters(), *model.buffers()))
         weight_sets = trainer.named_weights.tensors.values()
         byte_counter.attribute_storages("reference", [tensor for weights in weight_sets for tensor in weights.values()])
@@ -96,9 +97,9 @@ def trace_step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig
         for update in algorithm.updates(samples, trainer):
             trainer.update(update)
             byte_counter.attribute_storages("gradients", _gradients(model))
-        states = [value for state in trainer.optimizer.state.values() for value in state.values()]
-        byte_counter.attribute_storages("optimizer", [value for value in states if isinstance(value, Tensor)])
-    return byte_counter.peak()
+        state_values = [value for state in trainer.optimizer.state.values() for value in state.values()]
+        byte_counter.attribute_storages("optimizer", [value for value in state_values if isinstance(value, Tensor)])
+    return byte_counter.peak_memory()
 
 
 class _LiveByteCounter(TorchDispatchMode):
@@ -113,19 +114,19 @@ class _LiveByteCounter(TorchDispatchMode):
         """Allocations and releases in order of time: number of the storage, and 1 for allocated or -1 for released."""
         self._is_inside_model = False
 
-    def attribute_storages(self, use: str, tensors: Iterable[Tensor]) -> None:
-        """Attribute the storages of `tensors` to the field `use` of `StepMemory`, for past and future events."""
+    def attribute_storages(self, memory_use: str, tensors: Iterable[Tensor]) -> None:
+        """Attribute the storages of `tensors` to the field `memory_use` of `StepMemory`, for past and future events."""
         for tensor in tensors:
-            self._use_by_storage[self._track_storage(tensor)] = use
+            self._use_by_storage[self._track_storage(tensor)] = memory_use
 
     @contextmanager
-    def refuse_value_reads(self, model: PreTrainedModel) -> Iterator[None]:
+    def forbid_reading_tensor_values(self, model: PreTrainedModel) -> Iterator[None]:
         """Return a context manager in which `model` must not read the values of tensors, which fake tensors lack."""
 
-        def set_inside(is_inside_model: bool, *_: Any) -> None:
+        def set_is_inside(is_inside_model: bool, *_: Any) -> None:
             self._is_inside_model = is_inside_model
 
-        base, on_enter, on_exit = model.base_model, partial(set_inside, True), partial(set_inside, False)
+        base, on_enter, on_exit = (model.base_model, partial(set_is_inside, True), partial(set_is_inside, False))
         hooks = [base.register_forward_pre_hook(on_enter), base.register_forward_hook(on_exit, always_call=True)]
         try:
             yield
@@ -133,17 +134,17 @@ class _LiveByteCounter(TorchDispatchMode):
             for hook in hooks:
                 hook.remove()
 
-    def peak(self) -> StepMemory:
+    def peak_memory(self) -> StepMemory:
         """Return the bytes of each use at the moment of peak memory. The optimizer's state counts from the start, as in
         every step but the first."""
-        sizes_and_uses = zip(self._storage_sizes, self._use_by_storage, strict=True)
-        optimizer = sum(size for size, use in sizes_and_uses if use == "optimizer")
+        sizes_and_memory_uses = zip(self._storage_sizes, self._use_by_storage, strict=True)
+        optimizer = sum(size for size, memory_use in sizes_and_memory_uses if memory_use == "optimizer")
         events = [(self._use_by_storage[i], change * self._storage_sizes[i]) for i, change in self._events]
         events = [event for event in events if event[0] != "optimizer"]
         cumulative_bytes = np.cumsum([size for _, size in events])
         bytes_by_use = dict.fromkeys(("weights", "gradients", "reference", "casts", "activations"), 0)
-        for use, size in events[: int(cumulative_bytes.argmax()) + 1]:
-            bytes_by_use[use] += size
+        for memory_use, size in events[: int(cumulative_bytes.argmax()) + 1]:
+            bytes_by_use[memory_use] += size
         return StepMemory(optimizer=optimizer, **bytes_by_use)
 
     def __torch_dispatch__(

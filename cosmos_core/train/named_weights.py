@@ -2,7 +2,7 @@
 
 A set holds the trained parameters (an adapter or all), each sharded like the policy's parameter; frozen parameters are
 shared by all sets. A set that follows the policy is always in float32, because updates with a decay of 0.9999 would be
-lost to rounding in bfloat16. `use_set` swaps a set with the policy's weights, so one model can compute with any set.
+lost to rounding in bfloat16. `use_weights` swaps a set with the policy's, so one model can compute with any set.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ class NamedWeights:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     @contextmanager
-    def use_set(self, name: str) -> Iterator[None]:
+    def use_weights(self, name: str) -> Iterator[None]:
         """Return a context manager in which the model computes with the set `name`. Tensors in the policy's dtype are
         swapped one by one. For other dtypes, the policy's weights are saved and restored, because a cast loses bits."""
         if name == "policy":

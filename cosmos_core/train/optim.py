@@ -16,7 +16,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.parallel.fsdp import group_by_mesh, scale_gradients, total_norm
 from cosmos_core.registry import suggest_names
 
-GLOBAL_KEY = "global"
+GLOBAL_LR_KEY = "global"
 """Key of `optm_lr` with the learning rate of all modules that no other key names."""
 
 
@@ -89,7 +89,7 @@ def build_optimizer(
     optimizer_class = MuonWithAdamW if train.optm_name == "Muon" else getattr(module, train.optm_name)
     optimizer: torch.optim.Optimizer = optimizer_class(
         [group for group in groups if group["params"]],
-        lr=learning_rates[GLOBAL_KEY],
+        lr=learning_rates[GLOBAL_LR_KEY],
         betas=train.optm_betas,
         eps=train.epsilon,
         **optimizer_args,
@@ -114,15 +114,15 @@ def learning_rate_factor(step: int, total_steps: int, train: TrainConfig) -> flo
     decay_steps = total_steps - warmup_steps
     if train.optm_decay_ratio is not None:
         decay_steps = min(decay_steps, round(total_steps * train.optm_decay_ratio))
-    num_decayed = step - (total_steps - decay_steps)
-    if num_decayed <= 0:
+    num_decayed_steps = step - (total_steps - decay_steps)
+    if num_decayed_steps <= 0:
         return 1.0
-    progress = min(1.0, num_decayed / max(1, decay_steps))
+    decay_progress = min(1.0, num_decayed_steps / max(1, decay_steps))
     decay_factor = {
         "none": 1.0,
-        "linear": 1 - progress,
-        "sqrt": 1 - math.sqrt(progress),
-        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "linear": 1 - decay_progress,
+        "sqrt": 1 - math.sqrt(decay_progress),
+        "cosine": (1 + math.cos(math.pi * decay_progress)) / 2,
     }[train.optm_decay_type or "none"]
     return train.optm_min_lr_factor + (1 - train.optm_min_lr_factor) * decay_factor
 
@@ -133,13 +133,13 @@ def set_learning_rate(
     """Set the learning rate of every group for optimizer step `step` (0-based); return metrics `lr` and `lr/PATH`."""
     factor = learning_rate_factor(step, total_steps, train)
     for group in optimizer.param_groups:
-        rate = group["initial_lr"] * factor
+        learning_rate = group["initial_lr"] * factor
         if isinstance(group["lr"], torch.Tensor):  # torchao's compiled step reads the learning rate from a tensor
-            group["lr"].fill_(rate)
+            group["lr"].fill_(learning_rate)
         else:
-            group["lr"] = rate
-    rates = {path: rate * factor for path, rate in _learning_rates(train).items()}
-    return {"lr" if path == GLOBAL_KEY else f"lr/{path}": rate for path, rate in rates.items()}
+            group["lr"] = learning_rate
+    learning_rates = {path: lr * factor for path, lr in _learning_rates(train).items()}
+    return {"lr" if path == GLOBAL_LR_KEY else f"lr/{path}": lr for path, lr in learning_rates.items()}
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
@@ -156,7 +156,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
 
 def _learning_rates(train: TrainConfig) -> dict[str, float]:
     assert not isinstance(train.optm_lr, tuple)  # the capability check rejects a list of learning rates
-    return train.optm_lr if isinstance(train.optm_lr, dict) else {GLOBAL_KEY: train.optm_lr}
+    return train.optm_lr if isinstance(train.optm_lr, dict) else {GLOBAL_LR_KEY: train.optm_lr}
 
 
 def _parameters_by_path(model: nn.Module, paths: Mapping[str, float]) -> dict[str, list[nn.Parameter]]:
@@ -165,10 +165,10 @@ def _parameters_by_path(model: nn.Module, paths: Mapping[str, float]) -> dict[st
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             names_by_parameter.setdefault(parameter, []).append(name)
-    groups: dict[str, list[nn.Parameter]] = {GLOBAL_KEY: []}
+    groups: dict[str, list[nn.Parameter]] = {GLOBAL_LR_KEY: []}
     for parameter, parameter_names in names_by_parameter.items():
         matching_paths = [path for path in paths if any(f"{name}.".startswith(f"{path}.") for name in parameter_names)]
-        path = max(matching_paths, key=lambda path: path.count("."), default=GLOBAL_KEY)
+        path = max(matching_paths, key=lambda path: path.count("."), default=GLOBAL_LR_KEY)
         groups.setdefault(path, []).append(parameter)
     return groups
 

@@ -28,8 +28,8 @@ class PassRates:
         for group in groups:
             rewards = [score.value for score in group.scores if score.value is not None]
             full_reward = self._get_full_reward(group.group.prompt.source)
-            passed_flags = [full_reward is not None and has_full_reward(reward, full_reward) for reward in rewards]
-            new_counts = (1, len(rewards), sum(rewards), sum(passed_flags))
+            full_reward_flags = [full_reward is not None and has_full_reward(reward, full_reward) for reward in rewards]
+            new_counts = (1, len(rewards), sum(rewards), sum(full_reward_flags))
             key = str(group.group.prompt.id)
             self._counts[key] = list(map(add, self._counts.get(key, [0.0] * 4), new_counts))
 

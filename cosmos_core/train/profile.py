@@ -20,7 +20,7 @@ class StepProfiler:
         self._stage, self._config = stage, stage.recipe.profiler.sub_profiler_config
         self._rank = rank_number()
         self._is_enabled = stage.recipe.profiler.enable_profiler and self._rank in (self._config.rank_filter or (0,))
-        self._request_time = self._read_request_time()
+        self._request_time = self._read_profile_request_time()
         self._profile: profile | None = None
         self._step = self._first_step = start_step
 
@@ -38,14 +38,14 @@ class StepProfiler:
         self._step = step
         if self._profile is not None:
             self._profile.step()
-            if step == self._last_step:
+            if step == self._last_profiled_step:
                 self._profile.stop()
                 self._profile = None
-        elif self._is_enabled and (request_time := self._read_request_time()) != self._request_time:
+        elif self._is_enabled and (request_time := self._read_profile_request_time()) != self._request_time:
             self._request_time = request_time
             self._begin_profile()
 
-    def _read_request_time(self) -> float:
+    def _read_profile_request_time(self) -> float:
         path = self._stage.path / PROFILE_REQUEST_FILE
         return path.stat().st_mtime if path.exists() else 0.0
 
@@ -63,12 +63,12 @@ class StepProfiler:
         self._profile.start()
 
     @property
-    def _last_step(self) -> int:
+    def _last_profiled_step(self) -> int:
         config = self._config
         return self._first_step + config.wait_steps + config.warmup_steps + config.active_steps
 
     def _write_trace(self, profile: profile) -> None:
-        if (first_traced_step := self._last_step - self._config.active_steps + 1) > self._step:
+        if (first_traced_step := self._last_profiled_step - self._config.active_steps + 1) > self._step:
             return  # the training ended before the first step to trace, so there is no trace
         folder = self._stage.path / PROFILES_FOLDER
         folder.mkdir(exist_ok=True)

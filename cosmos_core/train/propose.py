@@ -22,37 +22,37 @@ import psutil
 import torch
 from pydantic import ValidationError
 
-from cosmos_core.config.load import parse
+from cosmos_core.config.load import parse_table
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.methods import TRAINING_METHODS, TrainingMethod
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.encoded_turns import are_turns, decode_conversation
+from cosmos_core.data.encoded_turns import decode_conversation, is_turn_list
 from cosmos_core.data.formats import LocatedRow
 from cosmos_core.data.kinds.registry import load_row_kind, load_tokenised_kind
 from cosmos_core.data.media_source import open_media_items
-from cosmos_core.data.messages import Row, SkippedRow, TrackedRow, describe_columns
+from cosmos_core.data.messages import ColumnTrackingRow, Row, SkippedRow, describe_columns
 from cosmos_core.data.records import RecordSpec, find_image_root
 from cosmos_core.data.rows import Rows, load_rows
 from cosmos_core.errors import CosmosError, DataError, MissingColumn, ModelError
 from cosmos_core.models.chat_templates import set_chat_template
-from cosmos_core.models.families import find_family
+from cosmos_core.models.families import find_family_class
 from cosmos_core.models.hf import load_config, load_tokenizer, model_without_weights
 from cosmos_core.models.pipeline_folder import PipelineFolder
 from cosmos_core.registry import is_user_code
 from cosmos_core.rewards.base import load_reward
 
-Proposal = tuple[str, Any, str]
+ProposedSetting = tuple[str, Any, str]
 """A proposed setting of a recipe: dotted key, value, and the reason for the value."""
 
 _MAX_SAMPLED_ROWS = 500
-_MAX_SKIPPED_FRACTION = 0.2  # above it, the data set probably has another form than the one that was read
+_MAX_SKIPPED_FRACTION = 0.2  # if more samples are unusable, the data set probably has another layout
 _NUM_TRAINED_IMAGES = 2000  # number of images, counted over all epochs, that a training on a small data set uses
 _BYTES_PER_GIB = 2**30
 _STATE_BYTES = 16  # bytes per trained weight: weight, gradient and both moments of Adam, each in float32
 _STATE_FRACTION = 0.7  # fraction of memory for weights and optimizer state; the rest is for activations
 _TEXT_COLUMN_OPTIONS = ("prompt", "response", "chosen", "rejected")
-_DATASET = "train.train_policy.dataset"
+_DATASET_KEY = "train.train_policy.dataset"
 
 
 class CliOptions(NamedTuple):
@@ -74,10 +74,10 @@ class CliOptions(NamedTuple):
     @property
     def dataset(self) -> DatasetConfig:
         """Return the data set that the options name; raise ConfigError if a key has a value that it cannot have."""
-        return parse(DatasetConfig, {"name": self.data, **self.rows}, source="--set", prefix=_DATASET)
+        return parse_table(DatasetConfig, {"name": self.data, **self.rows}, source="--set", prefix=_DATASET_KEY)
 
     @property
-    def rewards(self) -> list[str]:
+    def reward_names(self) -> list[str]:
         """Return the names of the rewards, which commas separate."""
         return [name.strip() for name in self.reward.split(",")]
 
@@ -103,25 +103,25 @@ def detect_hardware() -> Hardware:
     return Hardware(psutil.virtual_memory().available, 0)
 
 
-def propose(options: CliOptions, machine: Hardware) -> Iterator[Proposal]:
+def propose(options: CliOptions, hardware: Hardware) -> Iterator[ProposedSetting]:
     """Yield the proposed settings of a recipe for the model and the rows that the options name. Raise `ModelError` or
     `DataError` if the model or the rows are unusable, or the options must name the columns, and `ConfigError` if the
     reward cannot be imported."""
     method = TRAINING_METHODS[options.method]
     yield "policy.model_name_or_path", options.model, "--model"
     yield from ((key, value, f"cosmos {method.command}") for key, value in method.settings.items())
-    yield from ((f"{_DATASET}.{key}", value, "--set") for key, value in options.rows.items())
-    for reward in filter(is_user_code, options.rewards):  # report its errors before rows are prepared
+    yield from ((f"{_DATASET_KEY}.{key}", value, "--set") for key, value in options.rows.items())
+    for reward in filter(is_user_code, options.reward_names):  # report errors of user code early
         load_reward(reward)
-    make_settings = _image_settings if load_row_kind(method.rows).has_media else _text_settings
-    yield from make_settings(options, method, machine)
+    propose_settings = _image_settings if load_row_kind(method.rows).has_media else _text_settings
+    yield from propose_settings(options, method, hardware)
     yield "train.ckpt.enable_checkpoint", True, "so that a killed run goes on from here"
     yield "train.ckpt.save_freq", 50, "steps"
     yield "train.ckpt.max_keep", 2, "older ones are removed"
 
 
-def _text_settings(options: CliOptions, method: TrainingMethod, machine: Hardware) -> Iterator[Proposal]:
-    rows = load_rows(options.dataset, _DATASET)
+def _text_settings(options: CliOptions, method: TrainingMethod, hardware: Hardware) -> Iterator[ProposedSetting]:
+    rows = load_rows(options.dataset, _DATASET_KEY)
     sampled_rows = list(islice(rows, _MAX_SAMPLED_ROWS))
     if not sampled_rows:
         raise DataError(f"--data {options.data}: no rows")
@@ -130,10 +130,10 @@ def _text_settings(options: CliOptions, method: TrainingMethod, machine: Hardwar
     complete_rows = (row for row in sampled_rows if all(row[1].get(name) is not None for name in names))
     located_row = next(complete_rows, sampled_rows[0])
     columns, reason = _infer_columns(options, method, *located_row)
-    yield f"{_DATASET}.name", options.data, f"--data; {len(rows):,} rows"
+    yield f"{_DATASET_KEY}.name", options.data, f"--data; {len(rows):,} rows"
     yield from ((f"train.train_policy.{name}_column_name", column, reason) for name, column in columns.items())
     config, tokenizer = load_config(options.model), load_tokenizer(options.model)
-    rows_kind = load_tokenised_kind(method.rows)
+    row_kind = load_tokenised_kind(method.rows)
     try:
         max_row_length = _max_row_length(tokenizer, options, _make_recipe(options, columns), rows, sampled_rows)
     except ModelError:  # rows with conversations need a chat template
@@ -144,32 +144,32 @@ def _text_settings(options: CliOptions, method: TrainingMethod, machine: Hardwar
         recipe = _make_recipe(options, columns, template)
         max_row_length = _max_row_length(tokenizer, options, recipe, rows, sampled_rows)
         yield "policy.chat_template", template, "the model has none, and the rows have turns"
-    text_config, samples_completions = config.get_text_config(), rows_kind.is_completed
-    completion_tokens = (1024 if machine.num_gpus else 256) * samples_completions
+    text_config, has_completions = config.get_text_config(), row_kind.is_prompt
+    completion_tokens = (1024 if hardware.num_gpus else 256) * has_completions
     context_length = getattr(text_config, "max_position_embeddings", None) or 1 << 20
     max_length = min(context_length, 64 * ceil((max_row_length * 1.1 + completion_tokens) / 64))
     reason = f"the longest of the first {len(sampled_rows):,} rows has {max_row_length:,} tokens"
-    yield "policy.model_max_length", max_length, reason + f", a completion {completion_tokens:,}" * samples_completions
-    if samples_completions:
+    yield ("policy.model_max_length", max_length, reason + f", a completion {completion_tokens:,}" * has_completions)
+    if has_completions:
         yield "rollout.max_response_length", min(completion_tokens, max_length // 2), "raise it for longer reasoning"
-        rewards = options.rewards if options.rewards[1:] else options.reward
+        rewards = options.reward_names if options.reward_names[1:] else options.reward
         yield "train.train_policy.reward_function", rewards, "--reward"
     with torch.device("meta"):
         model = model_without_weights(options.model, dtype=torch.float32)
     num_params = sum(weight.numel() for weight in model.parameters())
-    yield from _size_settings(method, num_params, machine)
+    yield from _model_size_settings(method, num_params, hardware)
     # Bytes of activations per token with recomputation: the inputs of all layers, and the intermediates of one layer.
     bytes_per_token = (text_config.num_hidden_layers + 40) * text_config.hidden_size * 4
-    free_bytes = machine.memory * 0.9 - min(num_params * _STATE_BYTES, int(machine.memory * _STATE_FRACTION))
-    max_rows = max(1, int(free_bytes / (bytes_per_token * max_length * len(rows_kind.id_columns))))
-    yield from _batch_settings(samples_completions, len(rows), max_rows, max(1, machine.num_gpus))
+    free_bytes = hardware.memory * 0.9 - min(num_params * _STATE_BYTES, int(hardware.memory * _STATE_FRACTION))
+    max_rows = max(1, int(free_bytes / (bytes_per_token * max_length * len(row_kind.token_id_columns))))
+    yield from _batch_settings(has_completions, len(rows), max_rows, max(1, hardware.num_gpus))
     if len(rows) >= 10:
         num_held_out = max(1, min(200, len(rows) // 20))
         yield "train.train_policy.dataset.test_size", num_held_out, f"held out of {len(rows):,} rows"
-        yield from _validation_settings(f"the {'rewards' if samples_completions else 'loss'} of held-out rows")
+        yield from _validation_settings(f"the {'rewards' if has_completions else 'loss'} of held-out rows")
 
 
-def _validation_settings(value: str) -> Iterator[Proposal]:
+def _validation_settings(value: str) -> Iterator[ProposedSetting]:
     yield "validation.enable", True, value
     yield "validation.val_before_train", True, "so that the report has before and after"
     yield "validation.freq", 50, "steps"
@@ -177,21 +177,21 @@ def _validation_settings(value: str) -> Iterator[Proposal]:
 
 def _infer_columns(options: CliOptions, method: TrainingMethod, location: str, row: Row) -> tuple[dict[str, str], str]:
     """Return the column names that differ from the defaults, and the reason; raise DataError if there is none."""
-    rows_kind = load_tokenised_kind(method.rows)
+    row_kind = load_tokenised_kind(method.rows)
     named_columns = {name: column for name in _TEXT_COLUMN_OPTIONS if (column := getattr(options, name))}
     try:
         with suppress(SkippedRow):
-            rows_kind.read(row, location, _make_recipe(options, named_columns).train.train_policy)
+            row_kind.read(row, location, _make_recipe(options, named_columns).train.train_policy)
     except (MissingColumn, ValidationError) as error:  # the row lacks a column, or the recipe is invalid
-        turn_columns = {name for name, value in row.items() if are_turns(decode_conversation(value))}
-        if len(turn_columns) == 1 and rows_kind.has_one_response and {*named_columns.values()} <= turn_columns:
-            name = "prompt" if rows_kind.is_completed else "conversation"
+        turn_columns = {name for name, value in row.items() if is_turn_list(decode_conversation(value))}
+        if len(turn_columns) == 1 and row_kind.has_one_response and {*named_columns.values()} <= turn_columns:
+            name = "prompt" if row_kind.is_prompt else "conversation"
             return {name: turn_columns.pop()}, "the only column of turns"
         text_columns = [name for name, value in row.items() if isinstance(value, str)]
         columns_with_letters = [name for name in text_columns if any(map(str.isalpha, row[name]))]
         text_columns = columns_with_letters if len(columns_with_letters) == 2 else text_columns
-        if named_columns or len(text_columns) != 2 or not rows_kind.has_one_response:
-            names = ("prompt", "response") if rows_kind.has_one_response else ("prompt", "chosen", "rejected")
+        if named_columns or len(text_columns) != 2 or not row_kind.has_one_response:
+            names = ("prompt", "response") if row_kind.has_one_response else ("prompt", "chosen", "rejected")
             options_text = " and ".join(f"--{name} COLUMN" for name in names)
             message = f"--data {options.data}: the columns are {describe_columns(row)}; name them: {options_text}"
             raise DataError(message) from error
@@ -209,43 +209,43 @@ def _make_recipe(options: CliOptions, columns: dict[str, str], chat_template: st
 
 def _max_row_length(tokenizer: Any, options: CliOptions, recipe: Recipe, rows: Rows, sample: list[LocatedRow]) -> int:
     """Return the number of tokens of the longest of the rows `sample` after `prepare`, images included."""
-    rows_kind = load_tokenised_kind(TRAINING_METHODS[options.method].rows)
+    row_kind = load_tokenised_kind(TRAINING_METHODS[options.method].rows)
     image_folder = find_image_root(recipe, options.model, rows.folder)
-    spec = RecordSpec(recipe, rows_kind, sys.maxsize, options.model, image_folder)
+    record_spec = RecordSpec(recipe, row_kind, sys.maxsize, options.model, image_folder)
     max_length, first_error = 0, None
-    id_indices = [list(rows_kind.columns).index(name) for name in rows_kind.id_columns]
+    id_column_indices = [list(row_kind.columns).index(name) for name in row_kind.token_id_columns]
     for location, row in sample:
         try:
-            tracked_row = TrackedRow(row, spec.column_names, location)
-            record = rows_kind.make_record(tokenizer, spec, tracked_row, location)
-        except DataError as error:  # also a `SkippedRow`
+            tracked_row = ColumnTrackingRow(row, record_spec.column_names, location)
+            record = row_kind.make_record(tokenizer, record_spec, tracked_row, location)
+        except DataError as error:  # includes `SkippedRow`
             first_error = first_error or error
             continue
-        max_length = max(max_length, *(len(record.values[index]) for index in id_indices))
+        max_length = max(max_length, *(len(record.values[index]) for index in id_column_indices))
     if not max_length and first_error:
         raise first_error
     return max_length
 
 
-def _size_settings(method: TrainingMethod, num_params: int, machine: Hardware) -> Iterator[Proposal]:
+def _model_size_settings(method: TrainingMethod, num_params: int, hardware: Hardware) -> Iterator[ProposedSetting]:
     """Yield the settings that depend on memory and model size: adapter, learning rate, dtype, sharding."""
-    if not machine.num_gpus:
+    if not hardware.num_gpus:
         yield "train.param_dtype", "float32", "no GPU here; a CPU is seldom faster in bfloat16"
-    size_text = f"{num_params / 1e9:.2f} billion" if num_params >= 1e9 else f"{num_params / 1e6:.3g} million"
-    fits_in_memory = num_params * _STATE_BYTES / max(1, machine.num_gpus) <= machine.memory * _STATE_FRACTION
+    num_text = f"{num_params / 1e9:.2f} billion" if num_params >= 1e9 else f"{num_params / 1e6:.3g} million"
+    fits_in_memory = num_params * _STATE_BYTES / max(1, hardware.num_gpus) <= hardware.memory * _STATE_FRACTION
     if not fits_in_memory:
-        yield "policy.lora.r", 16, f"{size_text} weights x {_STATE_BYTES} bytes do not fit {machine.name}: an adapter"
+        yield "policy.lora.r", 16, f"{num_text} weights x {_STATE_BYTES} bytes do not fit {hardware.name}: an adapter"
         yield "policy.lora.lora_alpha", 32.0, "twice the rank"
-    size_class = bisect((1e8, 1e9), num_params) if fits_in_memory else 3  # 3: an adapter
+    size_index = bisect((1e8, 1e9), num_params) if fits_in_memory else 3  # index 3: for an adapter
     trained_weights = "all weights" if fits_in_memory else "an adapter"
-    yield "train.optm_lr", method.learning_rates[size_class], f"{trained_weights} of a model of {size_text} weights"
-    if machine.num_gpus > 1:
-        yield "policy.parallelism.dp_shard_size", -1, f"all {machine.num_gpus} GPUs"
+    yield "train.optm_lr", method.learning_rates[size_index], f"{trained_weights} of a model of {num_text} weights"
+    if hardware.num_gpus > 1:
+        yield "policy.parallelism.dp_shard_size", -1, f"all {hardware.num_gpus} GPUs"
 
 
-def _batch_settings(samples_completions: bool, num_rows: int, max_rows: int, num_ranks: int) -> Iterator[Proposal]:
+def _batch_settings(has_completions: bool, num_rows: int, max_rows: int, num_ranks: int) -> Iterator[ProposedSetting]:
     """Yield batch sizes, epochs and learning-rate schedule; `max_rows` rows of maximum length fit in memory."""
-    if samples_completions:
+    if has_completions:
         # The number of completions of a step, 8 of each prompt, must be a multiple of the number of ranks.
         prompt_count_divisor = num_ranks // gcd(num_ranks, 8)
         num_prompts = max(1, min(8, num_rows) // prompt_count_divisor) * prompt_count_divisor
@@ -258,21 +258,21 @@ def _batch_settings(samples_completions: bool, num_rows: int, max_rows: int, num
         yield "train.train_batch_per_replica", batch_size, f"rows of an optimizer step; there are {num_rows:,}"
         yield "train.train_policy.dataloader_drop_last", False, "so that each row is learned in each epoch"
     micro_batch_size = 2 ** int(log2(min(max_rows, batch_size, 8)))
-    if samples_completions:
+    if has_completions:
         micro_batch_size = gcd(micro_batch_size, batch_size // num_ranks)
     yield "train.train_policy.mini_batch", micro_batch_size, f"rows of one pass; about {max_rows:,} of the longest fit"
-    has_few_rows = not samples_completions and num_rows < 10_000
+    has_few_rows = not has_completions and num_rows < 10_000
     yield "train.epoch", 3 if has_few_rows else 1, f"{num_rows:,} rows{' are few' * has_few_rows}"
     yield "train.optm_warmup_steps", 0.03, "a share of all steps"
     yield "train.optm_decay_type", "cosine", "common for fine-tuning"
 
 
-def _image_settings(options: CliOptions, method: TrainingMethod, machine: Hardware) -> Iterator[Proposal]:
+def _image_settings(options: CliOptions, method: TrainingMethod, hardware: Hardware) -> Iterator[ProposedSetting]:
     """Yield the settings of a diffusion model, whose size is read from its configuration."""
     if Path(options.model).is_dir() and not (Path(options.model) / "model_index.json").is_file():
         raise ModelError(f"--model {options.model}: no pipeline of diffusers; cosmos sft trains a language model")
     num_media, problems = 0, []
-    for media_item in islice(open_media_items(options.dataset, _DATASET)(), _NUM_TRAINED_IMAGES):
+    for media_item in islice(open_media_items(options.dataset, _DATASET_KEY)(), _NUM_TRAINED_IMAGES):
         num_media += media_item.content is not None and not media_item.problem
         problems += [media_item.problem] * bool(media_item.problem)
     if not num_media:
@@ -284,13 +284,13 @@ def _image_settings(options: CliOptions, method: TrainingMethod, machine: Hardwa
     skipped_fraction = len(problems) / (num_media + len(problems))
     if DatasetConfig().max_skipped_fraction < skipped_fraction <= _MAX_SKIPPED_FRACTION:
         reason = f"left out: {len(problems)}; {problems[0]}"
-        yield f"{_DATASET}.max_skipped_fraction", ceil(100 * skipped_fraction) / 100, reason
+        yield f"{_DATASET_KEY}.max_skipped_fraction", ceil(100 * skipped_fraction) / 100, reason
     num_params, max_media = 10**10, 4  # assumed for a model on the Hub, which is not downloaded here
     if Path(options.model).is_dir():
         folder = PipelineFolder(options.model)
-        family = find_family(folder)(folder, DiffusersConfig())
+        family = find_family_class(folder)(folder, DiffusersConfig())
         with torch.device("meta"):
-            num_params = sum(weight.numel() for weight in folder.build(family.denoiser_name).parameters())
+            num_params = sum(weight.numel() for weight in folder.build_component(family.denoiser_name).parameters())
         latent_size = folder.settings(family.denoiser_name).get("sample_size")
         if isinstance(latent_size, int) and not family.is_video:
             image_size = latent_size * family.pixels_per_latent[1]
@@ -300,9 +300,9 @@ def _image_settings(options: CliOptions, method: TrainingMethod, machine: Hardwa
             frame_size = [call_parameters[name].default for name in ("height", "width")]
             yield "policy.diffusers.inference_size", frame_size, "what the pipeline draws by default"
             max_media = 1  # a clip has the activations of many images
-    if max_prompt_length := _prompt_length(Path(options.model)):
+    if max_prompt_length := _read_max_prompt_tokens(Path(options.model)):
         yield "policy.diffusers.max_prompt_length", max_prompt_length, "tokens that the tokenizer takes"
-    yield from _size_settings(method, num_params, machine)
+    yield from _model_size_settings(method, num_params, hardware)
     batch_size = min(16, 2 ** max(0, int(log2(max(1, num_media // 8)))))
     yield "train.train_batch_per_replica", batch_size, f"images of an optimizer step; there are {count_text}"
     yield "train.train_policy.mini_batch", min(batch_size, max_media), "images or clips of one pass"
@@ -314,7 +314,7 @@ def _image_settings(options: CliOptions, method: TrainingMethod, machine: Hardwa
         yield from _validation_settings("the loss of held-out images, and drawings of their captions")
 
 
-def _prompt_length(model: Path) -> int | None:
+def _read_max_prompt_tokens(model: Path) -> int | None:
     """Return the token limit of a pipeline's T5 tokenizer; None if the limit is unknown or not below the default."""
     try:
         config = json.loads((model / "tokenizer_3" / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.kinds.base import COMPARED_ROWS, PreparedRows
+from cosmos_core.data.kinds.base import REFERENCE_BATCH_ROWS, PreparedRows
 from cosmos_core.errors import ConfigError, Preempted
-from cosmos_core.parallel.mesh import any_rank, broadcast_object, is_first
+from cosmos_core.parallel.mesh import all_reduce_any, broadcast_object, is_first_rank
 from cosmos_core.run.files import read_json, sha256, write_json
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.trainer import Trainer
@@ -25,7 +25,7 @@ from cosmos_core.train.trainer import Trainer
 REFERENCE_WEIGHTS = "reference"
 """Name of the set of weights of the reference policy, and of the folder in the stage with the log-probabilities under
 these weights."""
-_SAVE_SECONDS = 60.0
+_SAVE_INTERVAL_SECONDS = 60.0
 _LOGPROB_COLUMNS = ("chosen", "rejected")
 """Names of the columns with the log-probabilities of a row's two samples; a row with a label has a labelled and a
 mismatched sample under the same names."""
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 def pair_logprobs(trainer: Trainer, rows: PreparedRows, positions: Sequence[int], recipe: Recipe) -> np.ndarray:
     """Return the summed log-probabilities of both samples of each row at `positions`: shape (N, 2), float64."""
     policy = recipe.train.train_policy
-    outputs = trainer.evaluate(rows.samples(positions), size=policy.mini_batch * policy.sequences_per_row)
+    outputs = trainer.evaluate(rows.samples(positions), size=policy.mini_batch * policy.num_sequences_per_row)
     logprob_sums = [row["logprobs"].sum(dtype=torch.float64) for row in outputs]
     return torch.stack(logprob_sums).cpu().numpy().reshape(-1, 2)
 
@@ -53,19 +53,19 @@ def reference_logprobs(
     file = stage.path / REFERENCE_WEIGHTS / f"{split_name}.json"
     cache_key = {"fingerprint": stage.checkpoint_fingerprint, "rows": sha256(rows.path)}
     logprobs: np.ndarray = broadcast_object(
-        torch.from_numpy(_read_saved_logprobs(file, cache_key, len(rows))) if is_first() else torch.empty(0)
+        torch.from_numpy(_read_saved_logprobs(file, cache_key, len(rows))) if is_first_rank() else torch.empty(0)
     ).numpy()
     last_save_time = time.monotonic()
-    for start in range(0, len(positions), COMPARED_ROWS):
+    for start in range(0, len(positions), REFERENCE_BATCH_ROWS):
         stage.progress.advance(start, len(positions))
-        chunk = positions[start : start + COMPARED_ROWS]
+        chunk = positions[start : start + REFERENCE_BATCH_ROWS]
         if not np.isnan(logprobs[chunk]).any():
             continue
-        if any_rank(stage.stop_requested):
+        if all_reduce_any(stage.stop_requested):
             _save_logprobs(file, cache_key, logprobs)
             raise Preempted(f"stopped with the reference log-probabilities of {start} of {len(positions)} rows")
         logprobs[chunk] = pair_logprobs(trainer, rows, chunk.tolist(), stage.recipe)
-        if time.monotonic() - last_save_time > _SAVE_SECONDS:
+        if time.monotonic() - last_save_time > _SAVE_INTERVAL_SECONDS:
             _save_logprobs(file, cache_key, logprobs)
             last_save_time = time.monotonic()
     _save_logprobs(file, cache_key, logprobs)
@@ -97,7 +97,7 @@ def _read_saved_logprobs(file: Path, cache_key: dict[str, str], num_rows: int) -
 
 
 def _save_logprobs(file: Path, cache_key: dict[str, str], logprobs: np.ndarray) -> None:
-    if not is_first():
+    if not is_first_rank():
         return
     file.parent.mkdir(exist_ok=True)
     columns: dict[str, Any] = {

@@ -26,9 +26,9 @@ from cosmos_core.config.schema.table import flatten_nonempty_tables
 from cosmos_core.errors import ModelError, StageFailed
 from cosmos_core.models.disk import translate_disk_errors
 from cosmos_core.observe import gallery
-from cosmos_core.parallel.mesh import broadcast_object, is_first
+from cosmos_core.parallel.mesh import broadcast_object, is_first_rank
 from cosmos_core.run.files import link_or_copy, read_json_object, replace_folder, write_json
-from cosmos_core.run.fingerprint import CARRIED_FILES
+from cosmos_core.run.fingerprint import COPIED_FILES_KEY
 from cosmos_core.run.plan import FINGERPRINT_FILE
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.measure import SAMPLES_FILE
@@ -36,66 +36,66 @@ from cosmos_core.types import is_at_or_below
 
 logger = logging.getLogger(__name__)
 
-_MESH_KEYS = (CARRIED_FILES, "world_size", "config.policy.parallelism", "config.rollout.parallelism")
-"""Fingerprint ingredients that change the trained weights only through the order of floating-point sums."""
+_MESH_FINGERPRINT_KEYS = (COPIED_FILES_KEY, "world_size", "config.policy.parallelism", "config.rollout.parallelism")
+"""Keys of hashed settings that change the trained weights only through the order of floating-point sums."""
 
 
 def adopt_checkpoint(stage: Stage) -> None:
     """Link the newest complete checkpoint of an earlier run of this stage, the best checkpoint and the metrics, unless
     the stage has a checkpoint already. Log a warning if no checkpoint can be adopted. All ranks call this function: the
     first rank links the files, and all ranks share the hashing."""
-    own_folder, send_heartbeat = stage.path / "checkpoints", stage.progress.beat
-    if newest_complete_step_on_ranks(own_folder, stage.checkpoint_fingerprint, send_heartbeat) is not None:
+    checkpoint_folder, send_heartbeat = stage.path / "checkpoints", stage.progress.beat
+    if newest_complete_step_on_ranks(checkpoint_folder, stage.checkpoint_fingerprint, send_heartbeat) is not None:
         return
-    all_folders = stage.run_path.parent.glob("*/stages/*/checkpoints") if is_first() else ()
-    folders = [folder for folder in all_folders if folder != own_folder]
+    all_folders = stage.run_path.parent.glob("*/stages/*/checkpoints") if is_first_rank() else ()
+    folders = [folder for folder in all_folders if folder != checkpoint_folder]
     checkpoints = sorted(((step, folder) for folder in folders for step in saved_steps(folder)), reverse=True)
-    log_level = logging.WARNING if is_first() else logging.DEBUG  # other ranks log warnings too
+    log_level = logging.WARNING if is_first_rank() else logging.DEBUG  # other ranks log warnings too
     skipped_steps = set()
     candidates = [(step, str(folder), stage.checkpoint_fingerprint) for step, folder in checkpoints]
-    stage_ingredients = _ingredients_without_mesh(read_json_object(stage.path / FINGERPRINT_FILE))
-    for step, folder in checkpoints if stage_ingredients else ():
-        other_run = read_json_object(folder.parent / FINGERPRINT_FILE)
-        if _ingredients_without_mesh(other_run) == stage_ingredients:
-            candidates.append((step, str(folder), other_run.get("of_training", other_run["value"])))
+    stage_fingerprint_inputs = _fingerprint_inputs_without_mesh(read_json_object(stage.path / FINGERPRINT_FILE))
+    for step, folder in checkpoints if stage_fingerprint_inputs else ():
+        other_fingerprint = read_json_object(folder.parent / FINGERPRINT_FILE)
+        if _fingerprint_inputs_without_mesh(other_fingerprint) == stage_fingerprint_inputs:
+            candidates.append((step, str(folder), other_fingerprint.get("of_training", other_fingerprint["value"])))
     for step, name, fingerprint in broadcast_object(candidates):
         checkpoint = step_folder(folder := Path(name), step)
-        obstacle = resume_obstacle_on_ranks(folder, step, fingerprint, send_heartbeat)
-        obstacle = obstacle or _link_checkpoint(folder, step, fingerprint, stage)
-        if obstacle is None:
+        resume_obstacle = resume_obstacle_on_ranks(folder, step, fingerprint, send_heartbeat)
+        resume_obstacle = resume_obstacle or _link_checkpoint(folder, step, fingerprint, stage)
+        if resume_obstacle is None:
             logger.info("going on from %s", checkpoint)
             return
-        is_new = folder.parent.name == stage.name and checkpoint not in skipped_steps
-        if is_new and obstacle != OTHER_CONFIGURATION_REASON:
-            logger.log(log_level, "checkpoint %s is passed over: %s", checkpoint, obstacle)
+        should_report = folder.parent.name == stage.name and checkpoint not in skipped_steps
+        if should_report and resume_obstacle != OTHER_CONFIGURATION_REASON:
+            logger.log(log_level, "checkpoint %s is passed over: %s", checkpoint, resume_obstacle)
             skipped_steps.add(checkpoint)
-    stage_steps = [step_folder(folder, step) for step, folder in checkpoints if folder.parent.name == stage.name]
-    manifests = {path / "policy": read_manifest(path / "policy") for path in stage_steps if path not in skipped_steps}
-    complete_folders = [policy for policy, manifest in manifests.items() if manifest]
-    newest_folder = max(complete_folders, key=lambda policy: manifests[policy].get("created", 0.0), default=None)
-    hint = f"; to go on from other settings: train.resume = '{newest_folder}'" if newest_folder else ""
+    step_folders = [step_folder(folder, step) for step, folder in checkpoints if folder.parent.name == stage.name]
+    manifests = {path / "policy": read_manifest(path / "policy") for path in step_folders if path not in skipped_steps}
+    complete_checkpoints = [policy for policy, manifest in manifests.items() if manifest]
+    newest_folder = max(complete_checkpoints, key=lambda policy: manifests[policy].get("created", 0.0), default=None)
+    resume_hint = f"; to go on from other settings: train.resume = '{newest_folder}'" if newest_folder else ""
     message = "train.resume = true: no other run below %s has a checkpoint with these settings and inputs, so this one "
-    logger.log(log_level, message + "starts at step 0%s", stage.run_path.parent, hint)
+    logger.log(log_level, message + "starts at step 0%s", stage.run_path.parent, resume_hint)
 
 
-def named_checkpoint(stage: Stage) -> Path | None:
+def resume_checkpoint_path(stage: Stage) -> Path | None:
     """Return the `.../step_N/policy` folder that `train.resume` names, or None if it names no path. Raise ModelError if
     the checkpoint, which has only the trained weights, belongs to another base model."""
     if not isinstance(stage.recipe.train.resume, str):
         return None
     policy = Path(stage.recipe.train.resume)
     fingerprints = [read_json_object(path / FINGERPRINT_FILE) for path in (policy.parents[2], stage.path)]
-    ingredients = [fingerprint["ingredients"] for fingerprint in fingerprints if fingerprint.get("ingredients")]
-    models = [(values["model"], values["inputs"].get(referenced_stage(stage.config.model))) for values in ingredients]
+    fingerprint_inputs = [fingerprint["ingredients"] for fingerprint in fingerprints if fingerprint.get("ingredients")]
+    models = [(item["model"], item["inputs"].get(referenced_stage(stage.config.model))) for item in fingerprint_inputs]
     if len(models) == 2 and models[0] != models[1]:  # without ingredients the model is unknown
         raise ModelError(f"train.resume = '{policy}' began from another model than {stage.model}; start from that one")
     return policy
 
 
-def _ingredients_without_mesh(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """Return the ingredients of a fingerprint without those of the mesh, by dotted key; empty if they are unknown."""
-    ingredients = flatten_nonempty_tables(fingerprint.get("ingredients", {}))
-    return {key: value for key, value in ingredients.items() if not is_at_or_below(key, _MESH_KEYS)}
+def _fingerprint_inputs_without_mesh(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that a fingerprint hashes, except those of the mesh, by dotted key; empty if unknown."""
+    fingerprint_inputs = flatten_nonempty_tables(fingerprint.get("ingredients", {}))
+    return {key: value for key, value in fingerprint_inputs.items() if not is_at_or_below(key, _MESH_FINGERPRINT_KEYS)}
 
 
 def _link_checkpoint(folder: Path, step: int, fingerprint: str, stage: Stage) -> str | None:
@@ -107,16 +107,16 @@ def _link_checkpoint(folder: Path, step: int, fingerprint: str, stage: Stage) ->
     steps = [step]
     if best_step != step and not resume_obstacle_on_ranks(folder, best_step, fingerprint, stage.progress.beat):
         steps = [best_step, step]
-    return broadcast_object(_link_steps(folder, steps, stage) if is_first() else None)
+    return broadcast_object(_link_step_folders(folder, steps, stage) if is_first_rank() else None)
 
 
-def _link_steps(folder: Path, steps: list[int], stage: Stage) -> str | None:
-    for number in steps:
-        source_folder = step_folder(folder, number)
+def _link_step_folders(folder: Path, steps: list[int], stage: Stage) -> str | None:
+    for step in steps:
+        source_folder = step_folder(folder, step)
         try:
             with (
                 translate_disk_errors(f"a copy of {source_folder}", lambda: "the original is intact"),
-                replace_folder(step_folder(stage.path / "checkpoints", number)) as new_folder,
+                replace_folder(step_folder(stage.path / "checkpoints", step)) as new_folder,
             ):
                 shutil.copytree(source_folder, new_folder, copy_function=link_or_copy, dirs_exist_ok=True)
                 manifest = new_folder / "policy" / MANIFEST

@@ -10,22 +10,22 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.data.order import batch_positions, epoch_order, mixture_or_num_rows
 from cosmos_core.errors import ProgramError
-from cosmos_core.parallel.mesh import is_first
+from cosmos_core.parallel.mesh import is_first_rank
 from cosmos_core.rewards.base import full_reward
 from cosmos_core.rollout.groups import (
     FilteredGroupSource,
     GroupFilter,
+    GroupPlan,
     GroupSource,
-    StepGroups,
     SyncGroupSource,
     check_scores,
 )
-from cosmos_core.train.feeds import Feed, rows_per_step, total_steps, unused_rows_message
+from cosmos_core.train.feeds import SampleFeed, rows_per_step, total_steps, unused_rows_message
 from cosmos_core.train.pass_rates import PassRates
 from cosmos_core.types import Prompt, Sampling, ScoredGroup
 
 
-class RolloutFeed(Feed):
+class RolloutFeed(SampleFeed):
     """Feed of scored groups of completions, which the algorithm turns into samples."""
 
     def __init__(
@@ -38,10 +38,10 @@ class RolloutFeed(Feed):
     ) -> None:
         """Build the feed; `log_groups` is called with each train step, counted from 1, and the step's groups."""
         self._source, self._algorithm, self._log_groups = source, algorithm, log_groups
-        self._steps = StepGroups(recipe.train.train_batch_per_replica, recipe.rollout.n_generation)
+        self._group_plan = plan = GroupPlan(recipe.train.train_batch_per_replica, recipe.rollout.n_generation)
         self._policy, self._prompts = recipe.train.train_policy, prompts
         self._pass_rates = PassRates(partial(full_reward, self._policy.remote_reward_config or self._policy.rewards))
-        self.steps_per_epoch = max(1, len(prompts) * self._steps.group_size // self._steps.completions_per_step)
+        self.steps_per_epoch = max(1, len(prompts) * plan.group_size // plan.completions_per_step)
         self.total_steps = total_steps(recipe, len(prompts))
         self.unused_rows_notice = unused_rows_message(recipe, len(prompts))
 
@@ -56,7 +56,7 @@ class RolloutFeed(Feed):
             if not groups:
                 return None
             self.total_steps = self.step + 1
-        samples, algorithm_metrics = self._credit_groups(groups, metrics)
+        samples, algorithm_metrics = self._assign_credit(groups, metrics)
         self.step += 1
         return samples, metrics | algorithm_metrics
 
@@ -67,10 +67,10 @@ class RolloutFeed(Feed):
         return groups_and_metrics
 
     def write_records(self, folder: Path) -> None:
-        if is_first():
+        if is_first_rank():
             self._pass_rates.write(folder, self._prompts)
 
-    def _credit_groups(
+    def _assign_credit(
         self, groups: Sequence[ScoredGroup], metrics: dict[str, float]
     ) -> tuple[list[Any], dict[str, float]]:
         """Return the samples that the algorithm makes of the scored groups of a train step, and their metrics."""
@@ -92,7 +92,7 @@ class RolloutFeed(Feed):
         """Restore the feed's state. Without the group source's state, the prompts of completed steps count as used."""
         super().load_state_dict(state)
         self._pass_rates.load_state_dict(state.get("pass_rates", {}))
-        self._source.load_state_dict({"drawn": self._steps.first(self.step), **state.get("source", {})})
+        self._source.load_state_dict({"drawn": self._group_plan.first_position(self.step), **state.get("source", {})})
 
 
 class PromptOrder:
@@ -126,12 +126,12 @@ def make_group_filter(recipe: Recipe) -> GroupFilter | None:
     return None if dynamic_sampling is None else GroupFilter(*dynamic_sampling)
 
 
-def make_sync_source(sync_groups: SyncGroupSource, prompt_order: PromptOrder, recipe: Recipe) -> GroupSource:
+def make_sync_source(sync_source: SyncGroupSource, prompt_order: PromptOrder, recipe: Recipe) -> GroupSource:
     """Return a source that generates groups on demand, and replaces the groups that are dropped, if any."""
     group_filter = make_group_filter(recipe)
     if group_filter is None and not recipe.may_split_groups:
-        return sync_groups
-    return FilteredGroupSource(sync_groups, prompt_order.take_prompts, rows_per_step(recipe), group_filter)
+        return sync_source
+    return FilteredGroupSource(sync_source, prompt_order.take_prompts, rows_per_step(recipe), group_filter)
 
 
 def training_sampling(recipe: Recipe) -> Sampling:
@@ -147,9 +147,9 @@ def training_sampling(recipe: Recipe) -> Sampling:
         max_tokens=recipe.rollout.max_response_length,
         num_completions=recipe.rollout.n_generation,
         seed=seed,
-        flow=policy.flow_sampling(recipe.policy.diffusers),
+        flow=policy.flow_sampling_settings(recipe.policy.diffusers),
         policy_temperature=policy.temperature if isinstance(policy, RlConfig) else None,
-        may_be_outdated=recipe.train.sync_weight_interval > 1
+        may_use_old_weights=recipe.train.sync_weight_interval > 1
         or recipe.may_split_groups
         or (recipe.mode == "disaggregated" and policy.rollout_lookahead[0] > 0),
     )

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cosmos_core.algorithms.base import Algorithm
-from cosmos_core.algorithms.data_term import WithDataTerm
+from cosmos_core.algorithms.data_term import DataTermAlgorithm
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.checkpoint.best import BestStep
 from cosmos_core.checkpoint.save import Checkpointer
@@ -28,21 +28,21 @@ from cosmos_core.models.base import ModelAdapter
 from cosmos_core.models.teacher import TEACHER_WEIGHTS, open_teacher
 from cosmos_core.observe.gallery import SAMPLES_FOLDER as DRAWINGS
 from cosmos_core.rollout.async_groups import AsyncGroupSource, prompts_by_position
-from cosmos_core.rollout.groups import GroupSource, StepGroups, SyncGroupSource
+from cosmos_core.rollout.groups import GroupPlan, GroupSource, SyncGroupSource
 from cosmos_core.run.lineage import name_base_model
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import measure
 from cosmos_core.train.async_validation import AsyncValidation
 from cosmos_core.train.completions import COMPLETIONS_FOLDER, CompletionLog
 from cosmos_core.train.diffusion_setup import prepare_algorithm
-from cosmos_core.train.feeds import Feed, RowFeed, make_sft_loss, rows_per_step, total_steps
+from cosmos_core.train.feeds import RowFeed, SampleFeed, make_sft_loss, rows_per_step, total_steps
 from cosmos_core.train.generation import RolloutSetup, get_transfer_dtype
 from cosmos_core.train.logprob_drift import LogprobDriftCheck
-from cosmos_core.train.loop import Loop
+from cosmos_core.train.loop import TrainLoop
 from cosmos_core.train.mfu import FlopsUtilization
 from cosmos_core.train.named_weights import EMA_WEIGHTS, MovingAverage
 from cosmos_core.train.reference import REFERENCE_WEIGHTS, reference_logprobs
-from cosmos_core.train.resume_from import adopt_checkpoint, named_checkpoint
+from cosmos_core.train.resume_from import adopt_checkpoint, resume_checkpoint_path
 from cosmos_core.train.rollout_feed import (
     PromptOrder,
     RolloutFeed,
@@ -50,7 +50,7 @@ from cosmos_core.train.rollout_feed import (
     make_sync_source,
     training_sampling,
 )
-from cosmos_core.train.spread_feed import SpreadRolloutFeed
+from cosmos_core.train.spread_feed import SplitGroupFeed
 from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.train.validation import MetricsFn, Validation
@@ -85,7 +85,7 @@ def train(stage: Stage) -> TrainingResult:
     algorithm.has_separate_gradients = trainer.has_separate_gradients
     if policy.supervised_rows is not None:
         supervised_rows = open_sequences(measure.prepared_folder(stage), DATA_TERM_SPLIT)
-        algorithm = WithDataTerm(algorithm, make_sft_loss(supervised_rows, recipe))
+        algorithm = DataTermAlgorithm(algorithm, make_sft_loss(supervised_rows, recipe))
     with ExitStack() as exit_stack:
         resources = RolloutSetup(stage, trainer, exit_stack)
         async_validation = _make_async_validation(stage, resources)
@@ -99,18 +99,18 @@ def train(stage: Stage) -> TrainingResult:
             async_validation=async_validation,
             publish=resources.publish if has_rollouts else lambda step: {},
             publish_interval=1 if uses_trainer_weights else recipe.train.sync_weight_interval,
-            use_average=partial(trainer.use_weights, EMA_WEIGHTS) if recipe.train.ema_enable else None,
+            use_averaged_weights=partial(trainer.use_weights, EMA_WEIGHTS) if recipe.train.ema_enable else None,
         )  # fmt: skip
-        loop = Loop(
+        loop = TrainLoop(
             stage, trainer, feed, algorithm, _make_checkpointer(stage, exit_stack), validation,
             check_metrics=_make_drift_check(stage),
             moving_average=MovingAverage(trainer.named_weights, recipe.train) if recipe.train.ema_enable else None,
             utilization=FlopsUtilization(trainer, recipe.train.param_dtype) if recipe.logging.report_mfu else None,
-            first_checkpoint=named_checkpoint(stage),
+            first_checkpoint=resume_checkpoint_path(stage),
         )  # fmt: skip
         metrics = loop.run()
         feed.write_records(stage.path)
-    return TrainingResult(trainer.adapter, loop.step, metrics, loop.validation.best, notices)
+    return TrainingResult(trainer.adapter, loop.step, metrics, loop.validation.best_step, notices)
 
 
 def open_trainer(stage: Stage) -> Trainer:
@@ -121,10 +121,10 @@ def open_trainer(stage: Stage) -> Trainer:
     trainer = Trainer(module.open_model(stage), stage.recipe.train, stage.progress)
     policy = stage.recipe.train.train_policy
     # Without rollouts, rows may be scored before step 1 by the policy, which then equals the reference policy.
-    if stage.kind.trains_model and not policy.scores_rows_once:
-        for name in policy.named_weights:
+    if stage.kind.trains_model and not policy.precomputes_reference_logprobs:
+        for name in policy.auxiliary_model_names:
             trainer.named_weights.add(name)
-    if teacher := stage.recipe.stage_teacher(stage.kind):
+    if teacher := stage.recipe.teacher_for_stage(stage.kind):
         trainer.add_model(TEACHER_WEIGHTS, open_teacher(teacher, stage.recipe, trainer.adapter))
     return trainer
 
@@ -152,14 +152,14 @@ def export_trained(stage: Stage, result: TrainingResult) -> Outcome:
 
 def _make_feed(
     stage: Stage, trainer: Trainer, algorithm: Algorithm, resources: RolloutSetup, validation: AsyncValidation | None
-) -> Feed:
+) -> SampleFeed:
     """Return the feed of a stage. The policy must still have the weights of the reference policy."""
     recipe, folder = stage.recipe, measure.prepared_folder(stage)
     policy, prepared_rows = recipe.train.train_policy, load_row_kind(recipe.train.train_policy.rows)
     if not policy.has_rollouts:
         rows = prepared_rows.open(folder, TRAIN_SPLIT, recipe.policy, trainer.adapter)
         feed = RowFeed(rows, recipe)
-        if policy.scores_rows_once:
+        if policy.precomputes_reference_logprobs:
             rows.reference_logprobs = reference_logprobs(stage, trainer, rows, TRAIN_SPLIT, feed.trained_row_numbers)
         return feed
     prompts = prepared_rows.prompts(folder, TRAIN_SPLIT, policy, recipe.policy)
@@ -169,13 +169,13 @@ def _make_feed(
     if recipe.num_engines:
         group_source = _make_async_source(stage, prompts, prompt_order, resources, validation)
     else:
-        sync_groups = SyncGroupSource(
+        sync_source = SyncGroupSource(
             prompt_order, resources.engine, resources.make_scorer(measure.training_rewards(recipe)),
             training_sampling(recipe), stage.progress, recipe.rollout.batch_size, on_wait=partial(check_stop, stage),
             publish_interval=recipe.train.sync_weight_interval,
         )  # fmt: skip
-        group_source = make_sync_source(sync_groups, prompt_order, recipe)
-    feed_class = SpreadRolloutFeed if recipe.may_split_groups else RolloutFeed
+        group_source = make_sync_source(sync_source, prompt_order, recipe)
+    feed_class = SplitGroupFeed if recipe.may_split_groups else RolloutFeed
     completion_log = CompletionLog(stage.path / COMPLETIONS_FOLDER, should_write=recipe.logging.log_completions)
     return feed_class(prompts, group_source, algorithm, recipe, completion_log)
 
@@ -192,10 +192,10 @@ def _make_async_source(
     def check_validation() -> None:
         check_stop(stage)
         if validation is not None:
-            validation.check()
+            validation.poll()
 
     recipe, policy = stage.recipe, stage.recipe.train.train_policy
-    groups_per_step = StepGroups(recipe.train.train_batch_per_replica, recipe.rollout.n_generation)
+    group_plan = GroupPlan(recipe.train.train_batch_per_replica, recipe.rollout.n_generation)
     group_filter, sleeps_in_training = make_group_filter(recipe), recipe.mode == "colocated_separated"
     max_lag, num_extra_prompts, max_steps_ahead = policy.rollout_lookahead
     if sleeps_in_training:  # engines that sleep during training would lose requests in flight
@@ -203,13 +203,14 @@ def _make_async_source(
     num_steps = total_steps(recipe, len(prompts))
     take_prompts = prompts_by_position(prompt_order, rows_per_step(recipe), num_steps)
     if recipe.may_split_groups or group_filter:
-        end_position = None if group_filter else groups_per_step.first(num_steps)
+        end_position = None if group_filter else group_plan.first_position(num_steps)
         take_prompts = partial(prompt_order.take_prompts, end_position=end_position)
     group_source = AsyncGroupSource(
         resources.engine_fleet, take_prompts, resources.make_local_scorer(measure.training_rewards(recipe)),
-        training_sampling(recipe), stage.progress, steps=groups_per_step, max_lag=max_lag, resync=resources.resync,
-        on_wait=check_validation, num_extra_prompts=num_extra_prompts, max_steps_ahead=max_steps_ahead,
-        filter=group_filter, sleeps_in_training=sleeps_in_training,
+        training_sampling(recipe), stage.progress, group_plan=group_plan, max_lag=max_lag,
+        send_missing_weights=resources.send_missing_weights, on_wait=check_validation,
+        num_extra_prompts=num_extra_prompts, max_steps_ahead=max_steps_ahead, filter=group_filter,
+        sleeps_in_training=sleeps_in_training,
     )  # fmt: skip
     resources.exit_stack.callback(group_source.close)
     return group_source
@@ -226,7 +227,7 @@ def _make_metrics_fn(stage: Stage, trainer: Trainer, algorithm: Algorithm, resou
     completion_metrics = _completion_metrics_fn(prompts, resources, stage) if prompts is not None else lambda step: {}
     if rows is None:
         return completion_metrics
-    if rows.has_reference_pair:
+    if rows.has_sample_pairs:
         rows.reference_logprobs = reference_logprobs(stage, trainer, rows, VALIDATION_SPLIT, np.arange(len(rows)))
     return lambda step: measure.row_metrics(stage, trainer, algorithm, rows) | completion_metrics(step)
 
@@ -243,20 +244,20 @@ def _make_async_validation(stage: Stage, resources: RolloutSetup) -> AsyncValida
     assert prompts is not None
     score = resources.make_local_scorer(measure.held_out_rewards(recipe), measure.max_held_out_tokens(recipe))
     completions = measure.CompletionValidation(prompts, resources.engine_fleet, score, stage)
-    return AsyncValidation(completions, resources.engine_fleet, resources.resync, stage.progress.beat)
+    return AsyncValidation(completions, resources.engine_fleet, resources.send_missing_weights, stage.progress.beat)
 
 
 def _completion_metrics_fn(prompts: Sequence[Prompt], resources: RolloutSetup, stage: Stage) -> MetricsFn:
     score = resources.make_scorer(measure.held_out_rewards(stage.recipe), measure.max_held_out_tokens(stage.recipe))
     completions = measure.CompletionValidation(prompts, resources.engine, score, stage)
     if stage.recipe.train.train_policy.has_rollouts:
-        return completions.measure
+        return completions.validate
 
     resources.engine.sleep(level=2)  # the engine is unused until the next validation
 
     def validate(step: int) -> dict[str, float]:
         resources.publish(step)  # train steps publish no weights, because only validations use the engine
-        return completions.measure(step, sleep_level=2)
+        return completions.validate(step, sleep_level=2)
 
     return validate
 
@@ -267,14 +268,15 @@ def _make_drift_check(stage: Stage) -> Callable[[int, dict[str, float]], dict[st
     if not train.train_policy.has_rollouts or recipe.policy.is_diffusers:
         return lambda step, metrics: {}
     dtype, sampling = getattr(torch, train.param_dtype), training_sampling(recipe)
-    return LogprobDriftCheck(dtype, get_transfer_dtype(train), sampling, should_stop=recipe.rollout.stop_on_alarm).check
+    should_stop = recipe.rollout.stop_on_alarm
+    return LogprobDriftCheck(dtype, get_transfer_dtype(train), sampling, should_stop=should_stop).check_step
 
 
 def _make_checkpointer(stage: Stage, exit_stack: ExitStack) -> Checkpointer:
     ckpt = stage.recipe.train.ckpt
     checkpointer = Checkpointer(
         stage.path / "checkpoints", fingerprint=stage.checkpoint_fingerprint, max_keep=ckpt.max_keep,
-        asynchronous=ckpt.save_mode == "async", on_saved=stage.progress.report_checkpoint,
+        is_async=ckpt.save_mode == "async", on_saved=stage.progress.report_checkpoint,
         heartbeat=stage.progress.beat,
     )  # fmt: skip
     exit_stack.callback(checkpointer.close)

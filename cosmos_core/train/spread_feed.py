@@ -51,14 +51,14 @@ class SampleQueue:
 
     def take_samples(self, num_completions: int, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Remove and return the samples of the next completions, with the metrics of the newest groups."""
-        taken, self._queued_samples = self._queued_samples[:num_completions], self._queued_samples[num_completions:]
-        lags = [step - version for version, _ in taken]
+        entries, self._queued_samples = self._queued_samples[:num_completions], self._queued_samples[num_completions:]
+        lags = [step - version for version, _ in entries]
         lag_metrics = {"rollout/version_lag": float(max(lags)), "rollout/version_lag_mean": float(np.mean(lags))}
-        return [sample for _, sample in taken if sample is not None], self._metrics | lag_metrics
+        return [sample for _, sample in entries if sample is not None], self._metrics | lag_metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the queued completions and metrics as JSON values and tensors."""
-        entries = [[version, sample and _sample_state(sample)] for version, sample in self._queued_samples]
+        entries = [[version, sample and _sample_to_state(sample)] for version, sample in self._queued_samples]
         return {"entries": entries, "metrics": self._metrics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -69,44 +69,44 @@ class SampleQueue:
         self._metrics = dict(state["metrics"])
 
 
-class SpreadRolloutFeed(RolloutFeed):
+class SplitGroupFeed(RolloutFeed):
     """`RolloutFeed` that spreads the completions of a group over train steps."""
 
     @cached_property
-    def _queue(self) -> SampleQueue:
+    def _sample_queue(self) -> SampleQueue:
         return SampleQueue()
 
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
         """Return the samples and metrics of a train step; None: the data has ended. The last step may be smaller."""
-        if self.step == self.total_steps or (self._source.is_exhausted and not self._queue):
+        if self.step == self.total_steps or (self._source.is_exhausted and not self._sample_queue):
             return None
-        num_missing_completions = max(0, self._steps.completions_per_step - len(self._queue))
-        groups, metrics = self._next_groups(-(-num_missing_completions // self._steps.group_size))
-        if not (groups or self._queue) and (not metrics or (self._source.is_exhausted and self.step > 0)):
+        num_missing_completions = max(0, self._group_plan.completions_per_step - len(self._sample_queue))
+        groups, metrics = self._next_groups(-(-num_missing_completions // self._group_plan.group_size))
+        if not (groups or self._sample_queue) and (not metrics or (self._source.is_exhausted and self.step > 0)):
             return None
-        if groups or not self._queue:
-            samples, algorithm_metrics = self._credit_groups(groups, metrics)
+        if groups or not self._sample_queue:
+            samples, algorithm_metrics = self._assign_credit(groups, metrics)
             group_metrics = {
                 name: value for name, value in metrics.items() if name.startswith(("reward/", "completion/"))
             }
-            self._queue.add(groups, samples, group_metrics | algorithm_metrics)
-        samples, sample_metrics = self._queue.take_samples(self._steps.completions_per_step, self.step)
+            self._sample_queue.add(groups, samples, group_metrics | algorithm_metrics)
+        samples, sample_metrics = self._sample_queue.take_samples(self._group_plan.completions_per_step, self.step)
         self.step += 1
-        if self._source.is_exhausted and not self._queue:
+        if self._source.is_exhausted and not self._sample_queue:
             self.total_steps = self.step
         max_tokens = getattr(self._policy, "max_token_len_per_mini_batch", None)
         return batch_within_token_limit(samples, max_tokens), metrics | sample_metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"carried": self._queue.state_dict()}
+        return super().state_dict() | {"carried": self._sample_queue.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if "carried" in state:
-            self._queue.load_state_dict(state["carried"])
+            self._sample_queue.load_state_dict(state["carried"])
 
 
-def _sample_state(sample: Sample) -> dict[str, Any]:
+def _sample_to_state(sample: Sample) -> dict[str, Any]:
     values = {field.name: getattr(sample, field.name) for field in fields(sample)}
     values["images"] = [
         {**asdict(image), "content": image.content and torch.frombuffer(bytearray(image.content), dtype=torch.uint8)}

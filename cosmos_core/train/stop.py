@@ -1,6 +1,6 @@
 """Pass a stop signal from any rank to the loop, at points where no weight of the current step has changed."""
 
-from cosmos_core.parallel.mesh import any_rank
+from cosmos_core.parallel.mesh import all_reduce_any
 from cosmos_core.run.stage import Stage
 
 
@@ -10,5 +10,5 @@ class StopRequested(Exception):
 
 def check_stop(stage: Stage) -> None:
     """Raise StopRequested if any rank has received a stop signal; all ranks call this function together."""
-    if any_rank(stage.stop_requested):
+    if all_reduce_any(stage.stop_requested):
         raise StopRequested

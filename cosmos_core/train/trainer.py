@@ -20,7 +20,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ProgramError
 from cosmos_core.models.base import MicroBatch, ModelAdapter, OutputSpec, has_dropout
 from cosmos_core.parallel.mesh import all_gather_object
-from cosmos_core.parallel.pipeline import clip_over_stages, sum_tied_gradients
+from cosmos_core.parallel.pipeline import clip_gradients_over_stages, sum_tied_gradients
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.named_weights import NamedWeights
 from cosmos_core.train.optim import build_optimizer, clip_gradients, set_learning_rate
@@ -50,8 +50,7 @@ class Trainer:
     @property
     def has_separate_gradients(self) -> bool:
         """Return whether the gradient of a sample depends on no other sample of the update and on no random number."""
-        adapter = self.adapter  # `adapter.meta_copy` has all modules of the model, also on a pipeline rank
-        return not adapter.has_model_loss and not has_dropout(adapter.meta_copy if adapter.mesh else adapter.model)
+        return not self.adapter.has_model_loss and not self._has_dropout
 
     def add_model(self, name: str, adapter: ModelAdapter) -> None:
         """Add another model, such as a teacher with another architecture, that `evaluate` can run by name."""
@@ -62,7 +61,7 @@ class Trainer:
     def use_weights(self, name: str) -> Iterator[None]:
         """Return a context manager in which the model computes with named weights; `policy` are the trained weights.
         Parameters that FSDP has gathered from the previous weights are freed on entry and on exit."""
-        with self.named_weights.use_set(name):
+        with self.named_weights.use_weights(name):
             self.adapter.runner.reshard()
             try:
                 yield
@@ -104,7 +103,7 @@ class Trainer:
         dropout, on all ranks. `size` is the number of samples in a forward pass; None: `mini_batch`."""
         adapter = self._models.get(weights, self.adapter)
         named_weights = "policy" if weights in self._models else weights
-        outputs = self._outputs_of_rank(adapter, samples, request, named_weights, size=size)
+        outputs = self._compute_local_outputs(adapter, samples, request, named_weights, size=size)
         if adapter.mesh:
             cpu_outputs = {i: {name: row.cpu() for name, row in rows.items()} for i, rows in outputs.items()}
             outputs_by_rank = adapter.mesh.all_gather_object(cpu_outputs)
@@ -116,20 +115,26 @@ class Trainer:
         """Set named weights to the policy's current weights; with `optimizer`, also reset the optimizer's moments."""
         self.named_weights.reset(weights)
         if optimizer:
-            self.optimizer.state.clear()  # optimizers begin missing state with zeros
+            self.optimizer.state.clear()  # an optimizer creates missing state as zeros
 
     def move_towards_policy(self, weights: str, fraction: float) -> None:
         """Move named weights towards the policy: weights + fraction * (policy - weights)."""
         self.named_weights.lerp(weights, fraction)
 
-    def _names_of_equal_weights(self, names: Sequence[str]) -> list[str]:
-        """Return the names of the weights that equal the policy's on all ranks; empty if the model has dropout."""
-        if not names or has_dropout(self.adapter.model):
-            return []
-        equal_names = all_gather_object([name for name in names if self.named_weights.equals_policy(name)])
-        return [name for name in names if all(name in rank_names for rank_names in equal_names)]
+    @property
+    def _has_dropout(self) -> bool:
+        """Return whether the model has dropout; the value is the same on all ranks, also of a pipeline."""
+        adapter = self.adapter  # `adapter.meta_copy` has all modules of the model, also on a pipeline rank
+        return has_dropout(adapter.meta_copy if adapter.mesh else adapter.model)
 
-    def _outputs_of_rank(
+    def _find_weights_equal_to_policy(self, names: Sequence[str]) -> list[str]:
+        """Return the names of the weights that equal the policy's on all ranks; empty if the model has dropout."""
+        if not names or self._has_dropout:
+            return []
+        equal_names_by_rank = all_gather_object([name for name in names if self.named_weights.equals_policy(name)])
+        return [name for name in names if all(name in rank_names for rank_names in equal_names_by_rank)]
+
+    def _compute_local_outputs(
         self, adapter: ModelAdapter, samples: Sequence[Any], request: OutputSpec, weights: str, size: int | None = None
     ) -> dict[int, dict[str, Tensor]]:
         """Return the outputs of this rank's samples by their positions, computed by a model without dropout."""
@@ -148,7 +153,7 @@ class Trainer:
         """Return the outputs of this rank's samples under the named weights that the policy is compared with."""
         outputs: dict[int, dict[str, Tensor]] = {}
         for weights in names:
-            for i, row in self._outputs_of_rank(self.adapter, update.samples, update.request, weights).items():
+            for i, row in self._compute_local_outputs(self.adapter, update.samples, update.request, weights).items():
                 outputs.setdefault(i, {}).update({f"{weights}/{name}": value for name, value in row.items()})
         self.adapter.runner.train(True)
         return outputs
@@ -157,19 +162,19 @@ class Trainer:
         """Accumulate the gradient of an update, and return the loss of each micro-batch of this rank. A loss that the
         model computes, such as a router loss, is divided by `num_tokens`, the tokens of the whole optimizer step."""
         losses: list[Loss] = []
-        equal_names = self._names_of_equal_weights(update.extra_weights)
-        other_names = [name for name in update.extra_weights if name not in equal_names]
-        reference_outputs = self._reference_outputs(update, other_names)
+        names_equal_to_policy = self._find_weights_equal_to_policy(update.extra_weights)
+        differing_names = [name for name in update.extra_weights if name not in names_equal_to_policy]
+        reference_outputs = self._reference_outputs(update, differing_names)
 
         def compute_loss(micro_batch: MicroBatch) -> Tensor:
             if update.extra_weights:
                 reference_rows = [
                     reference_outputs.get(i, {})
-                    | {f"{name}/{key}": v.detach() for name in equal_names for key, v in row.items()}
+                    | {f"{name}/{key}": v.detach() for name in names_equal_to_policy for key, v in row.items()}
                     for i, row in zip(micro_batch.indices, self.adapter.split_outputs(micro_batch), strict=True)
                 ]
-                stacked = {name: torch.stack([row[name] for row in reference_rows]) for name in reference_rows[0]}
-                micro_batch = replace(micro_batch, outputs=micro_batch.outputs | stacked)
+                stacked_rows = {name: torch.stack([row[name] for row in reference_rows]) for name in reference_rows[0]}
+                micro_batch = replace(micro_batch, outputs=micro_batch.outputs | stacked_rows)
             loss = update.loss(micro_batch)
             metrics, scaled_model_loss = loss.metrics, torch.zeros_like(loss.value)
             if micro_batch.model_loss is not None:
@@ -195,10 +200,10 @@ class Trainer:
         size: int | None = None,
         loss_fn: Callable[[MicroBatch], Tensor] | None = None,
     ) -> None:
-        """Run the model on each micro-batch of this rank, and pass the outputs to `process_outputs`. If the derivative
-        of the loss does not depend on the outputs, the forward pass uses the derivative of `loss_fn`."""
+        """Run the model on each micro-batch of this rank, and pass the outputs to `process_outputs`. With `loss_fn`,
+        a loss whose derivative is the same for all outputs, the derivative is computed before the forward pass."""
 
-        def connect_outputs(batch: Any, outputs: dict[str, Tensor]) -> Tensor | None:
+        def process_batch_outputs(batch: Any, outputs: dict[str, Tensor]) -> Tensor | None:
             outputs = adapter.gather_outputs(batch, outputs)
             if batch.samples:
                 return process_outputs(adapter.make_micro_batch(batch, outputs))
@@ -213,33 +218,33 @@ class Trainer:
         request = adapter.default_outputs if request is None else request
         rows_per_pass = size or self._train.train_policy.mini_batch
         max_rows = adapter.runner.rows_per_micro_batch(rows_per_pass)
-        plans = self._plan_micro_batches(adapter, samples, max_rows, is_planned=size is None)
+        plans = self._plan_micro_batches(adapter, samples, max_rows, is_default_size=size is None)
         empty_plan = MicroBatchPlan((), _shortest_sample(adapter, samples, range(len(samples))))
         plans += [empty_plan] * (adapter.runner.num_micro_batches(len(plans), rows_per_pass) - len(plans))
-        adapter.runner.run([partial(collate, plan) for plan in plans], connect_outputs, request, rows_per_pass)
+        adapter.runner.run([partial(collate, plan) for plan in plans], process_batch_outputs, request, rows_per_pass)
         if not torch.is_grad_enabled():
             adapter.runner.reshard()
 
     def _plan_micro_batches(
-        self, adapter: ModelAdapter, samples: Sequence[Any], size: int, *, is_planned: bool
+        self, adapter: ModelAdapter, samples: Sequence[Any], size: int, *, is_default_size: bool
     ) -> list[MicroBatchPlan]:
         """Return the micro-batches of this rank, the most expensive first: samples of similar cost need little padding.
         All ranks get the same number of micro-batches, of which some may be empty."""
-        assigned_batches = [adapter.assigned_batch_id(sample) for sample in samples]
-        is_assigned = is_planned and None not in assigned_batches
+        assigned_batch_ids = [adapter.assigned_batch_id(sample) for sample in samples]
+        has_batch_ids = is_default_size and None not in assigned_batch_ids
         batches: dict[Any, list[int]] = {}
         for i in sorted(range(len(samples)), key=lambda i: -adapter.num_tokens(samples[i])):
-            batches.setdefault(assigned_batches[i] if is_assigned else i, []).append(i)
+            batches.setdefault(assigned_batch_ids[i] if has_batch_ids else i, []).append(i)
         groups: dict[Any, list[list[int]]] = {}
         for batch in batches.values():
             groups.setdefault(adapter.batching_key(samples[batch[0]]), []).append(batch)
-        num_ranks, can_rearrange = adapter.mesh.dp.size() if adapter.mesh else 1, is_planned and not is_assigned
+        num_ranks, can_rearrange = adapter.mesh.dp.size() if adapter.mesh else 1, is_default_size and not has_batch_ids
         plans: list[MicroBatchPlan] = []
         for batching_key in sorted(groups):
             group_batches, positions = groups[batching_key], list(chain(*groups[batching_key]))
             padding_position = _shortest_sample(adapter, samples, positions)
-            arranged = adapter.arrange_micro_batches(samples, positions, size, num_ranks) if can_rearrange else None
-            chunks = _chunks_of_rank(adapter, arranged or group_batches, 1 if is_assigned or arranged else size)
+            rearranged = adapter.arrange_micro_batches(samples, positions, size, num_ranks) if can_rearrange else None
+            chunks = _local_chunks(adapter, rearranged or group_batches, 1 if has_batch_ids or rearranged else size)
             plans += [MicroBatchPlan(list(chain(*chunk)), padding_position) for chunk in chunks]
         return plans
 
@@ -247,7 +252,7 @@ class Trainer:
         """Return the loss, metrics and values over the micro-batches of all ranks, the same result on each rank."""
         mesh = self.adapter.mesh
         if mesh:
-            rank_losses = mesh.all_gather_object([_loss_on_cpu(loss) for loss in losses])
+            rank_losses = mesh.all_gather_object([_move_loss_to_cpu(loss) for loss in losses])
             losses = [Loss(*loss_fields) for rank_loss_fields in rank_losses for loss_fields in rank_loss_fields]
         metric_totals: Metrics = {}
         values_by_metric: dict[str, list[Tensor]] = {}
@@ -263,10 +268,10 @@ class Trainer:
         if not (mesh and mesh.pp):
             return clip_gradients(model.parameters(), max_norm)
         sum_tied_gradients(model, mesh.pp)
-        return clip_over_stages(model, mesh.pp, max_norm)
+        return clip_gradients_over_stages(model, mesh.pp, max_norm)
 
 
-def _chunks_of_rank(adapter: ModelAdapter, batches: Sequence[Any], size: int) -> list[Sequence[Any]]:
+def _local_chunks(adapter: ModelAdapter, batches: Sequence[Any], size: int) -> list[Sequence[Any]]:
     """Return this data-parallel rank's share of `batches` in chunks of `size`; each rank gets equally many chunks."""
     num_batches = len(batches)
     if adapter.mesh:
@@ -279,7 +284,7 @@ def _shortest_sample(adapter: ModelAdapter, samples: Sequence[Any], indices: Seq
     return min(indices, key=lambda i: adapter.num_tokens(samples[i]))
 
 
-def _loss_on_cpu(loss: Loss) -> tuple[Tensor, Metrics, dict[str, Tensor]]:
+def _move_loss_to_cpu(loss: Loss) -> tuple[Tensor, Metrics, dict[str, Tensor]]:
     metrics, values = ({name: t.cpu() for name, t in tensors.items()} for tensors in (loss.metrics, loss.values))
     return loss.value.cpu(), metrics, values
 

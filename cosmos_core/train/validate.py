@@ -10,7 +10,7 @@ from cosmos_core.data.kinds.base import VALIDATION_SPLIT
 from cosmos_core.data.prepared import open_held_out, require_held_out_rows
 from cosmos_core.errors import Preempted
 from cosmos_core.observe.gallery import SAMPLES_FOLDER as DRAWINGS
-from cosmos_core.parallel.mesh import is_first
+from cosmos_core.parallel.mesh import is_first_rank
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import measure
 from cosmos_core.train.generation import RolloutSetup
@@ -35,18 +35,18 @@ def run(stage: Stage) -> Outcome:
     metrics: dict[str, float] = {}
     try:
         if prompts is not None:
-            with ExitStack() as stack:
-                resources = RolloutSetup(stage, trainer, stack)
+            with ExitStack() as exit_stack:
+                resources = RolloutSetup(stage, trainer, exit_stack)
                 score = resources.make_scorer(measure.held_out_rewards(recipe), measure.max_held_out_tokens(recipe))
-                metrics = measure.CompletionValidation(prompts, resources.engine, score, stage).measure(0)
+                metrics = measure.CompletionValidation(prompts, resources.engine, score, stage).validate(0)
             outputs += [name for name in (measure.SAMPLES_FILE, DRAWINGS) if (stage.path / name).exists()]
         if rows is not None:
-            if rows.has_reference_pair:
+            if rows.has_sample_pairs:
                 rows.reference_logprobs = load_earlier_reference(stage, rows, VALIDATION_SPLIT)
             metrics |= measure.row_metrics(stage, trainer, make_algorithm(recipe), rows)
     except StopRequested:
         raise Preempted("stopped while it measured; nothing saved") from None
     stage.metrics.log(0, metrics)
-    if is_first():
+    if is_first_rank():
         (stage.path / METRICS_FILE).write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
     return Outcome(outputs=tuple(outputs), metrics=metrics)

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cosmos_core.checkpoint.best import BestStep, select_best
+from cosmos_core.checkpoint.best import BestStep, select_best_step
 from cosmos_core.config.schema.validation import ValidationConfig
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.async_validation import AsyncValidation
@@ -30,11 +30,11 @@ class Validation:
     """Function that sends the weights of train step N to the rollout engines and returns metrics of the transfer."""
     publish_interval: int = 1
     """Number of train steps between two calls of `publish`, which is also called when a training starts or resumes."""
-    use_average: Callable[[], AbstractContextManager[None]] | None = None
+    use_averaged_weights: Callable[[], AbstractContextManager[None]] | None = None
     """Function that returns a context manager in which the model has its averaged weights; None: no averaging."""
-    best: BestStep | None = None
+    best_step: BestStep | None = None
     """Train step with the best validation metrics; None if no step was validated yet."""
-    _validated_step: int = -1
+    _last_validated_step: int = -1
     """Number of the newest validated step, or of an adopted checkpoint's step; -1 if no step was validated."""
     _current_step: int = 0
     _is_publish_postponed: bool = False
@@ -54,21 +54,21 @@ class Validation:
         self._hooks, self._record_metrics, self._check_stop = hooks, record_metrics, check_stop
 
     @property
-    def running_step(self) -> int | None:
+    def validating_step(self) -> int | None:
         """Return the step that is being validated while the training continues; None: no step."""
         return None if self.async_validation is None else self.async_validation.step
 
-    def is_due(self, step: int, *, is_last_step: bool) -> bool:
+    def should_validate(self, step: int, *, is_last_step: bool) -> bool:
         """Return whether the recipe sets a validation after train step `step`; the last step is always validated."""
         return self.compute_metrics is not None and (step % self.config.freq == 0 or is_last_step)
 
-    def is_missing(self, step: int) -> bool:
+    def needs_last_validation(self, step: int) -> bool:
         """Return whether the last step was not validated, because the data ended unexpectedly after `step`."""
-        return self.compute_metrics is not None and step != 0 and self._validated_step != step
+        return self.compute_metrics is not None and step != 0 and self._last_validated_step != step
 
-    def was_interrupted(self, step: int) -> bool:
+    def was_validation_interrupted(self, step: int) -> bool:
         """Return whether an earlier run was stopped during the validation of `step`, from which this run resumes."""
-        return self.async_validation is None and self._validated_step < step and step % self.config.freq == 0
+        return self.async_validation is None and self._last_validated_step < step and step % self.config.freq == 0
 
     def publish_step(self, step: int) -> dict[str, float]:
         """Publish the weights of a step if this is due and no validation needs other weights; return metrics."""
@@ -77,7 +77,7 @@ class Validation:
             return {}
         self._is_publish_postponed = False
         if self.async_validation is not None:
-            self.async_validation.check()
+            self.async_validation.poll()
             self._is_publish_postponed = self.async_validation.step is not None
         return {} if self._is_publish_postponed else self.publish(step)
 
@@ -87,25 +87,25 @@ class Validation:
         self.progress.phase("validate")
         start_time = time.perf_counter()
         self._begin_validation(step)
-        if self.use_average is None:
+        if self.use_averaged_weights is None:
             metrics = self.compute_metrics(step)
         else:
-            with self.use_average():
+            with self.use_averaged_weights():
                 self.publish(step)
                 metrics = self.compute_metrics(step)
             self.publish(step)
         self._finish_validation(step, metrics)
         return {**metrics, "time/validate": time.perf_counter() - start_time}
 
-    def begin(self, step: int) -> None:
+    def start_async(self, step: int) -> None:
         """Start a validation of the current weights that runs while the training continues."""
         assert self.async_validation is not None
         self._begin_validation(step)
-        self.async_validation.begin(step)
+        self.async_validation.start_async(step)
 
     def wait(self, step: int) -> bool:
         """Wait until no validation is running, and return whether one was. Raise StopRequested after a signal."""
-        if self.async_validation is None or self.running_step is None:
+        if self.async_validation is None or self.validating_step is None:
             return False
         self.progress.phase("validate")
         self.async_validation.wait(step, self._check_stop)
@@ -114,15 +114,15 @@ class Validation:
     def state_dict(self, step: int) -> dict[str, JsonValue]:
         """Return the state to save in a checkpoint of train step `step`."""
         return {
-            "best": asdict(self.best) if self.best else None,
-            "measured_at": self._validated_step,
+            "best": asdict(self.best_step) if self.best_step else None,
+            "measured_at": self._last_validated_step,
             "is_unmeasured": self.async_validation is not None and self.async_validation.step == step,
         }
 
     def load_state_dict(self, step: int, state: dict[str, Any]) -> None:
         """Restore the state in a checkpoint of train step `step`; `state` is empty for a checkpoint of another run."""
-        self.best = BestStep(**state["best"]) if state.get("best") else None
-        self._current_step, self._validated_step = step, int(state.get("measured_at", step))
+        self.best_step = BestStep(**state["best"]) if state.get("best") else None
+        self._current_step, self._last_validated_step = step, int(state.get("measured_at", step))
 
     def _begin_validation(self, step: int) -> None:
         """Call the validation hook, and publish the weights to validate unless the engines have them already."""
@@ -132,9 +132,9 @@ class Validation:
 
     def _finish_validation(self, step: int, metrics: dict[str, float]) -> None:
         self._hooks("post_validation_hook", current_step=step, **metrics)
-        self._validated_step = step
+        self._last_validated_step = step
         if step:  # step 0, before the training, is never the best step
-            self.best = select_best(self.best, step, metrics)
+            self.best_step = select_best_step(self.best_step, step, metrics)
 
     def _finish_async_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a finished validation, and publish the current weights if publishing was postponed."""

@@ -53,7 +53,7 @@ class ArtifactStore:
 
     def check(self) -> None:
         """Check that the bucket can be reached and written, without storing anything."""
-        self._bucket.check(self._object_key("made"))
+        self._bucket.check_write_access(self._object_key("made"))
 
     def put_run(self, run_path: Path, *, has_new_stages: bool = False) -> str:
         """Store `pipeline.toml` and `run.json` of a run unless they are stored, and return its URL for
@@ -97,9 +97,9 @@ class ArtifactStore:
         result = self._read_result(f"made/{fingerprint}/{RESULT_FILE}")
         if result is None:
             return None
-        sizes = {record["sha256"]: record["size"] for record in result["outputs"]}
+        size_by_digest = {record["sha256"]: record["size"] for record in result["outputs"]}
         with translate_errors(self.url):
-            if missing_digest := self._content_store.find_missing(sizes):
+            if missing_digest := self._content_store.find_missing_digest(size_by_digest):
                 logger.warning("%s/objects/%s is gone: its stage is made again", self.url, missing_digest)
                 return None
         return result
@@ -188,8 +188,8 @@ def _is_same_run(run_json: str, other_run_json: str) -> bool:
     with suppress(ValueError):
         values = [json.loads(text) for text in (run_json, other_run_json)]
         if all(isinstance(each, dict) for each in values):
-            identities = [[each.get(name) for name in ("run_id", "started", "host")] for each in values]
-            return identities[0] == identities[1]
+            run_identities = [[each.get(name) for name in ("run_id", "started", "host")] for each in values]
+            return run_identities[0] == run_identities[1]
     return run_json == other_run_json
 
 
@@ -202,7 +202,7 @@ def _read_text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
-def result_lookup(pipeline: Pipeline) -> Callable[[str], Result | None]:
+def make_result_lookup(pipeline: Pipeline) -> Callable[[str], Result | None]:
     """Return a function that looks up the result of a fingerprint in the artifact store of a pipeline, if any."""
     url = pipeline.config.artifact_store
     return ArtifactStore(url).find_stored_result if url else lambda fingerprint: None

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.target import TARGETS_FOLDER, split_target
+from cosmos_core.config.target import PUBLICATION_TARGETS_FOLDER, split_publication_target
 from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.registry import is_import_path, load_named
 
@@ -13,7 +13,7 @@ RECORD_FILE = "published.json"
 """File name of the record of a published version, which is stored next to the files of the model."""
 JOURNAL_FILE = "upload.jsonl"
 """File name of the journal of an upload in the folder of the stage, with which an interrupted upload continues."""
-_MAX_HISTORY = 100
+_MAX_VERSIONS = 100
 """Maximum number of versions in the history of a pointer."""
 
 
@@ -58,21 +58,21 @@ def is_publication_record(value: Any) -> TypeGuard[dict[str, Any]]:
     return isinstance(value, dict) and isinstance(value.get("metrics"), dict) and isinstance(value.get("files"), dict)
 
 
-def append_version(saved: list[str], version: str, history: list[str] | None = None) -> list[str]:
-    """Return the list of versions to which a pointer has pointed, at most 100, after it moves to `version`. `saved` is
-    the stored list; for a rollback, `history` is the part of `saved` to keep. Raise UploadError if `history` is not
-    `saved` without its last version, because another publication has moved the pointer meanwhile."""
-    if history is not None and saved and saved[:-1] != history:
-        raise UploadError(f"{saved[-1]!r} was published meanwhile; the pointer was not moved, run the command again")
-    history = saved if history is None else history
-    return history[-_MAX_HISTORY:] if history[-1:] == [version] else [*history[-_MAX_HISTORY + 1 :], version]
+def append_version(saved_history: list[str], version: str, history: list[str] | None = None) -> list[str]:
+    """Return the list of versions to which a pointer has pointed, at most 100, after it moves to `version`. For a
+    rollback, `history` is the part of the stored list `saved_history` to keep. Raise UploadError if `history` is not
+    `saved_history` without its last version, because another publication has moved the pointer meanwhile."""
+    if history is not None and saved_history and saved_history[:-1] != history:
+        raise UploadError(f"{saved_history[-1]!r} was published meanwhile; the pointer was not moved, run it again")
+    history = saved_history if history is None else history
+    return history[-_MAX_VERSIONS:] if history[-1:] == [version] else [*history[-_MAX_VERSIONS + 1 :], version]
 
 
 def check_targets(pipeline: Pipeline) -> None:
     """Raise ConfigError if a built-in publication target of a pipeline has a method `check` and cannot be written."""
     for stage in pipeline.stages:
         # User code of a publication target is imported only when its stage runs.
-        is_user_target = is_import_path(split_target(stage.target)[0])
+        is_user_target = is_import_path(split_publication_target(stage.target)[0])
         if is_user_target or pipeline.stage_kind(stage).makes != "publication":
             continue
         check_target: Callable[[], None] = getattr(open_target(stage.target), "check", lambda: None)
@@ -85,9 +85,9 @@ def check_targets(pipeline: Pipeline) -> None:
 def open_target(target: str) -> PublicationTarget:
     """Return the publication target that a stage's `target` selects; raise ConfigError if it cannot be found or
     imported."""
-    name, location = split_target(target)
+    name, location = split_publication_target(target)
     try:
-        target_class: Callable[[str], PublicationTarget] = load_named(name, TARGETS_FOLDER, "Target")
+        target_class: Callable[[str], PublicationTarget] = load_named(name, PUBLICATION_TARGETS_FOLDER, "Target")
     except ConfigError as error:
         raise ConfigError(f"target = {target!r}: {error}") from error
     return target_class(location)

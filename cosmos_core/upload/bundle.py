@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import UploadError
-from cosmos_core.run.bucket import Bucket, run_threads
+from cosmos_core.run.bucket import Bucket, thread_map
 from cosmos_core.run.files import copy_file, sha256
-from cosmos_core.upload.transfer import Journal, Transfer
+from cosmos_core.upload.transfer import FileTransfer, UploadJournal
 
-_MAX_ATTEMPTS = 3  # maximum number of downloads of an object whose digest is wrong
+_MAX_DOWNLOAD_ATTEMPTS = 3  # maximum number of downloads of an object whose digest is wrong
 _MAX_PARALLEL_FILES = 4
 
 
@@ -54,9 +54,9 @@ class ContentStore:
 
     def send(self, files: Mapping[str, Path], journal: Path | None = None) -> None:
         """Store files under their digests and verify them. The journal file lets an interrupted upload continue; for
-        errors see `Transfer.send`."""
+        errors see `FileTransfer.send`."""
         sources = {self._make_object_key(digest): (file, digest) for digest, file in files.items()}
-        Transfer(self._bucket, Journal(journal), self._pause).send(sources)
+        FileTransfer(self._bucket, UploadJournal(journal), self._pause).send(sources)
 
     def write(self, data: bytes) -> ContentEntry:
         """Store bytes in one request; return their size and digest."""
@@ -67,19 +67,19 @@ class ContentStore:
     def read(self, entry: ContentEntry) -> bytes | None:
         """Return the bytes with the digest of `entry`, or None; raise UploadError if they are altered."""
         key = self._make_object_key(entry.sha256)
-        for _ in range(_MAX_ATTEMPTS):
+        for _ in range(_MAX_DOWNLOAD_ATTEMPTS):
             data = self._bucket.read(key)
             if data is None or hashlib.sha256(data).hexdigest() == entry.sha256:
                 return data
-        raise UploadError(f"{self._bucket.url(key)} arrived altered {_MAX_ATTEMPTS} times")
+        raise UploadError(f"{self._bucket.url(key)} arrived altered {_MAX_DOWNLOAD_ATTEMPTS} times")
 
     def remove(self, entry: ContentEntry) -> None:
         """Remove the object with the digest of `entry`, if it exists."""
         self._bucket.remove(self._make_object_key(entry.sha256))
 
-    def find_missing(self, sizes: Mapping[str, int]) -> str:
-        """Return the first digest whose object is missing or has not the size in `sizes`; an empty string if none."""
-        for digest, size in sizes.items():
+    def find_missing_digest(self, size_by_digest: Mapping[str, int]) -> str:
+        """Return the first digest whose object is missing or of another size than in `size_by_digest`; else empty."""
+        for digest, size in size_by_digest.items():
             self._pause()
             object_info = self._bucket.head(self._make_object_key(digest))
             if object_info is None or object_info["size"] != size:
@@ -91,10 +91,10 @@ class ContentStore:
         Raise UploadError if a content is missing or altered."""
         files_by_entry: dict[ContentEntry, list[Path]] = defaultdict(list)
         for file, entry in files.items():
-            if not _has_entry_content(file, entry):
+            if not _matches_content_entry(file, entry):
                 files_by_entry[entry].append(file)
         fetch_arguments = ((entry, paths, local_files or {}) for entry, paths in files_by_entry.items())
-        run_threads(self._fetch_content, fetch_arguments, _MAX_PARALLEL_FILES, "fetch")
+        thread_map(self._fetch_content, fetch_arguments, _MAX_PARALLEL_FILES, "fetch")
 
     def remove_all_except(self, digests: set[str]) -> None:
         """Remove every object below the prefix whose digest is not in `digests`."""
@@ -108,9 +108,9 @@ class ContentStore:
             path.parent.mkdir(parents=True, exist_ok=True)
         first_path, *other_paths = paths
         local_file = local_files.get(entry.sha256)
-        if local_file is not None and local_file not in paths and _has_entry_content(local_file, entry):
+        if local_file is not None and local_file not in paths and _matches_content_entry(local_file, entry):
             copy_file(local_file, first_path)
-        if not _has_entry_content(first_path, entry):
+        if not _matches_content_entry(first_path, entry):
             self._download(entry, first_path)
         for other_path in other_paths:
             copy_file(first_path, other_path)
@@ -122,12 +122,12 @@ class ContentStore:
             raise UploadError(f"{object_url}, the content of {file}, is gone; make its stage again (--from-stage)")
         if entry.size > shutil.disk_usage(file.parent).free:
             raise UploadError(f"{object_url} has {entry.size} bytes, more than are free in {file.parent}; make room")
-        for _ in range(_MAX_ATTEMPTS):
+        for _ in range(_MAX_DOWNLOAD_ATTEMPTS):
             self._bucket.download(key, file)
-            if _has_entry_content(file, entry):
+            if _matches_content_entry(file, entry):
                 return
             file.unlink()
-        raise UploadError(f"{object_url} arrived altered {_MAX_ATTEMPTS} times")
+        raise UploadError(f"{object_url} arrived altered {_MAX_DOWNLOAD_ATTEMPTS} times")
 
     def _make_object_key(self, digest: str) -> str:
         return f"{self._prefix}/{digest[:2]}/{digest}"
@@ -160,7 +160,7 @@ def encode_document(value: dict[str, Any]) -> bytes:
 
 def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]:
     """Return a JSON document and its ETag, None and "" if it does not exist; raise UploadError if it is damaged."""
-    for _ in range(_MAX_ATTEMPTS):
+    for _ in range(_MAX_DOWNLOAD_ATTEMPTS):
         data, etag = bucket.read_with_etag(key)
         if data is None:
             return None, ""
@@ -170,8 +170,8 @@ def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]
                 return json.loads(document["text"]), etag
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
-    raise UploadError(f"{bucket.url(key)} is damaged, or arrived altered {_MAX_ATTEMPTS} times")
+    raise UploadError(f"{bucket.url(key)} is damaged, or arrived altered {_MAX_DOWNLOAD_ATTEMPTS} times")
 
 
-def _has_entry_content(file: Path, entry: ContentEntry) -> bool:
+def _matches_content_entry(file: Path, entry: ContentEntry) -> bool:
     return file.is_file() and file.stat().st_size == entry.size and sha256(file) == entry.sha256

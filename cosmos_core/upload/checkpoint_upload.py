@@ -17,9 +17,9 @@ from typing import Any
 from cosmos_core.errors import CosmosError, Preempted
 from cosmos_core.run.bucket import Bucket, split_s3_url, translate_errors
 from cosmos_core.run.files import link_or_copy, parse_step, read_json_object
-from cosmos_core.run.lock import Lock
+from cosmos_core.run.lock import FileLock
 from cosmos_core.run.state import record_event
-from cosmos_core.upload.transfer import Journal, Transfer
+from cosmos_core.upload.transfer import FileTransfer, UploadJournal
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ class CheckpointUploader:
         """Upload every complete checkpoint that is not stored yet; yield the name of each, `step_N`, when it is stored.
         `pause` is called between requests and during waits; it may raise an error to end the upload. Raise ConfigError
         or UploadError if the store fails; files already sent remain."""
-        with Lock(self._stage_path / "sending.lock") as lock:  # another `upload` stage may send these checkpoints now
-            lock.acquire(poll=pause)
+        with FileLock(self._stage_path / "sending.lock") as lock:  # another stage may upload the same checkpoints
+            lock.acquire(on_poll=pause)
             for name, manifest in saved_manifests(self._stage_path).items():
                 if name not in self._uploaded_names and self._push_checkpoint(name, manifest, pause):
                     yield name
@@ -67,7 +67,7 @@ class CheckpointUploader:
                 self._bucket.remove(manifest_key)
                 entries: dict[str, Any] = read_json_object(folder / MANIFEST_FILE).get("files", {})
                 files = {self._object_key(name, file): (folder / file, e["sha256"]) for file, e in entries.items()}
-                Transfer(self._bucket, Journal(self._stage_path / _JOURNAL_FILE), pause).send(files)
+                FileTransfer(self._bucket, UploadJournal(self._stage_path / _JOURNAL_FILE), pause).send(files)
                 self._bucket.write(manifest_key, manifest_data)
         self._uploaded_names.add(name)
         return not is_stored

@@ -35,11 +35,11 @@ class FileTarget:
             raise ConfigError(f"{self.folder} cannot be written: no permission to write {existing_path}")
 
     def published(self) -> dict[str, Any] | None:
-        latest = self.folder / "latest"
+        latest_link = self.folder / "latest"
         with self._translate_errors("read"):
-            if not latest.is_symlink() and not latest.exists():
+            if not latest_link.is_symlink() and not latest_link.exists():
                 return None
-            return self._read_record(latest, f"publish again, or remove {latest}")
+            return self._read_record(latest_link, f"publish again, or remove {latest_link}")
 
     def record_of(self, version: str) -> dict[str, Any]:
         """Return the publication record of a version; raise DamagedRecord if it is missing or cannot be read."""

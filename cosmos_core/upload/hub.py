@@ -21,13 +21,13 @@ from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.run.hub import call_with_timeout
 from cosmos_core.upload.base import RECORD_FILE, is_publication_record
 
-_MAX_ATTEMPTS = 5
+_MAX_TRIES = 5
 _MAX_WAIT_SECONDS = 300.0
 _SLEEP_INTERVAL_SECONDS = 0.5
 _CHECK_TIMEOUT_SECONDS = 8.0
 _ACCESS_DENIED_STATUSES = {401, 403}
 _TRANSIENT_STATUSES = {408, 409, 412, 429, 500, 502, 503, 504}
-_UNMANAGED_FILES = {".gitattributes"}
+_FILES_OF_HUB = {".gitattributes"}
 _MODEL_CARD_FILE, _EMPTY_MODEL_CARD = "README.md", "---\nlibrary_name: transformers\n---"
 
 
@@ -89,7 +89,7 @@ class HubTarget:
         with self._translate_errors():
             current_record = self._retry_call(lambda: self._read_record(branch)) or {}
             revisions = (version, branch) if current_record.get("version", version) == version else (version,)
-            messages = [self._retry_call(partial(self._find_damage, folder, record, each)) for each in revisions]
+            messages = [self._retry_call(partial(self._find_damaged_file, folder, record, each)) for each in revisions]
         return next(filter(None, messages), "")
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
@@ -101,7 +101,7 @@ class HubTarget:
             # If the response to a commit was lost, the commit may exist: `_commit_files` compares stored files first.
             commit_id = self._retry_call(lambda: self._commit_files(folder, version, record, branch))
             # The branch may have the commit of another publication by now.
-            if damage_message := self._retry_call(lambda: self._find_damage(folder, record, commit_id)):
+            if damage_message := self._retry_call(lambda: self._find_damaged_file(folder, record, commit_id)):
                 raise UploadError(f"hub://{self.repository}: {damage_message} after the commit")
             create_tag = partial(self.hub_api.create_tag, self.repository, tag=version, exist_ok=True)
             self._retry_call(partial(create_tag, revision=commit_id))
@@ -117,7 +117,7 @@ class HubTarget:
             stored_record = {}  # the commit replaces the damaged record
         is_already_sent = stored_record.get("version") == version and stored_record["files"] == record["files"]
         head_info = self.hub_api.repo_info(self.repository, revision=branch)
-        if is_already_sent and not self._find_damage(folder, record, head_info.sha):
+        if is_already_sent and not self._find_damaged_file(folder, record, head_info.sha):
             return str(head_info.sha)
         names = [name for name in record["files"] if name != _MODEL_CARD_FILE]
         operations: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in names]
@@ -129,13 +129,13 @@ class HubTarget:
         model_card = _render_model_card(folder / _MODEL_CARD_FILE, record)
         operations.append(CommitOperationAdd(_MODEL_CARD_FILE, model_card.encode()))
         operations.append(CommitOperationAdd(RECORD_FILE, json.dumps(record, indent=1).encode()))
-        kept_paths = {operation.path_in_repo for operation in operations} | _UNMANAGED_FILES
+        kept_paths = {operation.path_in_repo for operation in operations} | _FILES_OF_HUB
         stale_files = [file.rfilename for file in head_info.siblings or () if file.rfilename not in kept_paths]
         operations += [CommitOperationDelete(name) for name in stale_files]
         commit = partial(self.hub_api.create_commit, self.repository, operations, parent_commit=head_info.sha)
         return str(commit(commit_message=f"Publish {version}", revision=branch).oid)
 
-    def _find_damage(self, folder: Path, record: dict[str, Any], revision: str) -> str:
+    def _find_damaged_file(self, folder: Path, record: dict[str, Any], revision: str) -> str:
         """Return a message about the first file whose digest on the Hub differs: the SHA-256 of a large file, the git
         object id of a small file. Empty if there is none."""
         from huggingface_hub.errors import RevisionNotFoundError
@@ -183,7 +183,7 @@ class HubTarget:
         for attempt in itertools.count():
             self._pause()
             wait_seconds = self._wait_seconds * 2.0**attempt
-            is_last_attempt = attempt == _MAX_ATTEMPTS - 1 or time.monotonic() + wait_seconds - start_time > max_seconds
+            is_last_attempt = attempt == _MAX_TRIES - 1 or time.monotonic() + wait_seconds - start_time > max_seconds
             try:
                 return function()
             except HfHubHTTPError as error:

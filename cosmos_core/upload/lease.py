@@ -54,13 +54,13 @@ class Lease:
     def acquire(self, report_waiting: Callable[[LeaseHolder], None]) -> bool:
         """Wait for the lease and acquire it; return True if another process held it before. `report_waiting` is called
         with the holder between attempts, and may raise an error to give up."""
-        last_etag, unchanged_since, has_waited = "", time.monotonic(), False
+        last_etag, last_change_time, has_waited = "", time.monotonic(), False
         with translate_errors(self._url):
             while True:
                 holder, etag = self._read_lease()
                 if etag != last_etag:
-                    last_etag, unchanged_since = etag, time.monotonic()
-                has_expired = time.monotonic() - unchanged_since > EXPIRY_SECONDS
+                    last_etag, last_change_time = etag, time.monotonic()
+                has_expired = time.monotonic() - last_change_time > EXPIRY_SECONDS
                 is_available = holder is None or self._has_died(holder) or has_expired
                 if is_available and self._replace_lease(etag):
                     break
@@ -77,10 +77,10 @@ class Lease:
         with translate_errors(self._url):
             self.is_lost = self.is_lost or not self._is_own_lease(self._read_lease()[0])
         if self.is_lost:
-            raise StageFailed(self.loss_message)
+            raise StageFailed(self.takeover_message)
 
     @property
-    def loss_message(self) -> str:
+    def takeover_message(self) -> str:
         """Return an error message if another machine is known to have taken over the lease, else an empty string."""
         if not self.is_lost:
             return ""

@@ -84,7 +84,7 @@ class MlflowTarget:
         with self._translate_errors():
             model_version = self._find_version(version)
             if model_version:
-                return self._find_damage(model_version, folder, record)
+                return self._find_damaged_file(model_version, folder, record)
         return f"the version {version} is missing"
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
@@ -110,9 +110,9 @@ class MlflowTarget:
                 artifact_uri = f"{run.info.artifact_uri}/{_get_artifact_folder(record)}"
                 self.client.create_model_version(self.name, artifact_uri, run_id=run.info.run_id, tags=tags)
             model_version, *duplicates = self._find_versions(RUN_KEY_TAG, tags[RUN_KEY_TAG])
-            for duplicate in duplicates:  # if the client repeated a request whose response was lost
+            for duplicate in duplicates:  # created by repeated requests whose response was lost
                 self.client.delete_model_version(self.name, duplicate.version)
-            if damage_message := self._find_damage(model_version, folder, record):
+            if damage_message := self._find_damaged_file(model_version, folder, record):
                 raise UploadError(f"mlflow://{self.name}: {damage_message} after the upload; the alias was not moved")
             self._move_alias(model_version, append_version(self.history(), version))
         return f"mlflow://{self.name}@{model_version.version}"
@@ -135,7 +135,7 @@ class MlflowTarget:
             self.client.log_batch(run_id, metrics=new_metrics)
         self.client.set_terminated(run_id)
 
-    def _find_damage(self, version: Any, folder: Path, record: dict[str, Any]) -> str:
+    def _find_damaged_file(self, version: Any, folder: Path, record: dict[str, Any]) -> str:
         stored_record = _read_record(version.source) or {"files": {}}
         artifact_sizes = self._list_artifact_sizes(version.run_id)
         for name, digest in record["files"].items():
@@ -149,10 +149,10 @@ class MlflowTarget:
         self.client.set_registered_model_tag(self.name, _PUBLISHED_VERSIONS_TAG, json.dumps(history))
 
     def _list_artifact_sizes(self, run_id: str, path: str | None = None) -> dict[str, int]:
-        sizes: dict[str, int] = {}
+        size_by_path: dict[str, int] = {}
         for each in self.client.list_artifacts(run_id, path):
-            sizes |= self._list_artifact_sizes(run_id, each.path) if each.is_dir else {each.path: each.file_size}
-        return sizes
+            size_by_path |= self._list_artifact_sizes(run_id, each.path) if each.is_dir else {each.path: each.file_size}
+        return size_by_path
 
     def _find_registered_model(self) -> Any:
         return next(iter(self.client.search_registered_models(f"name = '{self.name}'")), None)

@@ -13,7 +13,7 @@ from typing import Any
 from cosmos_core.errors import DamagedRecord, UploadError
 from cosmos_core.run.bucket import S3_SCHEME, Bucket, split_s3_url, translate_errors
 from cosmos_core.upload.base import JOURNAL_FILE, RECORD_FILE, append_version, is_publication_record
-from cosmos_core.upload.transfer import Journal, Transfer
+from cosmos_core.upload.transfer import FileTransfer, UploadJournal
 
 POINTER_FILE = "latest.json"
 _POINTER_UNCHANGED_NOTE = "the pointer was not moved"
@@ -25,16 +25,16 @@ class S3Target:
 
     def __init__(self, location: str, *, read_seconds: float = 20.0) -> None:
         name, self.prefix = split_s3_url(f"{S3_SCHEME}{location}")
-        self.bucket = Bucket(name, read_seconds=read_seconds)
-        self.transfer = Transfer(self.bucket)
+        self.bucket = Bucket(name, read_timeout_seconds=read_seconds)
+        self.transfer = FileTransfer(self.bucket)
 
     def check(self) -> None:
         """Raise ConfigError or UploadError if the bucket cannot be reached or written; store nothing."""
-        self.bucket.check(self._object_key(POINTER_FILE))
+        self.bucket.check_write_access(self._object_key(POINTER_FILE))
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
         """Keep a journal of uploads in `folder`; call `pause` between parts of files and before the pointer moves."""
-        self.transfer.journal, self.transfer.pause = Journal(folder / JOURNAL_FILE), pause
+        self.transfer.journal, self.transfer.pause = UploadJournal(folder / JOURNAL_FILE), pause
 
     def published(self) -> dict[str, Any] | None:
         history = self.history()
@@ -67,7 +67,7 @@ class S3Target:
         key_prefix, record_suffix = self._object_key(""), f"/{RECORD_FILE}"
         with translate_errors(self.where("")):
             records = [each for each in self.bucket.list_objects(key_prefix) if each.key.endswith(record_suffix)]
-        records.sort(key=lambda each: (each.modified, each.key))
+        records.sort(key=lambda each: (each.modified_time, each.key))
         names = [each.key.removeprefix(key_prefix).removesuffix(record_suffix) for each in records]
         return [name for name in names if "/" not in name]  # with "/": a version of another target below this prefix
 
@@ -87,7 +87,7 @@ class S3Target:
         return ""
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        with translate_errors(self.where(version), note=_POINTER_UNCHANGED_NOTE):
+        with translate_errors(self.where(version), hint=_POINTER_UNCHANGED_NOTE):
             version_prefix, record_key = self._object_key(version), self._object_key(f"{version}/{RECORD_FILE}")
             files = {f"{version_prefix}/{name}": (folder / name, digest) for name, digest in record["files"].items()}
             self.transfer.send(files)
@@ -102,7 +102,7 @@ class S3Target:
     def point_to(self, version: str, history: list[str] | None = None) -> None:
         """Make `latest.json` point to a stored version, and append the version to `history` (None: the saved history);
         raise UploadError if a file of the version is missing."""
-        with translate_errors(self.where(version), note=_POINTER_UNCHANGED_NOTE):
+        with translate_errors(self.where(version), hint=_POINTER_UNCHANGED_NOTE):
             record = self.record_of(version)
             for name in record["files"]:
                 if self.bucket.head(self._object_key(f"{version}/{name}")) is None:

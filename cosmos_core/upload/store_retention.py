@@ -15,6 +15,7 @@ from typing import Any
 
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.bucket import S3_SCHEME, Bucket, StoredObject, split_s3_url, translate_errors
+from cosmos_core.run.liveness import APPROVAL_TIMEOUT_SECONDS
 from cosmos_core.run.manifest import RESULT_FILE
 from cosmos_core.run.plan import FINGERPRINT_FILE
 from cosmos_core.upload.bundle import ContentStore, read_document, read_index
@@ -22,6 +23,7 @@ from cosmos_core.upload.lease import EXPIRY_SECONDS
 
 _LEASE_FILE = "lease.json"
 SECONDS_PER_DAY = 24 * 3600.0
+_APPROVAL_REASON = "it has published nothing yet: it may wait for an approval"
 
 
 @dataclass
@@ -46,10 +48,10 @@ class StoreRetention:
     """Selection of the runs and results of an artifact store that can be removed, computed at construction."""
 
     def __init__(
-        self, url: str, *, num_kept: int, older_than_seconds: float, min_age_seconds: float = SECONDS_PER_DAY
+        self, url: str, *, num_kept_runs: int, older_than_seconds: float, min_age_seconds: float = SECONDS_PER_DAY
     ) -> None:
-        """Keep the newest `num_kept` runs of each pipeline, and everything written in the last `older_than_seconds` or
-        `min_age_seconds`: a pipeline may wait between two stages, and contents are stored before their result.
+        """Keep the newest `num_kept_runs` runs of each pipeline, and objects of the last `older_than_seconds`
+        or `min_age_seconds`: a pipeline may wait between two stages, and contents are stored before their result.
 
         Raises:
             ConfigError: the store refuses a request, or a stage is being made.
@@ -59,14 +61,17 @@ class StoreRetention:
         self._bucket, self._max_age_seconds = Bucket(name), max(older_than_seconds, min_age_seconds)
         self.url = f"{S3_SCHEME}{name}/{self._prefix}".rstrip("/")
         with translate_errors(self.url):
-            self._store_time = self._bucket.clock()
-            self._refuse_during_lease()
+            self._store_time = self._bucket.read_clock()
+            self._require_no_active_lease()
             self.runs = self._list_folders("runs")
             for run in self.runs:
                 files, _ = read_document(self._bucket, self._object_key(f"runs/{run.name}/run.json"))
                 with suppress(KeyError, TypeError, ValueError):
-                    run.pipeline = str(tomllib.loads((files or {})["pipeline.toml"])["pipeline"]["name"])
-            self._mark_runs_to_keep(num_kept)
+                    pipeline = tomllib.loads((files or {})["pipeline.toml"])["pipeline"]
+                    run.pipeline = str(pipeline["name"])
+                    if run.age_seconds < APPROVAL_TIMEOUT_SECONDS and self._may_wait_for_approval(run, pipeline):
+                        run.reason_to_keep = _APPROVAL_REASON
+            self._mark_runs_to_keep(num_kept_runs)
             result_folders = self._list_folders("made")
             kept_runs = [run for run in self.runs if run.reason_to_keep]
             needed_fingerprints = {each for run in kept_runs for each in self._iter_result_values(run, "fingerprint")}
@@ -75,10 +80,10 @@ class StoreRetention:
                 if result_folder.name in needed_fingerprints or result_folder.age_seconds < self._max_age_seconds:
                     result_folder.reason_to_keep = "a run that stays has it, or it is not old enough"
             folders = [*self.runs, *result_folders]
-            unreferenced_objects = self._find_unreferenced([folder for folder in folders if folder.reason_to_keep])
+            unreferenced_objects = self._find_unreferenced_objects([each for each in folders if each.reason_to_keep])
             self._removable_folders = [each for each in folders if not each.reason_to_keep]
-            self.size = sum(each.size for each in self._removable_folders)
-            self.size += sum(each.size for each in unreferenced_objects)
+            self.removable_bytes = sum(each.size for each in self._removable_folders)
+            self.removable_bytes += sum(each.size for each in unreferenced_objects)
             """Number of bytes that `remove` would free."""
 
     def remove(self) -> tuple[int, int]:
@@ -92,46 +97,52 @@ class StoreRetention:
                 for each in sorted(folder.objects, key=lambda each: each.key not in keys):
                     self._bucket.remove(each.key)
                 freed_bytes += folder.size
-            self._refuse_during_lease()
-            for each in self._find_unreferenced([*self._list_folders("runs"), *self._list_folders("made")]):
+            self._require_no_active_lease()
+            for each in self._find_unreferenced_objects([*self._list_folders("runs"), *self._list_folders("made")]):
                 self._bucket.remove(each.key)
                 freed_bytes += each.size
         return sum(not run.reason_to_keep for run in self.runs), freed_bytes
 
-    def _refuse_during_lease(self) -> None:
-        store_time = self._bucket.clock()
-        for stored_object in self._bucket.list_objects(f"{self._object_key('made')}/"):
-            if stored_object.key.endswith(f"/{_LEASE_FILE}") and store_time - stored_object.modified < EXPIRY_SECONDS:
-                lease, _ = read_document(self._bucket, stored_object.key)
+    def _require_no_active_lease(self) -> None:
+        store_time = self._bucket.read_clock()
+        for each in self._bucket.list_objects(f"{self._object_key('made')}/"):
+            if each.key.endswith(f"/{_LEASE_FILE}") and store_time - each.modified_time < EXPIRY_SECONDS:
+                lease, _ = read_document(self._bucket, each.key)
                 machine = f" on {lease.get('machine')}" if lease else ""
                 raise ConfigError(f"{self.url}: a stage is made now{machine}; clean when no pipeline uses the store")
 
     def _list_folders(self, folder_kind: str) -> list[StoredFolder]:
-        key_prefix, groups = f"{self._object_key(folder_kind)}/", defaultdict[str, list[StoredObject]](list)
+        key_prefix, objects_by_folder = f"{self._object_key(folder_kind)}/", defaultdict[str, list[StoredObject]](list)
         for each in self._bucket.list_objects(key_prefix):
-            groups[each.key.removeprefix(key_prefix).partition("/")[0]].append(each)
-        folders = [StoredFolder(name, objects) for name, objects in groups.items()]
+            objects_by_folder[each.key.removeprefix(key_prefix).partition("/")[0]].append(each)
+        folders = [StoredFolder(name, objects) for name, objects in objects_by_folder.items()]
         for folder in folders:
-            folder.age_seconds = max(0.0, self._store_time - max(each.modified for each in folder.objects))
+            folder.age_seconds = max(0.0, self._store_time - max(each.modified_time for each in folder.objects))
         return folders
 
-    def _mark_runs_to_keep(self, num_kept: int) -> None:
+    def _mark_runs_to_keep(self, num_kept_runs: int) -> None:
         runs_by_pipeline = defaultdict[str, list[StoredFolder]](list)
         for run in sorted(self.runs, key=lambda run: run.age_seconds):
             runs_by_pipeline[run.pipeline].append(run)
         for pipeline_runs in runs_by_pipeline.values():
-            for run in pipeline_runs[:num_kept]:
-                run.reason_to_keep = f"one of the newest {num_kept} of its pipeline"
+            for run in pipeline_runs[:num_kept_runs]:
+                run.reason_to_keep = f"one of the newest {num_kept_runs} of its pipeline"
         for run in self.runs:
             if not run.reason_to_keep and run.age_seconds < self._max_age_seconds:
                 run.reason_to_keep = "not old enough"
 
-    def _find_unreferenced(self, kept_folders: list[StoredFolder]) -> list[StoredObject]:
+    def _may_wait_for_approval(self, run: StoredFolder, pipeline: dict[str, Any]) -> bool:
+        """Return True if a stage that publishes is not complete: the store does not record who waits for an approval."""
+        publishing_stages = [stage["name"] for stage in pipeline.get("stages", ()) if stage.get("target")]
+        results = {self._object_key(f"runs/{run.name}/stages/{name}/{RESULT_FILE}") for name in publishing_stages}
+        return not results <= {each.key for each in run.objects}
+
+    def _find_unreferenced_objects(self, kept_folders: list[StoredFolder]) -> list[StoredObject]:
         """Return the old objects below `objects/` that no result in `kept_folders` lists as output."""
         outputs = [files for folder in kept_folders for files in self._iter_result_values(folder, "outputs")]
         referenced_digests = {each["sha256"] for files in outputs for each in files}
         contents = self._bucket.list_objects(f"{self._object_key('objects')}/")
-        old_contents = [each for each in contents if self._store_time - each.modified >= self._max_age_seconds]
+        old_contents = [each for each in contents if self._store_time - each.modified_time >= self._max_age_seconds]
         return [each for each in old_contents if each.key.rpartition("/")[2] not in referenced_digests]
 
     def _iter_result_values(self, folder: StoredFolder, result_key: str) -> Iterator[Any]:

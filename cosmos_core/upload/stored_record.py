@@ -37,7 +37,7 @@ class StoredRecord:
                 index, _ = read_index(self._bucket, self._index_key)
                 self._known_entries = dict(index.files) if index else {}
             kept_entries = {} if is_final else self._known_entries
-            files = {path: kept_entry for path, kept_entry in kept_entries.items() if path.startswith("logs/")}
+            files = {path: log_entry for path, log_entry in kept_entries.items() if path.startswith("logs/")}
             for file in _list_files_to_push(self._stage_path, _FINAL_FILE_PATTERNS if is_final else _FILE_PATTERNS):
                 path, data = str(file.relative_to(self._stage_path)), file.read_bytes()
                 entry = ContentEntry.from_bytes(data)
@@ -73,7 +73,7 @@ class StoredRecord:
             index, _ = read_index(self._bucket, self._index_key)
             entry = index.files.get(_STATE_FILE) if index else None
             data = self._contents.read(entry) if entry else None
-        return _read_portable_state(data) if data else None
+        return _read_state_without_pids(data) if data else None
 
     @property
     def _index_key(self) -> str:
@@ -81,11 +81,11 @@ class StoredRecord:
 
     def _write_local_file(self, file: Path, data: bytes) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.name == _STATE_FILE and (state := _read_portable_state(data)):
+        if file.name == _STATE_FILE and (state := _read_state_without_pids(data)):
             data = (json.dumps(state.model_dump(), indent=1) + "\n").encode()
         if file.name == _EVENTS_FILE:
             data = _merge_json_lines(data, file.read_bytes() if file.is_file() else b"")
-        write_bytes(file, data, durable=False)
+        write_bytes(file, data, fsync=False)
 
 
 def _list_files_to_push(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
@@ -94,7 +94,7 @@ def _list_files_to_push(stage_path: Path, patterns: Iterable[str]) -> list[Path]
     return sorted(f for f in files if f.stat().st_size <= _MAX_BYTES_BY_SUFFIX.get(f.suffix, _MAX_FILE_BYTES))
 
 
-def _read_portable_state(data: bytes) -> StageState | None:
+def _read_state_without_pids(data: bytes) -> StageState | None:
     """Return the state of a stage without process ids, which are local to a machine; None if `data` is damaged."""
     try:
         state = StageState.model_validate_json(data)

@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import UploadError
-from cosmos_core.run.bucket import Bucket, run_threads
+from cosmos_core.run.bucket import Bucket, thread_map
 from cosmos_core.run.files import parse_json_objects
 
 PART_BYTES = 16 << 20
 _MAX_PARTS = 9000  # maximum number of parts of an upload; S3 allows 10,000
 _MAX_PARALLEL_FILES = 4
 _MAX_PARALLEL_PARTS = 4
-_MAX_ATTEMPTS = 3  # maximum number of uploads of an object whose digest is wrong
+_MAX_UPLOAD_ATTEMPTS = 3  # maximum number of uploads of an object whose digest is wrong
 
 
 @dataclass
-class Journal:
+class UploadJournal:
     """Journal file of uploads: one JSON line per multipart upload, stored part and verified object."""
 
     path: Path | None = None
@@ -67,11 +67,11 @@ class Journal:
 
 
 @dataclass
-class Transfer:
+class FileTransfer:
     """Upload of files to one bucket."""
 
     bucket: Bucket
-    journal: Journal = field(default_factory=Journal)
+    journal: UploadJournal = field(default_factory=UploadJournal)
     pause: Callable[[], None] = lambda: None
     """Function that is called between parts of a file; it raises an error if the run is to stop."""
     part_bytes: int = PART_BYTES
@@ -80,25 +80,25 @@ class Transfer:
         """Store files in the bucket unless it has them; `files` maps each key to a file and its SHA-256. Raise
         UploadError if a stored object has the wrong digest after each attempt, or its file changed meanwhile."""
         arguments = ((key, *source) for key, source in files.items())
-        run_threads(self._send_file, arguments, _MAX_PARALLEL_FILES, "upload")
+        thread_map(self._send_file, arguments, _MAX_PARALLEL_FILES, "upload")
 
     def _send_file(self, key: str, file: Path, sha256: str) -> None:
         self.pause()
         object_info = self.bucket.head(key)
         if object_info and self.journal.verified_objects.get(key) == (sha256, object_info["etag"]):
             return
-        is_sent = object_info is not None and object_info["metadata"].get("sha256") == sha256
-        for _ in range(_MAX_ATTEMPTS):
-            if not is_sent:
+        is_already_stored = object_info is not None and object_info["metadata"].get("sha256") == sha256
+        for _ in range(_MAX_UPLOAD_ATTEMPTS):
+            if not is_already_stored:
                 self._upload_object(key, file, sha256)
             object_info = self.bucket.head(key)
             if object_info is not None and self.bucket.sha256(key) == sha256:
                 self.journal.append_line(verified=key, sha256=sha256, etag=object_info["etag"])
                 return
-            is_sent = False
+            is_already_stored = False
             self.bucket.remove(key)
             self.journal.append_line(gone=key)
-        problem = f"arrived altered {_MAX_ATTEMPTS} times: its sha256 is not that of {file}"
+        problem = f"arrived altered {_MAX_UPLOAD_ATTEMPTS} times: its sha256 is not that of {file}"
         raise UploadError(f"{self.bucket.url(key)} {problem}")
 
     def _upload_object(self, key: str, file: Path, sha256: str) -> None:
@@ -125,7 +125,7 @@ class Transfer:
         stored_etags = {part["PartNumber"]: part["ETag"].strip('"') for page in pages for part in page.get("Parts", ())}
         numbered_slices = [(number, (file, (number - 1) * part_bytes, part_bytes)) for number in part_numbers]
         part_arguments = ((key, upload_id, number, file_slice, stored_etags) for number, file_slice in numbered_slices)
-        etags = run_threads(self._upload_part, part_arguments, _MAX_PARALLEL_PARTS, "part")
+        etags = thread_map(self._upload_part, part_arguments, _MAX_PARALLEL_PARTS, "part")
         sent_parts = [
             {"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(part_numbers, etags, strict=True)
         ]
@@ -135,10 +135,10 @@ class Transfer:
         """Return the id of the multipart upload in the journal, or of a new upload. Other uploads of the same key are
         kept, because another machine may be sending the same content."""
         client, name = self.bucket.client, self.bucket.name
-        previous_id = self.journal.upload_ids.get(key)
-        uploads = client.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ()) if previous_id else ()
-        if any((upload["Key"], upload["UploadId"]) == (key, previous_id) for upload in uploads):
-            return str(previous_id)
+        journal_upload_id = self.journal.upload_ids.get(key)
+        uploads = client.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ()) if journal_upload_id else ()
+        if any((upload["Key"], upload["UploadId"]) == (key, journal_upload_id) for upload in uploads):
+            return str(journal_upload_id)
         upload_id: str = client.create_multipart_upload(Bucket=name, Key=key, Metadata={"sha256": sha256})["UploadId"]
         self.journal.append_line(upload=upload_id, key=key)
         return upload_id
@@ -164,7 +164,7 @@ class Transfer:
         """Send data in one request, up to three times if it arrives altered; return the ETag of the stored data."""
         md5 = hashlib.md5(data, usedforsecurity=False)
         content_md5 = base64.b64encode(md5.digest()).decode()
-        for _ in range(_MAX_ATTEMPTS):
+        for _ in range(_MAX_UPLOAD_ATTEMPTS):
             response = request(Bucket=self.bucket.name, Body=data, ContentMD5=content_md5, **arguments)
             etag = str(response["ETag"].strip('"'))
             # The ETag of an encrypted object is not its MD5.

@@ -48,7 +48,7 @@ from cosmos_core.types import Outcome
 
 logger = logging.getLogger(__name__)
 
-FACTS_FILE = "facts.json"
+HARDWARE_FILE = "facts.json"
 """File with the hardware and libraries of each rank, in the order of the ranks, for the report."""
 
 
@@ -95,7 +95,7 @@ def run_program(stage: Stage) -> None:
     engine_group = _create_engine_group(stage)
     if world_size > 1 or engine_group is not None:
         worker_group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(world_size, actors=engine_group)
-        rank_program = _with_service_variables(stage, partial(run_rank, stage.path, program))
+        rank_program = _add_service_variables(stage, partial(run_rank, stage.path, program))
         outcome = worker_group.run(rank_program, lambda: stage.stop_requested, stage.progress.beat)
     else:
         outcome = _run_with_metrics(stage, program)
@@ -113,40 +113,40 @@ def _create_engine_group(stage: Stage) -> Any:
         return None
     open_replica = importlib.import_module("cosmos_core.train.generation").open_replica
     return importlib.import_module("cosmos_core.cluster.actors").ActorGroup(
-        _with_service_variables(stage, partial(open_replica, stage.path)),
+        _add_service_variables(stage, partial(open_replica, stage.path)),
         partial(read_requested_engines, stage.path, stage.recipe.num_engines),
         name="RolloutEngine",
         shares_gpus=stage.recipe.mode == "colocated_separated",
         processes_per_actor=stage.recipe.rollout.parallelism.tp_size,
-        overlaps_ranks=any(stage.recipe.train.train_policy.rollout_lookahead[:2]),
+        is_concurrent_with_ranks=any(stage.recipe.train.train_policy.rollout_lookahead[:2]),
     )
 
 
-def _with_service_variables(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
+def _add_service_variables(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that sets environment variables for rewards, tools and metric sinks, and then calls `function`:
     ranks and engines on a Ray cluster do not inherit the variables of this process."""
     properties = importlib.import_module("cosmos_core.cluster.properties")
     names = (*stage.recipe.secret_env_names, *stage.recipe.rollout.multi_turn_config.tool_env)
-    return partial(properties.call_with_environment, properties.service_variables(names), function)
+    return partial(properties.call_with_environment, properties.service_environment(names), function)
 
 
 def run_rank(path: Path, program: Callable[..., Outcome], messages: Any) -> Outcome:
     """Run the program of a stage on this rank. Only the first rank logs below WARNING and writes shared files."""
-    from cosmos_core.parallel.mesh import all_gather_object, is_first
+    from cosmos_core.parallel.mesh import all_gather_object, is_first_rank
 
-    configure_logging("INFO" if is_first() else "WARNING")
+    configure_logging("INFO" if is_first_rank() else "WARNING")
     mask_secrets()
     stage = load_stage(path)
 
-    def listen() -> None:
+    def wait_for_stop_request() -> None:
         messages.wait()
         stage.stop_requested = True
 
-    threading.Thread(target=listen, daemon=True).start()
+    threading.Thread(target=wait_for_stop_request, daemon=True).start()
     stage.engines = messages.actors
     machine_properties = all_gather_object(asdict(measure_machine(ALL_LIBRARIES)))
     with raise_disk_full(path):
-        if is_first():
+        if is_first_rank():
             _report_hardware(stage, [MachineProperties(**rank_properties) for rank_properties in machine_properties])
             return _run_with_metrics(stage, program)
         with tempfile.TemporaryDirectory() as scratch_folder:
@@ -159,13 +159,13 @@ def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
     """Call the program of a stage. Report an error in user-defined code with its file and line."""
     stage_description = f"stage {stage.name!r}: {stage.config.entry}"
 
-    def convert(error: Exception) -> Exception:
+    def convert_user_error(error: Exception) -> Exception:
         if not stage.config.entry or is_transient(error):
             return error
         reason = f"{type(error).__name__}: {error} ({find_error_location(error, program)})"
         return ConfigError(f"{stage_description} raised {reason}; traceback in the log")
 
-    with convert_errors(convert):
+    with convert_errors(convert_user_error):
         outcome = program(stage, **stage.config.arguments)
     if not isinstance(outcome, Outcome):
         returned_type = "nothing" if outcome is None else f"a {type(outcome).__name__}"
@@ -175,7 +175,7 @@ def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
 
 def _report_hardware(stage: Stage, machine_properties: Sequence[MachineProperties]) -> None:
     """Write and log the hardware on which the stage runs, and the numeric precision of a training."""
-    write_json(stage.path / FACTS_FILE, [asdict(rank_properties) for rank_properties in machine_properties])
+    write_json(stage.path / HARDWARE_FILE, [asdict(rank_properties) for rank_properties in machine_properties])
     train = stage.recipe.train
     precision = f", {train.master_dtype} weights, computes in {train.param_dtype}" if stage.kind.trains_model else ""
     machines = formatting.describe_machines(machine_properties)
@@ -184,6 +184,8 @@ def _report_hardware(stage: Stage, machine_properties: Sequence[MachinePropertie
 
 def _run_with_metrics(stage: Stage, program: Callable[..., Outcome]) -> Outcome:
     """Call the program of a stage, and pass its metrics to the log and to the metric sinks (W&B, TensorBoard)."""
+    if stage.kind.makes == "metrics":  # a killed attempt may have written its line already
+        stage.metrics.remove_lines_after_step(0)
     step_log = StepLog(stage.progress)
     stage.metrics.watchers.append(step_log.log_metrics_line)
     warning_handler, package_logger = _WarningHandler(stage.progress), logging.getLogger("cosmos_core")
@@ -209,11 +211,11 @@ class _WarningHandler(logging.Handler):
 
 
 def _listen_for_stop(stage: Stage) -> None:
-    def request(signal_number: int, frame: object) -> None:
+    def request_stop(signal_number: int, frame: object) -> None:
         stage.stop_requested = True
 
     for signal_name in {"SIGTERM", *stage.recipe.train.signal_to_handle}:
-        signal.signal(signal.Signals[signal_name], request)
+        signal.signal(signal.Signals[signal_name], request_stop)
 
 
 def _report_crash(path: Path, error: Exception) -> int:

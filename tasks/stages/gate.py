@@ -11,7 +11,7 @@ from cosmos_core.run.files import write_json
 from cosmos_core.run.paired_items import (
     PairedDifferences,
     compare_items,
-    compute_num_items,
+    compute_sample_size,
     correct_p_values,
     find_published_item_folders,
 )
@@ -46,16 +46,16 @@ def run(stage: Stage) -> Outcome:
     for condition in map(parse_condition, stage.config.require):
         entries: list[dict[str, Any]] = []
         for name, measured in _find_measured_metrics(condition, stage, None if record is None else published):
-            paired, noise = None, 0.0
+            pairs, margin = None, 0.0
             if record is not None and stage.config.confidence and condition.needs_published_model:
-                paired = _compare_paired_items(stage, condition, name, measured, record)
-                noise = 0.0 if paired else _compute_noise_margin(stage, condition, name, measured, published)
-            value, limit = measured[name], condition.threshold(published.get(name))
-            entry: dict[str, Any] = {"condition": condition.text, "value": value, "bound": limit}
-            entry["passed"] = condition.is_satisfied(value, limit, noise)
-            entry |= ({"metric": name} if "*" in condition.metric else {}) | ({"noise": noise} if noise else {})
-            if paired is not None and not math.isnan(value):
-                entry |= _compare_items(condition, paired, stage.config.confidence)
+                pairs = _compare_paired_items(stage, condition, name, measured, record)
+                margin = 0.0 if pairs else _compute_noise_margin(stage, condition, name, measured, published)
+            value, bound = measured[name], condition.threshold(published.get(name))
+            entry: dict[str, Any] = {"condition": condition.text, "value": value, "bound": bound}
+            entry["passed"] = condition.is_satisfied(value, bound, margin)
+            entry |= ({"metric": name} if "*" in condition.metric else {}) | ({"noise": margin} if margin else {})
+            if pairs is not None and not math.isnan(value):
+                entry |= _compare_items(condition, pairs, stage.config.confidence)
             entries.append(entry)
         _add_corrected_p_values(entries)
         failure_messages += [_format_refusal(condition, entry) for entry in entries if not entry["passed"]]
@@ -81,14 +81,14 @@ def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str,
     return record
 
 
-def _compare_items(condition: MetricCondition, paired: PairedDifferences, confidence: float) -> dict[str, JsonValue]:
+def _compare_items(condition: MetricCondition, pairs: PairedDifferences, confidence: float) -> dict[str, JsonValue]:
     """Compare two models item by item; return whether the condition of a gate holds, and statistics for its report."""
     sign = 1 if condition.operator.startswith(">") else -1
-    improvements = replace(paired, differences=tuple(sign * difference for difference in paired.differences))
-    p_value, statistics = improvements.p_value(sign * condition.published_offset), paired.describe(confidence)
-    difference = (paired.mean - condition.published_offset) * sign
-    num_required = compute_num_items(statistics["items"], statistics["detectable"], difference)
-    return {"passed": p_value <= 1 - confidence, "paired": statistics | {"p_value": p_value, "needed": num_required}}
+    gains = replace(pairs, differences=tuple(sign * difference for difference in pairs.differences))
+    p_value, summary = (gains.p_value(sign * condition.published_offset), pairs.describe(confidence))
+    difference = (pairs.mean - condition.published_offset) * sign
+    sample_size = compute_sample_size(summary["items"], summary["detectable"], difference)
+    return {"passed": p_value <= 1 - confidence, "paired": summary | {"p_value": p_value, "needed": sample_size}}
 
 
 def _add_corrected_p_values(entries: list[dict[str, Any]]) -> None:
@@ -103,17 +103,17 @@ def _add_corrected_p_values(entries: list[dict[str, Any]]) -> None:
 
 def _format_refusal(condition: MetricCondition, entry: dict[str, Any]) -> str:
     bound_text = "" if entry["bound"] is None else f", bound {entry['bound']:.6g}"
-    noise_text = f", noise {entry['noise']:.3g}" if "noise" in entry else ""
+    uncertainty_text = f", noise {entry['noise']:.3g}" if "noise" in entry else ""
     if paired := entry.get("paired"):
-        noise_text = (
+        uncertainty_text = (
             f"; {paired['difference']:+.3g} ({paired['low']:+.3g} .. {paired['high']:+.3g}) on {paired['items']} "
             f"items, of which {paired['better']} are better and {paired['worse']} worse, p = {paired['p_value']:.3g}"
         )
-        noise_text += f" ({paired['p_holm']:.3g} with Holm's correction)" if "p_holm" in paired else ""
-        noise_text += f"; as many items show a difference of {paired['detectable']:.2g}"
-        noise_text += f", this one needs {paired['needed']:,} items" if paired["needed"] else ""
+        uncertainty_text += f" ({paired['p_holm']:.3g} with Holm's correction)" if "p_holm" in paired else ""
+        uncertainty_text += f"; as many items show a difference of {paired['detectable']:.2g}"
+        uncertainty_text += f", this one needs {paired['needed']:,} items" if paired["needed"] else ""
     metric = entry.get("metric", condition.metric)
-    return f"{condition.text} does not hold: {metric} = {entry['value']:.6g}{bound_text}{noise_text}"
+    return f"{condition.text} does not hold: {metric} = {entry['value']:.6g}{bound_text}{uncertainty_text}"
 
 
 def _compare_paired_items(
@@ -127,10 +127,10 @@ def _compare_paired_items(
     new_path = next(result.get("path") for result in stage.inputs.values() if result["metrics"] is measured_metrics)
     published_value = record["metrics"][name]
     for old_folder in find_published_item_folders(record, name):
-        if new_path and (paired := compare_items(name, Path(new_path), old_folder)):
+        if new_path and (pairs := compare_items(name, Path(new_path), old_folder)):
             # The negated comparison is also true for NaN.
-            is_item_mean = not abs(paired.mean - (measured_metrics[name] - published_value)) > 1e-6
-            return paired if is_item_mean else None
+            is_item_mean = not abs(pairs.mean - (measured_metrics[name] - published_value)) > 1e-6
+            return pairs if is_item_mean else None
     return None
 
 
@@ -142,13 +142,13 @@ def _compute_noise_margin(
     published_metrics: dict[str, float],
 ) -> float:
     """Return the margin by which a metric must differ from that of the published model at the configured confidence."""
-    noise = significance_margin(name, stage.config.confidence, measured_metrics, published_metrics)
-    if noise is None:
+    noise_margin = significance_margin(name, stage.config.confidence, measured_metrics, published_metrics)
+    if noise_margin is None:
         raise ConfigError(
             f"gate {stage.name!r}: {condition.text!r} with confidence = {stage.config.confidence:g}: nobody knows how "
             f"exact {name!r} is, here or of what is published; report {name}_stderr, or set confidence = 0"
         )
-    return noise
+    return noise_margin
 
 
 def _find_measured_metrics(
@@ -161,20 +161,20 @@ def _find_measured_metrics(
     for name, result in stage.inputs.items():
         for key in result["metrics"]:
             metrics[f"{name}.{key}"] = metrics[key] = (key, result["metrics"])
-    matches = {each[0]: each for full_name, each in metrics.items() if condition.matches_metric(full_name)}
-    if not matches:
-        reported_names = sorted({key for key, _ in metrics.values()})
+    metrics_by_name = {each[0]: each for full_name, each in metrics.items() if condition.matches_metric(full_name)}
+    if not metrics_by_name:
+        reported_metric_names = sorted({key for key, _ in metrics.values()})
         raise ConfigError(
             f"gate {stage.name!r}: no stage in its `after` reported {condition.metric!r}; "
-            f"reported: {', '.join(reported_names) or 'nothing'}"
+            f"reported: {', '.join(reported_metric_names) or 'nothing'}"
         )
     if published_metrics is None or not condition.needs_published_model:
-        return list(matches.values())
+        return list(metrics_by_name.values())
     comparable_metrics = [
-        each for name, each in matches.items() if isinstance(published_metrics.get(name), int | float)
+        each for name, each in metrics_by_name.items() if isinstance(published_metrics.get(name), int | float)
     ]
     if not comparable_metrics:
-        names = " or ".join(map(repr, matches))
+        names = " or ".join(map(repr, metrics_by_name))
         raise ConfigError(
             f"gate {stage.name!r}: {condition.text!r}: what is published has no {names}; compare with a number"
         )

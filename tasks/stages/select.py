@@ -34,14 +34,14 @@ def run(stage: Stage) -> Outcome:
     sweep = stage.config.sweep
     assert sweep is not None  # a select stage without the key `sweep` is refused earlier
     values = {branch.stages: _read_metric(stage, branch, sweep.metric) for branch in sweep.branches}
-    candidates = [branch for branch in sweep.branches if not math.isnan(values[branch.stages])]
-    if not candidates:
+    comparable_branches = [branch for branch in sweep.branches if not math.isnan(values[branch.stages])]
+    if not comparable_branches:
         raise GateFailed(f"stage {stage.name!r}: {sweep.metric} is not a number in any of {len(values)} branches")
-    choose = max if sweep.mode == "max" else min
-    best_branch = choose(candidates, key=lambda branch: values[branch.stages])
+    choose_best = max if sweep.mode == "max" else min
+    best_branch = choose_best(comparable_branches, key=lambda branch: values[branch.stages])
     model_stages = [name for name in best_branch.stages if stage.inputs[name]["info"].get("model")]
     source = stage.inputs[model_stages[-1] if model_stages else best_branch.stages[-1]]
-    # `data` names a folder of the source stage, which is not linked into the folder of this stage.
+    # `data` is left out: it names a data folder of the source stage, and only the model is linked into this stage.
     info = {key: value for key, value in source["info"].items() if key != "data"}
     outputs: tuple[str, ...] = ()
     if model_stages:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.run.files import list_files_below, read_json_object, sha256, write_json
-from cosmos_core.run.manifest import find_damage, read_result
+from cosmos_core.run.manifest import find_output_damage, read_result
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import read_state
 from cosmos_core.types import Outcome, StageKind
@@ -49,7 +49,7 @@ def run(stage: Stage) -> Outcome:
     for name, result in stage.inputs.items():
         path = Path(result["path"])
         source = read_result(path)
-        damage = find_damage(path, source, ignores_cache=True) if source else "its result is gone"
+        damage = find_output_damage(path, source, ignores_cache=True) if source else "its result is gone"
         if damage:
             raise UploadError(f"stage {stage.name!r} publishes nothing: stage {name!r}: {damage}")
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
@@ -98,11 +98,11 @@ def _find_superseded_version(
     was since moved to another version; otherwise an empty string. Thereby a resumed run undoes neither a rollback nor a
     newer publication, unless the stage is forced to run again."""
     stage_folders = [stage.path, *(stage.run_path / "superseded").glob(f"{stage.name}.*")]
-    notes, weight_digests = (
+    records, weight_digests = (
         [read_json_object(each / _PUBLICATION_FILE) for each in stage_folders],
         _weight_digests(record),
     )
-    versions = {str(note["version"]) for note in notes if "files" in note and _weight_digests(note) == weight_digests}
+    versions = {str(each["version"]) for each in records if "files" in each and _weight_digests(each) == weight_digests}
     if current_record["version"] in versions or read_state(stage.path).forced:
         return ""
     for version in sorted(versions):
@@ -133,10 +133,10 @@ def _weight_digests(record: dict[str, Any]) -> dict[str, str]:
     return {name: digest for name, digest in record["files"].items() if not name.endswith(".md")}
 
 
-def _send_checkpoints(stage: Stage, check: Callable[[], None]) -> None:
-    """Send the checkpoints of the training that were not sent while it ran; call `check` between requests."""
-    checkpoint_config, target_parent = stage.recipe.train.ckpt, stage.config.target.rpartition("/")[0]
-    if checkpoint_config.upload_s3 == "all" and target_parent and target_parent.startswith(checkpoint_config.s3_url()):
+def _send_checkpoints(stage: Stage, raise_if_cancelled: Callable[[], None]) -> None:
+    """Send the checkpoints that were not sent during the training; check for a cancellation between requests."""
+    checkpoint_config, target_folder = stage.recipe.train.ckpt, stage.config.target.rpartition("/")[0]
+    if checkpoint_config.upload_s3 == "all" and target_folder and target_folder.startswith(checkpoint_config.s3_url()):
         for name, result in stage.inputs.items():
-            url = checkpoint_url(target_parent, name, stage.run_path.name)
-            list(CheckpointUploader(Path(result["path"]), url).push(check))
+            url = checkpoint_url(target_folder, name, stage.run_path.name)
+            list(CheckpointUploader(Path(result["path"]), url).push(raise_if_cancelled))

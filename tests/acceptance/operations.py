@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from cosmos_core.run.manifest import find_damage, read_result
+from cosmos_core.run.manifest import find_output_damage, read_result
 from cosmos_core.run.state import FINISHED_STATES, read_state
 from cosmos_core.upload.file import FileTarget
 from tests.acceptance.page import Proof, table
@@ -209,7 +209,7 @@ class Operations(Team):
         for name in ("first", "second"):
             stage = self.outputs / each.name / "stages" / name
             result = read_result(stage)
-            damage = find_damage(stage, result, ignores_cache=True) if result else "no result"
+            damage = find_output_damage(stage, result, ignores_cache=True) if result else "no result"
             problems += [f"{name}: {damage}"] if damage else []
             starts = [int(line.split()[1]) for line in (stage / "visits.txt").read_text().splitlines()]
             problems += [f"{name} went back: {starts}"] * (starts != sorted(starts))

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from cosmos_core.launch.server import _copy_database, _locate_empty_database
-from cosmos_core.observe.logs import add_quiet_variables
+from cosmos_core.observe.logs import add_log_silencing_variables
 from tests.conftest import one_certificate, processes_below, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ class Orchestra:
             "OMP_NUM_THREADS": "1",
         }
         mine = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT")}
-        self.environment = add_quiet_variables(
+        self.environment = add_log_silencing_variables(
             mine | self.settings | {"PREFECT_API_DATABASE_CONNECTION_URL": self._database()}
         )
         self.worker: subprocess.Popen[str] | None = None

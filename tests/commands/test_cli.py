@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cosmos_core.cli import app
 from cosmos_core.launch import worker
-from cosmos_core.observe.console import Display
+from cosmos_core.observe.console import ProgressDisplay
 from cosmos_core.run.directory import Run
 from cosmos_core.run.state import update_state
 from cosmos_core.session import _keep_display_updated, _print_failures, derive_exit_code
@@ -359,7 +359,7 @@ def test_what_is_asked_to_stop_says_that_it_saves(tmp_path: Path) -> None:
     run, out = counting_run(tmp_path), io.StringIO()
     with (
         worker.register_active_run(),
-        Display(["first", "second"], stream=out) as display,
+        ProgressDisplay(["first", "second"], stream=out) as display,
         _keep_display_updated(lambda: run, display),
     ):
         worker.stop_all()

@@ -17,7 +17,7 @@ import pytest
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.files import read_json
-from cosmos_core.run.manifest import find_damage, read_result
+from cosmos_core.run.manifest import find_output_damage, read_result
 from cosmos_core.run.state import read_state
 from tasks.kinds import all_kinds
 from tests.commands.orchestra import Orchestra
@@ -190,7 +190,7 @@ def test_a_deployed_demo_runs_on_a_worker_and_its_model_is_on_disk(orchestra: Or
     results = {name: read_result(run / "stages" / name) for name in ("task", "sft", "grpo", "export")}
     for name, result in results.items():
         assert result is not None
-        assert find_damage(run / "stages" / name, result, ignores_cache=True) is None
+        assert find_output_damage(run / "stages" / name, result, ignores_cache=True) is None
     assert results["export"]
     model = run / "stages" / "export" / results["export"]["info"]["model"]
     assert {"config.json", "model.safetensors"} <= {file.name for file in model.iterdir()}

@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3ForCausalLM
 
-from cosmos_core.config.load import merge
+from cosmos_core.config.load import merge_tables
 from cosmos_core.run.progress import read_metrics
 from tests.conftest import Workspace
 from tests.effects.change import nested
@@ -149,7 +149,7 @@ def test_a_recipe_of_this_shape_trains_two_steps_and_exports(name: str, workspac
         (workspace.path / "model/chat_template.jinja").write_text(CHATML)
     _write_rows(workspace.path, is_visual=is_visual)
     workspace.write("recipe.toml", text)
-    workspace.write("shape.toml", tomli_w.dumps(merge(nested(SHORT), nested(settings))))
+    workspace.write("shape.toml", tomli_w.dumps(merge_tables(nested(SHORT), nested(settings))))
     planned = workspace.cosmos("plan", "recipe.toml", "shape.toml")
     assert "train" in planned.stdout
     workspace.cosmos("run", "recipe.toml", "shape.toml")

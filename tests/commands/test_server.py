@@ -17,7 +17,7 @@ import pytest
 
 from cosmos_core.errors import DiskFull
 from cosmos_core.launch.server import prefect_server
-from cosmos_core.observe.logs import add_quiet_variables
+from cosmos_core.observe.logs import add_log_silencing_variables
 from tests.conftest import processes_below, wait_until
 
 
@@ -35,7 +35,7 @@ def expect_a_server_that_asks_who_is_there(home: Path) -> None:
 def use_no_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PREFECT")]:
         monkeypatch.delenv(name)
-    for name, value in add_quiet_variables({}).items():
+    for name, value in add_log_silencing_variables({}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("COSMOS_WORKSPACE", str(folder))
 

@@ -15,11 +15,11 @@ from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.models.denoiser import Denoiser
-from cosmos_core.models.families import open_family
+from cosmos_core.models.families import open_pipeline
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.recompute import recompute_activations
 from cosmos_core.parallel.fsdp import full_tensors
-from cosmos_core.parallel.mesh import is_first, open_mesh
+from cosmos_core.parallel.mesh import is_first_rank, open_mesh
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.trainer import Trainer
 from tests import tiny_pipelines
@@ -88,9 +88,9 @@ def computed(folder: Path, case: str, scratch: Path, **mesh: int) -> dict[str, A
         "train.param_dtype": "float32", "policy.is_diffusers": True, "train.optm_grad_norm_clip": 0.0,
             **CASES[case],
     })  # fmt: skip
-    train = config.train.derive(fsdp_reduce_dtype="float64" if name not in PRECISE else "float32")
+    train = config.train.copy_with(fsdp_reduce_dtype="float64" if name not in PRECISE else "float32")
     torch.manual_seed(0)
-    family = open_family(str(folder / name), config.policy)
+    family = open_pipeline(str(folder / name), config.policy)
     dtype, _ = PRECISE.get(name, (torch.float64, 1e-9))
     model = family.load_denoiser(dtype)
     mark_trained_weights(model, config.policy, family.lora_targets)
@@ -109,7 +109,7 @@ def computed(folder: Path, case: str, scratch: Path, **mesh: int) -> dict[str, A
         "loss": metrics["loss"],
         "grad_norm": metrics["grad_norm"],
         "predicted": [row["velocity"] for row in predicted],
-        "gradients": {key: tensor.clone() for key, tensor in full_tensors(gradients) if is_first()},
+        "gradients": {key: tensor.clone() for key, tensor in full_tensors(gradients) if is_first_rank()},
         "weights": None if whole is None else {key: value.clone() for key, value in whole.state_dict().items()},
     }
 

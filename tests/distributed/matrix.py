@@ -28,7 +28,7 @@ from cosmos_core.models.hf import load_model
 from cosmos_core.models.lora import needs_base_weights
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import full_tensors
-from cosmos_core.parallel.mesh import Mesh, is_first, open_mesh
+from cosmos_core.parallel.mesh import Mesh, is_first_rank, open_mesh
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.trainer import Trainer
 from tests.unit.trainers import likelihood, score_in, trainer_of
@@ -126,7 +126,7 @@ def recipe(case: Case) -> Recipe:
     }  # fmt: skip
     taught = {"enable": True, "top_k": 4, "kl_discount_factor": 0.5} if case.algorithm == "taught" else {}
     found = Recipe.model_validate({"train": train, "distillation": taught})
-    return found.derive(train=found.train.derive(fsdp_reduce_dtype=case.dtype))  # which no recipe may ask of float64
+    return found.copy_with(train=found.train.copy_with(fsdp_reduce_dtype=case.dtype))  # no recipe may ask it of float64
 
 
 @cache
@@ -179,7 +179,7 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     weights = {} if whole is None else {name: p.detach().clone() for name, p in whole.named_parameters()}
     return {
         "figures": figures,
-        "gradients": {name: tensor.clone() for name, tensor in full_tensors(gradients) if is_first()},
+        "gradients": {name: tensor.clone() for name, tensor in full_tensors(gradients) if is_first_rank()},
         "weights": weights,
     }
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from cosmos_core.cluster.actors import ActorGroup
 from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.errors import ConfigError, StageFailed
-from cosmos_core.parallel.mesh import any_rank
+from cosmos_core.parallel.mesh import all_reduce_any
 from cosmos_core.types import Outcome
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def die(stop: threading.Event) -> None:
 def stop_together(started: Path, stop: threading.Event) -> list[int]:
     """The step at which each rank stopped; there is a file `started` from the third on."""
     step = 0
-    while not any_rank(stop.is_set()):
+    while not all_reduce_any(stop.is_set()):
         step += 1
         if step == 3:
             started.touch()

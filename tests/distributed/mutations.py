@@ -70,7 +70,7 @@ MUTATIONS = {
     "ranks have the same rows": _mutation(DP2, Mesh, "select_local_items", _same_rows),
     "attention sees a piece of a row": _mutation(CP2, context, "all_to_all", _own_piece),
     "norms have the gradient of some heads": _mutation(
-        TP2, tensor._SummedBackward, "backward", staticmethod(lambda ctx, gradient: (gradient, None))
+        TP2, tensor._AllReduceGradient, "backward", staticmethod(lambda ctx, gradient: (gradient, None))
     ),
     "gradients do not return from experts": _mutation(
         (*DP2, ("ep_size", 2)), tensor_parallel, "all_to_all_single", _without_gradient

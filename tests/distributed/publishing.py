@@ -48,7 +48,7 @@ def problems(
         wrong: list[str] = []
         for is_shared in (True, False):
             for form in ("checkpoint", "module"):
-                weights = publish._Weights(rank.adapter.model, rank.adapter.meta_copy, form, BUCKET_BYTES)
+                weights = publish._WeightBuckets(rank.adapter.model, rank.adapter.meta_copy, form, BUCKET_BYTES)
                 assert weights._gatherer is not None and weights._gatherer._is_shared
                 weights._gatherer._is_shared = is_shared
                 wrong += differences(weights, expected_weights(whole, form))
@@ -58,7 +58,7 @@ def problems(
     return found
 
 
-def differences(weights: publish._Weights, expected: dict[str, Tensor]) -> list[str]:
+def differences(weights: publish._WeightBuckets, expected: dict[str, Tensor]) -> list[str]:
     got: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
     wrong = []

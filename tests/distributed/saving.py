@@ -16,7 +16,7 @@ from cosmos_core.checkpoint.state import TrainState, capture_rng, named_tensors,
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.hf import load_model
 from cosmos_core.parallel.fsdp import full_tensors
-from cosmos_core.parallel.mesh import all_gather_object, is_first, rank_number
+from cosmos_core.parallel.mesh import all_gather_object, is_first_rank, rank_number
 from cosmos_core.train.named_weights import MovingAverage
 from cosmos_core.train.trainer import Trainer
 from tests.distributed.loading import split
@@ -42,12 +42,12 @@ def step(rank: Trainer) -> float:
 
 
 def checkpoints(folder: Path, *, asynchronous: bool = True) -> Checkpointer:
-    return Checkpointer(folder, fingerprint="f", max_keep=2, asynchronous=asynchronous)
+    return Checkpointer(folder, fingerprint="f", max_keep=2, is_async=asynchronous)
 
 
 def content(state: TrainState) -> dict[str, np.ndarray]:
     """Every tensor whole, on the first rank."""
-    return {name: tensor.cpu().numpy().copy() for name, tensor in full_tensors(named_tensors(state)) if is_first()}
+    return {name: tensor.cpu().numpy().copy() for name, tensor in full_tensors(named_tensors(state)) if is_first_rank()}
 
 
 class Saved(NamedTuple):

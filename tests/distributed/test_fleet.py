@@ -196,8 +196,8 @@ def test_two_ranks_and_engines_that_run_ahead_train_on_every_prompt_once(task: P
 def test_an_engine_with_ranks_of_its_own_is_replaced_as_a_whole_when_one_is_killed(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     config, task = recipe(1), make_task(tmp_path / "inputs", recipe(1), hidden_size=128)
-    rollout = config.rollout.derive(backend="vllm", parallelism=config.rollout.parallelism.derive(tp_size=2))
-    stage = rl(task, tmp_path / "rl", config.derive(rollout=rollout))
+    rollout = config.rollout.copy_with(backend="vllm", parallelism=config.rollout.parallelism.copy_with(tp_size=2))
+    stage = rl(task, tmp_path / "rl", config.copy_with(rollout=rollout))
 
     def kill_rank(tree: psutil.Process) -> None:
         ranks = [each for each in tree.children(recursive=True) if "VLLM::Worker" in " ".join(each.cmdline())]

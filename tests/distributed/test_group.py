@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cosmos_core.cluster.actors import ActorGroup, _ObjectActor
-from cosmos_core.cluster.group import WorkerGroup, network_interface_to, open_store, split_threads
+from cosmos_core.cluster.group import WorkerGroup, create_tcp_store, find_network_interface, split_threads
 from cosmos_core.cluster.join import join_cluster
 from cosmos_core.cluster.placement import reserve_bundles, resource_bundles
 from cosmos_core.config.schema.recipe import Recipe
@@ -86,8 +86,8 @@ def assert_like(done: Stage, alone: dict[str, Any]) -> None:
 def test_what_computes_beside_the_ranks_has_half_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cases = ((2, 1, 1), (8, 1, 1), (16, 2, 4), (2, 2, 2), (4, 1, 0))
-    assert [split_threads(*case, overlaps=True) for case in cases] == [(2, 1), (8, 4), (4, 2), (1, 1), (4, 4)]
-    assert [split_threads(*case, overlaps=False) for case in cases] == [(2, 2), (8, 8), (4, 4), (1, 1), (4, 4)]
+    assert [split_threads(*case, is_parallel=True) for case in cases] == [(2, 1), (8, 4), (4, 2), (1, 1), (4, 4)]
+    assert [split_threads(*case, is_parallel=False) for case in cases] == [(2, 2), (8, 8), (4, 4), (1, 1), (4, 4)]
     before = torch.get_num_threads()
     try:
         assert _ObjectActor(torch.get_num_threads, 3).call("__int__", (), {}) == 3
@@ -153,7 +153,7 @@ def test_ranks_get_the_gpus_of_the_cluster_not_of_the_machine_that_starts_them_a
     cluster: None,
 ) -> None:
     assert measure_machine().gpus == (), "this machine has none"
-    found = measure_worker_machine(["torch"], is_group=True)
+    found = measure_worker_machine(["torch"], may_use_ray=True)
     assert len(found.gpus) == 2 and found.versions == measure_machine(["torch"]).versions
     gpus, _, died = started("shared", "1", "die").partition("\n")
     *ranks, first, second = gpus.split()
@@ -181,7 +181,7 @@ def test_a_machine_outside_of_the_cluster_joins_it_with_its_token_and_leaves_it(
         assert num_nodes() == 1, "the head is here"
     with join_cluster(lambda address: False):
         wait_until(lambda: num_nodes() == 2, 60, "it is a node")
-        assert measure_worker_machine(["torch"], is_group=True).gpus == ("GPU", "GPU"), "it has none to offer"
+        assert measure_worker_machine(["torch"], may_use_ray=True).gpus == ("GPU", "GPU"), "it has none to offer"
     wait_until(lambda: num_nodes() == 1, 60, "it has left")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     with (
@@ -215,9 +215,9 @@ def test_ranks_and_an_engine_have_room_or_are_refused(size: int, beside: Any, th
     actors = ActorGroup(dict, lambda: 1, shares_gpus=shares_gpus, processes_per_actor=processes)
     if isinstance(found, str):
         with pytest.raises(ConfigError, match=found):
-            resource_bundles(ray, size, actors if beside else None, is_embedded=False)
+            resource_bundles(ray, size, actors if beside else None, owns_cluster=False)
     else:
-        assert resource_bundles(ray, size, actors if beside else None, is_embedded=False) == found
+        assert resource_bundles(ray, size, actors if beside else None, owns_cluster=False) == found
 
 
 def test_neighbouring_ranks_are_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,18 +267,18 @@ def ranks(part: Stage) -> LocalGroup:
 
 
 def test_the_interface_is_the_one_that_has_the_way_to_the_first_rank() -> None:
-    assert network_interface_to("127.0.0.1") == "lo"
+    assert find_network_interface("127.0.0.1") == "lo"
     others = [
         (name, each.address) for name, found in psutil.net_if_addrs().items() for each in found
         if name != "lo" and each.family == socket.AF_INET
     ]  # fmt: skip
-    assert all(network_interface_to(address) == name for name, address in others)
+    assert all(find_network_interface(address) == name for name, address in others)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_the_store_of_a_group_listens_on_the_address_of_its_version(address: str) -> None:
     if all(each.address != address for found in psutil.net_if_addrs().values() for each in found):
         pytest.skip(f"this machine has no {address}")
-    store = open_store(address, 1)
+    store = create_tcp_store(address, 1)
     store.set("key", "value")
     assert torch.distributed.TCPStore(address, store.port, 1, is_master=False).get("key") == b"value"

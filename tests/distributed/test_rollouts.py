@@ -115,7 +115,10 @@ def test_a_mesh_generates_and_learns_as_one_rank(mesh: str, task: Path, tmp_path
     outcome = on(done, tmp_path)
     assert [check.partition(":")[0] for check in outcome.info["checks"]] == ["keys", "bytes", "reload", "tokenizer"]
     assert_like(done, alone({}))
-    recipe, model = done.recipe.derive(train=done.recipe.train.derive(ema_enable=False)), f"safetensors/step_{STEPS}"
+    recipe, model = (
+        done.recipe.copy_with(train=done.recipe.train.copy_with(ema_enable=False)),
+        f"safetensors/step_{STEPS}",
+    )
     on(stage_of(tmp_path / "measured", "validate", recipe, done.path / model, task / "rows/data"), tmp_path)
     measured, lines = read_json(tmp_path / "measured/metrics.json"), read_metrics(done.path / "metrics.jsonl")
     assert isinstance(measured, dict)
@@ -159,10 +162,10 @@ def left_by_a_killed_run() -> Iterator[None]:
 def test_vllm_answers_on_every_rank_and_over_ranks(mesh: str, tp_size: int, task: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     done = rl(task, tmp_path / "rl", {}, MESHES[mesh])
-    rollout = done.recipe.rollout.derive(
-        backend="vllm", parallelism=done.recipe.rollout.parallelism.derive(tp_size=tp_size)
+    rollout = done.recipe.rollout.copy_with(
+        backend="vllm", parallelism=done.recipe.rollout.parallelism.copy_with(tp_size=tp_size)
     )
-    done.recipe = done.recipe.derive(rollout=rollout)
+    done.recipe = done.recipe.copy_with(rollout=rollout)
     before = set(shared_memory())
     on(done, tmp_path)
     wait_until(lambda: set(shared_memory()) <= before, 30, "no name of shared memory stays behind")  # of tests beside

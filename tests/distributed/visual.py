@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.parallel.fsdp import full_tensors
-from cosmos_core.parallel.mesh import is_first, open_mesh
+from cosmos_core.parallel.mesh import is_first_rank, open_mesh
 from tests.unit.test_visual_families import loaded, make_rank, samples
 from tests.unit.trainers import NoView, likelihood, score_in, sft
 
@@ -30,7 +30,7 @@ def computed(model: Path, data: Path, scratch: Path, **mesh: int) -> dict[str, A
     return {
         "loss": figures["loss"],
         "evaluated": evaluated,
-        "gradients": {name: tensor.clone() for name, tensor in full_tensors(gradients) if is_first()},
+        "gradients": {name: tensor.clone() for name, tensor in full_tensors(gradients) if is_first_rank()},
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.config.load import merge
+from cosmos_core.config.load import merge_tables
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.run.stage import Stage
@@ -62,7 +62,7 @@ def nested(settings: Settings) -> dict[str, Any]:
     for key, value in settings.items():
         for name in reversed(key.split(".")):
             value = {name: value}
-        tables = merge(tables, value)
+        tables = merge_tables(tables, value)
     return tables
 
 

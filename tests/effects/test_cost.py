@@ -108,7 +108,7 @@ def test_an_engine_with_gpus_of_its_own_shares_them_with_no_training(
     mode: str, memory_fit: str, tmp_path: Path
 ) -> None:
     found = pipeline(BASE, tmp_path)
-    found = replace(found, recipes={name: recipe.derive(mode=mode) for name, recipe in found.recipes.items()})
+    found = replace(found, recipes={name: recipe.copy_with(mode=mode) for name, recipe in found.recipes.items()})
     machine, sizes = (
         find_machine_spec(found.config, "", [SIZES]),
         {**SIZES, "engine_weights": 2 * GIB, "kv_cache": 77 * GIB},
@@ -241,5 +241,5 @@ def test_a_budget_stops_a_run_with_a_checkpoint_until_it_is_raised(change: Chang
     assert (path / "visits.txt").read_text().splitlines() == ["start 0", f"start {step}"]
     attempts = [(each["attempt"], each["gpus"]) for each in result["attempts"]]
     assert (attempts, was_reused, result["metrics"]) == ([(1, 1), (2, 1)], False, {"count": 120.0})
-    spans = sum(end - begin for begin, end in read_state(path).closed_attempts(time.time()))
+    spans = sum(end - begin for begin, end in read_state(path).list_attempt_times(time.time()))
     assert spans <= result["gpu_seconds"] == pytest.approx(compute_run_gpu_seconds(run.path) - 5000)

@@ -51,7 +51,7 @@ def test_every_key_in_use_has_one_test_and_no_other_key_has_any() -> None:
     counts = Counter(key for keys in listed().values() for key in keys)
     assert [key for key, count in counts.items() if count > 1] == []
     assert set(counts) == {key.name for key in used()}
-    assert dict(describe.effect_tests()) == {key: test for test, keys in listed().items() for key in keys}
+    assert dict(describe.effect_test_by_key()) == {key: test for test, keys in listed().items() for key in keys}
 
 
 @pytest.mark.parametrize("test", list(listed()))

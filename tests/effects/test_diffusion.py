@@ -12,7 +12,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.data.kinds.media import make_noise_sampler
 from cosmos_core.data.media_rows import MediaRow
-from cosmos_core.models.families import open_family
+from cosmos_core.models.families import open_pipeline
 from cosmos_core.models.sana import Sana
 from tests import tiny_pipelines
 from tests.effects.change import SFT, Change, changes
@@ -47,7 +47,7 @@ class Adapter:
 
 def drawn(recipe: Recipe, pipeline: Path, frames: int = 0) -> list[FlowSample]:
     rows: Any = Rows()
-    draws = make_noise_sampler(rows, recipe.policy.diffusers, Adapter(open_family(str(pipeline), recipe.policy)))
+    draws = make_noise_sampler(rows, recipe.policy.diffusers, Adapter(open_pipeline(str(pipeline), recipe.policy)))
     return [draws.sample(row(frames), seed) for seed in range(64)]
 
 
@@ -85,7 +85,7 @@ def test_it_changes_how_many_frames_are_given(
 @changes(Change("policy.diffusers.max_prompt_length", 8, FLOW), Change("policy.diffusers.dtype", "bfloat16", FLOW))
 def test_it_changes_the_embedding_of_a_prompt(change: Change, pipeline: Path) -> None:
     before, after = (
-        open_family(str(pipeline), recipe.policy).text_embedding(["a cat"])["prompt_embeds"]
+        open_pipeline(str(pipeline), recipe.policy).text_embedding(["a cat"])["prompt_embeds"]
         for recipe in (change.before, change.after)
     )
     assert (before.shape, before.dtype) != (after.shape, after.dtype)
@@ -96,16 +96,16 @@ def test_it_changes_where_encoders_wait(change: Change, expected: tuple[str, str
     """The meta device stands for a GPU."""
     found = []
     for recipe in (change.before, change.after):
-        family = open_family(str(pipeline), recipe.policy, "meta")
+        family = open_pipeline(str(pipeline), recipe.policy, "meta")
         found.append(next(family.pipeline.text_encoder.parameters()).device.type)
     assert tuple(found) == expected
 
 
 @changes(Change("policy.model_class", f"{__file__}:Rows", FLOW))
 def test_it_changes_the_family_of_a_pipeline(change: Change, pipeline: Path) -> None:
-    assert type(open_family(str(pipeline), change.before.policy)).__name__ == "Sana"
+    assert type(open_pipeline(str(pipeline), change.before.policy)).__name__ == "Sana"
     with pytest.raises(Exception, match="must be a subclass of"):
-        open_family(str(pipeline), change.after.policy)
+        open_pipeline(str(pipeline), change.after.policy)
 
 
 @changes(Change("policy.is_diffusers", True))

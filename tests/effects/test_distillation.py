@@ -149,8 +149,8 @@ def test_it_changes_which_tokens_are_learned(change: Change) -> None:
 
 
 def with_teacher(recipe: Recipe, model: Path, folder: Path, name: str = "") -> Trainer:
-    teacher = recipe.distillation.derive(model_name_or_path=name or str(model))
-    return open_trainer(stage_of(folder / "stage", recipe.derive(distillation=teacher), kind="rl", model=model))
+    teacher = recipe.distillation.copy_with(model_name_or_path=name or str(model))
+    return open_trainer(stage_of(folder / "stage", recipe.copy_with(distillation=teacher), kind="rl", model=model))
 
 
 @changes(

@@ -48,7 +48,7 @@ def test_it_changes_how_often_the_engine_is_compared_with_the_trainer(change: Ch
         trainer: Any = SimpleNamespace(adapter=adapter)
         generation = RolloutSetup(stage, trainer, ExitStack())
         generation.__dict__["engine"] = Recording()
-        return generation._publisher.probe_interval
+        return generation._weight_publisher.probe_interval
 
     assert (interval(change.before), interval(change.after)) == (50, 3)
 
@@ -75,7 +75,7 @@ def test_it_changes_the_dtype_in_which_weights_travel(change: Change, model: Pat
         trainer: Any = SimpleNamespace(adapter=SimpleNamespace(model=engine.model, meta_copy=None))
         generation = RolloutSetup(stage, trainer, ExitStack())
         generation.__dict__["engine"] = engine
-        generation._probe_logprobs = lambda ids: scored(engine.model, ids)  # type: ignore[method-assign]
+        generation._compute_trainer_logprobs = lambda ids: scored(engine.model, ids)  # type: ignore[method-assign]
         sent = generation.publish(0)["sync/bytes"]
         return {tensor.dtype for tensor in engine.taken.values()}, sent
 

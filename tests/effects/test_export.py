@@ -11,7 +11,7 @@ import pytest
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
-from cosmos_core.export.formats import plan_formats
+from cosmos_core.export.formats import plan_quantized_formats
 from tasks.layout import resolve_output
 from tests.effects.change import SFT, Change, changes, stage_of
 from tests.unit.tiny_model import save_tiny_model
@@ -21,7 +21,7 @@ INT8 = {**SFT, "export.formats": ["bf16", "int8"]}
 
 def planned(recipe: Recipe, folder: Path) -> list[str]:
     stage = stage_of(folder / "export", recipe, kind="export", model=save_tiny_model(folder / "model"))
-    return [plan.name for plan in plan_formats(stage)]
+    return [plan.name for plan in plan_quantized_formats(stage)]
 
 
 @changes((Change("export.formats", ["bf16", "fp8", "int8"], INT8), (["int8"], ["fp8", "int8"])))

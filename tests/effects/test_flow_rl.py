@@ -17,7 +17,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.media_rows import MediaRow
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.flow import euler_schedule
-from cosmos_core.rollout.base import EngineSettings, FlowSource, generate
+from cosmos_core.rollout.base import EngineDenoiser, EngineSettings, generate
 from cosmos_core.rollout.flow_sampler import FlowSamplerEngine
 from cosmos_core.train.diffusion_setup import make_data_term
 from cosmos_core.train.measure import validation_sampling
@@ -53,7 +53,7 @@ class Bent(Denoiser):
 def groups_of(recipe: Recipe, sampling: Sampling, step: int = 0) -> list[Group]:
     denoiser = Bent()
     null = {"colour": torch.full((3,), 0.5)}
-    source = FlowSource(Films(), denoiser, denoiser.weights, torch.device("cpu"), null_text=null)  # type: ignore[arg-type]
+    source = EngineDenoiser(Films(), denoiser, denoiser.weights, torch.device("cpu"), null_text=null)  # type: ignore[arg-type]
     settings = EngineSettings(None, None, "", recipe.rollout, 1, torch.float32, flow=source)  # type: ignore[arg-type]
     given = torch.ones(3, sampling.flow.num_frames, 4, 4) if sampling.flow else None
     prompts = [
@@ -71,7 +71,7 @@ def drawn(recipe: Recipe, sampling: Sampling) -> list[Any]:
             for completion in group.completions:
                 each = completion.diffusion_sample
                 assert each is not None
-                tensors = (each.latents, each.before, each.means)
+                tensors = (each.latents, each.latents_before, each.transition_means)
                 found += [each.sigmas, each.steps, *(None if t is None else t.flatten().tolist() for t in tensors)]
     return found
 

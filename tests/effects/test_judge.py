@@ -77,7 +77,7 @@ def test_it_changes_which_server_judges(change: Change, monkeypatch: pytest.Monk
     monkeypatch.setattr("cosmos_core.rewards.judge._MAX_RETRIES", 0)
     with pytest.raises(Exception, match="Connection error"):
         asked(change.after, url=change.after.judge.endpoint)
-    assert asked(change.before.derive(judge=change.before.judge.derive(cache=False)))[0] == 0.4
+    assert asked(change.before.copy_with(judge=change.before.judge.copy_with(cache=False)))[0] == 0.4
 
 
 WEIGHTS = {"judge": 1.0}
@@ -100,7 +100,7 @@ def test_it_changes_how_long_a_slow_judge_is_waited_for(
     with chat_server(complete=complete) as (url, _):
         scores = []
         for recipe in (change.after, change.before):
-            recipe = recipe.derive(judge=recipe.judge.derive(endpoint=url))
+            recipe = recipe.copy_with(judge=recipe.judge.copy_with(endpoint=url))
             with open_rewards(stage_of(tmp_path / "stage", recipe, kind="rl"), WEIGHTS) as score_groups:
                 scores.append(score_groups([GROUP])[0].scores[0])
         is_over.set()

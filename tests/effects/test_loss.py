@@ -156,7 +156,7 @@ def test_it_changes_when_the_reference_is_reset(change: Change, expected: list[t
 
 def test_weights_of_older_rollouts_are_cut_at_what_the_recipe_says() -> None:
     higher = Change("train.train_policy.rollout_correction_high", 1.5, TWICE)
-    outdated = Sampling(may_be_outdated=True)
+    outdated = Sampling(may_use_old_weights=True)
     assert loss(higher.before, outdated) == pytest.approx((-2.4 * 2 + 3 * 0.5 + 0.8) / 4)
     assert loss(higher.after, outdated) == pytest.approx((-2.4 * 1.5 + 3 * 0.5 + 0.8) / 4)
 

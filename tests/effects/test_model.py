@@ -115,7 +115,7 @@ def test_it_changes_the_rows_of_a_forward_pass(
 class Rows(list[Any]):
     """Prepared rows, as samples."""
 
-    has_reference_pair = False
+    has_sample_pairs = False
 
     def samples(self, positions: Sequence[int]) -> list[Any]:
         return [self[i] for i in positions]

@@ -17,7 +17,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from cosmos_core.checkpoint.load_checkpoint_model import find_checkpoint_step
 from cosmos_core.config.compose import Pipeline, load_pipeline
-from cosmos_core.config.load import merge
+from cosmos_core.config.load import merge_tables
 from cosmos_core.config.mesh import check_meshes
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, GateFailed, RewardError, StageFailed
@@ -61,7 +61,7 @@ def pipeline(settings: dict[str, Any], folder: Path) -> Pipeline:
         if "checkpoint" in entry:
             first = {"name": "first", "kind": "sft", "overrides": nested(SFT)}
         second = {"name": "second", "after": "first", **entry}
-        values = merge(values, {"pipeline": {"stages": [second, first]}})
+        values = merge_tables(values, {"pipeline": {"stages": [second, first]}})
     folder.mkdir(exist_ok=True)
     (folder / "p.toml").write_text(tomli_w.dumps(values))
     return load_pipeline(folder / "p.toml", (), all_kinds())

@@ -17,7 +17,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.kinds.prompts import Prompts
 from cosmos_core.rollout.async_groups import AsyncGroupSource
 from cosmos_core.train import generation, setup
-from cosmos_core.train.loop import Loop
+from cosmos_core.train.loop import TrainLoop
 from cosmos_core.train.measure import max_held_out_tokens, training_rewards
 from cosmos_core.train.rollout_feed import PromptOrder
 from cosmos_core.train.validation import Validation
@@ -32,7 +32,7 @@ def ahead(recipe: Recipe, folder: Path) -> AsyncGroupSource:
     """What the training of a recipe takes its groups from."""
     rows: Prompts = type("Rows", (), {"__len__": lambda self: 64})()
     made: Any = SimpleNamespace(
-        engine_fleet=None, make_local_scorer=lambda weights: weights, resync=None, exit_stack=ExitStack()
+        engine_fleet=None, make_local_scorer=lambda weights: weights, send_missing_weights=None, exit_stack=ExitStack()
     )
     found: Any = setup._make_async_source(
         stage_of(folder / "stage", recipe, kind="rl"), rows, PromptOrder(rows, recipe), made
@@ -65,7 +65,7 @@ def test_it_changes_how_far_engines_run_ahead(change: Change, expected: dict[str
 def test_it_changes_the_engines_beside_the_ranks(change: Change, expected: tuple[int, int], tmp_path: Path) -> None:
     def count(recipe: Recipe, folder: Path) -> int:
         group = worker._create_engine_group(stage_of(folder, recipe, kind="rl"))
-        return 0 if group is None else group.target_size()
+        return 0 if group is None else group.get_target_size()
 
     assert (count(change.before, tmp_path / "before"), count(change.after, tmp_path / "after")) == expected
 
@@ -76,7 +76,7 @@ def test_ranks_and_engines_of_a_cluster_get_the_keys_that_the_recipe_names(
     config = Change("train.train_policy.reward_env", ("MY_KEY",), APART).after
     for name in ("MY_KEY", "REMOTE_REWARD_TOKEN", "NO_CONCERN_OF_IT"):
         monkeypatch.setenv(name, name.lower())
-    call = pickle.loads(pickle.dumps(worker._with_service_variables(stage_of(tmp_path, config, kind="rl"), os.getpid)))
+    call = pickle.loads(pickle.dumps(worker._add_service_variables(stage_of(tmp_path, config, kind="rl"), os.getpid)))
     for name in ("MY_KEY", "REMOTE_REWARD_TOKEN", "NO_CONCERN_OF_IT"):
         monkeypatch.delenv(name)
     assert call() == os.getpid()
@@ -88,7 +88,7 @@ def test_ranks_and_engines_of_a_cluster_get_the_keys_that_the_recipe_names(
 def test_engines_on_the_gpus_of_ranks_wait_for_them(mode: str, waits: bool, tmp_path: Path) -> None:
     stage = stage_of(tmp_path, Change("mode", mode, GRPO).after, kind="rl")
     stage.save()
-    with mock.patch.object(generation, "Replica") as replica:
+    with mock.patch.object(generation, "EngineReplica") as replica:
         generation.open_replica(stage.path)
     assert replica.call_args.kwargs == {"should_wait_for_trainer": waits}
 
@@ -115,7 +115,7 @@ def test_the_rewards_of_validation_know_its_own_limit(tmp_path: Path, monkeypatc
 def test_an_engine_with_ranks_of_its_own_takes_what_they_take(tmp_path: Path) -> None:
     spread = Change("rollout.parallelism.tp_size", 4, APART).after
     group = worker._create_engine_group(stage_of(tmp_path, spread, kind="rl"))
-    assert (group.target_size(), group.processes_per_actor) == (1, 4)
+    assert (group.get_target_size(), group.processes_per_actor) == (1, 4)
 
 
 @changes(
@@ -125,16 +125,16 @@ def test_an_engine_with_ranks_of_its_own_takes_what_they_take(tmp_path: Path) ->
         Change("rollout.async_config.max_concurrent_requests", 3, {**APART, "rollout.mode": "async"}),
         {"max_groups": (10, 3)},
     ),
-    (Change("rollout.async_r2r_sync", "generation", APART), {"swap_mode": ("disabled", "generation")}),
+    (Change("rollout.async_r2r_sync", "generation", APART), {"weight_sync_mode": ("disabled", "generation")}),
     (Change("rollout.engine_timeout_seconds", 5.0, APART), {"timeout_seconds": (600.0, 5.0)}),
 )
 def test_it_changes_what_engines_get_and_when(
     change: Change, expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(generation, "Fleet", lambda handles, **settings: made.append(settings))
+    monkeypatch.setattr(generation, "EngineFleet", lambda handles, **settings: made.append(settings))
     for recipe in (change.before, change.after):
-        generation._make_fleet(stage_of(tmp_path / "stage", recipe, kind="rl"))
+        generation._make_engine_fleet(stage_of(tmp_path / "stage", recipe, kind="rl"))
     [(name, values)] = expected.items()
     assert (made[0][name], made[1][name]) == values
 
@@ -160,7 +160,9 @@ def test_it_changes_how_often_weights_are_sent(change: Change, tmp_path: Path, m
     def sent(recipe: Recipe) -> list[int]:
         """The steps after which a training of seven sends weights."""
         steps: list[int] = []
-        parts: Any = SimpleNamespace(adapter=SimpleNamespace(check_parallel_plan=lambda: None))
+        parts: Any = SimpleNamespace(
+            adapter=SimpleNamespace(check_parallel_plan=lambda: None, prestart_verification=lambda: None)
+        )
         feed: Any = SimpleNamespace(total_steps=7, steps_per_epoch=7)
         saver: Any = SimpleNamespace(latest_step=lambda: 7, wait=lambda: None)
         stage = stage_of(tmp_path / "stage", recipe, kind="rl")
@@ -168,8 +170,8 @@ def test_it_changes_how_often_weights_are_sent(change: Change, tmp_path: Path, m
             recipe.validation, stage.progress, publish=lambda step: steps.append(step) or {},
             publish_interval=recipe.train.sync_weight_interval,
         )  # fmt: skip
-        loop = Loop(stage, parts, feed, parts, saver, validation)
-        monkeypatch.setattr(loop, "_restore", lambda: (0, False))
+        loop = TrainLoop(stage, parts, feed, parts, saver, validation)
+        monkeypatch.setattr(loop, "_restore_checkpoint", lambda: (0, False))
         monkeypatch.setattr(loop, "_save_checkpoint", lambda: None)
         monkeypatch.setattr(loop, "_run_train_step", lambda: {} if loop.step < 7 else None)
         loop.run()

@@ -103,9 +103,9 @@ PAIR = {"text": "2+2=4", "chosen": "2+2=4", "rejected": "2+2=5", "good": "2+2=3"
 def prepared(recipe: Recipe, folder: Path, row: dict[str, Any] = PAIR) -> Stage:
     """A stage whose data are a prepared row, by default one that is a text and a pair of texts."""
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    dataset = recipe.train.train_policy.dataset.derive(name=str(folder / "rows.jsonl"))
-    train = recipe.train.derive(train_policy=recipe.train.train_policy.derive(dataset=dataset))
-    stage = stage_of(folder / "stage", recipe.derive(train=train), model=save_tiny_model(folder / "model"))
+    dataset = recipe.train.train_policy.dataset.copy_with(name=str(folder / "rows.jsonl"))
+    train = recipe.train.copy_with(train_policy=recipe.train.train_policy.copy_with(dataset=dataset))
+    stage = stage_of(folder / "stage", recipe.copy_with(train=train), model=save_tiny_model(folder / "model"))
     prepare.run(stage)
     stage.data = stage.path / "data"
     return stage

@@ -15,7 +15,7 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.rewards.remote import RemoteRewards
-from cosmos_core.train.measure import Rewards, held_out_rewards, open_rewards, training_rewards
+from cosmos_core.train.measure import RewardConfig, held_out_rewards, open_rewards, training_rewards
 from cosmos_core.types import Completion, Group, Prompt, Score, Segment
 from tests.effects.change import GRPO, Change, changes, stage_of
 from tests.tiny_pipelines import _wan_vae
@@ -55,7 +55,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})  # one process
 
 
-def score(recipe: Recipe, folder: Path, weights: Rewards) -> Score:
+def score(recipe: Recipe, folder: Path, weights: RewardConfig) -> Score:
     with open_rewards(stage_of(folder / "stage", recipe, kind="rl"), weights) as score_groups:
         return score_groups([GROUP])[0].scores[0]
 
@@ -121,7 +121,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardServer]:
 SAID: dict[str, float | None] = {}
 
 
-def said_of(recipe: Recipe, folder: Path, weights: Rewards) -> float | None:
+def said_of(recipe: Recipe, folder: Path, weights: RewardConfig) -> float | None:
     """The score by these weights, asked for once: training and validation ask in the same way."""
     if (key := str(weights)) not in SAID:
         SAID[key] = score(recipe, folder, weights).value
@@ -215,7 +215,7 @@ def test_it_changes_what_the_service_is_sent_of_a_video(change: Change, tmp_path
 TOLD: dict[str, dict[str, Any]] = {}
 
 
-def told(recipe: Recipe, folder: Path, weights: Rewards, server: RewardServer) -> dict[str, Any]:
+def told(recipe: Recipe, folder: Path, weights: RewardConfig, server: RewardServer) -> dict[str, Any]:
     """What was asked for four completions, and what became of the first of them."""
     if (key := str(weights)) in TOLD:  # training and validation ask in the same way
         return TOLD[key]

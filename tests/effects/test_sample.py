@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.sample.endpoint import Endpoint
+from cosmos_core.sample.endpoint import EndpointClient
 from cosmos_core.sample.records import SampledPrompt, ScoredCompletion
 from cosmos_core.sample.selection import compute_pass_rate, make_rows, select_completions
 from cosmos_core.train.rollout_feed import training_sampling
@@ -57,16 +57,18 @@ def test_it_changes_which_completions_are_rows(change: Change, expected: tuple[s
 def requests_of(recipe: Recipe, path: Path, model: Path, *, url: str = "", meet_seconds: float = 0.0) -> list[Any]:
     """Return the requests for two prompts to a server, which is at `url` if the recipe does not name it."""
     with chat_server(meet_seconds=meet_seconds) as (own, requests):
-        config = recipe.sample.derive(endpoint=url or own)
-        endpoint = Endpoint(stage_of(path, recipe.derive(sample=config), kind="sample", model=model), _one(recipe))
+        config = recipe.sample.copy_with(endpoint=url or own)
+        endpoint = EndpointClient(
+            stage_of(path, recipe.copy_with(sample=config), kind="sample", model=model), _one(recipe)
+        )
         prompts = [(Prompt(i, (1,), "", ""), [{"role": "user", "content": "x"}]) for i in range(2)]
-        endpoint.complete(prompts)
+        endpoint.complete_prompts(prompts)
         endpoint.close()
         return requests
 
 
 def _one(recipe: Recipe) -> Any:
-    return training_sampling(recipe.derive(rollout=recipe.rollout.derive(n_generation=1)))
+    return training_sampling(recipe.copy_with(rollout=recipe.rollout.copy_with(n_generation=1)))
 
 
 SERVED = {**GRPO, "sample.endpoint": "http://elsewhere/v1", "sample.endpoint_model": "m"}
@@ -100,6 +102,6 @@ def test_it_changes_what_a_server_is_asked(
 @changes(Change("sample.endpoint", "http://127.0.0.1:9/v1", SERVED))
 def test_it_changes_which_server_is_asked(change: Change, tmp_path: Path, model: Path) -> None:
     for recipe in (change.before, change.after):
-        endpoint = Endpoint(stage_of(tmp_path, recipe, kind="sample", model=model), _one(recipe))
+        endpoint = EndpointClient(stage_of(tmp_path, recipe, kind="sample", model=model), _one(recipe))
         assert endpoint.url == recipe.sample.endpoint
         endpoint.close()

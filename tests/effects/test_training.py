@@ -129,8 +129,8 @@ def test_it_changes_which_average_of_the_weights_is_left(
 ) -> None:
     """`expected`: what each of the four steps multiplies the average with, before and after the change."""
     for name, side, decays in zip(("before", "after"), (change.before, change.after), expected, strict=True):
-        ckpt = side.train.ckpt.derive(enable_checkpoint=True, save_freq=1, max_keep=-1)
-        config = side.model_copy(update={"train": side.train.derive(ckpt=ckpt)})
+        ckpt = side.train.ckpt.copy_with(enable_checkpoint=True, save_freq=1, max_keep=-1)
+        config = side.model_copy(update={"train": side.train.copy_with(ckpt=ckpt)})
         path = tmp_path / name
         left = train(stage_of(path, config, model=inputs / "model", data=inputs / "rows/data")).adapter.model
         average = load_file(inputs / "model/model.safetensors")

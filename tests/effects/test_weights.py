@@ -14,7 +14,7 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ModelError
 from cosmos_core.run.digests import shared_digest_cache
 from cosmos_core.run.directory import Run, create_run
-from cosmos_core.run.fingerprint import fingerprint
+from cosmos_core.run.fingerprint import compute_fingerprint
 from cosmos_core.run.inputs import check_inputs
 from tasks.kinds import all_kinds
 from tasks.layout import prepare_stage_folder
@@ -53,7 +53,7 @@ def made(folder: Path, *settings: str) -> tuple[str, float]:
     run: Run = create_run(pipeline)
     [sft] = [stage for stage in pipeline.stages if stage.name == "sft"]
     stage = sft.model_copy(update={"after": (), "data": str(folder / "rows")})
-    found = fingerprint(pipeline, stage, all_kinds()["sft"], {}, shared_digest_cache(run.output_dir))
+    found = compute_fingerprint(pipeline, stage, all_kinds()["sft"], {}, shared_digest_cache(run.output_dir))
     laid_out = prepare_stage_folder(run, stage, found)
     model = AutoModelForCausalLM.from_pretrained(laid_out.model, dtype=torch.float32)
     return found.value, next(model.parameters()).flatten()[0].item()

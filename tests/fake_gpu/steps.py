@@ -140,30 +140,31 @@ def traced_text(chosen: Recipe, name: str, folder: Path, kernels: Kernels) -> tu
         with torch.device("cuda"):
             _use_fake_tensors(model)
         trainer = Trainer(CausalLM(model, train, InputProcessing(0)), train, ProgressWriter(folder / "progress.json"))
-        for named in () if train.train_policy.scores_rows_once else train.train_policy.named_weights:
+        algorithm = train.train_policy
+        for named in () if algorithm.precomputes_reference_logprobs else algorithm.auxiliary_model_names:
             trainer.named_weights.add(named)
         with kernels:
-            return model, trace_step_memory(trainer, make_algorithm(chosen), train, LENGTH).total
+            return model, trace_step_memory(trainer, make_algorithm(chosen), train, LENGTH).total_bytes
 
 
 def traced_denoiser(chosen: Recipe, name: str, folder: Path, kernels: Kernels) -> tuple[nn.Module, int]:
     """Trace the step of a diffusion model that learns from what it drew; return its denoiser and its peak."""
     from cosmos_core.algorithms.flow_credit import FlowRollout
     from cosmos_core.models.denoiser import Denoiser
-    from cosmos_core.models.families import open_family
+    from cosmos_core.models.families import open_pipeline
     from cosmos_core.models.flow import flow_schedule
     from cosmos_core.train.rollout_feed import training_sampling
     from tests import tiny_pipelines
 
     pipeline = tiny_pipelines.save("sd3", folder / "model")
-    family = open_family(str(pipeline), chosen.policy, torch.device("cuda"))
+    family = open_pipeline(str(pipeline), chosen.policy, torch.device("cuda"))
     model = family.load_denoiser(torch.float32)
     times, live = tuple(flow_schedule(4, 3.0).tolist()), _LiveByteCounter()
     with FakeTensorMode():
         with torch.device("cuda"):
             _use_fake_tensors(model)
         trainer = Trainer(Denoiser(model, family, chosen.train), chosen.train, ProgressWriter(folder / "progress.json"))
-        for named in chosen.train.train_policy.named_weights:
+        for named in chosen.train.train_policy.auxiliary_model_names:
             trainer.named_weights.add(named)
         shapes = {"prompt_embeds": (85, 32), "pooled_prompt_embeds": (32,)}
         rollouts = [
@@ -177,7 +178,7 @@ def traced_denoiser(chosen: Recipe, name: str, folder: Path, kernels: Kernels) -
         with kernels, live:
             for update in make_algorithm(chosen, training_sampling(chosen)).updates(rollouts, trainer):
                 trainer.update(update)
-    return model, live.peak().total
+    return model, live.peak_memory().total_bytes
 
 
 def main() -> None:

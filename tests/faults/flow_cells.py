@@ -356,7 +356,7 @@ def drawn_apart() -> Iterator[None]:
         _draw(there)
     there.close()
 
-    def fresh(probes: Sequence[verify_pipeline_export.ImageProbe]) -> list[torch.Tensor]:
+    def fresh(probes: Sequence[verify_pipeline_export.ImageRequest]) -> list[torch.Tensor]:
         here.send(probes)
         found = here.recv()
         if isinstance(found, str):

@@ -16,8 +16,8 @@ import pytest
 
 from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.service.config import RewardArgs, ServiceConfig
-from cosmos_core.rewards.service.engine import CapacityExceeded, Engine, ShuttingDown
-from cosmos_core.rewards.service.pool import Job
+from cosmos_core.rewards.service.engine import CapacityExceededError, Engine, ShutdownError
+from cosmos_core.rewards.service.pool import RewardJob
 from cosmos_core.rewards.service.request import parse_request
 from cosmos_core.rewards.service.store import MemoryStore
 from tests.faults.reward_service import counted, running
@@ -30,9 +30,9 @@ class Pool:
     """Keeps what is queued; nothing is ever scored."""
 
     def __init__(self) -> None:
-        self.jobs: list[Job] = []
+        self.jobs: list[RewardJob] = []
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: RewardJob) -> None:
         self.jobs.append(job)
 
 
@@ -85,7 +85,7 @@ def test_what_comes_after_the_last_was_finished_is_refused_and_not_lost() -> Non
         found = engine(drain_seconds=0.1)
         with found.reserve_capacity(10):
             await found.drain()
-            with pytest.raises(ShuttingDown):
+            with pytest.raises(ShutdownError):
                 await found.accept_request(KEY, body("p", jpeg_size=1.0))
         return found
 
@@ -99,11 +99,11 @@ def test_a_request_that_the_store_kept_and_did_not_confirm_is_queued_when_it_com
         found.store = Severed(60.0, 100, 2**20)
         with pytest.raises(ConnectionError):
             await found.accept_request(KEY, body("p", jpeg_size=1.0))
-        assert await found.store.is_known(KEY) and not queued(found)
+        assert await found.store.has_request(KEY) and not queued(found)
         for _ in range(2):
             await found.accept_request(KEY, body("p", jpeg_size=1.0))
         assert queued(found) == [KEY], "once"
-        await found._store_result(Job(found.pending[KEY], "jpeg_size"), {"scores": {"jpeg_size": [1.0]}}, 0.0)
+        await found._store_result(RewardJob(found.pending[KEY], "jpeg_size"), {"scores": {"jpeg_size": [1.0]}}, 0.0)
         await found.accept_request(KEY, body("p", jpeg_size=1.0))
         return found
 
@@ -116,7 +116,7 @@ def test_uploads_count_as_requests_that_wait() -> None:
     found = engine(max_pending=2)
     with found.reserve_capacity(10), found.reserve_capacity(20):
         assert found.pending_bytes == 30
-        with pytest.raises(CapacityExceeded), found.reserve_capacity(10):
+        with pytest.raises(CapacityExceededError), found.reserve_capacity(10):
             pass
     with found.reserve_capacity(10):
         assert found.pending_bytes == 10
@@ -129,11 +129,13 @@ def test_decoded_videos_wait_for_room() -> None:
         for request in requests:
             found._add_pending(request)
         video = {"array": np.zeros(100, np.uint8)}
-        tasks = [asyncio.create_task(found._handle_decoded_video(Job(request), video, 0.0)) for request in requests]
+        tasks = [
+            asyncio.create_task(found._handle_decoded_video(RewardJob(request), video, 0.0)) for request in requests
+        ]
         await until(lambda: len(queued(found)) == 2)
         await asyncio.sleep(0.1)
         assert (queued(found), found.decoded_bytes) == (["0", "1"], 200)
-        await found._store_result(Job(requests[0], "jpeg_size"), {"scores": {"jpeg_size": [1.0]}}, 0.0)
+        await found._store_result(RewardJob(requests[0], "jpeg_size"), {"scores": {"jpeg_size": [1.0]}}, 0.0)
         await until(tasks[2].done)
         assert (queued(found), found.decoded_bytes) == (["0", "1", "2"], 200)
 
@@ -144,7 +146,7 @@ def test_what_no_reward_is_told_is_not_kept() -> None:
     fields = {"prompts": ["p"], "reward_fn": {"r": 1.0}, "media_type": "image", "x": [{}] * 9, "references": ["y"]}
     request = parse_request(KEY, encode_request(fields, np.zeros((1, 2, 2, 3), np.uint8)), {"r"})
     assert request.fields == {"prompts": ["p"], "references": ["y"]}
-    assert request.job_fields == {"prompts": ["p"], "references": ["y"], "media": "image"}
+    assert request.fields_for_worker == {"prompts": ["p"], "references": ["y"], "media": "image"}
 
 
 def test_services_of_two_machines_have_queues_of_their_own_in_one_redis(monkeypatch: pytest.MonkeyPatch) -> None:

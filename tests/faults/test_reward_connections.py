@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 
 from cosmos_core.rewards.protocol import encode_request
-from cosmos_core.rewards.service.connection import LimitedConnection
+from cosmos_core.rewards.service.connection import ConnectionWithTimeout
 from tests.faults.reward_service import Running, running
 
 
@@ -45,10 +45,10 @@ def test_a_refusal_is_read_by_whoever_sent_a_large_body(server: Running, status:
         assert response.status_code == status and re.search(reason, response.json()["message"])
 
 
-class Impatient(LimitedConnection):
+class Impatient(ConnectionWithTimeout):
     """Waits for a head less long."""
 
-    head_timeout_seconds = 0.3
+    request_head_timeout_seconds = 0.3
 
 
 def test_a_connection_without_a_whole_head_of_a_request_is_closed() -> None:

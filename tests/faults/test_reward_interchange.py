@@ -18,7 +18,7 @@ import requests
 import torch
 
 from cosmos_core.rewards.remote import RemoteRewards
-from cosmos_core.rewards.wan_latents import WanLatents
+from cosmos_core.rewards.wan_latents import WanVae
 from tests.faults.reward_service import PROGRAM, Running, counted, running
 from tests.tiny_pipelines import _wan_vae
 from tests.unit.test_reward_interchange import config, videos
@@ -154,6 +154,6 @@ def test_our_own_client_may_send_latents_too(server: Running) -> None:
     function = {"name": "mean", "clip_max": 255.0}
     asked = config("mean", video_vae=vae, reward_fns=[function], reward_clip_max=255.0)
     scores = RemoteRewards(asked, server.service).score(videos(2))
-    wan = WanLatents("x", vae, "cpu")
+    wan = WanVae("x", vae, "cpu")
     expected = wan.decode(wan.encode([each["media"] for each in videos(2)])).mean((1, 2, 3, 4))
     assert [score.value for score in scores] == pytest.approx(expected.tolist(), abs=0.05)

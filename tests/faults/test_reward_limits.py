@@ -21,7 +21,7 @@ from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.service import pool as pools
 from cosmos_core.rewards.service.config import RewardArgs, read_config
 from cosmos_core.rewards.service.engine import Engine
-from cosmos_core.rewards.service.pool import Job, ProcessLost, ProcessSettings, RewardPool, RewardProcess
+from cosmos_core.rewards.service.pool import ProcessError, ProcessSettings, RewardJob, RewardPool, RewardProcess
 from cosmos_core.rewards.service.request import parse_request
 from cosmos_core.rewards.service.store import MemoryStore
 from tests.conftest import wait_until
@@ -50,7 +50,7 @@ def test_what_it_remembers_is_bounded(tmp_path: Path) -> None:
         for i in range(10):
             request = parse_request(str(i), body("p", jpeg_size=1.0), {"jpeg_size"})
             engine.pending[request.uuid] = request
-            await engine._store_result(Job(request, "jpeg_size"), {"scores": {"jpeg_size": [1.0]}}, 0.0)
+            await engine._store_result(RewardJob(request, "jpeg_size"), {"scores": {"jpeg_size": [1.0]}}, 0.0)
             engine._finished_counts.appendleft((-math.inf, 1))  # long ago
         return engine
 
@@ -60,7 +60,7 @@ def test_what_it_remembers_is_bounded(tmp_path: Path) -> None:
     store = MemoryStore(1e9, 1000, 100)
     for i in range(10):
         asyncio.run(store.put(str(i), "r", "s" * 30))
-    assert [asyncio.run(store.is_known(str(i))) for i in range(10)] == [False] * 7 + [True] * 3
+    assert [asyncio.run(store.has_request(str(i))) for i in range(10)] == [False] * 7 + [True] * 3
     assert [asyncio.run(store.get(str(i), "r")) for i in (6, 7)] == [None, "s" * 30]
 
 
@@ -82,13 +82,13 @@ def test_a_reply_that_is_too_long_costs_its_request_and_not_the_device(
     async def scored(*prompts: str) -> list[Mapping[str, Any]]:
         results: list[Mapping[str, Any]] = []
 
-        async def deliver(job: Job, result: dict[str, Any], seconds: float) -> None:
+        async def deliver(job: RewardJob, result: dict[str, Any], seconds: float) -> None:
             results.append(result)
 
         config = read_config(file)
         pool = RewardPool(Engine(config).process_settings(config.rewards[0]), deliver)
         for prompt in prompts:
-            pool.submit(Job(parse_request(prompt, body(prompt, wordy=1.0), {"wordy"}), "wordy"))
+            pool.submit(RewardJob(parse_request(prompt, body(prompt, wordy=1.0), {"wordy"}), "wordy"))
         async with asyncio.timeout(60):
             while len(results) < len(prompts):
                 await asyncio.sleep(0.02)
@@ -110,7 +110,7 @@ def test_pauses_between_starts_grow_until_a_process_has_loaded(monkeypatch: pyte
         return replies[len(pauses)], []
 
     async def end(pool: RewardPool, process: RewardProcess) -> None:
-        raise ProcessLost("it has ended")
+        raise ProcessError("it has ended")
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
@@ -118,10 +118,10 @@ def test_pauses_between_starts_grow_until_a_process_has_loaded(monkeypatch: pyte
             raise asyncio.CancelledError
 
     async def run() -> None:
-        settings = ProcessSettings("mean", {"settings": {}}, RewardArgs(reward_type="mean"), 0.0, attempts=1)
+        settings = ProcessSettings("mean", {"settings": {}}, RewardArgs(reward_type="mean"), 0.0, max_attempts=1)
         await asyncio.gather(*RewardPool(settings, deliver)._tasks, return_exceptions=True)
 
-    async def deliver(job: Job, result: dict[str, Any], seconds: float) -> None: ...
+    async def deliver(job: RewardJob, result: dict[str, Any], seconds: float) -> None: ...
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
     monkeypatch.setattr(RewardProcess, "_send_and_receive", reply)

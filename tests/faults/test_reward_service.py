@@ -26,7 +26,7 @@ from PIL import Image
 from benchmarks.reward_service import measure
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import ConfigError
-from cosmos_core.launch.service_health import record_health
+from cosmos_core.launch.service_health import write_health
 from cosmos_core.rewards.exchange import ping
 from cosmos_core.rewards.jpeg_size import jpeg_size
 from cosmos_core.rewards.protocol import encode_request
@@ -169,7 +169,7 @@ def test_health_metrics_and_page_show_how_it_goes(server: Running, tmp_path: Pat
     assert 'reward_items_total{reward="mean"} ' in metrics
     assert 'reward_restarts_total{reward="mean"}' in metrics
     enqueue = server.service.replicas[0][0]
-    record_health(tmp_path, {"REMOTE_REWARD_ENQUEUE_URL": enqueue, "REMOTE_REWARD_TOKEN": server.token})
+    write_health(tmp_path, {"REMOTE_REWARD_ENQUEUE_URL": enqueue, "REMOTE_REWARD_TOKEN": server.token})
     [noted] = json.loads((tmp_path / "reward_service.json").read_text())["services"]
     assert noted["url"] == server.url and noted["status"] in {"ok", "degraded"}, "its processes were killed just now"
     assert noted["rewards"]["mean"]["items"] > 0 and noted["rewards"]["mean"]["restarts"] > 0

@@ -12,7 +12,7 @@ import tomli_w
 
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import RewardError
-from cosmos_core.launch.managed_service import managed_service
+from cosmos_core.launch.managed_service import managed_reward_service
 from cosmos_core.rewards.exchange import read_service_endpoints
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, load_scorer
@@ -26,7 +26,7 @@ def test_a_stage_finds_its_service_whatever_variable_has_its_token(tmp_path: Pat
     reward = {"reward_type": "exact_match"}
     file.write_text(tomli_w.dumps({"authentication": "on", "token_env": "MY_TOKEN", "reward_args": [reward]}))
     asked = RemoteRewardConfig.model_validate({"reward_fns": [{"name": "exact_match"}], "timeout_seconds": 20.0})
-    with managed_service(str(file), tmp_path) as found:
+    with managed_reward_service(str(file), tmp_path) as found:
         request = {"prompt": "", "to_be_evaluated": "42", "reference": "42"}
         [score] = RemoteRewards(asked, read_service_endpoints(found)).score([request])
     assert score.value == 1.0

@@ -13,7 +13,7 @@ import pytest
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import RewardError
-from cosmos_core.launch.managed_service import managed_service
+from cosmos_core.launch.managed_service import managed_reward_service
 from cosmos_core.rewards.exchange import ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABLE, TOKEN_VARIABLE
 from cosmos_core.rewards.service.config import read_config
 from cosmos_core.run.stage import Stage
@@ -82,7 +82,7 @@ def test_a_service_beside_the_stage_that_is_killed_is_started_again_and_no_score
     file = tmp_path / "rewards.toml"
     file.write_text(f'[[reward_args]]\nreward_type = "red"\nentry = "{tmp_path / "killing.py"}:red"\nbatch_size = 4\n')
     stage = inputs.stage(tmp_path / "there", **SETTINGS, **REMOTE)
-    with managed_service(str(file), stage.path) as found:
+    with managed_reward_service(str(file), stage.path) as found:
         for name, value in found.items():
             monkeypatch.setenv(name, value)
         train(stage)

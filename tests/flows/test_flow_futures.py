@@ -154,14 +154,14 @@ def test_a_flow_is_running_until_its_own_code_has_ended(folder: Path) -> None:
 
 
 def test_a_stop_before_a_submitted_stage_begins_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, begun, stopped = PythonFlowState.stage, threading.Event(), threading.Event()
+    begin, begun, stopped = PythonFlowState.add_stage, threading.Event(), threading.Event()
 
     def wait_for_the_stop(*arguments: Any) -> Any:
         begun.set()
         assert stopped.wait(30)
         return begin(*arguments)
 
-    monkeypatch.setattr(PythonFlowState, "stage", wait_for_the_stop)
+    monkeypatch.setattr(PythonFlowState, "add_stage", wait_for_the_stop)
 
     @flow
     def stopping(run_id: str = "stopping") -> None:

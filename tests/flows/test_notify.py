@@ -22,8 +22,8 @@ from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError, GateFailed, ProgramError, StageFailed
 from cosmos_core.launch.blocks import RewardService, load_service_variables
 from cosmos_core.launch.bootstrap import CRASH_AUTOMATION_NAME, WorkPool, bootstrap_server
-from cosmos_core.launch.managed_service import managed_service
-from cosmos_core.launch.notify import EVENTS_BY_SUBJECT, _create_action, _create_block, parse_channels
+from cosmos_core.launch.managed_service import managed_reward_service
+from cosmos_core.launch.notify import EVENTS_BY_SUBJECT, _create_action, _create_block, parse_notification_channels
 from flows.post_train import post_train
 from tasks import events
 from tests.conftest import wait_until
@@ -61,7 +61,7 @@ def test_a_second_bootstrap_updates_and_the_server_sends_what_failed_with_the_re
     receiver: tuple[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     url, messages = receiver
-    channels = parse_channels(
+    channels = parse_notification_channels(
         ["email=mailto://ada:secret@127.0.0.1:1?to=ada@localhost", "webhook=http://127.0.0.1:1/old"]
     )
     lines = list(bootstrap_server([], channels))
@@ -81,7 +81,7 @@ def test_a_second_bootstrap_updates_and_the_server_sends_what_failed_with_the_re
     assert (failed["what"], refused["what"]) == ("failed", "refused by a gate")
     assert failed["payload"]["error"] == 'it said "no"\nand <ended>'
     assert failed["text"].startswith(f'counting, run {run.id}, stage first: failed: it said "no"')
-    assert report in failed["text"] and f"/artifacts/key/{events.card_key('counting')}" in failed["text"]
+    assert report in failed["text"] and f"/artifacts/key/{events.run_card_key('counting')}" in failed["text"]
     assert refused["payload"]["report"] == report
     with get_client(sync_client=True) as client:  # a stage on a work pool, and a schedule whose machine was lost
         for tags in (["cosmos", "stage"], ["cosmos", "pipeline"]):
@@ -93,7 +93,7 @@ def test_a_second_bootstrap_updates_and_the_server_sends_what_failed_with_the_re
 
 @pytest.mark.usefixtures("harness")
 def test_bootstrap_makes_what_is_missing_once() -> None:
-    made = list(bootstrap_server([WorkPool("cpu"), WorkPool("big", limit=2)]))
+    made = list(bootstrap_server([WorkPool("cpu"), WorkPool("big", concurrency_limit=2)]))
     assert made[:2] == ["work pool cpu: made (process)", "work pool big: made (process, at most 2 at once)"]
     assert made[2].startswith(f"automation {CRASH_AUTOMATION_NAME!r}: ")
     assert made[-1] == "block type cosmos-reward-service: registered"
@@ -114,7 +114,7 @@ def test_a_block_names_a_reward_service_and_its_token_is_written_nowhere(
     token = "a very secret token"
     RewardService(url="http://127.0.0.1:1, http://127.0.0.1:2/", token=SecretStr(token)).save("rewards")
     assert "secret" not in repr(RewardService.load("rewards"))
-    with managed_service("block:rewards", tmp_path) as found:
+    with managed_reward_service("block:rewards", tmp_path) as found:
         assert found == {
             "REMOTE_REWARD_ENQUEUE_URL": "http://127.0.0.1:1/api/reward/enqueue,http://127.0.0.1:2/api/reward/enqueue",
             "REMOTE_REWARD_FETCH_URL": "http://127.0.0.1:1/api/reward/pull,http://127.0.0.1:2/api/reward/pull",
@@ -133,7 +133,7 @@ def test_a_block_names_a_reward_service_and_its_token_is_written_nowhere(
 
 
 def test_an_address_of_mail_is_one_that_apprise_knows() -> None:
-    address = parse_channels(["email=mailtos://ada:secret@smtp.example.com?to=team@example.com"])["email"]
+    address = parse_notification_channels(["email=mailtos://ada:secret@smtp.example.com?to=team@example.com"])["email"]
     [plugin] = _create_block("email", address)._apprise_client
     assert (type(plugin).__name__, plugin.smtp_host) == ("NotifyEmail", "smtp.example.com")
 
@@ -156,5 +156,5 @@ def test_a_webhook_is_called_with_the_event_and_a_person_is_sent_a_text(channel:
 )
 def test_another_form_is_one_line(option: str) -> None:
     with pytest.raises(ConfigError, match=r"^--notify [\w=]+: write slack=https://hooks\.slack\.com/") as info:
-        parse_channels([option])
+        parse_notification_channels([option])
     assert "SECRET" not in str(info.value)

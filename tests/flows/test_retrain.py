@@ -30,7 +30,7 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.hub import failed_hub_requests
-from cosmos_core.run.lock import Lock
+from cosmos_core.run.lock import FileLock
 from cosmos_core.run.retrain_state import compute_retrain_digest, locate_retrain_state
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.file import FileTarget
@@ -271,7 +271,7 @@ def test_a_person_sees_metrics_and_gates_and_what_is_approved_is_published_when_
     expect_request(nightly, asked, run)
     nightly.rows({"accuracy": 0.9})
     [note] = tmp_path.glob("outputs/.cosmos/retraining/*.json")
-    with Lock(note.with_suffix(".lock")) as lock:
+    with FileLock(note.with_suffix(".lock")) as lock:
         assert lock.try_acquire()
         release = threading.Timer(1.0, lock.release)
         release.start()

@@ -18,7 +18,7 @@ from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.models.denoiser import Denoiser
-from cosmos_core.models.families import open_family
+from cosmos_core.models.families import open_pipeline
 from cosmos_core.models.flow import flow_schedule
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.rollout_feed import training_sampling
@@ -59,10 +59,10 @@ def recipe(policy: dict[str, Any]) -> Recipe:
 
 
 def open_trainer(model: Path, chosen: Recipe, device: torch.device, folder: Path) -> Trainer:
-    family = open_family(str(model), chosen.policy, device)
+    family = open_pipeline(str(model), chosen.policy, device)
     denoiser = family.load_denoiser(torch.float32).to(device)
     trainer = Trainer(Denoiser(denoiser, family, chosen.train), chosen.train, ProgressWriter(folder / "progress.json"))
-    for name in chosen.train.train_policy.named_weights:
+    for name in chosen.train.train_policy.auxiliary_model_names:
         trainer.named_weights.add(name)
     return trainer
 

@@ -25,7 +25,7 @@ from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.compiled import compile_blocks
 from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.recompute import RecomputeMode, recompute_activations
-from cosmos_core.models.scorer import RequestedOutputs, Scorer
+from cosmos_core.models.scorer import LogprobScorer, RequestedOutputs
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.trainer import Trainer
 
@@ -69,11 +69,11 @@ def scored(model: PreTrainedModel, dtype: torch.dtype, *, packed: bool) -> tuple
     """Log-probabilities of all tokens, and the gradients of a sum of them."""
     batch = collate_rows(rows(), 0, packed=packed)
     chosen = torch.cat(
-        [start + torch.arange(length - 1) for start, length in zip(batch.first_predicted, LENGTHS, strict=True)]
+        [start + torch.arange(length - 1) for start, length in zip(batch.target_starts, LENGTHS, strict=True)]
     )
     model.zero_grad()
     with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
-        logprobs: Tensor = Scorer(model)(to_device(batch.inputs, DEVICE), chosen.to(DEVICE))["logprobs"]
+        logprobs: Tensor = LogprobScorer(model)(to_device(batch.inputs, DEVICE), chosen.to(DEVICE))["logprobs"]
     (logprobs.sin().sum() / len(logprobs)).backward()
     return logprobs.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -145,7 +145,7 @@ def test_chunked_scores_are_those_of_the_whole_logits(dtype: torch.dtype) -> Non
         model.zero_grad()
         with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
             if is_ours:
-                outputs = Scorer(model, 4 * SIZES["vocab_size"] * 20)({"input_ids": ids}, chosen, request=wants)
+                outputs = LogprobScorer(model, 4 * SIZES["vocab_size"] * 20)({"input_ids": ids}, chosen, request=wants)
             else:
                 logits = model(input_ids=ids, use_cache=False).logits[0, :-1][chosen].float()
         if not is_ours:
@@ -172,7 +172,7 @@ def test_a_right_guess_of_the_derivative_costs_one_wait_and_changes_nothing() ->
     gradients = []
     for expected in (None, weights, weights + 1):
         model.zero_grad()
-        logprobs = Scorer(model)({"input_ids": ids}, chosen, loss_gradient_N=expected)["logprobs"]
+        logprobs = LogprobScorer(model)({"input_ids": ids}, chosen, loss_gradient_N=expected)["logprobs"]
         (weights * logprobs).sum().backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
     assert_near(gradients[1], gradients[0], 1e-6)
@@ -189,7 +189,7 @@ def trained(folder: Path, *, stop: int = 6, **settings: Any) -> tuple[PreTrained
         "train_policy": {"type": "sft", "mini_batch": 2}, **settings,
     })  # fmt: skip
     trainer = Trainer(CausalLM(make(), train, InputProcessing(0)), train, ProgressWriter(folder / "progress.json"))
-    checkpointer = Checkpointer(folder / "checkpoints", fingerprint="f" * 64, max_keep=-1, asynchronous=False)
+    checkpointer = Checkpointer(folder / "checkpoints", fingerprint="f" * 64, max_keep=-1, is_async=False)
     state = TrainState(trainer.adapter.model, trainer.optimizer)
     losses = []
     for step in range(checkpointer.load_latest(state) or 0, stop):

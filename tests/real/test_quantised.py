@@ -24,12 +24,12 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import torch
-from cosmos_core.export.quantize import find_layers, quantize_folder, make_scheme
+from cosmos_core.export.quantize import find_layers, quantize_folder, make_quant_scheme
 from cosmos_core.models.hf import model_without_weights
 source, target, name = sys.argv[1:]
 with torch.device("meta"):
     layers = find_layers(model_without_weights(source, dtype=torch.bfloat16))
-quantize_folder(Path(source), Path(target), make_scheme(name, layers), layers)
+quantize_folder(Path(source), Path(target), make_quant_scheme(name, layers), layers)
 lines = Path("/proc/self/status").read_text().splitlines()
 print([int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")][0])
 """

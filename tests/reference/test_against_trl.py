@@ -31,13 +31,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from cosmos_core.algorithms.aggregate import add_metrics, aggregate_loss, compute_denominator, compute_means
-from cosmos_core.algorithms.correction import WeightCorrection, importance_weights
+from cosmos_core.algorithms.correction import ImportanceWeightRule, importance_weights
 from cosmos_core.algorithms.objectives.base import PolicySettings
-from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss
+from cosmos_core.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from cosmos_core.algorithms.selection import high_entropy_masks
 from cosmos_core.algorithms.sft import sft_loss
 from cosmos_core.data.sample import Sample
-from cosmos_core.models.scorer import RequestedOutputs, Scorer
+from cosmos_core.models.scorer import LogprobScorer, RequestedOutputs
 
 MAX_TOKENS = 12
 ACCELERATOR = SimpleNamespace(
@@ -57,7 +57,7 @@ def random_batch(seed=0):
     old_BT = logprobs_BT.detach() + 0.8 * torch.randn(6, 8, **shape)
     ref_BT = logprobs_BT.detach() + torch.randn(6, 8, **shape)
     entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1).detach()
-    return logits_BTV, PolicyInputs(logprobs_BT, torch.randn(6, **shape), mask_BT, old_BT, ref_BT, entropy_BT)
+    return logits_BTV, PolicyLossInputs(logprobs_BT, torch.randn(6, **shape), mask_BT, old_BT, ref_BT, entropy_BT)
 
 
 def trl_loss(inputs, loss_type, settings, accumulation=1, num_tokens=0, **others):
@@ -209,7 +209,7 @@ def test_weights_for_tokens_of_the_engine_equal_trl(rule):
     noise_BT = 0.4 * torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     rollout_BT, mask_BT = inputs.old_logprobs_BT - noise_BT, inputs.mask_BT
     weights_BT, metrics = importance_weights(
-        inputs.old_logprobs_BT, rollout_BT, mask_BT, WeightCorrection(rule, 0.8, 1.5)
+        inputs.old_logprobs_BT, rollout_BT, mask_BT, ImportanceWeightRule(rule, 0.8, 1.5)
     )
     noise_BT = noise_BT * mask_BT
     if rule.startswith("sequence"):
@@ -238,8 +238,8 @@ def test_micro_batches_add_up_to_what_trl_gets_with_dapo():
     ours, theirs, metrics = 0.0, 0.0, {}
     for start in range(0, 6, 2):
         rows = slice(start, start + 2)
-        given = {name: getattr(inputs, name) for name in PolicyInputs.__dataclass_fields__}
-        part = PolicyInputs(**{name: value[rows] for name, value in given.items() if value is not None})
+        given = {name: getattr(inputs, name) for name in PolicyLossInputs.__dataclass_fields__}
+        part = PolicyLossInputs(**{name: value[rows] for name, value in given.items() if value is not None})
         result = policy_loss(part, settings)
         ours += aggregate_loss(result.loss_BT, part.mask_BT, "token-mean", num_tokens).item()
         theirs += trl_loss(part, "dapo", settings, accumulation=3, num_tokens=num_tokens)[0].item()
@@ -250,7 +250,7 @@ def test_micro_batches_add_up_to_what_trl_gets_with_dapo():
 
 def test_on_the_first_update_trl_and_we_take_the_policy_itself_as_the_old_one():
     logits_BTV, inputs = random_batch()
-    first = PolicyInputs(inputs.logprobs_BT, inputs.advantages_B, inputs.mask_BT, entropy_BT=inputs.entropy_BT)
+    first = PolicyLossInputs(inputs.logprobs_BT, inputs.advantages_B, inputs.mask_BT, entropy_BT=inputs.entropy_BT)
     assert_like_trl(first, logits_BTV, PolicySettings(), "token-mean", "bnpo")
 
 
@@ -262,7 +262,7 @@ def test_log_probabilities_and_entropy_equal_trls_selective_log_softmax():
     chosen_N = torch.arange(labels_BS.numel())
     for temperature in (1.0, 0.7):
         wants = RequestedOutputs(temperature, entropy="value")
-        found = Scorer(model)({"input_ids": ids_BT}, chosen_N, request=wants, dtype=torch.float64)
+        found = LogprobScorer(model)({"input_ids": ids_BT}, chosen_N, request=wants, dtype=torch.float64)
         theirs_BS = selective_log_softmax(logits_BSV, labels_BS, temperature)
         torch.testing.assert_close(found["logprobs"].view_as(theirs_BS), theirs_BS, rtol=0, atol=1e-13)
         theirs_BS = entropy_from_logits(logits_BSV / temperature)
@@ -284,7 +284,7 @@ def sft_batch():
 def our_sft_loss(model, ids_BT, labels_BT, num_labels):
     targets_BT = labels_BT[:, 1:]
     mask_BT = targets_BT != -100
-    found = Scorer(model)({"input_ids": ids_BT}, torch.arange(targets_BT.numel()), dtype=torch.float64)
+    found = LogprobScorer(model)({"input_ids": ids_BT}, torch.arange(targets_BT.numel()), dtype=torch.float64)
     logprobs_BT = found["logprobs"].view_as(targets_BT)
     return sft_loss(logprobs_BT, mask_BT, num_labels)[0]
 

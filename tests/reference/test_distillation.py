@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.distillation import add_other_tokens, discounted_sums, jensen_shannon, teacher_loss
+from cosmos_core.algorithms.distillation import append_other_logprob, discounted_sums, jensen_shannon, teacher_loss
 from cosmos_core.config.schema.distillation import DistillationConfig
 
 V, S = 3, 3
@@ -43,7 +43,7 @@ def test_with_the_rest_as_one_event_the_teacher_is_where_the_gradient_ends(beta:
     for offset, is_there in ((0.0, True), (0.3, False)):
         logits_V = (teacher_V + offset * torch.arange(9)).requires_grad_()
         student_K = logits_V.log_softmax(-1)[ids]
-        value = jensen_shannon(add_other_tokens(student_K), add_other_tokens(teacher_V[ids]), beta)
+        value = jensen_shannon(append_other_logprob(student_K), append_other_logprob(teacher_V[ids]), beta)
         (gradient,) = torch.autograd.grad(value, logits_V)
         assert (gradient.abs().max().item() < 1e-12) == is_there
         assert (value.item() < 1e-12) == is_there
@@ -53,7 +53,7 @@ def test_where_k_tokens_have_all_the_mass_value_and_gradient_are_finite() -> Non
     teacher_K = torch.tensor([0.0, -200.0], dtype=torch.float32)
     student_K = torch.tensor([-1e-9, -30.0], requires_grad=True)
     for beta in (0.0, 0.5, 1.0):
-        value = jensen_shannon(add_other_tokens(student_K), add_other_tokens(teacher_K), beta)
+        value = jensen_shannon(append_other_logprob(student_K), append_other_logprob(teacher_K), beta)
         (gradient,) = torch.autograd.grad(value, student_K)
         assert torch.isfinite(value) and torch.isfinite(gradient).all()
 

@@ -121,7 +121,7 @@ def measure(folder: str, case: str, scratch: Path) -> dict[str, int]:
     )  # fmt: skip
     policy = recipe.train.train_policy
     algorithm = make_algorithm(recipe)
-    for name in policy.named_weights:
+    for name in policy.auxiliary_model_names:
         rank.named_weights.add(name)
     random = np.random.default_rng(0)
     lengths = [CASES[case].length - 7 * (i % 3) for i in range(BATCH)]

@@ -17,7 +17,7 @@ from cosmos_core.algorithms.flow_objectives import (
     nft_loss,
     optimality_probability,
 )
-from cosmos_core.models.flow_steps import NoiseLevels, compute_transition, log_prob
+from cosmos_core.models.flow_steps import NoiseLevels, compute_step_distribution, log_prob
 
 SHAPE = (3, 2, 2, 3)
 
@@ -66,7 +66,7 @@ def test_the_loss_of_diffusion_nft_is_that_of_the_paper(beta: float) -> None:
     for b in range(3):
         flat = [each[b].double().flatten().tolist() for each in (v, old, ref, x, x0)]
         policy, kl = nft_of_paper(flat, sigma_B[b].item(), r_B[b].item(), beta)
-        assert terms.policy_B[b].item() == pytest.approx(policy, rel=2e-6, abs=1e-6)
+        assert terms.policy_loss_B[b].item() == pytest.approx(policy, rel=2e-6, abs=1e-6)
         assert terms.kl_B[b].item() == pytest.approx(kl, rel=2e-6, abs=1e-6)
 
 
@@ -76,7 +76,9 @@ def test_diffusion_nft_pulls_towards_samples_that_are_good_and_away_from_bad_one
     x, target = 0.5 * x0 + 0.5 * noise, noise - x0
     old = target + 0.3
     v = old.clone().requires_grad_()
-    nft_loss(NftInputs(v, old, None, x, x0, sigma_B, torch.tensor([1.0, 0.5, 0.0])), 1.0, 5.0).policy_B.sum().backward()
+    nft_loss(
+        NftInputs(v, old, None, x, x0, sigma_B, torch.tensor([1.0, 0.5, 0.0])), 1.0, 5.0
+    ).policy_loss_B.sum().backward()
     assert v.grad is not None
     assert (v.grad[0] > 0).all() and (v.grad[2] < 0).all()  # the target is below
     assert torch.allclose(v.grad[1], torch.zeros_like(v.grad[1]), atol=1e-7)
@@ -88,15 +90,15 @@ def step_inputs(name: str, guarded: bool) -> tuple[FlowGrpoInputs, Tensor, dict[
     levels = NoiseLevels(sigma_B, sigma_B - 0.1, torch.tensor(0.95, dtype=torch.float64))
     v.mul_(0.01).add_(v_old)
     v.requires_grad_()
-    old = compute_transition(name, x, v_old, levels, 0.7)
+    old = compute_step_distribution(name, x, v_old, levels, 0.7)
     later = old.mean + old.std.reshape(-1, 1, 1, 1) * noise
     inputs = FlowGrpoInputs(
-        compute_transition(name, x, v, levels, 0.7),
+        compute_step_distribution(name, x, v, levels, 0.7),
         later,
         log_prob(old, later),
         torch.tensor([2.0, -1.0, 0.5], dtype=torch.float64),
         old.mean if guarded else None,
-        compute_transition(name, x, v_ref, levels, 0.7),
+        compute_step_distribution(name, x, v_ref, levels, 0.7),
         levels.sigma - levels.next_sigma,
     )
     return inputs, v, {"old": old, "next_latents": later}
@@ -106,8 +108,8 @@ def step_inputs(name: str, guarded: bool) -> tuple[FlowGrpoInputs, Tensor, dict[
 @pytest.mark.parametrize("guarded", [False, True])
 def test_the_loss_of_flow_grpo_is_that_of_the_paper(name: str, guarded: bool) -> None:
     inputs, _, known = step_inputs(name, guarded)
-    terms = flow_grpo_loss(inputs, 1e-3, 2e-3, has_guard=guarded)
-    found, reference = inputs.transition, inputs.reference
+    terms = flow_grpo_loss(inputs, 1e-3, 2e-3, uses_grpo_guard=guarded)
+    found, reference = inputs.step_distribution, inputs.reference_distribution
     assert reference is not None
     for b in range(3):
         std, rate = found.std[b].item(), found.noise_rate[b].item()
@@ -127,7 +129,7 @@ def test_the_loss_of_flow_grpo_is_that_of_the_paper(name: str, guarded: bool) ->
             expected /= 0.1
         distance = sum((new - ref) ** 2 for new, _, ref, _ in zip(*means, strict=True)) / len(squares)
         assert terms.ratio_B[b].item() == pytest.approx(ratio, abs=1e-9)
-        assert terms.policy_B[b].item() == pytest.approx(expected, abs=1e-7)
+        assert terms.policy_loss_B[b].item() == pytest.approx(expected, abs=1e-7)
         assert terms.kl_B[b].item() == pytest.approx(distance / (2 if name == "cps" else 2 * rate**2), rel=1e-7)
 
 
@@ -136,20 +138,20 @@ def test_given_frames_are_no_part_of_any_mean() -> None:
     mask = torch.ones(3, 1, 1, 3)
     mask[..., 0] = 0
     inputs, _, known = step_inputs("flow", True)
-    reference = inputs.reference
-    assert reference is not None and inputs.old_mean is not None
+    reference = inputs.reference_distribution
+    assert reference is not None and inputs.old_step_mean is not None
     learned = FlowGrpoInputs(
-        inputs.transition._replace(mean=inputs.transition.mean[..., 1:]),
+        inputs.step_distribution._replace(mean=inputs.step_distribution.mean[..., 1:]),
         inputs.next_latents[..., 1:],
         log_prob(known["old"], inputs.next_latents, mask),
         inputs.advantages_B,
-        inputs.old_mean[..., 1:],
+        inputs.old_step_mean[..., 1:],
         reference._replace(mean=reference.mean[..., 1:]),
         inputs.step_sizes_B,
     )
     with_mask = replace(inputs, old_log_prob_B=learned.old_log_prob_B, mask=mask)
-    masked, alone = (flow_grpo_loss(each, 1e-3, 2e-3, has_guard=True) for each in (with_mask, learned))
-    for name in ("policy_B", "kl_B", "ratio_B"):
+    masked, alone = (flow_grpo_loss(each, 1e-3, 2e-3, uses_grpo_guard=True) for each in (with_mask, learned))
+    for name in ("policy_loss_B", "kl_B", "ratio_B"):
         assert torch.allclose(getattr(masked, name), getattr(alone, name), atol=1e-12), name
 
     v, old, ref, x, x0 = drawn(0, 5)
@@ -157,7 +159,7 @@ def test_given_frames_are_no_part_of_any_mean() -> None:
     whole = nft_loss(NftInputs(v, old, ref, x, x0, sigma_B, r_B, mask), 0.1, 5.0)
     parts = [each[..., 1:] for each in (v, old, ref, x, x0)]
     part = nft_loss(NftInputs(*parts, sigma_B, r_B), 0.1, 5.0)
-    for name in ("policy_B", "kl_B", "old_policy_distance_B"):
+    for name in ("policy_loss_B", "kl_B", "old_policy_distance_B"):
         assert torch.allclose(getattr(whole, name), getattr(part, name), rtol=1e-5), name
 
 
@@ -165,7 +167,7 @@ def test_a_ratio_that_is_clipped_has_no_gradient() -> None:
     inputs, v, _ = step_inputs("flow", False)
     inputs = replace(inputs, advantages_B=inputs.advantages_B * torch.tensor([-1, -1, 1]))
     terms = flow_grpo_loss(inputs, 1e-9, 1e-9)
-    terms.policy_B.sum().backward()
+    terms.policy_loss_B.sum().backward()
     assert v.grad is not None and terms.is_clipped_B.any()
     for b in range(3):
         assert bool(v.grad[b].any()) != bool(terms.is_clipped_B[b])

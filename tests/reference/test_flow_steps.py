@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.models import flow, flow_steps
-from cosmos_core.models.flow_steps import DpmSolver2M, NoiseLevels, compute_transition, log_prob
+from cosmos_core.models.flow_steps import DpmSolver2M, NoiseLevels, compute_step_distribution, log_prob
 
 TABLE = flow.euler_schedule(6, 3.0).tolist()
 
@@ -38,7 +38,7 @@ def test_a_stochastic_step_and_its_log_probability_are_those_of_the_paper(name: 
     generator = torch.Generator().manual_seed(i)
     x, v, later = (torch.randn(3, 2, 2, 2, generator=generator, dtype=torch.float64) for _ in range(3))
     sigma, last, second = torch.tensor(TABLE, dtype=torch.float64)[[i, i + 1, 1]]
-    found = compute_transition(name, x, v, NoiseLevels(sigma.expand(3), last.expand(3), second), 0.6)
+    found = compute_step_distribution(name, x, v, NoiseLevels(sigma.expand(3), last.expand(3), second), 0.6)
     probabilities_B = log_prob(found, later)
     for b in range(3):
         expected, terms = [], []
@@ -63,14 +63,14 @@ def test_a_long_first_step_takes_its_noise_from_the_second_level(first: float, s
     x, v = torch.randn(2, 1, 2, 2, dtype=torch.float64)
     levels = NoiseLevels(*(torch.tensor([s], dtype=torch.float64) for s in (first, second, second)))
     expected = 0.7 * math.sqrt(first / (1 - inside)) * math.sqrt(first - second)
-    assert compute_transition("flow", x, v, levels, 0.7).std.item() == pytest.approx(expected, abs=1e-12)
+    assert compute_step_distribution("flow", x, v, levels, 0.7).std.item() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ["flow", "dance", "cps", "ddim"])
 def test_without_noise_a_stochastic_step_is_that_of_euler(name: str) -> None:
     x, v = torch.randn(2, 3, 2, 2, dtype=torch.float64), torch.randn(2, 3, 2, 2, dtype=torch.float64)
     sigma, last = torch.tensor([0.8, 0.4], dtype=torch.float64), torch.tensor([0.5, 0.0], dtype=torch.float64)
-    found = compute_transition(name, x, v, NoiseLevels(sigma, last, torch.tensor(0.9, dtype=torch.float64)), 0.0)
+    found = compute_step_distribution(name, x, v, NoiseLevels(sigma, last, torch.tensor(0.9, dtype=torch.float64)), 0.0)
     assert torch.allclose(found.mean, flow_steps.euler_step(x, v, sigma, last), atol=1e-12)
     assert not found.std.any()
 
@@ -87,7 +87,7 @@ def test_steps_keep_the_distribution_of_the_path(name: str) -> None:
         if s == later:
             continue
         v = (s - (1 - s) * 0.25) * x / ((1 - s) ** 2 * 0.25 + s**2)
-        found = compute_transition(name, x, v, NoiseLevels(s, later, table[1]), 0.4)
+        found = compute_step_distribution(name, x, v, NoiseLevels(s, later, table[1]), 0.4)
         x = found.mean + found.std * torch.randn(x.shape, generator=generator, dtype=torch.float64)
     assert x.std().item() == pytest.approx(0.5, abs=0.02)
 
@@ -95,7 +95,7 @@ def test_steps_keep_the_distribution_of_the_path(name: str) -> None:
 def test_half_precision_is_raised_before_a_step_is_computed() -> None:
     x, v = torch.randn(1, 4).bfloat16(), torch.randn(1, 4).bfloat16()
     levels = NoiseLevels(*(torch.tensor(s, dtype=torch.float64) for s in (0.9, 0.8, 0.95)))
-    assert compute_transition("flow", x, v, levels, 0.7).mean.dtype == torch.float32
+    assert compute_step_distribution("flow", x, v, levels, 0.7).mean.dtype == torch.float32
 
 
 def of_dpm(sigmas: Tensor, x: float, velocities: list[float]) -> float:

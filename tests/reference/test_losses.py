@@ -13,7 +13,7 @@ from cosmos_core.algorithms.advantages import advantages
 from cosmos_core.algorithms.aggregate import add_metrics, aggregate_loss, compute_denominator, compute_means
 from cosmos_core.algorithms.kl import k3
 from cosmos_core.algorithms.objectives.base import PolicySettings
-from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll_loss
+from cosmos_core.algorithms.policy_loss import PolicyLossInputs, policy_loss, positive_nll_loss
 from cosmos_core.algorithms.sft import sft_loss
 
 LOSS_TYPES = [
@@ -88,7 +88,7 @@ def token_loss_by_hand(b, t, *, unbiased, low=0.2, high=0.28, dual=3.0):
 
 
 def two_by_three():
-    return PolicyInputs(f64(LOGPROBS), f64(ADVANTAGES), torch.tensor(MASK), f64(OLD), f64(REF), f64(REF).abs())
+    return PolicyLossInputs(f64(LOGPROBS), f64(ADVANTAGES), torch.tensor(MASK), f64(OLD), f64(REF), f64(REF).abs())
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
@@ -123,7 +123,7 @@ def test_a_negative_epsilon_leaves_its_side_open():
 def test_the_first_update_has_a_ratio_of_exactly_one(dtype):
     logprobs_BT = (-torch.rand(4, 50) * 20).to(dtype).requires_grad_()
     values_B = f64([1.0, -2.0, 0.5, 0.0])
-    result = policy_loss(PolicyInputs(logprobs_BT, values_B, torch.ones(4, 50)), PolicySettings())
+    result = policy_loss(PolicyLossInputs(logprobs_BT, values_B, torch.ones(4, 50)), PolicySettings())
     assert torch.equal(result.loss_BT.double(), -values_B.unsqueeze(-1).expand(4, 50))
     assert compute_means(result.metrics) == {"clip_low": 0, "clip_high": 0, "clip_dual": 0, "ratio": 1, "approx_kl": 0}
     result.loss_BT.sum().backward()
@@ -134,7 +134,7 @@ def test_what_stands_under_the_mask_has_no_influence_even_when_it_is_not_finite(
     mask_BT = torch.tensor([[1, 0, 0], [0, 0, 0]])
     rubbish_BT = f64([[-1.0, float("nan"), float("-inf")], [float("inf"), float("nan"), 0.0]])
     logprobs_BT = rubbish_BT.clone().requires_grad_()
-    inputs = PolicyInputs(logprobs_BT, f64([2.0, float("nan")]), mask_BT, rubbish_BT, rubbish_BT, rubbish_BT)
+    inputs = PolicyLossInputs(logprobs_BT, f64([2.0, float("nan")]), mask_BT, rubbish_BT, rubbish_BT, rubbish_BT)
     result = policy_loss(inputs, PolicySettings(kl_beta=0.5, unbiased_kl_estimate=True))
     loss = aggregate_loss(
         result.loss_BT, mask_BT, "seq-mean-token-mean", compute_denominator("seq-mean-token-mean", [1, 0])
@@ -148,7 +148,9 @@ def test_what_stands_under_the_mask_has_no_influence_even_when_it_is_not_finite(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_extreme_drift_stays_finite_and_is_counted(dtype):
     logprobs_BT = f64([[-100.0, -1.0, -30.0]]).to(dtype).requires_grad_()
-    inputs = PolicyInputs(logprobs_BT, f64([-1.0]), torch.ones(1, 3), f64([[-1.0, -100.0, -30.0]]), f64([[-1.0] * 3]))
+    inputs = PolicyLossInputs(
+        logprobs_BT, f64([-1.0]), torch.ones(1, 3), f64([[-1.0, -100.0, -30.0]]), f64([[-1.0] * 3])
+    )
     result = policy_loss(inputs, PolicySettings(kl_beta=1.0))
     result.loss_BT.sum().backward()
     assert torch.isfinite(result.loss_BT).all()
@@ -218,7 +220,7 @@ def loss_of_split(sizes, loss_type, max_tokens, order=None):
     d_positive = compute_denominator("token-mean", [n for n, value in zip(lengths, values_B, strict=True) if value > 0])
     for start, end in pairwise([sum(sizes[:k]) for k in range(len(sizes) + 1)]):
         rows = order[start:end]
-        inputs = PolicyInputs(logprobs_BT[rows], values_B[rows], mask_BT[rows], old_BT[rows], ref_BT[rows])
+        inputs = PolicyLossInputs(logprobs_BT[rows], values_B[rows], mask_BT[rows], old_BT[rows], ref_BT[rows])
         result = policy_loss(inputs, settings)
         loss = aggregate_loss(result.loss_BT, mask_BT[rows], loss_type, d, max_tokens)
         loss = loss + 0.1 * positive_nll_loss(logprobs_BT[rows], mask_BT[rows], values_B[rows], d_positive)

@@ -13,9 +13,9 @@ import torch
 
 from cosmos_core.algorithms.advantages import ADVANTAGE_RULES, advantages, whitened_returns
 from cosmos_core.algorithms.aggregate import add_metrics, compute_means, token_metric
-from cosmos_core.algorithms.correction import WeightCorrection, importance_weights
+from cosmos_core.algorithms.correction import ImportanceWeightRule, importance_weights
 from cosmos_core.algorithms.objectives.base import PolicySettings
-from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss
+from cosmos_core.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from cosmos_core.algorithms.selection import excluded_prefix_lengths
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import RewardError
@@ -34,7 +34,7 @@ def categorical():
 def gradient_of(settings, logits_V, advantages_V, drawn_V, **others):
     """The exact expected gradient when token v is drawn with probability drawn_V[v], each a sequence of its own."""
     logprobs_V1 = logits_V.log_softmax(-1).unsqueeze(-1)
-    inputs = PolicyInputs(logprobs_V1, advantages_V, torch.ones(V, 1), **others)
+    inputs = PolicyLossInputs(logprobs_V1, advantages_V, torch.ones(V, 1), **others)
     loss_V1 = policy_loss(inputs, settings).loss_BT
     (gradient_V,) = torch.autograd.grad((drawn_V * loss_V1.squeeze(-1)).sum(), logits_V)
     return gradient_V
@@ -81,7 +81,9 @@ def test_the_entropy_bonus_has_a_gradient(categorical):
     logits_V, _, _ = categorical
     logprobs_V = logits_V.log_softmax(-1)
     entropy_11 = -(logprobs_V.exp() * logprobs_V).sum().view(1, 1)
-    inputs = PolicyInputs(logprobs_V[:1].unsqueeze(0), torch.zeros(1).double(), torch.ones(1, 1), entropy_BT=entropy_11)
+    inputs = PolicyLossInputs(
+        logprobs_V[:1].unsqueeze(0), torch.zeros(1).double(), torch.ones(1, 1), entropy_BT=entropy_11
+    )
     loss_11 = policy_loss(inputs, PolicySettings(entropy_coeff=0.3)).loss_BT
     (found_V,) = torch.autograd.grad(loss_11.sum(), logits_V)
     pi_V = logits_V.detach().softmax(-1)
@@ -107,7 +109,7 @@ def test_weights_touch_the_objective_and_neither_the_kl_nor_the_entropy(categori
     logits_V, rewards_V, ref_V = categorical
     logprobs_V1 = logits_V.log_softmax(-1).unsqueeze(-1)
     settings = PolicySettings(kl_beta=0.5, entropy_coeff=0.1)
-    inputs = PolicyInputs(
+    inputs = PolicyLossInputs(
         logprobs_V1, rewards_V, torch.ones(V, 1), ref_logprobs_BT=ref_V.unsqueeze(-1), entropy_BT=-logprobs_V1
     )
     whole_V1 = policy_loss(inputs, settings).loss_BT
@@ -117,7 +119,7 @@ def test_weights_touch_the_objective_and_neither_the_kl_nor_the_entropy(categori
 
 def test_advantages_of_tokens_leave_out_sequences_not_tokens():
     """Else a stale sequence would keep the tokens that are rewarded and lose those that are not."""
-    inputs = PolicyInputs(
+    inputs = PolicyLossInputs(
         torch.full((2, 4), -1.0, dtype=torch.float64, requires_grad=True), torch.zeros(2).double(),
         torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]), rollout_logprobs_BT=torch.full((2, 4), -0.8).double(),
         token_advantages_BT=torch.tensor([[1.0, 1.0, -1.0, -1.0], [1.0, -2.0, -2.0, 9.0]]).double(),
@@ -130,7 +132,7 @@ def test_the_geometric_mask_leaves_out_whole_sequences():
     rollout_BT = torch.tensor([[-1.0, -1.0], [-1.0, -1.2]], dtype=torch.float64)
     old_BT, correction = (
         torch.full((2, 2), -1.0, dtype=torch.float64),
-        WeightCorrection(geometric_mean_range=(0.99, 1.01)),
+        ImportanceWeightRule(geometric_mean_range=(0.99, 1.01)),
     )
     weights_BT, metrics = importance_weights(old_BT, rollout_BT, torch.ones(2, 2), correction)
     assert weights_BT.tolist() == [[1.0, 1.0], [0.0, 0.0]]
@@ -193,7 +195,7 @@ def test_the_effective_sample_size_is_that_of_the_weights_of_all_micro_batches_t
 @pytest.mark.parametrize("objective", ["cispo", "aipo", "aipo_clamped"])
 def test_weights_above_the_cap_are_counted_by_the_sign_of_their_advantage(objective):
     ratio = torch.tensor([[9.0, 1.0], [9.0, 9.0], [9.0, 1.0]], dtype=torch.float64).log()
-    inputs = PolicyInputs(
+    inputs = PolicyLossInputs(
         torch.zeros(3, 2).double(), torch.tensor([1.0, -2.0, 0.0]).double(), torch.ones(3, 2),
         old_logprobs_BT=-ratio, rollout_logprobs_BT=-ratio,
     )  # fmt: skip

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import aggregate_loss
-from cosmos_core.algorithms.correction import WeightCorrection, importance_weights, self_normalise
+from cosmos_core.algorithms.correction import ImportanceWeightRule, importance_weights, self_normalise_weights
 from cosmos_core.algorithms.grpo import Grpo
 from cosmos_core.algorithms.objectives.base import PolicySettings
-from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss
+from cosmos_core.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment
 from tests.reference.test_reinforce import random_groups
@@ -51,7 +51,7 @@ def dppo_of_verl(kind: str, logprobs_BT: Tensor, old_BT: Tensor, advantages_B1: 
 
 @pytest.mark.parametrize("kind", ["dppo_tv", "dppo_kl"])
 def test_dppo_with_negative_epsilons_has_no_bound(kind: str) -> None:
-    inputs = PolicyInputs(*(random_batch(0)[i] for i in (0, 2, 3, 1)))
+    inputs = PolicyLossInputs(*(random_batch(0)[i] for i in (0, 2, 3, 1)))
     losses = [policy_loss(inputs, PolicySettings(e, e, objective=kind)).loss_BT for e in (-1.0, math.inf)]
     assert torch.equal(*losses)
 
@@ -61,7 +61,7 @@ def test_dppo_with_negative_epsilons_has_no_bound(kind: str) -> None:
 def test_dppo_equals_verl(kind: str, low: float, high: float, seed: int) -> None:
     logprobs_BT, old_BT, advantages_B, mask_BT = random_batch(seed)
     settings = PolicySettings(low, high, objective=kind, ratio_cap=20.0)
-    found = policy_loss(PolicyInputs(logprobs_BT, advantages_B, mask_BT, old_BT), settings)
+    found = policy_loss(PolicyLossInputs(logprobs_BT, advantages_B, mask_BT, old_BT), settings)
     loss = aggregate_loss(found.loss_BT, mask_BT, "token-mean", float(mask_BT.sum()))
     expected_BT, valid_BT = dppo_of_verl(kind, logprobs_BT, old_BT, advantages_B.unsqueeze(-1), low, high)
     expected = expected_BT[mask_BT].mean()
@@ -75,7 +75,7 @@ def test_dppo_equals_verl(kind: str, low: float, high: float, seed: int) -> None
 @pytest.mark.parametrize("seed", range(5))
 def test_rejection_of_sequences_by_k3_equals_verl(mean: float | None, most: float | None, seed: int) -> None:
     old_BT, rollout_BT, _, mask_BT = random_batch(seed)
-    correction = WeightCorrection("none", high=math.inf, max_mean_k3=mean, max_k3=most)
+    correction = ImportanceWeightRule("none", max_weight=math.inf, max_mean_k3=mean, max_k3=most)
     weights_BT, _ = importance_weights(old_BT.detach(), rollout_BT, mask_BT, correction)
     log_ratio_BT = (old_BT.detach() - rollout_BT).clamp(-20, 20)
     k3_BT = torch.exp(log_ratio_BT) - 1.0 - log_ratio_BT
@@ -92,7 +92,9 @@ def test_rejection_of_sequences_by_k3_equals_verl(mean: float | None, most: floa
 def test_self_normalised_weights_equal_verl(rule: str, seed: int) -> None:
     old_BT, rollout_BT, _, mask_BT = random_batch(seed)
     old_BT = old_BT.detach()
-    correction = self_normalise(WeightCorrection(rule, high=1.5), zip(old_BT, rollout_BT, mask_BT, strict=True))
+    correction = self_normalise_weights(
+        ImportanceWeightRule(rule, max_weight=1.5), zip(old_BT, rollout_BT, mask_BT, strict=True)
+    )
     weights_BT, metrics = importance_weights(old_BT, rollout_BT, mask_BT, correction)
     log_ratio_BT = (old_BT - rollout_BT) * mask_BT
     if rule == "truncate":

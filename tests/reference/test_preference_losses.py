@@ -133,6 +133,6 @@ def test_a_response_that_is_certain_has_a_finite_gradient() -> None:
 def test_only_losses_with_a_reference_ask_for_one() -> None:
     for name in ("sigmoid", "ipo", "simpo", "orpo", "sft"):
         config = DpoConfig(type="sft", trainer_type="dpo", dpo=DpoLossConfig(loss_type=(name,)))
-        assert config.named_weights == (() if name in REFERENCE_FREE else ("reference",))
+        assert config.auxiliary_model_names == (() if name in REFERENCE_FREE else ("reference",))
     both = DpoConfig(type="sft", trainer_type="dpo", dpo=DpoLossConfig(loss_type=("simpo", "sigmoid")))
-    assert both.named_weights == ("reference",)
+    assert both.auxiliary_model_names == ("reference",)

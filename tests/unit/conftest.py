@@ -38,6 +38,9 @@ def _exports_share_an_interpreter(request: pytest.FixtureRequest, monkeypatch: p
         if name in sys.modules:
             shared = lambda: nullcontext(request.getfixturevalue("interpreter"))  # noqa: E731 - started when asked for
             monkeypatch.setattr(sys.modules[name], "open_interpreter_pool", shared)
+    for name in ("cosmos_core.models.causal_lm", "cosmos_core.models.denoiser"):
+        if name in sys.modules:
+            monkeypatch.setattr(sys.modules[name], "prestart_interpreter", lambda module_name: None)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tasks.kinds import all_kinds
 class FakeEncoders:
     """The text's length and first letter as an embedding, the mean colour of pixels as a latent; counts its work."""
 
-    residency = SimpleNamespace(keep_on_device=nullcontext)
+    component_offload = SimpleNamespace(keep_on_device=nullcontext)
     prompt_tokenizer = ("words", 2)
     folder = SimpleNamespace(components=("words",), load=lambda name: SimpleNamespace(encode=str.split))
 
@@ -46,7 +46,7 @@ def with_rows(recipe: Recipe, rows: str) -> Recipe:
     """The recipe with an algorithm that learns from other rows."""
     policy = recipe.train.train_policy
     table = type("Policy", (type(policy),), {"rows": rows, "__module__": __name__})
-    return recipe.derive(train=recipe.train.derive(train_policy=table.model_construct(**dict(policy))))
+    return recipe.copy_with(train=recipe.train.copy_with(train_policy=table.model_construct(**dict(policy))))
 
 
 def make_stage(path: Path, source: Path, rows: str = "media", **recipe) -> Stage:

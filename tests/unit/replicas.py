@@ -15,9 +15,9 @@ import torch
 from cosmos_core.errors import DataError
 from cosmos_core.rollout.async_groups import AsyncGroupSource, prompts_by_position
 from cosmos_core.rollout.base import Bucket, LoadReceipt, WeightFormat
-from cosmos_core.rollout.fleet import Fleet
-from cosmos_core.rollout.groups import StepGroups
-from cosmos_core.rollout.replica import Replica
+from cosmos_core.rollout.fleet import EngineFleet
+from cosmos_core.rollout.groups import GroupPlan
+from cosmos_core.rollout.replica import EngineReplica
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.conftest import wait_until
@@ -101,16 +101,16 @@ class Threaded:
             self.engine.beat = beat
             return self.engine
 
-        self._replica = Replica(open_engine)
+        self._replica = EngineReplica(open_engine)
 
-    def call(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
+    def call(self, method: str, *arguments: Any, shared_value: Any = None, **keywords: Any) -> Future[Any]:
         if self.refusals:
             self.refusals -= 1
             refused: Future[Any] = Future()
             refused.set_exception(ConnectionRefusedError("it is restarting"))
             return refused
         replica, dead = self._replica, self._dead
-        last = [] if shared is None else [shared]
+        last = [] if shared_value is None else [shared_value]
         inside = self._pool.submit(lambda: getattr(replica, method)(*arguments, *last, **keywords))
         answer: Future[Any] = Future()
 
@@ -142,24 +142,24 @@ class Threaded:
 @contextmanager
 def fleet_of(
     *handles: Any, patience: float = 30.0, most_groups: int = 3, version: int | None = None, **keywords: Any
-) -> Iterator[Fleet]:
+) -> Iterator[EngineFleet]:
     """A fleet of these engines; with a `version`, of which all are open and have these weights."""
-    with closing(Fleet(lambda: handles, max_groups=most_groups, timeout_seconds=patience, **keywords)) as fleet:
+    with closing(EngineFleet(lambda: handles, max_groups=most_groups, timeout_seconds=patience, **keywords)) as fleet:
         if version is not None:
             all_open(fleet, len(handles))
             fleet.load_weights(version, weights(version))
         yield fleet
 
 
-def all_open(fleet: Fleet, number: int) -> None:
+def all_open(fleet: EngineFleet, number: int) -> None:
     wait_until(lambda: len(fleet._pool.open_engines()) == number, 60, "all engines are open")
 
 
-def is_back(fleet: Fleet) -> None:
+def is_back(fleet: EngineFleet) -> None:
     wait_until(lambda: fleet.needs_weights, 60, "it is back")
 
 
-def load_new(fleet: Fleet, version: int) -> None:
+def load_new(fleet: EngineFleet, version: int) -> None:
     """Give the weights to an engine that has none once it is back."""
     is_back(fleet)
     with fleet.loading_new_engines():
@@ -180,10 +180,11 @@ def score_slowly(groups: Sequence[Group]) -> list[ScoredGroup]:
     return score(groups)
 
 
-def source_of(fleet: Fleet, folder: Path, **keywords: Any) -> AsyncGroupSource:
+def source_of(fleet: EngineFleet, folder: Path, **keywords: Any) -> AsyncGroupSource:
     order = prompts_by_position(lambda step: PROMPTS[step * 4 : step * 4 + 4], 4, 10)
-    settings: dict[str, Any] = {"take_prompts": order, "steps": StepGroups(4), "max_lag": 2, "score": score, **keywords}
-    settings.setdefault("resync", lambda step: None)
+    settings: dict[str, Any] = {"take_prompts": order, "group_plan": GroupPlan(4), "max_lag": 2, **keywords}
+    settings.setdefault("score", score)
+    settings.setdefault("send_missing_weights", lambda step: None)
     return AsyncGroupSource(fleet, sampling=SAMPLING, progress=ProgressWriter(folder / "p.json"), **settings)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.run.digests import DigestCache
 from cosmos_core.run.directory import Run, create_run
-from cosmos_core.run.fingerprint import Fingerprint, fingerprint
+from cosmos_core.run.fingerprint import Fingerprint, compute_fingerprint
 from cosmos_core.run.manifest import commit_manifest, read_result
 from cosmos_core.run.plan import register_result, save_fingerprint
 from cosmos_core.types import Outcome
@@ -86,7 +86,7 @@ def fingerprint_of(pipeline: Pipeline, stage: str, **upstream: str) -> Fingerpri
     upstream = upstream or {name: f"digest of {name}" for name in config.after}
     with tempfile.TemporaryDirectory() as folder:
         digests = DigestCache(Path(folder, "digests.jsonl"))
-        return fingerprint(pipeline, config, all_kinds()[config.kind], upstream, digests)
+        return compute_fingerprint(pipeline, config, all_kinds()[config.kind], upstream, digests)
 
 
 def counting_run(folder: Path, *overrides: str) -> Run:
@@ -109,7 +109,7 @@ def finish(run: Run, name: str, content: str = "result", **metrics: float) -> Pa
         assert result is not None
         inputs[upstream] = result
     digests = {upstream: result["digest"] for upstream, result in inputs.items()}
-    expected = fingerprint(run.pipeline, stage, run.pipeline.kinds[stage.kind], digests, run.digests)
+    expected = compute_fingerprint(run.pipeline, stage, run.pipeline.kinds[stage.kind], digests, run.digest_cache)
     save_fingerprint(path, expected)
     outcome = Outcome(outputs=("out",), metrics=metrics, info={"model": "out"})
     commit_manifest(path, outcome, kind=stage.kind, fingerprint=expected.value, inputs=inputs)

@@ -15,7 +15,7 @@ from cosmos_core.errors import ConfigError, DataError, StageFailed, UploadError
 from cosmos_core.run.bucket import Bucket
 from cosmos_core.run.directory import Run, claim_run, create_run, extend_run, open_run
 from cosmos_core.run.files import read_json
-from cosmos_core.run.manifest import find_damage, read_result
+from cosmos_core.run.manifest import find_output_damage, read_result
 from cosmos_core.run.process import identify_machine
 from cosmos_core.run.state import read_state, update_state
 from cosmos_core.upload import lease
@@ -24,7 +24,7 @@ from cosmos_core.upload.lease import LeaseHolder
 from tasks import reuse, store_sync
 from tasks.kinds import all_kinds
 from tasks.stage import run_stage
-from tasks.store_sync import OUTPUT_DIR_VARIABLE, StageSync, open_received_run
+from tasks.store_sync import OUTPUT_DIR_VARIABLE, StageSync, open_run_from_store
 from tests.conftest import PROGRAMS, wait_until
 from tests.store import Proxy, Request
 from tests.unit.run_folder import COUNTING, finish
@@ -63,7 +63,7 @@ def made(run: Run, stage: str, **metrics: float) -> dict[str, Any]:
 def on(run: Run, stage: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """The run on another machine, which is given a stage of it."""
     monkeypatch.setenv(OUTPUT_DIR_VARIABLE, str(folder))
-    return open_received_run(StageSync(run, run.pipeline.stage(stage)).send_run(), stage)
+    return open_run_from_store(StageSync(run, run.pipeline.stage(stage)).send_run(), stage)
 
 
 def written(proxy: Proxy) -> list[str]:
@@ -83,7 +83,7 @@ def test_each_machine_makes_its_stage_of_what_the_others_have_made(
     assert there.path == tmp_path / "there" / "one" and there.output_dir == tmp_path / "there"
     StageSync(there, there.pipeline.stage("second")).receive_inputs()
     path = there.stage_path("first")
-    assert find_damage(path, read_result(path) or {}, ignores_cache=True) is None
+    assert find_output_damage(path, read_result(path) or {}, ignores_cache=True) is None
     assert (there.stage_path("first") / "out.txt").read_text() == (run.stage_path("first") / "out.txt").read_text()
     made, was_reused = run_stage(there, "second")
     assert not was_reused
@@ -96,7 +96,7 @@ def test_each_machine_makes_its_stage_of_what_the_others_have_made(
     process_fields = (state.pid, state.pid_started, state.mark, state.launcher_pid, state.launcher_machine)
     assert state.state == "done" and process_fields == (None, None, "", None, ""), "processes are those of there"
     assert (path / "metrics.jsonl").read_text() == (there.stage_path("second") / "metrics.jsonl").read_text()
-    assert not (path / "out.txt").exists() and find_damage(path, found) is None
+    assert not (path / "out.txt").exists() and find_output_damage(path, found) is None
     assert run_stage(run, "gate")[0]["metrics"] == {"count": 4.0}
 
 
@@ -162,7 +162,7 @@ def test_what_a_bad_network_does_is_mended(
     proxy.once("truncate", lambda request: is_object(request) and request.method == "GET")
     StageSync(there, there.pipeline.stage("second")).receive_inputs()
     result = read_result(there.stage_path("first"))
-    assert result is not None and find_damage(there.stage_path("first"), result, ignores_cache=True) is None
+    assert result is not None and find_output_damage(there.stage_path("first"), result, ignores_cache=True) is None
 
 
 def test_a_stage_whose_outputs_do_not_arrive_is_not_complete(tmp_path: Path, run: Run, url: str, proxy: Proxy) -> None:
@@ -306,7 +306,7 @@ def test_one_of_all_machines_makes_a_thing_at_a_time(url: str, proxy: Proxy, mon
     successor = take(url, holder(4), gone=(2,))
     successor.acquire(lambda found: None)  # who is said to be gone renews yet, perhaps between its look and its write
     second._thread.join()
-    assert "another machine has taken the work over" in second.loss_message and not successor.loss_message
+    assert "another machine has taken the work over" in second.takeover_message and not successor.takeover_message
     with pytest.raises(Exception, match="another machine has taken the work over"):
         second.check()
     successor._stop_event.set()
@@ -360,7 +360,7 @@ def test_what_sends_beside_a_stage_goes_on_whatever_goes_wrong(
     damaged.parent.mkdir(parents=True)
     damaged.write_text('{"files": {"model": {}}}')
     (damaged.parent / "model").write_text("")
-    expected = reuse.fingerprint_of(run, run.pipeline.stage("first"))
+    expected = reuse.compute_local_fingerprint(run, run.pipeline.stage("first"))
     with StageSync(run, run.pipeline.stage("first")).sync_checkpoints(expected):
         wait_until(lambda: "the artifact store has not everything" in caplog.text, 20, "it fails")
         shutil.rmtree(damaged.parent.parent)
@@ -375,4 +375,4 @@ def test_what_is_wrong_with_the_store_is_found_before_anything_runs(tmp_path: Pa
     with pytest.raises(ConfigError, match="artifact_store"):
         chain(tmp_path, "/a/folder")
     with pytest.raises(ConfigError, match="there is no such run"):
-        open_received_run(f"{url}/runs/none", "first")
+        open_run_from_store(f"{url}/runs/none", "first")

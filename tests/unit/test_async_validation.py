@@ -15,14 +15,14 @@ from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.cluster.group import RanksMustRestart
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.errors import CosmosError, DataError, DiskFull, Preempted, StageFailed
-from cosmos_core.parallel.exchange import _from_bytes, _to_bytes
+from cosmos_core.parallel.exchange import _deserialize, _serialize
 from cosmos_core.rollout.engine_pool import WeightsUnavailable
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import async_validation
 from cosmos_core.train.async_validation import AsyncValidation
 from cosmos_core.train.feeds import RowFeed
-from cosmos_core.train.loop import Loop
+from cosmos_core.train.loop import TrainLoop
 from cosmos_core.train.setup import open_trainer
 from cosmos_core.types import Group
 from tests.effects.change import recipe, stage_of
@@ -37,11 +37,11 @@ class Slow:
         self.values, self.validation_requests, self.step, self.left = values, asked, None, 0
         self.on_end: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
 
-    def begin(self, step: int) -> None:
+    def start_async(self, step: int) -> None:
         self.step, self.left = step, 2
         self.validation_requests.append(step)
 
-    def check(self) -> None:
+    def poll(self) -> None:
         self.left -= 1
         if self.step is not None and self.left < 0:
             step, self.step = self.step, None
@@ -50,12 +50,12 @@ class Slow:
     def wait(self, present: int, between: Callable[[], None]) -> None:
         while self.step is not None:
             between()
-            self.check()
+            self.poll()
 
 
 def train_apart(at: Stage, published: list[int], asked: list[int], stop_after: int = 0) -> BestStep | None:
     """Six steps, of which the second and the fourth are validated while the next are taken."""
-    checkpointer = Checkpointer(at.path / "checkpoints", fingerprint="f", max_keep=1, asynchronous=False)
+    checkpointer = Checkpointer(at.path / "checkpoints", fingerprint="f", max_keep=1, is_async=False)
     at.stop_requested = False
     apart: Any = Slow({2: 0.9, 4: 0.5, 6: 0.1}, asked)
 
@@ -69,7 +69,7 @@ def train_apart(at: Stage, published: list[int], asked: list[int], stop_after: i
 
     assert at.data is not None
     feed = RowFeed(open_sequences(at.data, "train"), at.recipe)
-    loop = Loop(
+    loop = TrainLoop(
         at, open_trainer(at), feed, sft(), checkpointer,
         validation(at, lambda step: {"validation/reward": apart.values[step]}, async_validation=apart, publish=publish),
         check_metrics=watch,
@@ -80,7 +80,7 @@ def train_apart(at: Stage, published: list[int], asked: list[int], stop_after: i
         assert stop_after and "while step 2 was validated; the checkpoint is of step 2" in str(stopped)
     finally:
         checkpointer.close()
-    return loop.validation.best
+    return loop.validation.best_step
 
 
 def apart_stage(path: Path, inputs: Path) -> Stage:  # noqa: F811
@@ -134,13 +134,13 @@ class Full(DiskFull):
 def test_every_rank_raises_what_ended_a_validation_on_the_first(
     error: Exception, raised: type[CosmosError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_validation, "broadcast_object", lambda value: _from_bytes(_to_bytes(value)))
+    monkeypatch.setattr(async_validation, "broadcast_object", lambda value: _deserialize(_serialize(value)))
     reply: Future[Group] = Future()
     reply.set_exception(error)
     fleet: Any = SimpleNamespace(version=4, is_stale=False, request=lambda *_, **__: reply)
     completions: Any = SimpleNamespace(validation_requests=([None], None, None), score=lambda groups: groups)
-    apart = AsyncValidation(completions, fleet, resync=lambda step: None, beat=lambda: None)
-    apart.begin(4)
+    apart = AsyncValidation(completions, fleet, send_missing_weights=lambda step: None, beat=lambda: None)
+    apart.start_async(4)
     with pytest.raises(raised) as found:
         apart.wait(4, lambda: None)
     assert type(found.value) is raised and str(found.value) == message
@@ -157,7 +157,7 @@ def test_a_stop_while_a_validation_ends_waits_for_the_line_of_the_train_step() -
     runner = AsyncValidation(completions, fleet, lambda version: None, lambda: None)
     ended: list[tuple[int, float]] = []
     runner.on_end = lambda step, found: ended.append((step, found["validation/reward"]))
-    runner.begin(4)
+    runner.start_async(4)
     assert runner._done_event.wait(60)
     runner.wait(5, stop)
     assert ended == [(4, 0.5)]

@@ -35,10 +35,10 @@ from typer.testing import CliRunner
 from cosmos_core.cli import app
 from cosmos_core.errors import Cancelled, Preempted
 from cosmos_core.launch import worker
-from cosmos_core.launch.prefect import _POLLING_MODULES, keep_polling
+from cosmos_core.launch.prefect import _POLLING_LOOP_MODULES, keep_polling
 from cosmos_core.launch.reap import find_cancelled_flow_run, reap
 from cosmos_core.run.liveness import PublicationApproval, save_approval
-from cosmos_core.run.lock import Lock
+from cosmos_core.run.lock import FileLock
 from cosmos_core.run.process import identify_process, read_start_time
 from cosmos_core.run.state import update_state
 from cosmos_core.upload.file import FileTarget
@@ -230,7 +230,7 @@ def test_reap_stops_a_process_that_goes_on_after_a_cancel_but_not_one_that_resum
     holder = identify_process() | {"launcher_pid": process.pid, "launcher_started": read_start_time(process.pid)}
     (run / "locks" / "holder.json").write_text(json.dumps(holder))
     try:
-        with Lock(run / "locks" / ".run") as lock:
+        with FileLock(run / "locks" / ".run") as lock:
             assert lock.try_acquire()
             assert bool(find_cancelled_flow_run(tmp_path, "live")) is is_stopped
             assert len(list(reap(tmp_path))) == is_stopped
@@ -242,7 +242,7 @@ def test_reap_stops_a_process_that_goes_on_after_a_cancel_but_not_one_that_resum
 
 
 def test_the_polling_of_a_worker_outlasts_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in _POLLING_MODULES:
+    for name in _POLLING_LOOP_MODULES:
         module: Any = importlib.import_module(name)
         monkeypatch.setattr(module, "critical_service_loop", module.critical_service_loop)  # put back afterwards
     calls: list[int] = []
@@ -256,9 +256,9 @@ def test_the_polling_of_a_worker_outlasts_its_server(monkeypatch: pytest.MonkeyP
         await loop(workload=ask, interval=1e-4, jitter_range=0.3, printer=lambda *_: None)
 
     with pytest.raises(RuntimeError, match="Service exceeded error threshold"):
-        asyncio.run(poll(_POLLING_MODULES[0]))
+        asyncio.run(poll(_POLLING_LOOP_MODULES[0]))
     keep_polling()
-    for name in _POLLING_MODULES:
+    for name in _POLLING_LOOP_MODULES:
         calls.clear()
         with pytest.raises(KeyError, match="it was still asked"):
             asyncio.run(poll(name))

@@ -86,7 +86,7 @@ def is_filled_with(state: TrainState, value: float) -> bool:
 def open_checkpoints(
     folder: Path, *, max_keep: int = -1, asynchronous: bool = False, fingerprint: str = "f"
 ) -> Checkpointer:
-    return Checkpointer(folder, fingerprint=fingerprint, max_keep=max_keep, asynchronous=asynchronous)
+    return Checkpointer(folder, fingerprint=fingerprint, max_keep=max_keep, is_async=asynchronous)
 
 
 def names(folder: Path) -> list[str]:
@@ -168,7 +168,7 @@ def test_an_empty_folder_has_nothing_to_load(tmp_path: Path) -> None:
 
 def test_the_newest_max_keep_checkpoints_stay(tmp_path: Path) -> None:
     state, saved = make_state(), []
-    keeper = Checkpointer(tmp_path, fingerprint="f", max_keep=2, asynchronous=True, on_saved=saved.append)
+    keeper = Checkpointer(tmp_path, fingerprint="f", max_keep=2, is_async=True, on_saved=saved.append)
     for step in (2, 4, 10, 12):
         keeper.save(step, state)
     keeper.close()

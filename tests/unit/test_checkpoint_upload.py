@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cosmos_core.run.bucket import Bucket
-from cosmos_core.run.lock import Lock
+from cosmos_core.run.lock import FileLock
 from cosmos_core.upload import checkpoint_upload
 from cosmos_core.upload.artifact_store import ArtifactStore
 from cosmos_core.upload.checkpoint_upload import CheckpointUploader, checkpoint_url, upload_checkpoints_during
@@ -136,7 +136,7 @@ def test_one_sender_at_a_time_which_may_be_stopped(tmp_path: Path, url: str) -> 
         raise InterruptedError
 
     checkpoint(tmp_path, 2)
-    with Lock(tmp_path / "sending.lock") as other:
+    with FileLock(tmp_path / "sending.lock") as other:
         other.acquire()
         with pytest.raises(InterruptedError):
             list(CheckpointUploader(tmp_path, url).push(stop))

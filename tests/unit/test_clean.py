@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError
-from cosmos_core.launch.clean import decide_what_to_keep
+from cosmos_core.launch.clean import decide_retention
 from cosmos_core.run.directory import Run, claim_run, create_run, list_runs
 from cosmos_core.run.files import read_json, write_json
 from cosmos_core.run.liveness import PublicationApproval, save_approval
-from cosmos_core.run.lock import Lock
+from cosmos_core.run.lock import FileLock
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.plan import fingerprint_folder
 from cosmos_core.run.retrain_state import RetrainState, save_retrain_state
@@ -46,7 +46,7 @@ def runs_of(folder: Path, *ages_days: float) -> list[Run]:
 
 
 def fates(run: Run, keep: int = 1, older_than_days: float = 0.0) -> dict[str, str]:
-    found = decide_what_to_keep(run.output_dir, num_kept_runs=keep, older_than_seconds=older_than_days * DAY)
+    found = decide_retention(run.output_dir, num_kept_runs=keep, older_than_seconds=older_than_days * DAY)
     return {verdict.path.name: verdict.reason_to_keep for verdict in found}
 
 
@@ -105,7 +105,7 @@ def test_a_run_that_runs_or_is_taken_up_meanwhile_stays(tmp_path: Path) -> None:
     with claim_run(first):
         assert fates(first) == {first.id: "it is running", second.id: "it is running",
                                 "run-2": "the newest of its pipeline"}  # fmt: skip
-    found = decide_what_to_keep(first.output_dir, num_kept_runs=1, older_than_seconds=0)
+    found = decide_retention(first.output_dir, num_kept_runs=1, older_than_seconds=0)
     assert [verdict.path for verdict in found if not verdict.reason_to_keep] == [first.path]
 
 
@@ -154,7 +154,7 @@ def test_what_was_fetched_from_stores_goes_when_no_run_that_is_left_names_it(tmp
     for run, names in ((old, ("old", "both")), (new, ("both", "new"))):
         with open(run.path / "pipeline.toml", "a") as file:
             file.writelines(f"# s3://models/m#{digests[name]}\n" for name in names)
-    with Lock(fetched / f"{digests['now']}.lock") as fetching:
+    with FileLock(fetched / f"{digests['now']}.lock") as fetching:
         assert fetching.try_acquire()
         cosmos("clean", "--keep", "1", "--yes", "--output-dir", str(old.output_dir))
     left = {path.name for path in fetched.iterdir() if path.is_dir()}

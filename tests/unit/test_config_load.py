@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
-from cosmos_core.config.load import TomlTable, merge, nest_value, read_toml
+from cosmos_core.config.load import TomlTable, merge_tables, nest_value, read_toml
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import affects_result, all_fields, support_status, tables_in
+from cosmos_core.config.schema.table import affects_result, all_fields, find_table_classes, support_status
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
 
@@ -85,7 +85,7 @@ WRONG = [
     ("train.optm_warmup_steps=-1", "train.optm_warmup_steps = -1 must be a count of steps or a fraction up to 1.0"),
     ("train.optm_warmup_steps=1.5", "train.optm_warmup_steps = 1.5 must be a count of steps or a fraction up to 1.0"),
     ("train.optm_min_lr_factor=1.1", "train.optm_min_lr_factor = 1.1: input should be less than or equal to 1"),
-    ("train.param_dtype='int8'", "train.param_dtype = 'int8': input should be 'float32', 'bfloat16' or 'float16'"),
+    ("train.param_dtype='int8'", "train.param_dtype = 'int8': must be 'float32' or 'bfloat16'"),
     ("train.compile=1", "train.compile = 1: must be true or false"),
     ("train.timestamp=3", "train.timestamp = 3: must be a string, in quotes (with --set: 'train.timestamp=\"...\"')"),
     ("train.ckpt.max_keep=0", "train.ckpt.max_keep = 0 must be -1 (all) or at least 1"),
@@ -214,18 +214,20 @@ def test_merging_replaces_values_joins_tables_and_drops_the_keys_of_another_type
     base = {"a": 1, "t": {"x": 1, "y": [1, 2]}, "train": {"seed": 1, "train_policy": {"type": "sft", "mini_batch": 2}}}
 
     def of_type(name: str) -> TomlTable:
-        return merge(base, {"train": {"train_policy": {"type": name}}})["train"]
+        return merge_tables(base, {"train": {"train_policy": {"type": name}}})["train"]
 
-    assert merge(base, {"t": {"y": [3]}}) == {**base, "t": {"x": 1, "y": [3]}}
+    assert merge_tables(base, {"t": {"y": [3]}}) == {**base, "t": {"x": 1, "y": [3]}}
     assert of_type("grpo") == {"seed": 1, "train_policy": {"type": "grpo"}}
     assert of_type("sft") == base["train"]
-    assert merge(base, {"t": 3})["t"] == 3
+    assert merge_tables(base, {"t": 3})["t"] == 3
     assert base["t"] == {"x": 1, "y": [1, 2]}, "the base is left as it was"
 
 
 def test_another_type_means_something_in_the_algorithms_table_alone() -> None:
     base = {"custom": {"reward": {"type": "a", "url": "u"}}}
-    assert merge(base, {"custom": {"reward": {"type": "b"}}}) == {"custom": {"reward": {"type": "b", "url": "u"}}}
+    assert merge_tables(base, {"custom": {"reward": {"type": "b"}}}) == {
+        "custom": {"reward": {"type": "b", "url": "u"}}
+    }
 
 
 @pytest.mark.parametrize("table", ["", "overrides"])
@@ -234,18 +236,22 @@ def test_a_map_of_names_is_replaced_and_a_key_of_it_is_added(table: str) -> None
         return nest_value([name for name in (table, *keys) if name], value)
 
     rewards, rates = ("train", "train_policy", "reward_function"), ("train", "optm_lr")
-    base = merge(tables(*rewards, value={"gsm8k": 1.0, "format": 0.5}), tables(*rates, value={"global": 1.0, "a": 2.0}))
-    over = merge(base, tables(*rewards, value={"boxed_math": 1.0}))
-    assert over == merge(tables(*rewards, value={"boxed_math": 1.0}), tables(*rates, value={"global": 1.0, "a": 2.0}))
-    over = merge(base, tables(*rates, "global", value=3.0))
-    assert over == merge(base, tables(*rates, value={"global": 3.0, "a": 2.0}))
+    base = merge_tables(
+        tables(*rewards, value={"gsm8k": 1.0, "format": 0.5}), tables(*rates, value={"global": 1.0, "a": 2.0})
+    )
+    over = merge_tables(base, tables(*rewards, value={"boxed_math": 1.0}))
+    assert over == merge_tables(
+        tables(*rewards, value={"boxed_math": 1.0}), tables(*rates, value={"global": 1.0, "a": 2.0})
+    )
+    over = merge_tables(base, tables(*rates, "global", value=3.0))
+    assert over == merge_tables(base, tables(*rates, value={"global": 3.0, "a": 2.0}))
 
 
 def test_every_field_is_described_and_none_is_the_default_wherever_it_is_allowed() -> None:
     from cosmos_core.config.describe import all_keys
     from cosmos_core.config.schema.pipeline import PipelineConfig
 
-    assert not [key.name for key in all_keys() if not key.meaning]
+    assert not [key.name for key in all_keys() if not key.description]
     for key, _, field in (*all_fields(Recipe), *all_fields(PipelineConfig, "pipeline.")):
         # TOML cannot say None, so it must come back by being left out; the seed is never None once checked.
         if type(None) in getattr(field.annotation, "__args__", ()) and key != "train.seed":
@@ -293,7 +299,7 @@ def test_the_older_form_of_remote_rewards_is_translated_and_nothing_else_of_that
 def test_a_recipe_and_every_table_of_one_can_be_handed_to_another_process() -> None:
     recipe = Recipe.model_validate({"distillation": {"enable": True}, "rollout": {"mode": "async"}})
     assert pickle.loads(pickle.dumps(recipe)) == recipe
-    for table in {table for _, _, field in all_fields(Recipe) for table in tables_in(field.annotation)}:
+    for table in {table for _, _, field in all_fields(Recipe) for table in find_table_classes(field.annotation)}:
         assert pickle.loads(pickle.dumps(table)) is table
 
 
@@ -301,12 +307,12 @@ def test_the_fields_that_change_no_result_are_these() -> None:
     found = {f"{table.__name__}.{key.rpartition('.')[2]}" for key, table, field in all_fields(Recipe)
              if support_status(field).name == "used" and not affects_result(field)}  # fmt: skip
     assert found == {
-        "BenchmarkRowsConfig.name", "DatasetConfig.name", "DatasetConfig.local_dir", "HeldOutConfig.name",
-        "SourceConfig.name", "SourceConfig.pass_rates", "DatasetConfig.pass_rates", "HeldOutConfig.pass_rates",
+        "BenchmarkRowsConfig.name", "DatasetConfig.name", "DatasetConfig.local_dir", "HeldOutDatasetConfig.name",
+        "SourceConfig.name", "SourceConfig.pass_rates", "DatasetConfig.pass_rates", "HeldOutDatasetConfig.pass_rates",
         "DataTermConfig.name", "EvaluateConfig.include_path", "EvaluateConfig.prompts",
         "JudgeConfig.cache", "JudgeConfig.key_env", "SampleStageConfig.endpoint_key_env",
         "SampleStageConfig.endpoint_requests",
-        "HeldOutConfig.local_dir", "PolicyConfig.model_name_or_path", "DistillationConfig.model_name_or_path",
+        "HeldOutDatasetConfig.local_dir", "PolicyConfig.model_name_or_path", "DistillationConfig.model_name_or_path",
         "PolicyConfig.model_safetensor_path", "PolicyConfig.chat_template", "LoraConfig.lora_path",
         "CheckpointConfig.enable_checkpoint", "CheckpointConfig.save_freq", "CheckpointConfig.save_mode",
         "CheckpointConfig.save_freq_in_epoch", "CheckpointConfig.max_keep", "CheckpointConfig.export_safetensors",

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from cosmos_core.config.capabilities import check_capabilities, unique_notices
 from cosmos_core.config.compat.translate import INEFFECTIVE_KEYS, RENAMED_KEYS
 from cosmos_core.config.compose import Pipeline, load_pipeline
-from cosmos_core.config.load import MAX_MESSAGE_LENGTH, merge
+from cosmos_core.config.load import MAX_MESSAGE_LENGTH, merge_tables
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import all_fields, tables_in
+from cosmos_core.config.schema.table import all_fields, find_table_classes
 from cosmos_core.errors import EXIT_USAGE, ConfigError
 from tasks.kinds import all_kinds
 from tests.unit.config_recipes import WRITTEN, valid_configurations
@@ -226,7 +226,7 @@ def test_the_bases_set_every_table_of_the_schema() -> None:
     found: set[str] = set()
     for values in BASES.values():
         found |= {dotted(keys) for _, keys in places(values)}
-    tables = {key for key, _, field in all_fields(Recipe) if tables_in(field.annotation)}
+    tables = {key for key, _, field in all_fields(Recipe) if find_table_classes(field.annotation)}
     assert tables - found == set()
 
 
@@ -298,7 +298,7 @@ def test_any_files_on_top_of_each_other_are_valid_or_one_line(
     below, above = (mutated(data.draw, tomllib.loads(WRITTEN[name])) for name in (base, layer))
     first, second = write(folder / "first.toml", below), write(folder / "second.toml", above)
     refused = told(first, over=[second])
-    assert refused or not unknown(merge(below, above))  # what is replaced as a whole is not looked at
+    assert refused or not unknown(merge_tables(below, above))  # what is replaced as a whole is not looked at
     told(write(second, {**above, "extends": "first.toml"}))
 
 

@@ -13,7 +13,7 @@ import tomli_w
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compat.translate import with_current_keys
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.config.load import TomlTable, merge, parse
+from cosmos_core.config.load import TomlTable, merge_tables, parse_table
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
@@ -131,18 +131,20 @@ def wfm(*keys: tuple[str, Any]) -> TomlTable:
         table = value
         for name in reversed(key.split(".")):
             table = {name: table}
-        values = merge(values, table)
+        values = merge_tables(values, table)
     return values
 
 
 def every(*rows: tuple[str, Any, str, Any]) -> TomlTable:
     values = wfm(*((old, value) for old, value, _, _ in rows), ("trainer.callbacks", CALLBACKS))
-    return merge(values, wfm((REWARD + "remote_reward.reward_fn", "hps"), (REWARD + "remote_reward.score_key", "s")))
+    return merge_tables(
+        values, wfm((REWARD + "remote_reward.reward_fn", "hps"), (REWARD + "remote_reward.score_key", "s"))
+    )
 
 
 def translated(values: TomlTable) -> tuple[Recipe, list[str]]:
     notices: list[str] = []
-    return parse(Recipe, from_wfm(values, "old.toml", notices), source="old.toml"), notices
+    return parse_table(Recipe, from_wfm(values, "old.toml", notices), source="old.toml"), notices
 
 
 @cache
@@ -342,7 +344,7 @@ def test_a_converted_file_loads_and_waits_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, new = tmp_path / "old.toml", tmp_path / "new.toml"
-    values = merge(every(*EVERY, *EVERY_IN_RL), wfm(("model.precision", "bfloat16"), ("model_parallel", {})))
+    values = merge_tables(every(*EVERY, *EVERY_IN_RL), wfm(("model.precision", "bfloat16"), ("model_parallel", {})))
     del values["model_parallel"]
     old.write_text(tomli_w.dumps(values))
     monkeypatch.setattr("sys.argv", ["convert_wfm.py", str(old)])

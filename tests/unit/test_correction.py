@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import compute_means
-from cosmos_core.algorithms.correction import WeightCorrection, importance_weights
+from cosmos_core.algorithms.correction import ImportanceWeightRule, importance_weights
 from cosmos_core.rollout.hf import process_logits
 from cosmos_core.types import Sampling
 
@@ -21,7 +21,9 @@ T = 0.8
 def test_weights_are_the_quotient_of_the_two_policies_truncated_at_the_cap() -> None:
     old = torch.tensor([[0.5, 0.2, 0.9, 0.1]]).log()
     rollout = torch.tensor([[0.25, 0.4, 0.3, 0.1]]).log()
-    weights, metrics = importance_weights(old, rollout, torch.tensor([[1, 1, 1, 0]]), WeightCorrection(high=2.5))
+    weights, metrics = importance_weights(
+        old, rollout, torch.tensor([[1, 1, 1, 0]]), ImportanceWeightRule(max_weight=2.5)
+    )
     torch.testing.assert_close(weights, torch.tensor([[2.0, 0.5, 2.5, 0.0]]))
     found = compute_means(metrics)
     assert found["rollout/weight"] == pytest.approx(5 / 3)
@@ -41,7 +43,7 @@ def test_equal_policies_have_weight_one_and_a_broken_log_probability_none() -> N
 def test_weights_have_no_gradient_and_extreme_differences_stay_finite() -> None:
     old = torch.tensor([[0.0, -500.0]], requires_grad=True)
     weights, _ = importance_weights(
-        old, torch.tensor([[-500.0, 0.0]]), torch.ones(1, 2), WeightCorrection(high=math.inf)
+        old, torch.tensor([[-500.0, 0.0]]), torch.ones(1, 2), ImportanceWeightRule(max_weight=math.inf)
     )
     assert not weights.requires_grad
     torch.testing.assert_close(weights, torch.tensor([[math.exp(20.0), math.exp(-20.0)]]))
@@ -66,7 +68,7 @@ def weights_of(engine_V: Tensor, cap: float = math.inf) -> Tensor:
     can_V = engine_V.isfinite()
     trainer_V = (LOGITS / T).log_softmax(-1)
     found, _ = importance_weights(
-        trainer_V.unsqueeze(0), engine_V.unsqueeze(0), can_V.unsqueeze(0), WeightCorrection(high=cap)
+        trainer_V.unsqueeze(0), engine_V.unsqueeze(0), can_V.unsqueeze(0), ImportanceWeightRule(max_weight=cap)
     )
     return found[0].double()
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cosmos_core.data.balance import BalancedStepPlan, BatchingSettings, fill_batches
+from cosmos_core.data.balance import BalancedBatchPlan, BatchingSettings, fill_micro_batches
 from cosmos_core.data.order import epoch_order
 
 
@@ -21,32 +21,32 @@ def budget(max_tokens: int, pool_size: int = 32, *, packed: bool = False, closes
 def test_a_batch_takes_what_makes_it_cheapest_until_nothing_fits():
     # 4 alone costs 4; with 3 or 2: 8, with 5: 10, with 9: 18. Rows 2, 1 and 3 make it 4 * 4 = 16; a fifth row: 20.
     lengths = [4, 3, 2, 4, 5, 9]
-    assert fill_batches(lengths, range(6), budget(16)) == [[0, 1, 2, 3], [4], [5]]
-    assert fill_batches(lengths, range(6), budget(16, closest=True)) == [[0, 3, 1, 2], [4], [5]]
+    assert fill_micro_batches(lengths, range(6), budget(16)) == [[0, 1, 2, 3], [4], [5]]
+    assert fill_micro_batches(lengths, range(6), budget(16, closest=True)) == [[0, 3, 1, 2], [4], [5]]
 
 
 def test_strategies_differ_in_rows_that_cost_the_same():
     lengths = [6, 1, 5, 2]
-    assert fill_batches(lengths, range(4), budget(12)) == [[0, 1], [2, 3]]
-    assert fill_batches(lengths, range(4), budget(12, closest=True)) == [[0, 2], [1, 3]]
+    assert fill_micro_batches(lengths, range(4), budget(12)) == [[0, 1], [2, 3]]
+    assert fill_micro_batches(lengths, range(4), budget(12, closest=True)) == [[0, 2], [1, 3]]
 
 
 def test_packed_rows_cost_their_sum():
     lengths = [6, 5, 3, 4]
-    assert fill_batches(lengths, range(4), budget(12, packed=True)) == [[0, 2], [1, 3]]
-    assert fill_batches(lengths, range(4), budget(13, packed=True)) == [[0, 2, 3], [1]]
+    assert fill_micro_batches(lengths, range(4), budget(12, packed=True)) == [[0, 2], [1, 3]]
+    assert fill_micro_batches(lengths, range(4), budget(13, packed=True)) == [[0, 2, 3], [1]]
 
 
 def test_only_the_rows_of_the_pool_are_looked_at():
     lengths = [4, 9, 9, 4]
-    assert fill_batches(lengths, range(4), budget(18, pool_size=4)) == [[0, 3], [1, 2]]
-    assert fill_batches(lengths, range(4), budget(8, pool_size=4)) == [[0, 3], [1], [2]]
-    assert fill_batches(lengths, range(4), budget(8, pool_size=3)) == [[0], [1], [2], [3]]
+    assert fill_micro_batches(lengths, range(4), budget(18, pool_size=4)) == [[0, 3], [1, 2]]
+    assert fill_micro_batches(lengths, range(4), budget(8, pool_size=4)) == [[0, 3], [1], [2]]
+    assert fill_micro_batches(lengths, range(4), budget(8, pool_size=3)) == [[0], [1], [2], [3]]
 
 
 def test_a_row_above_the_budget_stands_alone():
-    assert fill_batches([9, 20, 1, 10], range(4), budget(10)) == [[0], [1], [2], [3]]
-    assert fill_batches([9, 20, 1, 10], range(4), budget(10, packed=True)) == [[0, 2], [1], [3]]
+    assert fill_micro_batches([9, 20, 1, 10], range(4), budget(10)) == [[0], [1], [2], [3]]
+    assert fill_micro_batches([9, 20, 1, 10], range(4), budget(10, packed=True)) == [[0, 2], [1], [3]]
 
 
 def cost(lengths: list[int], is_packed: bool) -> int:
@@ -64,7 +64,8 @@ def cost(lengths: list[int], is_packed: bool) -> int:
 def test_each_row_is_there_once_and_no_batch_is_dearer_than_its_budget(
     lengths: list[int], max_tokens: int, pool_size: int, is_packed: bool, closest: bool
 ) -> None:
-    batches = fill_batches(lengths, range(len(lengths)), BatchingSettings(max_tokens, pool_size, is_packed, closest))
+    limits = BatchingSettings(max_tokens, pool_size, is_packed, closest)
+    batches = fill_micro_batches(lengths, range(len(lengths)), limits)
     assert sorted(chain(*batches)) == list(range(len(lengths)))
     for batch in batches:
         assert len(batch) == 1 or cost([lengths[row] for row in batch], is_packed) <= max_tokens
@@ -83,8 +84,8 @@ def test_each_row_is_there_once_and_no_batch_is_dearer_than_its_budget(
 LENGTHS = np.random.default_rng(0).integers(1, 200, 97)
 
 
-def steps(seed: int = 3, batches_per_step: int = 3, num_epochs: int = 3, max_steps: int = 10**6) -> BalancedStepPlan:
-    return BalancedStepPlan(
+def steps(seed: int = 3, batches_per_step: int = 3, num_epochs: int = 3, max_steps: int = 10**6) -> BalancedBatchPlan:
+    return BalancedBatchPlan(
         LENGTHS, partial(epoch_order, seed, rows=len(LENGTHS), shuffle=True), budget(400),
         batches_per_step=batches_per_step, num_epochs=num_epochs, max_steps=max_steps,
     )  # fmt: skip
@@ -118,7 +119,7 @@ def test_no_more_is_planned_than_asked_for():
 
 def test_padding_is_a_small_part_of_what_random_batches_have():
     rows = epoch_order(0, 0, len(LENGTHS), True)
-    filled = fill_batches(LENGTHS.tolist(), rows.tolist(), budget(800, closest=True))
+    filled = fill_micro_batches(LENGTHS.tolist(), rows.tolist(), budget(800, closest=True))
     size = round(len(rows) / len(filled))
     random = [rows[start : start + size].tolist() for start in range(0, len(rows), size)]
     padding = [sum(cost([int(LENGTHS[row]) for row in batch], False) for batch in plan) - int(LENGTHS.sum())

@@ -74,6 +74,8 @@ def prepare(folder: Path, model: Path, rows: list[dict[str, Any]] | Path, **tabl
     [
         ([SHOWN, ANSWER], {"image": "a.png"}, ["a.png"]),
         ([SHOWN, ANSWER], {"images": ["a.png"], "image": None}, ["a.png"]),
+        *(([SHOWN, ANSWER], {name: ["a.png"]}, ["a.png"]) for name in ("img", "image_path", "image_paths", "img_path")),
+        ([{**ASKED, "content": [{**BARE, "image": "a.png"}]}], {"image_path": "x/a.png"}, ["a.png"]),
         ([ASKED, ANSWER], {"image": "a.png"}, ["a.png"]),
         ([{**IN_PARTS}, ANSWER], {"images": ["a.png"]}, ["a.png"]),
         ([{**ASKED, "content": [{**BARE, "image": "a.png"}, {"type": "text", "text": "?"}]}], {}, ["a.png"]),

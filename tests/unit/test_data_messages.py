@@ -10,16 +10,16 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from cosmos_core.data.media_rows import find_reference
+from cosmos_core.data.media_rows import find_reference_response
 from cosmos_core.data.messages import (
+    ColumnTrackingRow,
     SkippedRow,
-    TrackedRow,
+    get_turn_texts,
     plain_text_columns,
     propose_merged_turns,
     read_conversation,
     read_held_out,
     read_prompt,
-    turn_texts,
 )
 from cosmos_core.data.preferences import read_preference
 from cosmos_core.data.tool_calls import read_tools
@@ -53,6 +53,7 @@ SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
         {"input": "q", "output": "a"},
         {"prompt": "q", "answer": "a"},
         {"messages": None, "question": "q", "answer": "a"},
+        {"mine": "", "text": " ", "messages": [], "prompt": "", "completion": "b", "question": "q", "answer": "a"},
         {"messages": [{"role": "user", "value": "q"}, {"from": "gpt", "content": "a"}]},
         {"messages": [ASKED, {**ANSWERED, "content": [{"type": "output_text", "text": "a"}]}]},
         {"messages": [{**ASKED, "tool_calls": None}, {**ANSWERED, "content": [{"type": "text", "text": "a"}]}]},
@@ -69,7 +70,7 @@ def test_what_an_instruction_is_about_stands_behind_it():
         row = {"instruction": "Add.", name: "1 2"}
         assert read_conversation({**row, "output": "a"}, "row") == [asked, ANSWERED]
         assert read_prompt(row, "row", "instruction") == ([asked], "")
-        named = TrackedRow({**row, "output": "a"}, {"prompt": "instruction", "response": "output"}, "row")
+        named = ColumnTrackingRow({**row, "output": "a"}, {"prompt": "instruction", "response": "output"}, "row")
         assert plain_text_columns(named, ("prompt",), ("response",)) == ["Add.\n\n1 2", "a"]
         assert (read_conversation(named, "row"), named.unread_columns) == ([asked, ANSWERED], [])
 
@@ -232,6 +233,7 @@ def test_a_turn_with_more_than_words_is_not_put_together():
         ({"messages": [ASKED, ANSWERED], "answer": "b"}, "b"),
         ({"prompt": "q"}, ""),
         ({"query": "q", "ground_truth": "7"}, "7"),
+        ({"prompt": "", "messages": [], "question": "q", "answer": "", "solution": "7"}, "7"),
         ({"prompt": [ASKED], "reward_model": {"style": "rule", "ground_truth": "7"}}, "7"),
         ({"prompt": [ASKED], "reward_model": {"ground_truth": ["x"]}, "answer": None}, '["x"]'),
         ({"prompt": [ASKED], "reward_model": "rm-7b", "": "0"}, ""),
@@ -361,9 +363,9 @@ def test_an_image_part_with_null_in_the_keys_of_other_parts_has_no_text() -> Non
     parts = [{"type": "image", "text": None}, {"type": "text", "text": "what?", "image": None}]
     [turn], _ = read_prompt({"prompt": [{"role": "user", "content": parts}]}, "row 1", with_images=True)
     assert turn["content"] == [{"type": "image"}, {"type": "text", "text": "what?"}]
-    assert turn_texts(turn) == ["what?"]
+    assert get_turn_texts(turn) == ["what?"]
 
 
 @pytest.mark.parametrize(("row", "expected"), [({"reference": None, "answer": "7"}, "7"), ({"label": None}, "")])
 def test_a_null_is_no_reference(row: dict[str, str | None], expected: str) -> None:
-    assert find_reference(row, "") == expected
+    assert find_reference_response(row, "") == expected

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.data.kinds.pairs import Pairs, open_pairs
+from cosmos_core.data.kinds.pairs import PreferencePairs, open_pairs
 from cosmos_core.data.messages import SkippedRow
 from cosmos_core.data.preferences import read_preference
 from cosmos_core.data.prepare import run
@@ -40,13 +40,13 @@ def stage(path: Path, rows: list[Row], template: str = CHATML, **policy: Any) ->
     return stage_of(path / "prepare", recipe(settings), kind="prepare", model=path / "model")
 
 
-def pairs_of(path: Path, rows: list[Row], template: str = CHATML, **policy: Any) -> Pairs:
+def pairs_of(path: Path, rows: list[Row], template: str = CHATML, **policy: Any) -> PreferencePairs:
     made = stage(path, rows, template, **policy)
     run(made)
     return open_pairs(made.path / "data", "train")
 
 
-def answers(pairs: Pairs, template: str = CHATML) -> list[list[str]]:
+def answers(pairs: PreferencePairs, template: str = CHATML) -> list[list[str]]:
     """Of each pair what is learned of the chosen and of the rejected sequence, each in one run."""
     tokenizer = byte_tokenizer(template)
     found = []
@@ -70,6 +70,13 @@ FORMS: dict[str, Row] = {
         "rejected": {"from": "gpt", "value": "5"},
     },
     "other columns": {"question": "2+2?", "chosen": "4", "rejected": "5"},
+    "ms-swift": {"messages": [user("2+2?"), assistant("4")], "rejected_response": "5"},
+    "ms-swift, two conversations": {
+        "messages": [user("2+2?"), assistant("4")], "rejected_messages": [user("2+2?"), assistant("5")],
+    },
+    "ms-swift, texts": {"query": "2+2?", "response": "4", "rejected_response": "5"},
+    "turns and their answers": {"messages": [user("2+2?")], "chosen": [assistant("4")], "rejected": "5"},
+    "a file of several forms": {"prompt": "", "messages": [], "question": "2+2?", "chosen": "4", "rejected": "5"},
 }  # fmt: skip
 
 

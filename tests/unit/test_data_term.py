@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.base import Algorithm
-from cosmos_core.algorithms.data_term import WithDataTerm, make_sft_update
+from cosmos_core.algorithms.data_term import DataTermAlgorithm, make_sft_update
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import StageContext
@@ -89,7 +89,7 @@ def test_the_gradient_is_that_of_the_algorithm_plus_weight_times_that_of_sft(
         return metrics, {name: p.grad.clone() for name, p in rank.adapter.model.named_parameters()}
 
     alone, of_rl = step(grpo(config))
-    both, of_both = step(WithDataTerm(grpo(config), lambda number: make_sft_update(rows(), 0.25)))
+    both, of_both = step(DataTermAlgorithm(grpo(config), lambda number: make_sft_update(rows(), 0.25)))
     nll, of_sft = plain_gradient(load_model(str(folder), dtype=torch.float64), rows())
     assert both["data/nll"] == pytest.approx(nll, rel=1e-9)
     assert both["loss"] == pytest.approx(alone["loss"] + 0.25 * nll, rel=1e-9)
@@ -121,11 +121,11 @@ def learned(algorithm: Algorithm, steps: int) -> list[list[int]]:
     return [[int(sample.input_ids[0]) for sample in update.data.samples] for update in updates if update.data]
 
 
-def beside(**term: Any) -> WithDataTerm:
+def beside(**term: Any) -> DataTermAlgorithm:
     config = GrpoConfig.model_validate(
         {"batch_size_per_optimize": 1, "mini_batch": 1, "use_rollout_logprobs_for_loss": True}
     )
-    return WithDataTerm(grpo(config), make_sft_loss(Numbered(12), recipe(**term)))
+    return DataTermAlgorithm(grpo(config), make_sft_loss(Numbered(12), recipe(**term)))
 
 
 def test_each_optimizer_step_has_rows_of_its_own_and_each_row_comes_once_an_epoch() -> None:
@@ -153,7 +153,7 @@ def test_it_goes_on_from_a_checkpoint_that_had_no_data_term() -> None:
 
 
 def test_the_reference_is_reset_after_train_steps_whether_or_not_they_had_samples() -> None:
-    algorithm = WithDataTerm(
+    algorithm = DataTermAlgorithm(
         grpo(GrpoConfig(kl_beta=0.1, reference_reset_interval=2)), lambda _: make_sft_update([], 0.1)
     )
     view = Given()
@@ -178,7 +178,7 @@ def test_fewer_rows_than_a_step_has_are_told() -> None:
 )
 def test_what_a_data_term_cannot_be_is_refused_in_one_line(term: dict[str, Any], pp_size: int, told: str) -> None:
     made = recipe(**term)
-    mesh = made.policy.parallelism.derive(pp_size=pp_size)
-    made = made.derive(policy=made.policy.derive(parallelism=mesh))
-    [line] = made.train.train_policy.refusals(StageContext(made, all_kinds()["rl"]))
+    mesh = made.policy.parallelism.copy_with(pp_size=pp_size)
+    made = made.copy_with(policy=made.policy.copy_with(parallelism=mesh))
+    [line] = made.train.train_policy.unsupported_setting_errors(StageContext(made, all_kinds()["rl"]))
     assert line.startswith(told)

@@ -21,10 +21,10 @@ from cosmos_core.models import verify_pipeline_export
 from cosmos_core.models.cosmos_predict import CONDITIONING_NOISE_LEVEL, GuardrailPlaceholder, substitute_torchvision
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.export_pipeline import export_pipeline
-from cosmos_core.models.families import open_family, pipeline_modules
+from cosmos_core.models.families import open_pipeline, pipeline_modules
 from cosmos_core.models.lora import add_adapter
 from cosmos_core.models.pipeline_folder import MODEL_INDEX, PipelineFolder
-from cosmos_core.models.verify_pipeline_export import ImageProbe, generate_images
+from cosmos_core.models.verify_pipeline_export import ImageRequest, generate_images
 from cosmos_core.observe.record import model_loading_code
 from tests import tiny_pipelines
 
@@ -41,7 +41,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def opened(folder: Path, **diffusers: Any) -> DiffusionModel:
     settings = {"max_prompt_length": LENGTH, **diffusers}
-    return open_family(str(folder), PolicyConfig(is_diffusers=True, diffusers=settings))
+    return open_pipeline(str(folder), PolicyConfig(is_diffusers=True, diffusers=settings))
 
 
 def pipeline_of(family: DiffusionModel) -> Any:
@@ -156,7 +156,7 @@ def test_a_pipeline_that_is_none_or_of_no_family_is_one_line(tmp_path: Path) -> 
     with pytest.raises(ModelError, match=r"wants os.path for 'vae', which is not installed"):
         opened(tmp_path).folder.load("vae")
     with pytest.raises(ConfigError, match="must be a subclass of"):
-        open_family(str(tmp_path), PolicyConfig(is_diffusers=True, model_class="pathlib:Path"))
+        open_pipeline(str(tmp_path), PolicyConfig(is_diffusers=True, model_class="pathlib:Path"))
 
 
 def test_weights_of_a_variant_alone_are_refused(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_kernels_that_round_differently_refuse_no_export(
 ) -> None:
     """They depend on the alignment of weights, and on whether weights have gradients."""
 
-    def generate_here(probes: Sequence[ImageProbe]) -> list[Tensor]:
+    def generate_here(probes: Sequence[ImageRequest]) -> list[Tensor]:
         return [torch.from_numpy(image) for image in generate_images(probes)]
 
     monkeypatch.setattr(verify_pipeline_export, "_generate_in_interpreter", generate_here)
@@ -360,6 +360,6 @@ class Counted(SD3):
         return pipeline
 """)
     family = opened(tiny_pipelines.save("sd3", tmp_path / "sd3"))
-    probe = ImageProbe(family.folder.path, None, family.probe_settings(), torch.float32, f"{code}:Counted", 1)
+    probe = ImageRequest(family.folder.path, None, family.probe_settings(), torch.float32, f"{code}:Counted", 1)
     one, other = generate_images([probe, probe])
     assert (one == other).all()

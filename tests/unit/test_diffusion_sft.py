@@ -24,7 +24,7 @@ from cosmos_core.data.flow_sample import FlowSample, NoiseSampler
 from cosmos_core.data.media_rows import MediaRow
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.denoiser import Denoiser, RequestedOutputs
-from cosmos_core.models.families import open_family
+from cosmos_core.models.families import open_pipeline
 from cosmos_core.parallel.fsdp import transformer_blocks
 from cosmos_core.run.progress import ProgressWriter, read_metrics
 from cosmos_core.run.stage import Stage
@@ -108,7 +108,7 @@ def drawn(count: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> l
 
 def trainer_of(model: Path, settings: dict[str, Any], dtype: torch.dtype, path: Path) -> Trainer:
     config = recipe({**BASE, **settings})
-    family = open_family(str(model), config.policy)
+    family = open_pipeline(str(model), config.policy)
     return Trainer(
         Denoiser(family.load_denoiser(dtype), family, config.train), config.train, ProgressWriter(path / "p.json")
     )
@@ -324,7 +324,7 @@ def test_check_refuses_ranks_that_cannot_share_a_clip(
 )
 def test_what_is_not_done_is_refused_in_one_line(settings: dict[str, Any], said: str) -> None:
     config = recipe({**{key: BASE[key] for key in ("train.train_policy.type", "policy.is_diffusers")}, **settings})
-    problems = list(config.policy.refusals(StageContext(config, all_kinds()["sft"])))
+    problems = list(config.policy.unsupported_setting_errors(StageContext(config, all_kinds()["sft"])))
     assert [problem for problem in problems if said in problem]
 
 
@@ -351,7 +351,7 @@ def test_keys_that_do_not_fit_the_rows_of_a_diffusion_model_are_refused(
     values = {"policy": {"is_diffusers": True, "diffusers": diffusers}, "train": train_values}
     config = Recipe.model_validate(values, context={"notices": []})
     kind = all_kinds()["sft" if policy["type"] == "sft" else "rl"]
-    assert re.search(said, " | ".join(config.train.train_policy.refusals(StageContext(config, kind))))
+    assert re.search(said, " | ".join(config.train.train_policy.unsupported_setting_errors(StageContext(config, kind))))
 
 
 def test_check_asks_a_scheduler_for_no_table_that_the_recipe_gives(inputs: Inputs, tmp_path: Path) -> None:

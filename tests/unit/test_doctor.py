@@ -13,7 +13,7 @@ import prefect
 import pytest
 from prefect.client.schemas.objects import WorkerStatus
 
-from cosmos_core.launch.doctor import Finding, run_checks
+from cosmos_core.launch.doctor import Diagnosis, run_checks
 from cosmos_core.launch.worker_report import read_recent_reports, read_versions
 from tests.unit.reward_server import serving
 
@@ -82,7 +82,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong(server: Server, folder: Path) -> dict[str, str]:
-    found: list[Finding] = list(run_checks(folder / "not" / "made", server))
+    found: list[Diagnosis] = list(run_checks(folder / "not" / "made", server))
     return {each.name: each.message for each in found if not each.is_healthy and each.name != "disk"}
 
 

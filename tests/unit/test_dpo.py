@@ -18,7 +18,7 @@ from cosmos_core.algorithms.dpo import Dpo
 from cosmos_core.config.schema.dpo import DpoConfig, DpoLossConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
-from cosmos_core.data.kinds.pairs import Pairs, open_pairs
+from cosmos_core.data.kinds.pairs import PreferencePairs, open_pairs
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.models.hf import load_model
@@ -60,7 +60,7 @@ def stage(inputs: Path, path: Path, **settings: Any) -> Stage:
     return stage_of(path, recipe({**DPO, **settings}), model=inputs / "model", data=inputs / "rows/data")
 
 
-def pairs_of(inputs: Path, split: str = "train") -> Pairs:
+def pairs_of(inputs: Path, split: str = "train") -> PreferencePairs:
     return open_pairs(inputs / "rows/data", split)
 
 
@@ -71,7 +71,9 @@ def answer_logprob(model: torch.nn.Module, ids: np.ndarray, mask: np.ndarray) ->
     return torch.stack([logits_TV[t - 1].log_softmax(-1)[int(ids[t])] for t in learned]).sum()
 
 
-def plain_loss(model: torch.nn.Module, frozen: torch.nn.Module, pairs: Pairs, places: list[int], beta: float) -> Tensor:
+def plain_loss(
+    model: torch.nn.Module, frozen: torch.nn.Module, pairs: PreferencePairs, places: list[int], beta: float
+) -> Tensor:
     """-log sigmoid(beta (log pi(c)/ref(c) - log pi(r)/ref(r))), the mean over pairs."""
     losses = []
     for i in places:
@@ -194,7 +196,7 @@ def test_without_a_reference_a_reward_is_the_log_probability(inputs: Path, tmp_p
 def test_stopped_and_resumed_ends_with_the_same_bits(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(reference, "COMPARED_ROWS", 4)
+    monkeypatch.setattr(reference, "REFERENCE_BATCH_ROWS", 4)
     settings = {**settings, "train.epoch": 2}
     expected = train(stage(inputs, tmp_path / "whole", **settings))
     cut = stage(inputs, tmp_path / "cut", **settings)
@@ -211,7 +213,7 @@ def test_stopped_and_resumed_ends_with_the_same_bits(
 def test_the_reference_is_computed_once_for_the_pairs_that_are_trained(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "COMPARED_ROWS", 4)
+    monkeypatch.setattr(reference, "REFERENCE_BATCH_ROWS", 4)
     pairs, at = pairs_of(inputs), stage(inputs, tmp_path / "s", **{"train.max_num_steps": 2})
     rank = open_trainer(at)
     calls: list[int] = []

@@ -47,7 +47,7 @@ def recipe(train_policy: dict[str, Any], *, mesh: dict[str, Any] | None = None, 
 def counted(train_policy: dict[str, Any], **train: Any) -> Recipe:
     """A recipe of which no activations are asked: one padded micro-batch, nothing computed again: traced fast."""
     config = recipe({**train_policy, "mini_batch": 8}, sequence_packing=False, **train)
-    return config.derive(policy=config.policy.derive(model_gradient_checkpointing=False))
+    return config.copy_with(policy=config.policy.copy_with(model_gradient_checkpointing=False))
 
 
 _KNOWN: dict[tuple[Path, str, Path | None], TrainingEstimate] = {}
@@ -105,7 +105,7 @@ def test_disk_is_the_checkpoints_that_are_kept_and_the_model(tiny: Path, tmp_pat
         found = of(tiny, counted(SFT, ckpt={"enable_checkpoint": True, **saving}), data)
         assert found.disk == kept * (once.disk - model) + model
     validated = counted(SFT, ckpt={"enable_checkpoint": True, "save_freq": 10, "max_keep": 1})
-    validated = validated.derive(validation=validated.validation.derive(enable=True, freq=5))
+    validated = validated.copy_with(validation=validated.validation.copy_with(enable=True, freq=5))
     assert of(tiny, validated, data).disk == 2 * (once.disk - model) + model, "the newest and the best"
     assert once.machine["flops"] > 0 and once.machine["memory"] > 1 << 30
 
@@ -121,9 +121,9 @@ def test_a_reference_model_is_held_for_a_kl_penalty_only(tiny: Path) -> None:
     assert (without.memory.reference, with_kl.memory.reference) == (0, 4 * with_kl.trainable)
     assert without.engine_weights == 2 * without.parameters  # vLLM, in bfloat16
     assert of(tiny, counted(SFT)).engine_weights == 0
-    transformers = counted(GRPO).derive(rollout=counted(GRPO).rollout.derive(backend="hf"))
-    mesh = transformers.policy.parallelism.derive(dp_shard_size=2)
-    on_ranks = transformers.derive(policy=transformers.policy.derive(parallelism=mesh))
+    transformers = counted(GRPO).copy_with(rollout=counted(GRPO).rollout.copy_with(backend="hf"))
+    mesh = transformers.policy.parallelism.copy_with(dp_shard_size=2)
+    on_ranks = transformers.copy_with(policy=transformers.policy.copy_with(parallelism=mesh))
     copies = [of(tiny, each).engine_weights for each in (transformers, on_ranks)]
     assert copies == [0, 4 * without.parameters], "on several ranks, each has the whole model beside its shard"
 
@@ -131,7 +131,7 @@ def test_a_reference_model_is_held_for_a_kl_penalty_only(tiny: Path) -> None:
 def test_more_activations_without_checkpointing_with_longer_micro_batches_and_for_pairs(tmp_path: Path) -> None:
     tiny, config = save_tiny_model(tmp_path / "two layers"), recipe(SFT, train_batch_per_replica=2)
     every, some = (
-        config.derive(policy=config.policy.derive(model_gradient_checkpointing=x)) for x in (False, "selective")
+        config.copy_with(policy=config.policy.copy_with(model_gradient_checkpointing=x)) for x in (False, "selective")
     )
     wide = recipe({**SFT, "mini_batch": 4}, train_batch_per_replica=4)
     pairs = recipe({**SFT, "trainer_type": "dpo"}, train_batch_per_replica=2)
@@ -183,7 +183,7 @@ def test_one_train_step_has_no_more_prompts_than_its_batch() -> None:
     config = Qwen3Config(num_key_value_heads=2, head_dim=32, num_hidden_layers=3)
     four = recipe(GRPO, train_batch_per_replica=4)  # 4 completions: one prompt, though rollout.batch_size is 2
     assert kv_cache_bytes(config, four, 60) == 2 * 2 * 32 * 2 * 3 * 60 * 4
-    few = four.derive(rollout=four.rollout.derive(n_generation_mini_batch=1))  # one completion of it at a time
+    few = four.copy_with(rollout=four.rollout.copy_with(n_generation_mini_batch=1))  # one completion of it at a time
     assert kv_cache_bytes(config, few, 60) == 2 * 2 * 32 * 2 * 3 * 60
 
 
@@ -197,7 +197,7 @@ def write_statistics(folder: Path, rows: int, longest: int, mean: float) -> Path
 def test_an_average_and_moments_in_eight_bits_are_counted(tiny: Path) -> None:
     settings: list[dict[str, Any]] = [{}, {"ema_enable": True}, {"optm_name": "AdamW8bit"}]
     plain, averaged, small = (of(tiny, recipe(SFT, sequence_packing=False, **train)).memory for train in settings)
-    assert averaged.average == plain.gradients and averaged.total == plain.total + plain.gradients
+    assert averaged.average == plain.gradients and averaged.total_bytes == plain.total_bytes + plain.gradients
     assert plain.average == small.average == 0
     assert small.activations == plain.activations and small.optimizer < 0.4 * plain.optimizer
 

@@ -124,7 +124,7 @@ def test_a_model_without_a_chat_template_gets_the_one_of_the_recipe(tmp_path: Pa
     prompts = [program.run(stage) and pq.read_table(stage.path / "items.parquet")["prompt_hash"].to_pylist()]
     template = (tmp_path / "model" / "chat_template.jinja").rename(tmp_path / "mine.jinja")
     stage = evaluate_stage(tmp_path, limit=1, apply_chat_template=True)
-    stage.recipe = stage.recipe.derive(policy=stage.recipe.policy.derive(chat_template=str(template)))
+    stage.recipe = stage.recipe.copy_with(policy=stage.recipe.policy.copy_with(chat_template=str(template)))
     assert "choice" in str(program.check(stage).info["found"])
     prompts += [program.run(stage) and pq.read_table(stage.path / "items.parquet")["prompt_hash"].to_pylist()]
     assert prompts[0] == prompts[1]

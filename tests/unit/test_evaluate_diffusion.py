@@ -131,13 +131,13 @@ def test_a_stopped_stage_continues_with_the_next_batch(
     [scores] = stage.path.glob("unfinished-*/scores.jsonl")
     scores.write_text(scores.read_text() + '{"set_name": "colours", "i')  # killed while it wrote
     sampled: list[str] = []
-    sample = diffusion._sample
+    sample = diffusion._sample_media
 
     def record(pipeline: Any, call_settings: Any, prompts: Any, settings: Any) -> Any:
         sampled.extend(prompt.text for prompt in prompts)
         return sample(pipeline, call_settings, prompts, settings)
 
-    monkeypatch.setattr(diffusion, "_sample", record)
+    monkeypatch.setattr(diffusion, "_sample_media", record)
     assert program.run(stage).metrics == expected and sampled == ["green", "two"]
 
 

@@ -300,6 +300,12 @@ def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> 
     card = export.model_card(stage, export.loading_instructions(stage, "AutoModelForCausalLM"))
     assert "base_model" not in card and "- Base model: made by `mine.py:make`" in card.splitlines()
     assert "not/used" not in card and "- Data" not in card
+    (source / "README.md").write_text("---\nlicense: other\nlicense_name: mine\ntags: [a]\n---\n")
+    (source / "LICENSE.txt").write_text("Be kind.")
+    stage.origin = {"base_model": str(source), "data": []}
+    card = export.model_card(stage, export.loading_instructions(stage, "AutoModelForCausalLM"))
+    assert card.splitlines()[:5] == ["---", "library_name: transformers", "license: other", "license_name: mine", "---"]
+    assert export.license_files(stage) == {"LICENSE.txt": b"Be kind."}
 
 
 def test_a_model_without_its_optional_towers_is_exported_in_another_dtype() -> None:

@@ -25,9 +25,9 @@ from cosmos_core.data import prepare
 from cosmos_core.errors import ConfigError, DataError, ModelError, Preempted, StageFailed
 from cosmos_core.export import program
 from cosmos_core.export.divergence import measure_divergence, save_logprobs
-from cosmos_core.export.formats import _in_fresh_interpreter, plan_formats
+from cosmos_core.export.formats import _run_in_fresh_interpreter, plan_quantized_formats
 from cosmos_core.export.gguf import write_gguf
-from cosmos_core.export.quantize import find_layers, make_scheme, quantize_folder, quantize_weight
+from cosmos_core.export.quantize import find_layers, make_quant_scheme, quantize_folder, quantize_weight
 from cosmos_core.rollout.vllm_logits import vllm_problem
 from cosmos_core.run.progress import ProgressWriter, read_progress
 from cosmos_core.run.stage import Stage
@@ -63,7 +63,7 @@ def open_model(folder: Path) -> PreTrainedModel:
 
 def quantized(source: Path, target: Path, name: str, **arguments: Any) -> Path:
     layers = find_layers(open_model(source))
-    quantize_folder(source, target, make_scheme(name, layers), layers, **arguments)
+    quantize_folder(source, target, make_quant_scheme(name, layers), layers, **arguments)
     return target
 
 
@@ -123,12 +123,12 @@ def test_the_integers_are_those_of_round_to_nearest() -> None:
         intermediate_size=96, num_hidden_layers=1, num_attention_heads=2)))  # fmt: skip
     weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight[0] = 0
-    eight = quantize_weight(weight, make_scheme("int8", layers))
+    eight = quantize_weight(weight, make_quant_scheme("int8", layers))
     scale = (weight.float().abs().amax(1, keepdim=True) / 127.5).bfloat16()
     assert torch.equal(eight["weight_scale"][1:], scale[1:])
     expected = (weight.float() / scale.float()).nan_to_num().round().clamp(-128, 127)
     assert torch.equal(eight["weight"].float(), expected) and eight["weight"].dtype == torch.int8
-    scheme = make_scheme("w4a16", layers)  # 128 and 64 do not divide 96
+    scheme = make_quant_scheme("w4a16", layers)  # 128 and 64 do not divide 96
     four = quantize_weight(weight, scheme)
     groups = weight.float().unflatten(1, (3, 32))
     scale = (groups.abs().amax(-1) / 7.5).bfloat16()
@@ -233,7 +233,7 @@ def test_an_unproven_format_is_refused_unless_it_is_wanted(model: Path, prepared
     if not (problem := vllm_problem("w4a16")):
         pytest.skip("vLLM runs w4a16 here")
     with pytest.raises(ConfigError, match=r"AVX-512.*set export.unproven = true"):
-        plan_formats(exported(tmp_path, model, ["bf16", "w4a16"]))
+        plan_quantized_formats(exported(tmp_path, model, ["bf16", "w4a16"]))
     stage = exported(tmp_path, model, ["bf16", "w4a16"], prepared, **{"export.unproven": True})
     outcome = program.run(stage)
     assert outcome.metrics["export/w4a16/proven"] == 0 and outcome.metrics["export/w4a16/kl"] > 0
@@ -245,9 +245,9 @@ def test_a_head_size_that_vllm_has_no_attention_for_is_named(model: Path, tmp_pa
     AutoConfig.from_pretrained(model, head_dim=24).save_pretrained(tmp_path / "narrow")
     stage = exported(tmp_path, model, ["bf16", "int8"])
     with pytest.raises(ConfigError, match=r"has 'int8', but vLLM on CPU has no attention for head_dim = 24 .*unproven"):
-        plan_formats(replace(stage, model=str(tmp_path / "narrow")))
+        plan_quantized_formats(replace(stage, model=str(tmp_path / "narrow")))
     with pytest.raises(StageFailed, match=r"head_dim = 24 .*; leave the format out of export.formats"):
-        _in_fresh_interpreter(stage, save_logprobs, tmp_path / "narrow", True, ROWS, tmp_path / "logprobs")
+        _run_in_fresh_interpreter(stage, save_logprobs, tmp_path / "narrow", True, ROWS, tmp_path / "logprobs")
 
 
 @pytest.fixture
@@ -326,27 +326,27 @@ def test_a_stage_lives_while_its_benchmarks_do_and_a_stop_ends_them(tmp_path: Pa
     with ThreadPoolExecutor(1) as thread:
         thread.submit(release)
         followed = tmp_path / "first"
-        said = _in_fresh_interpreter(stage, beat_until_released, tmp_path, followed, progress_file=followed)
+        said = _run_in_fresh_interpreter(stage, beat_until_released, tmp_path, followed, progress_file=followed)
         assert said == "released"
     stage.stop_requested = True
     followed = tmp_path / "second"
     with pytest.raises(Preempted, match="stopped while"):
-        _in_fresh_interpreter(stage, beat_until_released, tmp_path, followed, progress_file=followed)
+        _run_in_fresh_interpreter(stage, beat_until_released, tmp_path, followed, progress_file=followed)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
 def test_experts_are_refused_by_name(family: str, tmp_path: Path) -> None:
     folder = save_family(family, tmp_path / "model")
     with pytest.raises(ModelError, match="mixture of experts"):
-        plan_formats(exported(tmp_path, folder, ["bf16", "int8"]))
+        plan_quantized_formats(exported(tmp_path, folder, ["bf16", "int8"]))
 
 
 def test_sizes_that_no_kernel_has_are_refused_for_four_bits() -> None:
     layers = find_layers(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", hidden_size=48, vocab_size=8,
         intermediate_size=96, num_hidden_layers=1, num_attention_heads=2)))  # fmt: skip
-    assert make_scheme("int8", layers).weights.group_size is None
+    assert make_quant_scheme("int8", layers).weights.group_size is None
     with pytest.raises(ModelError, match=r"q_proj.weight has the shape \[48, 48\].*multiples of 32"):
-        make_scheme("w4a16", layers)
+        make_quant_scheme("w4a16", layers)
 
 
 TABLES = '[policy]\nmodel_name_or_path = "m"\n[train.train_policy]\ntype = "sft"\n[export]\nformats = {}\n'
@@ -395,5 +395,5 @@ def test_what_cannot_be_exported_is_refused_before_a_run(formats: str, more: str
 
 def test_an_export_for_diffusion_models_has_no_formats() -> None:
     config = recipe({**SFT, "policy.is_diffusers": True, "export.formats": ["bf16", "fp8"]})
-    [problem] = config.export.refusals(StageContext(config, all_kinds()["export"]))
+    [problem] = config.export.unsupported_setting_errors(StageContext(config, all_kinds()["export"]))
     assert problem == "export.formats is for language models; leave it out with policy.is_diffusers = true"

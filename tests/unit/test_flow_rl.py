@@ -22,8 +22,8 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.models.denoiser import Denoiser
 from cosmos_core.models.diffusion import DiffusionModel
-from cosmos_core.models.families import open_family
-from cosmos_core.rollout.base import EngineSettings, FlowSource, generate
+from cosmos_core.models.families import open_pipeline
+from cosmos_core.rollout.base import EngineDenoiser, EngineSettings, generate
 from cosmos_core.rollout.flow_sampler import FlowSamplerEngine
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.rollout_feed import training_sampling
@@ -88,11 +88,11 @@ class Run:
         model = folder / family
         if not model.exists():
             tiny_pipelines.save(family, model)
-        self.family = open_family(str(model), PolicyConfig(is_diffusers=True, diffusers=diffusers))
+        self.family = open_pipeline(str(model), PolicyConfig(is_diffusers=True, diffusers=diffusers))
         torch.manual_seed(0)
         self.adapter = Denoiser(self.family.load_denoiser(torch.float32), self.family, self.recipe.train)
         self.trainer = Trainer(self.adapter, self.recipe.train, ProgressWriter(folder / "progress.json"))
-        for name in self.recipe.train.train_policy.named_weights:
+        for name in self.recipe.train.train_policy.auxiliary_model_names:
             self.trainer.named_weights.add(name)
         self.sampling = training_sampling(self.recipe)
         algorithm = make_algorithm(self.recipe, self.sampling)
@@ -100,7 +100,7 @@ class Run:
         texts = embeddings(model, self.family)
         self.algorithm, algorithm.null_text = algorithm, texts[""]
         predict: Any = self.adapter.predict
-        source = FlowSource(self.family, predict, self.weights, torch.device("cpu"), null_text=texts[""])
+        source = EngineDenoiser(self.family, predict, self.weights, torch.device("cpu"), null_text=texts[""])
         unused: Any = None
         self.engine = FlowSamplerEngine(
             EngineSettings(unused, unused, "", RolloutConfig(), 1, torch.float32, flow=source)
@@ -339,7 +339,7 @@ def test_the_exponential_of_a_large_advantage_is_a_number(models: Path) -> None:
 def test_rewards_that_are_normalised_each_do_not_drown_each_other() -> None:
     groups = scores([100.1, 200.0], big=[[100.0, 200.0]], small=[[0.1, 0.0]])
     together, _ = diffusion_advantages(groups, AdvantageSettings("group"))
-    each, _ = diffusion_advantages(groups, AdvantageSettings("group", separate_weights={"big": 1.0, "small": 1.0}))
+    each, _ = diffusion_advantages(groups, AdvantageSettings("group", reward_weights={"big": 1.0, "small": 1.0}))
     assert together[0][1] == pytest.approx(1.0, abs=1e-3)
     assert each[0] == pytest.approx([-0.5 / (0.5 + 1e-6) + 0.05 / (0.05 + 1e-4)] * 1 + [1 - 0.05 / 0.0501], abs=2e-3)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import DataError
 from cosmos_core.models import flow
-from cosmos_core.models.flow_steps import NoiseLevels, compute_transition, log_prob
-from cosmos_core.rollout.base import EngineSettings, FlowSource, generate
+from cosmos_core.models.flow_steps import NoiseLevels, compute_step_distribution, log_prob
+from cosmos_core.rollout.base import EngineDenoiser, EngineSettings, generate
 from cosmos_core.rollout.flow_path import ConditioningFrames, denoise, num_conditioning_frames, stochastic_steps
 from cosmos_core.rollout.flow_sampler import FlowSamplerEngine, decode_latents, to_bytes
 from cosmos_core.types import FlowSampling, Group, Prompt, Sampling, StepWindow
@@ -31,7 +31,7 @@ class Toy:
     is_video = False
     max_conditioning_frames = 0
     timestep_shift = 3.0
-    residency = SimpleNamespace(keep_on_device=nullcontext)
+    component_offload = SimpleNamespace(keep_on_device=nullcontext)
 
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
         return flow.euler_schedule(num_steps, self.timestep_shift)
@@ -84,7 +84,7 @@ def engine(
     beat: Callable[[], None] = lambda: None,
     **source: Any,
 ) -> FlowSamplerEngine:
-    found = FlowSource(Films() if is_video else Toy(), denoiser, denoiser.weights, torch.device("cpu"), **source)  # type: ignore[arg-type]
+    found = EngineDenoiser(Films() if is_video else Toy(), denoiser, denoiser.weights, torch.device("cpu"), **source)  # type: ignore[arg-type]
     rollout = RolloutConfig(n_generation_mini_batch=mini_batch)
     return FlowSamplerEngine(EngineSettings(None, None, "", rollout, 1, torch.float32, flow=found, beat=beat))  # type: ignore[arg-type]
 
@@ -124,7 +124,7 @@ def test_samples_do_not_depend_on_the_batch_that_they_are_drawn_in() -> None:
     whole = generate(engine(Denoiser()), prompts(), settings, step=3)
     one = generate(engine(Denoiser(), mini_batch=1), prompts()[1:2], settings, step=3)
     for ours, other in zip(whole[1].completions, one[0].completions, strict=True):
-        assert torch.allclose(ours.diffusion_sample.before, other.diffusion_sample.before, atol=1e-6)
+        assert torch.allclose(ours.diffusion_sample.latents_before, other.diffusion_sample.latents_before, atol=1e-6)
         assert ours.diffusion_sample.log_probs == pytest.approx(other.diffusion_sample.log_probs, abs=1e-6)
 
 
@@ -156,13 +156,13 @@ def test_texts_of_other_numbers_of_tokens_are_drawn_in_batches_of_their_own() ->
 def test_each_completion_step_and_seed_has_noise_of_its_own() -> None:
     kept = {"kernel": "flow", "trained_steps": (0,)}
     first, again, later = (generate(engine(Denoiser()), prompts(), sampling(**kept), step) for step in (0, 0, 1))
-    starts = [c.diffusion_sample.before[0] for group in (*first, *later) for c in group.completions]
+    starts = [c.diffusion_sample.latents_before[0] for group in (*first, *later) for c in group.completions]
     assert len({tuple(start.flatten().tolist()) for start in starts}) == len(starts)
     assert torch.equal(latents(first), latents(again))
-    shared = generate(engine(Denoiser()), prompts(), sampling(**kept, same_noise=True), step=0)
+    shared = generate(engine(Denoiser()), prompts(), sampling(**kept, has_common_initial_noise=True), step=0)
     for group in shared:
-        assert len({tuple(c.diffusion_sample.before[0].flatten().tolist()) for c in group.completions}) == 1
-        assert len({tuple(c.diffusion_sample.after[0].flatten().tolist()) for c in group.completions}) == 4
+        assert len({tuple(c.diffusion_sample.latents_before[0].flatten().tolist()) for c in group.completions}) == 1
+        assert len({tuple(c.diffusion_sample.latents_after[0].flatten().tolist()) for c in group.completions}) == 4
 
 
 def test_the_denoiser_is_asked_at_the_levels_of_the_table_under_the_named_weights() -> None:
@@ -178,7 +178,7 @@ def test_the_denoiser_is_asked_at_the_levels_of_the_table_under_the_named_weight
 
 @pytest.mark.parametrize("kernel", ["flow", "dance", "cps"])
 def test_what_is_kept_of_a_step_gives_its_log_probability_again(kernel: str) -> None:
-    settings = {"kernel": kernel, "trained_steps": (0, 1, 3), "keeps_means": True, "eta": 0.5}
+    settings = {"kernel": kernel, "trained_steps": (0, 1, 3), "keeps_transition_means": True, "eta": 0.5}
     denoiser = Denoiser()
     [group, *_] = generate(engine(denoiser), prompts(), sampling(**settings), step=0)
     table = flow.euler_schedule(5, 3.0)
@@ -186,12 +186,12 @@ def test_what_is_kept_of_a_step_gives_its_log_probability_again(kernel: str) -> 
         drawn = completion.diffusion_sample
         assert drawn.steps == (0, 1, 3)
         for n, i in enumerate(drawn.steps):
-            x = drawn.before[n][None]
+            x = drawn.latents_before[n][None]
             v = denoiser(x, table[i].expand(1), {"colour": torch.tensor([COLOURS["red"]])})
-            step = compute_transition(kernel, x, v, NoiseLevels(table[i], table[i + 1], table[1]), 0.5)
-            assert drawn.before.dtype == drawn.after.dtype == torch.float32
-            assert torch.allclose(step.mean[0], drawn.means[n], atol=1e-6)
-            assert log_prob(step, drawn.after[n][None]).item() == pytest.approx(drawn.log_probs[n], abs=1e-6)
+            step = compute_step_distribution(kernel, x, v, NoiseLevels(table[i], table[i + 1], table[1]), 0.5)
+            assert drawn.latents_before.dtype == drawn.latents_after.dtype == torch.float32
+            assert torch.allclose(step.mean[0], drawn.transition_means[n], atol=1e-6)
+            assert log_prob(step, drawn.latents_after[n][None]).item() == pytest.approx(drawn.log_probs[n], abs=1e-6)
 
 
 def test_a_window_of_stochastic_steps_is_drawn_or_moves() -> None:
@@ -236,14 +236,14 @@ def test_guidance_asks_for_the_empty_prompt_too() -> None:
 def test_given_frames_are_no_part_of_a_log_probability() -> None:
     asked = [replace(prompts()[0], conditioning_clip=torch.rand(3, 4, 4, 4))]
     settings: dict[str, Any] = {"num_frames": 4, "conditioning_frame_range": (2, 2), "kernel": "flow"}
-    settings |= {"trained_steps": (1,), "keeps_means": True, "eta": 0.5}
+    settings |= {"trained_steps": (1,), "keeps_transition_means": True, "eta": 0.5}
     [group] = generate(engine(Denoiser(), is_video=True), asked, sampling(**settings), 0)
     table = flow.euler_schedule(5, 3.0)
     for completion in group.completions:
         drawn = completion.diffusion_sample
-        zero = torch.zeros_like(drawn.before)
-        std = compute_transition("flow", zero, zero, NoiseLevels(table[1], table[2], table[1]), 0.5).std.item()
-        squared = (drawn.after - drawn.means)[0, :, 2:].square().mean().item()
+        zero = torch.zeros_like(drawn.latents_before)
+        std = compute_step_distribution("flow", zero, zero, NoiseLevels(table[1], table[2], table[1]), 0.5).std.item()
+        squared = (drawn.latents_after - drawn.transition_means)[0, :, 2:].square().mean().item()
         expected = -squared / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
         assert drawn.log_probs == pytest.approx([expected], abs=1e-5)
 
@@ -291,7 +291,7 @@ def test_samples_are_decoded_one_by_one_on_a_gpu(device: str, sizes: list[int]) 
         yield
         stays.append(len(seen))
 
-    model = SimpleNamespace(decode=decode, residency=SimpleNamespace(keep_on_device=keep_on_device))
+    model = SimpleNamespace(decode=decode, component_offload=SimpleNamespace(keep_on_device=keep_on_device))
     pixels = decode_latents(model, latents, torch.device(device))
     assert torch.equal(pixels, to_bytes(latents[:, :3])) and seen == sizes
     assert stays == [len(sizes)], "with policy.diffusers.offload the VAE moves once for all samples"

@@ -92,4 +92,4 @@ def test_the_page_of_a_run_embeds_what_was_drawn(tmp_path):
 
 def test_a_damaged_or_missing_gallery_is_none(tmp_path: Path):
     assert gallery.newest_grid_file(tmp_path) is None
-    assert gallery.data_uri(tmp_path / "no.png") == ""
+    assert gallery.media_data_uri(tmp_path / "no.png") == ""

@@ -10,16 +10,16 @@ import pytest
 
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
-from cosmos_core.observe.costs import cost_of, table_of_costs
+from cosmos_core.observe.costs import compute_run_cost, table_of_costs
 from cosmos_core.run.directory import claim_run, create_run, open_or_create_run, open_run
 from cosmos_core.run.gpu_time import (
     add_gpu_time_to_result,
     compute_run_gpu_seconds,
-    gpu_seconds,
     read_gpu_intervals,
     read_run_gpu_intervals,
     record_gpu_time,
     save_estimate,
+    sum_gpu_seconds,
 )
 from cosmos_core.run.lineage import collect_lineage
 from cosmos_core.run.state import GpuInterval, update_state
@@ -36,9 +36,9 @@ def hold(attempt: int, gpus: int, begin: float, end: float | None) -> GpuInterva
 def test_an_attempt_whose_launcher_was_killed_counts_until_the_last_sign_of_launcher_or_worker(tmp_path: Path) -> None:
     path = tmp_path / "stages" / "sft"
     update_state(path, attempt=1, holds=[hold(1, 4, 1000.0, None)], renewed=1010.0, heartbeat=1007.0)
-    assert gpu_seconds(read_gpu_intervals(path)) == 4 * 10
+    assert sum_gpu_seconds(read_gpu_intervals(path)) == 4 * 10
     (path / "progress.json").write_text(json.dumps({"heartbeat": 1012.5}))  # it saved a checkpoint before it ended
-    assert gpu_seconds(read_gpu_intervals(path)) == 4 * 12.5
+    assert sum_gpu_seconds(read_gpu_intervals(path)) == 4 * 12.5
     with record_gpu_time(path, 2):
         (path / "progress.json").unlink()
         update_state(path, attempt=2, renewed=time.time() + 100)
@@ -57,7 +57,7 @@ def test_a_run_counts_what_was_thrown_away_and_not_what_it_took_over(tmp_path: P
     finish(run, "first")
     assert compute_run_gpu_seconds(run.path) == 2 * (100 + 50 + 10)
     assert [len(holds) for holds in read_run_gpu_intervals(run.path).values()] == [3]
-    assert str(cost_of(run.path)) == "3.200 for 0.089 GPU hours, budget 5.000"
+    assert str(compute_run_cost(run.path)) == "3.200 for 0.089 GPU hours, budget 5.000"
     columns = {column.header: [*column.cells] for column in table_of_costs(run.output_dir, 9).columns}
     assert columns["cost"][-1] == "3.200"
 
@@ -83,13 +83,13 @@ def test_a_run_shows_its_cost_beside_the_estimate_of_the_same_settings(tmp_path:
     priced = load_pipeline(tmp_path / "counting.toml", PRICE, all_kinds())
     run = create_run(priced)
     update_state(run.stage_path("first"), holds=[hold(1, 1, 0.0, 1800.0)])
-    assert str(cost_of(run.path)) == "18 for 0.500 GPU hours, estimated 36, budget 5.000"
-    assert cost_of(first.path).estimated_hours is None
+    assert str(compute_run_cost(run.path)) == "18 for 0.500 GPU hours, estimated 36, budget 5.000"
+    assert compute_run_cost(first.path).estimated_gpu_hours is None
     text = (run.path / "pipeline.toml").read_text()
     (run.path / "pipeline.toml").write_text(text.replace("per_gpu_hour = 36", f"per_gpu_hour = 1{'0' * 400}"))
-    assert str(cost_of(run.path)).startswith("inf for 0.500 GPU hours"), "a price that was edited by hand"
+    assert str(compute_run_cost(run.path)).startswith("inf for 0.500 GPU hours"), "a price that was edited by hand"
     save_estimate(pipeline, first.output_dir, {"first": None, "second": 0.0})
-    assert cost_of(create_run(priced).path).estimated_hours is None
+    assert compute_run_cost(create_run(priced).path).estimated_gpu_hours is None
 
 
 def test_budget_and_price_may_change_in_a_run_and_other_settings_may_not(tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ def test_stages_that_run_at_once_have_gpus_of_their_own() -> None:
 
 
 def test_a_training_whose_engines_may_become_more_takes_all_that_are_free() -> None:
-    with hold_gpus(1, refuse) as (one, _), hold_gpus(1, refuse, should_take_all_free=True) as (rest, _):
+    with hold_gpus(1, refuse) as (one, _), hold_gpus(1, refuse, should_hold_all_free=True) as (rest, _):
         assert (one, rest) == ({VISIBLE: "3"}, {VISIBLE: "GPU-7"})
-    with hold_gpus(1, refuse, should_take_all_free=True) as (all_, _), pytest.raises(Waited), hold_gpus(1, refuse):
+    with hold_gpus(1, refuse, should_hold_all_free=True) as (all_, _), pytest.raises(Waited), hold_gpus(1, refuse):
         assert all_ == {VISIBLE: "3,GPU-7"}
 
 

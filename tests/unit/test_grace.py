@@ -56,7 +56,7 @@ def test_a_step_longer_than_the_grace_of_the_beginning_is_waited_for(
     tmp_path: Path, ask: Callable[[SupervisedProcess], None]
 ) -> None:
     child = SupervisedProcess(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], log=tmp_path / "log", grace_seconds=0.5,
+        [sys.executable, "-c", PROGRAM, str(tmp_path)], log_path=tmp_path / "log", grace_seconds=0.5,
         environment=dict(os.environ),
     )  # fmt: skip
     wait_until((tmp_path / "ready").exists, 10, "the program has not begun")

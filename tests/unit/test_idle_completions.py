@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.data_term import WithDataTerm, make_sft_update
+from cosmos_core.algorithms.data_term import DataTermAlgorithm, make_sft_update
 from cosmos_core.algorithms.grpo import Grpo
-from cosmos_core.algorithms.idle import IDLE_METRIC, MIN_COMPARED_COMPLETIONS, is_zero_advantage_idle
+from cosmos_core.algorithms.idle import MIN_COMPARED_COMPLETIONS, ZERO_GRADIENT_METRIC, can_skip_zero_advantage
 from cosmos_core.algorithms.policy_loss import scales_with_advantage
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
@@ -73,7 +73,9 @@ def trained(
     for number, batch in enumerate(steps):
         trainer.set_learning_rate(number, 20)
         batch = batch_within_token_limit(batch, train.train_policy.max_token_len_per_mini_batch)
-        for update in WithDataTerm(algorithm, lambda _: make_sft_update(samples()[:3], 0.1)).updates(batch, trainer):
+        for update in DataTermAlgorithm(algorithm, lambda _: make_sft_update(samples()[:3], 0.1)).updates(
+            batch, trainer
+        ):
             figures.append(trainer.update(update))
             num_run += len(update.samples)
             named = trainer.adapter.model.named_parameters()
@@ -115,7 +117,7 @@ def test_an_update_is_the_same_without_the_completions_that_have_no_gradient(
         torch.testing.assert_close(tensor, plain[2][name], rtol=0, atol=1e-6)
     assert found[3] < plain[3]
     per_step = len(plain[0]) // len(steps)
-    counts = [figures[IDLE_METRIC] for figures in found[0][::per_step]]
+    counts = [figures[ZERO_GRADIENT_METRIC] for figures in found[0][::per_step]]
     assert counts == [len(CONSTANT) * GROUP, NUM_GROUPS * GROUP, 0][: len(steps)]
     assert all("rollout/logprob_difference_mean" in each for each in found[0][:1])
 
@@ -151,7 +153,7 @@ def test_nothing_is_left_out_where_an_advantage_of_zero_has_a_gradient_or_others
     policy: dict[str, Any],
 ) -> None:
     plain, other = (Grpo(GrpoConfig(**each)) for each in ({}, policy))
-    assert is_zero_advantage_idle(plain.config, plain._settings) and not is_zero_advantage_idle(
+    assert can_skip_zero_advantage(plain.config, plain._settings) and not can_skip_zero_advantage(
         other.config, other._settings
     )
 
@@ -163,7 +165,7 @@ def test_nothing_is_left_out_of_a_distillation_or_of_a_training_that_does_not_al
     algorithm.teacher = DistillationConfig(enable=True) if is_taught else None
     given = Given(teacher=[torch.zeros(len(sample.input_ids) - 1) for sample in batch])
     (update,) = algorithm.updates(batch, given)
-    assert len(update.samples) == len(batch) and update.metrics == {IDLE_METRIC: 0.0}
+    assert len(update.samples) == len(batch) and update.metrics == {ZERO_GRADIENT_METRIC: 0.0}
 
 
 def test_an_objective_that_declares_nothing_has_a_gradient_at_every_advantage() -> None:

@@ -156,9 +156,10 @@ def test_gen_eval_judges_numbers_colours_and_positions() -> None:
     beside = {"dog": [LEFT], "cat": [MIDDLE]}
     assert judge([one("cat"), one("dog", position=["left of", 0])], [], beside, colors)
     assert strictly([one("cat"), one("dog", position=["right of", 0])], beside, colors) == (2 / 3, False)
-    assert gen_eval.relations(LEFT, MIDDLE) == {"left of"} and gen_eval.relations(RIGHT, MIDDLE) == {"right of"}
-    assert gen_eval.relations(found(45, 0, 55, 10), MIDDLE) == {"above"}
-    assert gen_eval.relations(MIDDLE, found(44, 44, 56, 56)) == set()
+    assert gen_eval.spatial_relations(LEFT, MIDDLE) == {"left of"}
+    assert gen_eval.spatial_relations(RIGHT, MIDDLE) == {"right of"}
+    assert gen_eval.spatial_relations(found(45, 0, 55, 10), MIDDLE) == {"above"}
+    assert gen_eval.spatial_relations(MIDDLE, found(44, 44, 56, 56)) == set()
 
 
 def test_gen_eval_detects_with_a_mask2former_and_names_colours_with_clip(clip: Path, tmp_path: Path) -> None:

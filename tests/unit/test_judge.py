@@ -97,9 +97,11 @@ def test_a_judge_that_is_away_makes_completions_invalid_and_a_retry_sensible(mon
 def test_a_recipe_without_a_server_is_refused() -> None:
     policy = {"train": {"train_policy": {"type": "grpo", "reward_function": "judge"}}}
     made = Recipe.model_validate(policy)
-    assert "needs judge.endpoint" in "".join(made.judge.refusals(StageContext(made, all_kinds()["rl"])))
+    assert "needs judge.endpoint" in "".join(
+        made.judge.unsupported_setting_errors(StageContext(made, all_kinds()["rl"]))
+    )
     assert made.secret_env_names == ("OPENAI_API_KEY",)
     named = Recipe.model_validate({**policy, "judge": {"endpoint": "http://a/v1", "model": "m"}})
-    assert not [*named.judge.refusals(StageContext(named, all_kinds()["rl"]))]
+    assert not [*named.judge.unsupported_setting_errors(StageContext(named, all_kinds()["rl"]))]
     bypassed = {"train": {"train_policy": {"type": "grpo", "reward_function": "judge", "bypass_reward": True}}}
     assert Recipe.model_validate(bypassed).uses_judge, "validation keeps its reward"

@@ -61,6 +61,7 @@ RESPONSE = [{"role": "assistant", "content": "4"}]
         ({"prompt": TURNS, "completion": RESPONSE, "label": False}, ("4", False)),
         ({"messages": [*TURNS, *RESPONSE], "label": 1}, ("4", True)),
         ({"question": "3", "answer": "4", "label": "False"}, ("4", False)),
+        ({"messages": [*TURNS, *RESPONSE], "kto_tag": True}, ("4", True)),
     ],
 )
 def test_of_a_row_with_a_label_the_last_response_is_learned(
@@ -133,7 +134,7 @@ def test_labels_are_learned_and_measured_on_what_was_held_out(
 def test_a_step_that_lacks_another_prompt_is_refused(tmp_path: Path) -> None:
     settings = {**KTO, "train.train_batch_per_replica": 1, "train.train_policy.mini_batch": 1}
     at = stage_of(tmp_path / "s", recipe(settings))
-    (line,) = at.recipe.train.train_policy.refusals(StageContext(at.recipe, at.kind))
+    (line,) = at.recipe.train.train_policy.unsupported_setting_errors(StageContext(at.recipe, at.kind))
     assert "another prompt of" in line
 
 

@@ -18,7 +18,7 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.models import length_rounding
 from cosmos_core.models.length_rounding import kernel_padded_length
 from cosmos_core.models.packing import enable_packing
-from cosmos_core.models.scorer import RequestedOutputs, Scorer
+from cosmos_core.models.scorer import LogprobScorer, RequestedOutputs
 from cosmos_core.run.progress import ProgressWriter
 from tests.unit.trainers import NoView, sft, trainer_of
 
@@ -121,7 +121,7 @@ def test_scores_over_longer_chunks_are_the_same(
 
     def found() -> tuple[Tensor, Tensor, list[Tensor]]:
         settings = {"request": RequestedOutputs(entropy="value"), "dtype": torch.float64, "loss_gradient_N": expected_N}
-        outputs = Scorer(model)({"input_ids": ids}, chosen, **settings)
+        outputs = LogprobScorer(model)({"input_ids": ids}, chosen, **settings)
         gradients = torch.autograd.grad(-0.25 * outputs["logprobs"].sum(), list(model.parameters()))
         return outputs["logprobs"], outputs["entropy"], list(gradients)
 

@@ -13,13 +13,13 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError, CosmosError
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.files import sha256, write_json
-from cosmos_core.run.lineage import collect_lineage, find_stage_path, public_name
+from cosmos_core.run.lineage import collect_lineage, find_stage_path, strip_local_path
 from cosmos_core.run.manifest import commit_manifest
 from cosmos_core.types import Outcome
 from cosmos_core.upload.file import FileTarget
 from tasks.kinds import all_kinds
 from tasks.layout import prepare_stage_folder
-from tasks.reuse import fingerprint_of
+from tasks.reuse import compute_local_fingerprint
 from tasks.stage import run_stage
 from tests.conftest import PROGRAMS
 from tests.unit.run_folder import counting_run, finish
@@ -73,7 +73,7 @@ def test_lineage_walks_back_over_a_thousand_stages_in_a_row(tmp_path: Path) -> N
     for number in range(1, 1200):
         (stages / f"s{number}").mkdir()
         made = result | {"name": f"s{number}", "inputs": {f"s{number - 1}": record}}
-        write_json(stages / f"s{number}" / "result.json", made, durable=False)
+        write_json(stages / f"s{number}" / "result.json", made, fsync=False)
     assert [(link.depth, link.name) for link in collect_lineage(stages / "s1199")] == [
         (i, f"s{1199 - i}") for i in range(1200)
     ]
@@ -116,7 +116,7 @@ def test_each_of_several_prompt_sets_is_compared_with_its_own_digest(tmp_path: P
     pipeline = load_pipeline(tmp_path / "p.toml", [f"pipeline.output_dir={tmp_path}/outputs"], all_kinds())
     run = create_run(pipeline)
     stage = run.pipeline.stage("measure")
-    sources = prepare_stage_folder(run, stage, fingerprint_of(run, stage)).sources
+    sources = prepare_stage_folder(run, stage, compute_local_fingerprint(run, stage)).sources
     expected = [(str(file), sha256(file)) for file in files]
     assert [(each.name, each.digest) for each in sources if each.kind == "data"] == expected
 
@@ -168,4 +168,4 @@ def test_a_public_name_has_no_folder_of_this_machine() -> None:
         "../rows.jsonl": "rows.jsonl", "/home/me/mine.py:make": "mine.py:make",
         "s3://bucket/models/mine": "s3://bucket/models/mine",
     }  # fmt: skip
-    assert {name: public_name(name) for name in expected} == expected
+    assert {name: strip_local_path(name) for name in expected} == expected

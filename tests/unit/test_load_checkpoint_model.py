@@ -16,7 +16,7 @@ from cosmos_core.data import prepare
 from cosmos_core.errors import ModelError
 from cosmos_core.export.formats import _find_benchmarks, _find_prepared_rows
 from cosmos_core.run.manifest import adopt_result, commit_manifest
-from cosmos_core.run.stage import Stage, find_stage_that_made
+from cosmos_core.run.stage import Stage, find_source_stage
 from cosmos_core.train.setup import run
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
@@ -125,9 +125,9 @@ def test_a_reused_training_has_its_checkpoints_and_settings_in_the_run_that_made
     assert export.run(stage).info["step"] == 2
     assert _find_prepared_rows(stage) == inputs / "rows/data" and _find_benchmarks(stage) is None
     adopt_result(third, made, result)  # its own files were damaged
-    assert find_stage_that_made(made) == made
+    assert find_source_stage(made) == made
     (made / "stage.toml").unlink()
-    assert find_stage_that_made(third) == third
+    assert find_source_stage(third) == third
 
 
 def test_what_is_not_there_is_said(inputs: Path, tmp_path: Path) -> None:

@@ -25,14 +25,14 @@ from tests.unit.test_train import GRPO, make_stage, recipe, task  # noqa: F401 -
 )
 def test_what_rounding_or_staleness_does_not_explain_is_an_alarm(difference: float, lag: int, alarm: float) -> None:
     metrics = {"rollout/logprob_difference_mean": difference, "rollout/version_lag": float(lag)}
-    assert LogprobDriftCheck(torch.float32, None, Sampling()).check(1, metrics) == {"watch/alarm": alarm}
+    assert LogprobDriftCheck(torch.float32, None, Sampling()).check_step(1, metrics) == {"watch/alarm": alarm}
 
 
 def test_half_precision_rounds_more_and_without_rollouts_nothing_is_said() -> None:
     metrics = {"rollout/logprob_difference_mean": 0.2}
     for dtypes in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
-        assert LogprobDriftCheck(*dtypes, Sampling()).check(1, metrics) == {"watch/alarm": 0.0}
-        assert LogprobDriftCheck(*dtypes, Sampling()).check(1, {}) == {}
+        assert LogprobDriftCheck(*dtypes, Sampling()).check_step(1, metrics) == {"watch/alarm": 0.0}
+        assert LogprobDriftCheck(*dtypes, Sampling()).check_step(1, {}) == {}
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_half_precision_rounds_more_and_without_rollouts_nothing_is_said() -> No
 def test_what_sampling_changes_is_no_alarm(sampling: Sampling, difference: float, alarm: float) -> None:
     metrics = {"rollout/logprob_difference_mean": difference, "rollout/tokens_not_finite": 0.0}
     drift = LogprobDriftCheck(torch.float32, None, sampling)
-    assert drift.check(1, metrics) == {"watch/alarm": alarm}
-    assert drift.check(2, {"rollout/tokens_not_finite": 2.0}) == {"watch/alarm": 1.0}
+    assert drift.check_step(1, metrics) == {"watch/alarm": alarm}
+    assert drift.check_step(2, {"rollout/tokens_not_finite": 2.0}) == {"watch/alarm": 1.0}
 
 
 @pytest.mark.parametrize("takes_rollouts", [False, True])

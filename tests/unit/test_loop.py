@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from cosmos_core.algorithms.base import Algorithm
-from cosmos_core.checkpoint.best import BestStep, select_best
+from cosmos_core.checkpoint.best import BestStep, select_best_step
 from cosmos_core.checkpoint.resume import resume_obstacle
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.config.schema.recipe import Recipe
@@ -30,7 +30,7 @@ from cosmos_core.run.files import write_json
 from cosmos_core.run.progress import read_metrics, read_progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import RowFeed
-from cosmos_core.train.loop import Loop
+from cosmos_core.train.loop import TrainLoop
 from cosmos_core.train.measure import row_metrics
 from cosmos_core.train.resume_from import adopt_checkpoint
 from cosmos_core.train.setup import TrainingResult, export_trained, open_trainer
@@ -75,15 +75,15 @@ def validation(at: Stage, measure: MetricsFn, **settings: Any) -> Validation:
 
 def loop_of(
     at: Stage, measure: MetricsFn, feed: type[RowFeed] = RowFeed, algorithm: Algorithm | None = None, **settings: Any
-) -> Loop:
+) -> TrainLoop:
     """A training of rows whose held-out figures are given."""
     assert at.data is not None
     checkpointer = Checkpointer(
-        at.path / "checkpoints", fingerprint="f", max_keep=at.recipe.train.ckpt.max_keep, asynchronous=False
+        at.path / "checkpoints", fingerprint="f", max_keep=at.recipe.train.ckpt.max_keep, is_async=False
     )
     rows = feed(open_sequences(at.data, "train"), at.recipe)
     held_out = validation(at, measure, **settings)
-    return Loop(at, open_trainer(at), rows, algorithm or sft(), checkpointer, held_out)
+    return TrainLoop(at, open_trainer(at), rows, algorithm or sft(), checkpointer, held_out)
 
 
 def train(at: Stage, values: Sequence[float], stop_after: int = 0) -> BestStep | None:
@@ -98,7 +98,7 @@ def train(at: Stage, values: Sequence[float], stop_after: int = 0) -> BestStep |
     with pytest.raises(Preempted) if stop_after else nullcontext():
         loop.run()
     loop.checkpointer.close()
-    return loop.validation.best
+    return loop.validation.best_step
 
 
 def kept(at: Stage) -> list[int]:
@@ -110,31 +110,31 @@ def named(at: Stage) -> Any:
 
 
 def test_the_lower_loss_and_the_higher_reward_is_better_and_the_earlier_of_equals() -> None:
-    best = select_best(None, 5, {"validation/loss": 2.0, "loss": 0.1})
+    best = select_best_step(None, 5, {"validation/loss": 2.0, "loss": 0.1})
     assert best == BestStep(5, "validation/loss", 2.0)
-    assert select_best(best, 6, {"validation/loss": 2.0}) is best
-    assert select_best(best, 7, {"validation/loss": 1.5}) == BestStep(7, "validation/loss", 1.5)
-    best = select_best(None, 5, {"validation/reward": 0.5, "validation/accuracy": 0.4})
-    assert select_best(best, 6, {"validation/reward": 0.4}) is best
-    assert select_best(best, 7, {"validation/reward": 0.6}) == BestStep(7, "validation/reward", 0.6)
+    assert select_best_step(best, 6, {"validation/loss": 2.0}) is best
+    assert select_best_step(best, 7, {"validation/loss": 1.5}) == BestStep(7, "validation/loss", 1.5)
+    best = select_best_step(None, 5, {"validation/reward": 0.5, "validation/accuracy": 0.4})
+    assert select_best_step(best, 6, {"validation/reward": 0.4}) is best
+    assert select_best_step(best, 7, {"validation/reward": 0.6}) == BestStep(7, "validation/reward", 0.6)
 
 
 def test_where_both_are_measured_the_reward_alone_decides() -> None:
-    best = select_best(None, 5, {"validation/loss": 0.9, "validation/reward": 0.5})
+    best = select_best_step(None, 5, {"validation/loss": 0.9, "validation/reward": 0.5})
     assert best == BestStep(5, "validation/reward", 0.5)
-    assert select_best(best, 6, {"validation/loss": 0.1, "validation/reward": 0.4}) is best
-    assert select_best(best, 7, {"validation/loss": 0.1, "validation/reward": math.nan}) is best
+    assert select_best_step(best, 6, {"validation/loss": 0.1, "validation/reward": 0.4}) is best
+    assert select_best_step(best, 7, {"validation/loss": 0.1, "validation/reward": math.nan}) is best
     better = {"validation/loss": 2.0, "validation/reward": 0.6}
-    assert select_best(best, 8, better) == BestStep(8, "validation/reward", 0.6)
-    best = select_best(None, 5, {"validation/loss": 0.9, "validation/reward": math.nan})
-    assert select_best(best, 6, better) == BestStep(6, "validation/reward", 0.6)
+    assert select_best_step(best, 8, better) == BestStep(8, "validation/reward", 0.6)
+    best = select_best_step(None, 5, {"validation/loss": 0.9, "validation/reward": math.nan})
+    assert select_best_step(best, 6, better) == BestStep(6, "validation/reward", 0.6)
 
 
 def test_nan_and_infinity_are_never_the_best() -> None:
-    assert select_best(None, 1, {"validation/loss": math.nan}) is None
-    assert select_best(None, 1, {"validation/loss": -math.inf}) is None
-    assert select_best(None, 1, {"validation/reward": math.inf}) is None
-    assert select_best(None, 1, {}) is None
+    assert select_best_step(None, 1, {"validation/loss": math.nan}) is None
+    assert select_best_step(None, 1, {"validation/loss": -math.inf}) is None
+    assert select_best_step(None, 1, {"validation/reward": math.inf}) is None
+    assert select_best_step(None, 1, {}) is None
 
 
 def test_the_best_step_is_saved_outlives_max_keep_and_gives_way_to_a_better_one(inputs: Path, tmp_path: Path) -> None:
@@ -242,6 +242,17 @@ def test_progress_of_a_step_has_its_time_and_the_memory_in_use(plain: tuple[Stag
     assert shown["memory/host_gib"] == pytest.approx(lines[-1]["memory/host_gib"], rel=1e-3) and len(lines) == 6
 
 
+def test_the_process_that_verifies_the_export_is_started_by_the_last_step(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = loop_of(stage(tmp_path, inputs), lambda step: {"validation/loss": 1.0})
+    started_after: list[int] = []
+    monkeypatch.setattr(loop.trainer.adapter, "prestart_verification", lambda: started_after.append(loop.step))
+    loop.run()
+    loop.checkpointer.close()
+    assert started_after[-1] == loop.feed.total_steps
+
+
 def test_resume_true_takes_over_an_interrupted_run_and_ends_as_if_nothing_had_happened(
     inputs: Path, tmp_path: Path, plain: tuple[Stage, TrainingResult], interrupted: Path
 ) -> None:
@@ -289,7 +300,7 @@ def test_random_numbers_begin_anew_where_the_mesh_gives_a_rank_other_samples(inp
         loop.step, loop.trainer.adapter.mesh = step, mesh
         _ = loop._save_checkpoint() if step else None
         saved, loop.trainer.adapter.mesh = torch.get_rng_state(), None if step else mesh
-        loop._restore()
+        loop._restore_checkpoint()
         assert torch.equal(torch.get_rng_state(), saved) == (rank == 0)
 
 

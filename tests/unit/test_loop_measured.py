@@ -33,7 +33,7 @@ def test_the_last_step_is_measured_where_the_data_ends_before_anybody_knows(
             return super().next_samples() if self.step < 3 else None
 
     at = stage(tmp_path / "sft", inputs)
-    at.recipe = at.recipe.derive(validation=at.recipe.validation.derive(freq=2))
+    at.recipe = at.recipe.copy_with(validation=at.recipe.validation.copy_with(freq=2))
     measured: list[int] = []
     published: list[int] = []
 
@@ -50,7 +50,7 @@ def test_the_last_step_is_measured_where_the_data_ends_before_anybody_knows(
         assert loop.run()["validation/loss"] == 1 / 3
         loop.checkpointer.close()
     assert measured == [2, 3] and published == [0, 1, 2, 3, 3] + [3] * stopped
-    assert loop.validation.best == BestStep(3, "validation/loss", 1 / 3)
+    assert loop.validation.best_step == BestStep(3, "validation/loss", 1 / 3)
     lines = read_metrics(at.path / "metrics.jsonl")
     assert [line["step"] for line in lines if "validation/loss" in line] == [2, 3]
 
@@ -60,7 +60,7 @@ def test_a_stop_cuts_a_validation_off_and_the_step_is_measured_when_the_training
     tmp_path: Path,
 ) -> None:
     at = stage(tmp_path / "sft", inputs)
-    at.recipe = at.recipe.derive(validation=at.recipe.validation.derive(freq=2))
+    at.recipe = at.recipe.copy_with(validation=at.recipe.validation.copy_with(freq=2))
     measured: list[int] = []
 
     def measure(step: int) -> dict[str, float]:
@@ -75,7 +75,7 @@ def test_a_stop_cuts_a_validation_off_and_the_step_is_measured_when_the_training
         with stops if is_stopped else nullcontext():
             loop.run()
         loop.checkpointer.close()
-    assert measured == [2, 4, 4, 6] and loop.validation.best == BestStep(6, "validation/loss", 1 / 6)
+    assert measured == [2, 4, 4, 6] and loop.validation.best_step == BestStep(6, "validation/loss", 1 / 6)
     lines = read_metrics(at.path / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert [(line["step"], line["validation/loss"]) for line in lines if "validation/loss" in line] == [

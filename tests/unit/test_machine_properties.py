@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from cosmos_core import machine_properties
-from cosmos_core.cluster.properties import measure_cluster, rank_variables
+from cosmos_core.cluster.properties import collect_cluster_properties, rank_environment
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch import worker
 from cosmos_core.machine_properties import MachineProperties, measure_machine, measure_worker_machine
 from cosmos_core.run.digests import DigestCache
-from cosmos_core.run.fingerprint import fingerprint
+from cosmos_core.run.fingerprint import compute_fingerprint
 from tasks.kinds import all_kinds
 from tests.unit.run_folder import load_recipe, make_inputs
 
@@ -128,7 +128,7 @@ def test_an_interpreter_that_does_not_run_is_told_in_one_line() -> None:
     with pytest.raises(
         ConfigError, match=r"^pipeline\.python = '/no/python' does not run: .*; name a Python"
     ) as caught:
-        measure_worker_machine(python="/no/python")
+        measure_worker_machine(python_path="/no/python")
     assert "\n" not in str(caught.value)
 
 
@@ -141,7 +141,7 @@ def test_a_fingerprint_is_made_of_the_gpus_of_the_machine_that_runs_the_stage(
     def device(*names: str) -> Any:
         with machine_with(names, monkeypatch):
             kind, digests = all_kinds()["sft"], DigestCache(tmp_path / "digests.json")
-            found = fingerprint(pipeline, pipeline.stage("sft"), kind, {"prepare": "d"}, digests)
+            found = compute_fingerprint(pipeline, pipeline.stage("sft"), kind, {"prepare": "d"}, digests)
         return found.ingredients["device"]
 
     assert [device(), device("H100"), device("H100", "H100")] == ["cpu", "H100", "H100"]
@@ -154,7 +154,7 @@ def test_ranks_of_a_cluster_see_what_a_worker_sets_for_its_stage(
     users = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "VLLM_BATCH_INVARIANT": "1", "WANDB_API_KEY": "secret"}
     for name, value in {**set_for_stage, **users}.items():
         monkeypatch.setenv(name, value)
-    found = rank_variables()
+    found = rank_environment()
     not_theirs = {"PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING", worker.LOCK_DESCRIPTORS_VARIABLE}
     assert found.keys() >= (set_for_stage.keys() | users.keys()) - not_theirs - {"WANDB_API_KEY"}
     assert not found.keys() & (not_theirs | {"WANDB_API_KEY"})
@@ -181,5 +181,5 @@ def test_a_cluster_whose_gpus_are_all_taken_says_what_it_has(monkeypatch: pytest
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert measure_cluster(["torch"]).gpus == ("H100",) * 8
+    assert collect_cluster_properties(["torch"]).gpus == ("H100",) * 8
     assert taken == [{"num_cpus": 0, "resources": {"node:10.0.0.3": 0.001}}], "of the live machine that has GPUs"

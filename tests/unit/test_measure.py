@@ -60,14 +60,14 @@ def completions(folder: Path, engine: Any, score: Score) -> CompletionValidation
 def test_each_validation_draws_with_the_same_seeds(tmp_path: Path) -> None:
     engine = Engine()
     measured = completions(tmp_path / "rl", engine, Score(0.5))
-    assert measured.measure(3)["validation/reward"] == measured.measure(9)["validation/reward"] == 0.5
+    assert measured.validate(3)["validation/reward"] == measured.validate(9)["validation/reward"] == 0.5
     assert len(set(engine.steps)) == 1
 
 
 def test_no_valid_reward_fails_the_stage_so_that_it_is_tried_again(tmp_path: Path) -> None:
     measured = completions(tmp_path / "rl", Engine(), Score(None, error="timed out"))
     with pytest.raises(StageFailed, match="all 3 held-out completions have an invalid reward; the first: timed out"):
-        measured.measure(1)
+        measured.validate(1)
 
 
 @pytest.mark.parametrize(("k", "count", "right"), [(1, 7, 3), (2, 7, 3), (4, 7, 3), (4, 7, 0), (4, 5, 5), (5, 6, 1)])
@@ -127,7 +127,7 @@ def test_held_out_rows_fill_a_forward_pass_of_each_data_parallel_rank(tmp_path: 
     algorithm: Any = SimpleNamespace(measure=lambda chunks, view, size: {"chunks": [len(chunk) for chunk in chunks]})
 
     class Rows(list[int]):
-        has_reference_pair = False
+        has_sample_pairs = False
 
         def samples(self, positions: range) -> list[int]:
             return list(positions)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data.embeddings import read_embedding
-from cosmos_core.data.media_pixels import FrameSettings, bucket_sizes, decode_media
+from cosmos_core.data.media_pixels import FrameSettings, decode_media, list_bucket_sizes
 from cosmos_core.data.media_source import MediaContent, open_media_items
 from cosmos_core.errors import DataError
 
@@ -152,6 +152,17 @@ def test_a_row_without_a_column_of_media_or_with_a_url_is_told(tmp_path):
     assert item.problem == (
         "rows.jsonl:2: image 'https://host/1.png' is a URL, and rows are read from this machine; download it"
     )
+
+
+@pytest.mark.parametrize("column", ["image", "image_path", "img_path", "images", "video_path"])
+def test_a_row_may_name_its_media_in_several_columns_or_a_list_of_one(tmp_path, column):
+    rows = [{column: path, "text": "one"} for path in ("1.png", ["1.png"], ["1.png", "2.png"])]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    *items, several = items_of(tmp_path / "rows.jsonl")
+    for item in items:
+        assert item.content.path == tmp_path / "1.png" and item.content.is_video == (column == "video_path")
+        assert item.metadata == {}
+    assert "is no image" in several.problem
 
 
 def test_captions_that_are_missing_or_empty_are_told_and_an_empty_key_hides_no_other(tmp_path):
@@ -330,7 +341,7 @@ def test_a_clip_that_was_taken_upright_is_shown_upright(tmp_path, matrix, is_lef
 
 
 def test_buckets_keep_the_area_and_take_the_nearest_aspect_ratio():
-    sizes = bucket_sizes((512, 512), 16)
+    sizes = list_bucket_sizes((512, 512), 16)
     assert (512, 512) in sizes
     assert all(h % 16 == 0 and w % 16 == 0 and 0.9 < h * w / 512**2 < 1.1 for h, w in sizes)
     framing = FrameSettings((512, 512), buckets=True)

@@ -74,7 +74,7 @@ def step(
     assert isinstance(adapter, CausalLM)
     if plain:
         adapter._merges_prompts = adapter._is_packed = False
-        train = train.derive(train_policy=train.train_policy.derive(mini_batch=1))
+        train = train.copy_with(train_policy=train.train_policy.copy_with(mini_batch=1))
         trainer._train = train
     counted = []
     model.get_input_embeddings().register_forward_hook(lambda _, inputs, output: counted.append(output.shape[:-1]))
@@ -170,7 +170,7 @@ def test_a_shared_row_has_the_prompt_once_and_positions_that_go_on_behind_it() -
     assert found.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 0, 1]]
     bounds = found.inputs["sequence_bounds"]
     assert bounds.boundaries.tolist() == [0, 3, 5, 6, 8, 10] and bounds.prompt_indices == [-1, 0, 0, -1, -1]
-    assert found.first_predicted == [0, 6, 2]  # of the token behind the first: tokens 3 and 4 of row 0 are at 3 and 4
+    assert found.target_starts == [0, 6, 2]  # of the token behind the first: tokens 3 and 4 of row 0 are at 3 and 4
 
 
 def test_ragged_padded_rows_are_cut_where_lengths_change_with_the_same_gradient(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare, quick_check
 from cosmos_core.data.kinds.prompts import open_prompts
 from cosmos_core.data.order import Mixture, batch_positions
-from cosmos_core.data.prepared import read_mixture, split_path
+from cosmos_core.data.prepared import get_split_path, read_mixture
 from cosmos_core.errors import DataError
-from cosmos_core.run.hub import replace_value
+from cosmos_core.run.hub import with_setting
 from cosmos_core.train.setup import train
 from tasks.kinds import all_kinds
 from tests.unit.run_folder import fingerprint_of
@@ -112,7 +112,7 @@ def test_stopped_and_resumed_ends_with_the_same_bits_and_metrics_by_data_set(
     prepared = make_stage(tmp_path / "data", "prepare", config, task / "task/model")
     prepare.run(prepared)
     data = prepared.path / "data"
-    held_out = read_mixture(split_path(data, "validation"))
+    held_out = read_mixture(get_split_path(data, "validation"))
     assert held_out is not None and (held_out.labels, held_out.sizes) == (("many", "few"), (4, 2))
     whole = make_stage(tmp_path / "whole", kind, config, task / "task/model", data)
     expected = train(whole)
@@ -168,7 +168,7 @@ def test_pairs_are_mixed_with_columns_of_their_own(task: Path, tmp_path: Path) -
     }
     stage = make_stage(tmp_path / "s", "prepare", recipe({"type": "sft", **policy}), task / "task/model")
     prepare.run(stage)
-    mixture = read_mixture(split_path(stage.path / "data", "train"))
+    mixture = read_mixture(get_split_path(stage.path / "data", "train"))
     assert mixture == Mixture(("a", "b"), (4, 2), (4, 2))
 
 
@@ -176,10 +176,10 @@ def test_a_wrong_row_of_any_data_set_is_found_before_the_run(task: Path, tmp_pat
     bad = write(tmp_path / "bad.jsonl", [{"ask": 3}])
     for program in (quick_check.run, prepare.run):
         with pytest.raises(DataError, match=r"bad\.jsonl:1: "):
-            config = replace_value(mixed(task, "grpo"), "train.train_policy.datasets.1.name", bad)
+            config = with_setting(mixed(task, "grpo"), "train.train_policy.datasets.1.name", bad)
             program(make_stage(tmp_path / "s", "prepare", config, task / "task/model"))
     with pytest.raises(DataError, match=r"datasets\.0\.name = .*does not exist"):
-        config = replace_value(mixed(task, "grpo"), "train.train_policy.datasets.0.name", str(tmp_path / "no.jsonl"))
+        config = with_setting(mixed(task, "grpo"), "train.train_policy.datasets.0.name", str(tmp_path / "no.jsonl"))
         quick_check.run(make_stage(tmp_path / "s", "prepare", config, task / "task/model"))
 
 

@@ -27,7 +27,7 @@ from cosmos_core.models.compiled import compile_blocks
 from cosmos_core.models.export import export_model
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.models.packing import enable_packing
-from cosmos_core.models.scorer import Scorer
+from cosmos_core.models.scorer import LogprobScorer
 from cosmos_core.run.progress import ProgressWriter
 from tests.unit.tiny_families import FAMILIES, WINDOW, save_family
 from tests.unit.trainers import NoView, sft, trainer_of
@@ -100,9 +100,9 @@ def assert_same_gradients(ours: dict[str, Tensor | None], theirs: dict[str, Tens
             assert (gradient - other).abs().max() <= 1e-5 * gradient.abs().max(), name
 
 
-def scored_logprobs(scorer: Scorer, *, packed: bool) -> Tensor:
+def scored_logprobs(scorer: LogprobScorer, *, packed: bool) -> Tensor:
     batch = collate_rows(rows(), PAD, packed=packed)
-    chosen = [start + torch.arange(length - 1) for start, length in zip(batch.first_predicted, LENGTHS, strict=True)]
+    chosen = [start + torch.arange(length - 1) for start, length in zip(batch.target_starts, LENGTHS, strict=True)]
     logprobs: Tensor = scorer(batch.inputs, torch.cat(chosen))["logprobs"]
     return logprobs
 
@@ -142,7 +142,7 @@ def test_padded_and_packed_rows_are_separate_rows_or_packing_is_refused_with_the
     family: str, folder: Path
 ) -> None:
     model = load(folder)
-    separate, scorer = separate_logprobs(model), Scorer(model)
+    separate, scorer = separate_logprobs(model), LogprobScorer(model)
     theirs = gradients(model, separate.sum())
     with torch.no_grad():
         torch.testing.assert_close(scored_logprobs(scorer, packed=False), separate, rtol=0, atol=1e-5)
@@ -319,7 +319,7 @@ def test_compiled_blocks_give_the_same_logprobs_and_gradients(name: str, packed:
         if is_compiled:
             compile_blocks(model)
         assert not packed or enable_packing(model) == ""
-        logprobs = scored_logprobs(Scorer(model), packed=packed)
+        logprobs = scored_logprobs(LogprobScorer(model), packed=packed)
         found.append((logprobs.detach(), gradients(model, logprobs.sum())))
     (plain, theirs), (compiled, ours) = found
     torch.testing.assert_close(compiled, plain, rtol=0, atol=1e-5)

@@ -115,6 +115,8 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "a module": (config(architectures=["models"]), r"has architectures = \['models'\], .* no model for"),
     "without a head": (config(architectures=["Qwen3Model"]), "Qwen3Model does not generate text"),
     "attention to later tokens": (config(use_bidirectional_attention=True), "Qwen3ForCausalLM attend to the tokens af"),
+    "an encoder with a head": (config(model_type="bert", architectures=["BertLMHeadModel"]), "has is_decoder = false"),
+    "logits of later tokens": (config(model_type="cpmant", architectures=None), "logits of .cpmant. depend on the t"),
     "an encoder": (
         config(architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True), "T5ForCondi.* attend to the tok"
     ),

@@ -61,10 +61,10 @@ def test_the_model_has_the_averages_inside_the_block_and_its_own_weights_after_i
     average = MovingAverage(named, TrainConfig(ema_enable=True))
     move(model, 2.0)
     average.update(1)
-    with named.use_set("ema"):
+    with named.use_weights("ema"):
         assert model.weight.item() == pytest.approx(2 - 2 / 11)
     assert model.weight.item() == 2.0
-    with pytest.raises(KeyError), named.use_set("ema"):
+    with pytest.raises(KeyError), named.use_weights("ema"):
         raise KeyError
     assert model.weight.item() == 2.0
     named.copy_to_policy("ema")
@@ -104,12 +104,12 @@ def test_the_reference_is_what_the_policy_was() -> None:
     model = single_weight()
     named = NamedWeights(model)
     named.add("reference")
-    with named.use_set("reference"):
+    with named.use_weights("reference"):
         assert model.weight.item() == 1.0
     move(model, 2.0)
-    with named.use_set("reference"):
+    with named.use_weights("reference"):
         assert model.weight.item() == 1.0
     assert (model.weight.item(), named.tensors["reference"]["weight"].item()) == (2.0, 1.0)
     named.reset("reference")
-    with named.use_set("reference"):
+    with named.use_weights("reference"):
         assert model.weight.item() == 2.0

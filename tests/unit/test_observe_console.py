@@ -9,7 +9,7 @@ import time
 import pytest
 
 from cosmos_core.observe import formatting
-from cosmos_core.observe.console import Display, sparkline
+from cosmos_core.observe.console import ProgressDisplay, sparkline
 from cosmos_core.run.progress import ProgressRecord
 
 
@@ -41,7 +41,7 @@ def test_off_a_terminal_each_change_of_state_is_a_line_and_progress_comes_every_
     clock: Clock, out: io.StringIO
 ) -> None:
     speed = {"throughput/tokens_per_second": 3200.0}
-    with Display(["prepare", "grpo"], stream=out, get_time=clock) as display:
+    with ProgressDisplay(["prepare", "grpo"], stream=out, get_time=clock) as display:
         display.update("prepare", "reused")
         display.update("grpo", "running", progress(0, None, 0, "load"))
         clock.now += 10
@@ -66,7 +66,7 @@ def test_off_a_terminal_each_change_of_state_is_a_line_and_progress_comes_every_
 
 
 def test_off_a_terminal_no_line_comes_twice_for_the_same_step(clock: Clock, out: io.StringIO) -> None:
-    display = Display(["sft"], stream=out, get_time=clock)
+    display = ProgressDisplay(["sft"], stream=out, get_time=clock)
     validating = {"phase": "validate", "count": 24}
     places = [
         progress(0, 4, 0, "load"), progress(0, 4, 0, "step"), progress(0, 4, 20, "compile"),
@@ -96,13 +96,13 @@ def test_off_a_terminal_no_line_comes_twice_for_the_same_step(clock: Clock, out:
 
 def test_compiling_is_shown_with_its_time_and_is_no_part_of_the_pace(clock: Clock) -> None:
     out = io.StringIO()
-    with Display(["sft"], terminal=True, stream=out, get_time=clock) as display:
+    with ProgressDisplay(["sft"], is_terminal=True, stream=out, get_time=clock) as display:
         display.update("sft", "running", progress(1, 41, 0))
         display.update("sft", "running", progress(2, 41, 2, "compile"))
         clock.now += 34
     assert "compile 34s" in out.getvalue()
     out = io.StringIO()
-    display = Display(["sft"], stream=out, get_time=clock)
+    display = ProgressDisplay(["sft"], stream=out, get_time=clock)
     display.update("sft", "running", progress(1, 41, 0))
     clock.now += 40
     display.update("sft", "running", progress(21, 41, 74).model_copy(update={"compile_seconds": 34.0}))
@@ -117,7 +117,7 @@ def test_a_terminal_shows_memory_the_times_of_a_step_and_the_course_of_the_rewar
     clock: Clock, out: io.StringIO, memory: dict[str, float], text: str
 ) -> None:
     times = {"time/generate": 12.0, "time/score": 0.5, "time/train": 3.0}
-    with Display(["grpo"], terminal=True, stream=out, get_time=clock) as display:
+    with ProgressDisplay(["grpo"], is_terminal=True, stream=out, get_time=clock) as display:
         display._console.width = 160
         for step in (1, 2):
             display.update("grpo", "running", progress(step, 9, step, loss=0.0, reward=step, **times, **memory))
@@ -126,7 +126,7 @@ def test_a_terminal_shows_memory_the_times_of_a_step_and_the_course_of_the_rewar
 
 
 def test_the_pace_starts_again_with_a_new_attempt(clock: Clock, out: io.StringIO) -> None:
-    display = Display(["sft"], stream=out, get_time=clock)
+    display = ProgressDisplay(["sft"], stream=out, get_time=clock)
     display.update("sft", "running", progress(1, 40, 5, loss=2.0))
     display.update("sft", "running", progress(21, 40, 25, loss=1.0))
     display.update("sft", "retrying")
@@ -142,22 +142,22 @@ def test_the_pace_starts_again_with_a_new_attempt(clock: Clock, out: io.StringIO
 
 
 def test_a_failed_stage_says_where_it_was(clock: Clock, out: io.StringIO) -> None:
-    display = Display(["sft"], stream=out, get_time=clock)
+    display = ProgressDisplay(["sft"], stream=out, get_time=clock)
     display.update("sft", "running", progress(3, 40, 1, loss=float("nan")))
     clock.now += 61
     display.update("sft", "failed")
-    display.message("sft: [red]loss is nan")
+    display.print_message("sft: [red]loss is nan")
     assert out.getvalue().splitlines()[1:] == ["sft  failed  step 3/40  loss nan  1m01s", "sft: [red]loss is nan"]
 
 
 def test_branches_may_update_at_once_on_a_terminal_with_messages_between(out: io.StringIO) -> None:
     names = ["a", "b", "c"]
-    with Display(names, terminal=True, stream=out) as display:
+    with ProgressDisplay(names, is_terminal=True, stream=out) as display:
 
         def work(name: str) -> None:
             for step in range(20):
                 display.update(name, "running", progress(step, 20, step, loss=1.0))
-                display.message(f"{name} says {step}")
+                display.print_message(f"{name} says {step}")
                 time.sleep(0.005)
             display.update(name, "done")
 
@@ -189,11 +189,11 @@ def test_durations_read_as_people_say_them_and_numbers_have_three_digits_that_ma
 def test_metrics_are_told_apart_by_what_they_are_about() -> None:
     keys = ("loss", "train/loss", "reward/mean", "validation/reward", "reward/std")
     assert [formatting.metric_family(key) for key in keys] == ["loss", "loss", "reward", "reward", "std"]
-    assert formatting.find_headline({"loss": 0.1, "kl": 0.0, "reward/mean": 0.5}) == ("reward", 0.5)
-    assert formatting.find_headline({"grad_norm": 1.0, "train/loss": 2.0}) == ("loss", 2.0)
-    assert formatting.find_headline({"grad_norm": 1.0}) is None
+    assert formatting.find_headline_metric({"loss": 0.1, "kl": 0.0, "reward/mean": 0.5}) == ("reward", 0.5)
+    assert formatting.find_headline_metric({"grad_norm": 1.0, "train/loss": 2.0}) == ("loss", 2.0)
+    assert formatting.find_headline_metric({"grad_norm": 1.0}) is None
     metrics = {"time/step": 1.0, "kl": 0.1, "loss": 0.2, "validation/loss": 0.3, "reward/mean": 0.4}
-    assert list(formatting.key_metrics(metrics)) == ["validation/loss", "reward/mean", "loss", "kl"]
+    assert list(formatting.select_key_metrics(metrics)) == ["validation/loss", "reward/mean", "loss", "kl"]
     assert [formatting.format_count(value) for value in (850, 3200, 1_400_000)] == ["850", "3.2k", "1.4M"]
 
 
@@ -201,11 +201,11 @@ def test_a_line_of_the_summary_shows_few_figures_by_short_names() -> None:
     metrics = {"lr": 1e-3, "loss": 0.2, "nll": 0.2, "reward/mean": 0.6, "validation/reward": 0.8,
                "validation/accuracy": 0.75, "rollout/logprob_difference_p95": 4e-6}  # fmt: skip
     shown = {"accuracy": 0.75, "held-out reward": 0.8, "reward": 0.6, "loss": 0.2, "log-prob difference p95": 4e-6}
-    assert formatting.table_metrics(metrics) == shown
-    assert list(formatting.table_metrics(metrics)) == list(shown)
-    assert formatting.table_metrics({"loss": 0.2, "validation/loss": 0.3}) == {"held-out loss": 0.3, "loss": 0.2}
+    assert formatting.select_table_metrics(metrics) == shown
+    assert list(formatting.select_table_metrics(metrics)) == list(shown)
+    assert formatting.select_table_metrics({"loss": 0.2, "validation/loss": 0.3}) == {"held-out loss": 0.3, "loss": 0.2}
     rows = {"data/train_rows": 7600.0, "data/train_tokens": 140000.0, "time/read": 1.0}
-    assert formatting.table_metrics(rows) == {"train rows": 7600.0, "train tokens": 140000.0}
+    assert formatting.select_table_metrics(rows) == {"train rows": 7600.0, "train tokens": 140000.0}
 
 
 def test_a_sparkline_has_the_first_the_last_the_lowest_and_the_highest_value() -> None:
@@ -218,7 +218,7 @@ def test_a_sparkline_has_the_first_the_last_the_lowest_and_the_highest_value() -
 @pytest.mark.parametrize("terminal", [False, True])
 def test_each_warning_of_a_stage_is_printed_once(clock: Clock, out: io.StringIO, terminal: bool) -> None:
     position = progress(1, 2, 0).model_copy(update={"warnings": ["12 of 24 rewards are invalid"]})
-    with Display(["prepare", "rl"], terminal=terminal, stream=out, get_time=clock) as display:
+    with ProgressDisplay(["prepare", "rl"], is_terminal=terminal, stream=out, get_time=clock) as display:
         for _ in range(3):
             display.update("rl", "running", position)
         display.update("rl", "done", position.model_copy(update={"warnings": [*position.warnings, "the disk is slow"]}))

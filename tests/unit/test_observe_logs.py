@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cosmos_core.observe.logs import NO_TELEMETRY_VARIABLES, add_quiet_variables, configure_logging
+from cosmos_core.observe.logs import NO_TELEMETRY_VARIABLES, add_log_silencing_variables, configure_logging
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_without_a_stream_lines_follow_sys_stderr(monkeypatch: pytest.MonkeyPatc
 
 def test_the_quiet_environment_yields_to_what_the_user_set() -> None:
     env = {"DO_NOT_TRACK": "0", "HOME": "/home/me"}
-    quiet = add_quiet_variables(env)
+    quiet = add_log_silencing_variables(env)
     assert quiet["DO_NOT_TRACK"] == "0" and quiet["HOME"] == "/home/me"
     assert quiet["VLLM_NO_USAGE_STATS"] == "1" and quiet["HF_HUB_DISABLE_TELEMETRY"] == "1"
     assert NO_TELEMETRY_VARIABLES.keys() <= quiet.keys() and env.keys() == {"DO_NOT_TRACK", "HOME"}
@@ -91,7 +91,7 @@ def test_the_lines_survive_the_import_of_prefect_which_reads_the_switches_as_off
         "print(s.server.analytics_enabled, s.cloud.enable_orchestration_telemetry,"
         " s.server.ui.show_promotional_content, s.telemetry.enable_resource_metrics)\n"
     )
-    env = {**add_quiet_variables({}), "PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/tmp")}
+    env = {**add_log_silencing_variables({}), "PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/tmp")}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=env)
     assert done.stdout.split() == ["False"] * 4

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from cosmos_core.observe.plots import REPORT_PANELS, curves_svg, plot_curves
+from cosmos_core.observe.plots import REPORT_PANELS, draw_curves_svg, plot_curves
 
 LINES: list[dict[str, Any]] = [
     {"step": i, "time": 1.0, "loss": float(30 - i), "reward/mean": float(i), "reward/std": 1.0, "time/step": 2.0}
@@ -32,13 +32,13 @@ def paths(picture: ET.Element, colour: str = "--line-0") -> list[list[tuple[floa
 
 
 def test_there_is_one_panel_a_family_that_has_values() -> None:
-    found = pictures(curves_svg(LINES))
+    found = pictures(draw_curves_svg(LINES))
     assert [picture.get("aria-label") for picture in found] == ["loss by step", "reward by step"]
-    assert curves_svg([]) == curves_svg([{"step": 1, "loss": math.nan}]) == curves_svg(LINES, ["kl"]) == ""
+    assert not any(map(draw_curves_svg, ([], [{"step": 1, "loss": math.nan}]))) and draw_curves_svg(LINES, ["kl"]) == ""
 
 
 def test_a_straight_line_of_values_is_drawn_straight_and_falls_where_the_loss_falls() -> None:
-    loss, reward = (paths(picture)[0] for picture in pictures(curves_svg(LINES)))
+    loss, reward = (paths(picture)[0] for picture in pictures(draw_curves_svg(LINES)))
     for points, sign in ((loss, 1), (reward, -1)):  # y grows downwards in svg
         (x0, y0), (x1, y1) = points[0], points[-1]
         assert x1 > x0 and sign * (y1 - y0) > 0
@@ -48,7 +48,7 @@ def test_a_straight_line_of_values_is_drawn_straight_and_falls_where_the_loss_fa
 
 def test_nan_leaves_a_gap() -> None:
     lines = [{**line, "loss": math.nan if line["step"] == 10 else line["loss"] + line["step"] % 2} for line in LINES]
-    pieces = paths(pictures(curves_svg(lines, ["loss"]))[0])
+    pieces = paths(pictures(draw_curves_svg(lines, ["loss"]))[0])
     assert [len(piece) for piece in pieces] == [10, 10]
 
 
@@ -56,14 +56,14 @@ def test_nan_leaves_a_gap() -> None:
 def test_what_no_axis_reaches_leaves_a_gap(values: tuple[float, ...]) -> None:
     lines = [{"step": step, "train/loss": value} for step, value in enumerate(values)]
     drawn = [line if abs(line["train/loss"]) < 1e300 else line | {"train/loss": math.nan} for line in lines]
-    assert curves_svg(lines) == curves_svg(drawn) != ""
+    assert draw_curves_svg(lines) == draw_curves_svg(drawn) != ""
     assert plot_curves(lines) == plot_curves(drawn)
-    assert curves_svg([{"step": 10**400, "train/loss": 1.0}]) == ""
+    assert draw_curves_svg([{"step": 10**400, "train/loss": 1.0}]) == ""
 
 
 def test_the_curves_of_a_family_share_a_panel_and_have_a_legend() -> None:
     lines = [*LINES, *({"step": i, "validation/reward": i / 2} for i in (0, 10, 20))]
-    picture = pictures(curves_svg(lines, ["reward"]))[0]
+    picture = pictures(draw_curves_svg(lines, ["reward"]))[0]
     assert len(paths(picture, "--line-0")) >= 1 and len(paths(picture, "--line-1")) >= 1
     texts = [element.text for element in picture.iter("text")]
     assert "reward/mean" in texts and "validation/reward" in texts and "reward/std" not in texts
@@ -71,17 +71,17 @@ def test_the_curves_of_a_family_share_a_panel_and_have_a_legend() -> None:
 
 def test_a_name_with_markup_or_dollars_is_drawn_as_it_is() -> None:
     lines = [{"step": i, "a$b<i>$/loss": float(i), "loss": 1.0} for i in range(3)]
-    texts = [element.text for element in pictures(curves_svg(lines))[0].iter("text")]
+    texts = [element.text for element in pictures(draw_curves_svg(lines))[0].iter("text")]
     assert "a$b<i>$/loss" in texts
 
 
 def test_the_svg_brings_no_style_sheet_no_address_and_no_id_twice() -> None:
-    svg = curves_svg([*LINES, *({"step": i, "validation/loss": i / 2} for i in (0, 10, 20))])
+    svg = draw_curves_svg([*LINES, *({"step": i, "validation/loss": i / 2} for i in (0, 10, 20))])
     assert "<style" not in svg and "http" not in svg
     ids = re.findall(r'id="([^"]+)"', svg)
     named = re.findall(r"(?:url\(|href=.)#([\w-]+)", svg)
     assert len(ids) == len(set(ids)) and all(f'id="{name}"' in svg for name in named)
-    assert svg == curves_svg([*LINES, *({"step": i, "validation/loss": i / 2} for i in (0, 10, 20))])
+    assert svg == draw_curves_svg([*LINES, *({"step": i, "validation/loss": i / 2} for i in (0, 10, 20))])
 
 
 def test_the_png_is_a_picture_with_something_on_it_also_for_one_point_and_for_none() -> None:
@@ -93,10 +93,10 @@ def test_the_png_is_a_picture_with_something_on_it_also_for_one_point_and_for_no
 def test_the_parts_of_a_reward_share_a_panel_and_one_part_has_none() -> None:
     parts = {"reward/format": 0.5, "reward/near": 0.25, "reward/std": 9.0, "reward/invalid": 9.0}
     lines = [{"step": i, "time": 1.8e9, "reward/mean": 0.75, "time/step": 2.0, **parts} for i in range(3)]
-    svg = curves_svg(lines, REPORT_PANELS)
+    svg = draw_curves_svg(lines, REPORT_PANELS)
     labels = [picture.get("aria-label") for picture in pictures(svg)]
     assert labels == ["reward by step", "parts of the reward by step", "time by step"]
     assert "reward/near" in svg and "reward/std" not in svg and "reward/invalid" not in svg
     assert "1e9" not in svg, "the time panel has durations, not the clock"
     alone = [{"step": i, "reward/mean": 0.75, "reward/near": 0.75} for i in range(3)]
-    assert [each.get("aria-label") for each in pictures(curves_svg(alone, REPORT_PANELS))] == ["reward by step"]
+    assert [each.get("aria-label") for each in pictures(draw_curves_svg(alone, REPORT_PANELS))] == ["reward by step"]

@@ -17,7 +17,7 @@ from cosmos_core.observe.console import print_summary
 from cosmos_core.observe.record import read_run
 from cosmos_core.run.files import read_json_object
 from cosmos_core.run.progress import ProgressRecord
-from tasks.artifacts import StageArtifacts, _render_run_card, card_key
+from tasks.artifacts import StageArtifacts, _render_run_card, run_card_key
 from tests.unit.observed_runs import Page, finished_run, write, write_lines
 
 
@@ -73,5 +73,5 @@ def test_a_server_that_does_not_respond_holds_up_no_stage(tmp_path: Path) -> Non
 
 
 def test_pipelines_whose_names_differ_in_letters_that_keys_lack_share_no_artifacts() -> None:
-    keys = [card_key(name) for name in ("数学", "物理", "Übung 1", "übung-1", "math")]
+    keys = [run_card_key(name) for name in ("数学", "物理", "Übung 1", "übung-1", "math")]
     assert len({*keys}) == 5 and keys[-1] == "math-run" and all(re.fullmatch("[a-z0-9][a-z0-9-]*", key) for key in keys)

@@ -150,7 +150,7 @@ def test_a_pause_before_a_resume_is_neither_time_of_the_stage_nor_overhead(tmp_p
     write_pipeline(run)
     killed = {"state": "running", "attempt": 1, "spans": [[STARTED, None]], "heartbeat": STARTED + 5}
     write(run / "stages" / "sft" / "state.json", killed)
-    before = read_state(run / "stages" / "sft").closed_attempts(STARTED + 3600)
+    before = read_state(run / "stages" / "sft").list_attempt_times(STARTED + 3600)
     assert before == [(STARTED, STARTED + 5)], "a launcher that was killed closed nothing"
     done = {"state": "done", "attempt": 2, "spans": [*before, (STARTED + 3600, STARTED + 3607)]}
     write(run / "stages" / "sft" / "state.json", {**done, "ended": STARTED + 3607})
@@ -209,7 +209,7 @@ def test_status_shows_kind_attempt_and_step_of_a_running_stage(tmp_path: Path) -
     write(grpo / "progress.json", progress)
     (grpo / "result.json").unlink()
     stage = next(stage for stage in read_run(run).stages if stage.name == "grpo")
-    assert (stage.status, stage.state.attempt, stage.position) == ("running", 2, (12, 80))
+    assert (stage.status, stage.state.attempt, stage.step_and_total) == ("running", 2, (12, 80))
     assert stage.metrics == {"reward/mean": 0.5}
     out = io.StringIO()
     print_status(run, stream=out)

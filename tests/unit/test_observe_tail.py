@@ -25,42 +25,42 @@ def test_a_character_that_is_split_between_two_reads_is_one_character(tmp_path: 
     for cut in range(1, len(data)):
         file = tmp_path / f"{cut}.log"
         tail = FileTail(file)
-        assert tail.text() == ""
+        assert tail.read_text() == ""
         append(file, data[:cut])
-        first = tail.text()
+        first = tail.read_text()
         append(file, data[cut:])
-        assert first + tail.text() == TEXT
+        assert first + tail.read_text() == TEXT
 
 
 def test_bytes_that_are_no_text_become_marks_and_a_cut_character_at_the_end_too(tmp_path: Path) -> None:
     file = tmp_path / "log"
     file.write_bytes(b"a\xffb" + "ü".encode()[:1])
     tail = FileTail(file)
-    assert tail.text() == "a\ufffdb"
-    assert tail.text(is_last=True) == "\ufffd"
+    assert tail.read_text() == "a\ufffdb"
+    assert tail.read_text(is_last_read=True) == "\ufffd"
 
 
 def test_lines_are_given_once_they_are_whole(tmp_path: Path) -> None:
     file = tmp_path / "log"
     file.write_text("one\ntw")
     tail = FileTail(file)
-    assert tail.lines() == ["one"]
+    assert tail.read_lines() == ["one"]
     append(file, b"o\nthree")
-    assert tail.lines() == ["two"]
-    assert tail.lines(is_last=True) == ["three"]
+    assert tail.read_lines() == ["two"]
+    assert tail.read_lines(is_last_read=True) == ["three"]
 
 
 def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path: Path) -> None:
     file = tmp_path / "log"
     file.write_text("1\n2\n3\n")
     tail = FileTail(file)
-    assert tail.lines() == ["1", "2", "3"] and not tail.was_replaced
+    assert tail.read_lines() == ["1", "2", "3"] and not tail.was_replaced
     shorter = tmp_path / "shorter"
     shorter.write_text("1\n")
     shorter.replace(file)
     append(file, b"4\n5\n")
-    assert tail.lines() == ["1", "4", "5"] and tail.was_replaced
-    assert tail.lines() == [] and not tail.was_replaced
+    assert tail.read_lines() == ["1", "4", "5"] and tail.was_replaced
+    assert tail.read_lines() == [] and not tail.was_replaced
 
 
 @pytest.mark.parametrize("between", ["retrying", "running"])

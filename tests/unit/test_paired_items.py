@@ -17,14 +17,14 @@ from scipy.stats import binom
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.errors import GateFailed
-from cosmos_core.observe.plan_table import smallest_effects
+from cosmos_core.observe.plan_table import describe_smallest_effects
 from cosmos_core.observe.record import GateCondition
 from cosmos_core.run.manifest import commit_manifest
 from cosmos_core.run.paired_items import (
     PairedDifferences,
     compare_items,
-    compute_num_items,
-    compute_smallest_effect,
+    compute_detectable_effect,
+    compute_sample_size,
     correct_p_values,
 )
 from cosmos_core.run.stage import Stage
@@ -135,16 +135,16 @@ def test_the_smallest_effect_of_items_is_found_as_often_as_promised(tmp_path: Pa
     random, accuracy = np.random.default_rng(5), 0.4
     old = (random.random((NUM_DRAWS, NUM_ITEMS)) < accuracy).astype(float)
     write_evaluation(tmp_path / "old", list(old[0]))
-    found = compute_smallest_effect("evaluation/a/acc", float(old[0].mean()), tmp_path / "old", CONFIDENCE)
+    found = compute_detectable_effect("evaluation/a/acc", float(old[0].mean()), tmp_path / "old", CONFIDENCE)
     assert found is not None and found[0] == NUM_ITEMS
     effect = found[1]
     new = (random.random((NUM_DRAWS, NUM_ITEMS)) < accuracy + effect).astype(float)
     pairs = [PairedDifferences(tuple(row), is_binary=True) for row in new - old]
     assert 0.72 <= np.mean([each.p_value() <= 1 - CONFIDENCE for each in pairs]) <= 0.9
     assert (
-        compute_smallest_effect("evaluation/a/acc", 0.9, tmp_path / "old", CONFIDENCE) is None
+        compute_detectable_effect("evaluation/a/acc", 0.9, tmp_path / "old", CONFIDENCE) is None
     )  # not the mean of its items
-    required = [compute_num_items(NUM_ITEMS, effect, margin) for margin in (effect, effect / 2, 0.0)]
+    required = [compute_sample_size(NUM_ITEMS, effect, margin) for margin in (effect, effect / 2, 0.0)]
     assert required == [NUM_ITEMS, 2400, None]
 
 
@@ -157,7 +157,7 @@ def test_a_plan_says_what_a_gate_can_show(tmp_path: Path) -> None:
 
     def lines(config: StageConfig) -> list[str]:
         recipes = {config.name: stage.recipe}
-        return list(smallest_effects(Pipeline(tmp_path, PipelineConfig(stages=(config,)), recipes, all_kinds())))
+        return [*describe_smallest_effects(Pipeline(tmp_path, PipelineConfig(stages=(config,)), recipes, all_kinds()))]
 
     assert lines(config) == []  # the run of the published model is not on this machine
     record = publish_items(tmp_path)

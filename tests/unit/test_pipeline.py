@@ -23,7 +23,7 @@ from cosmos_core.models.hf import load_model
 from cosmos_core.models.pipelined import PipelineRunner
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel import fsdp
-from cosmos_core.parallel.pipeline import apply_pp, extract_stage, stage_layer_indices, stages_of_rank
+from cosmos_core.parallel.pipeline import apply_pp, extract_pipeline_stage, stage_layer_indices, stages_of_rank
 from cosmos_core.train import check
 from tests.effects.change import SFT, recipe
 from tests.effects.change import stage_of as stage_of_run
@@ -61,7 +61,7 @@ def through_stages(model: PreTrainedModel, sizes: ParallelismConfig) -> Tensor:
         apply_pp(part, sizes, rank)
     given = inputs()
     for stage in range(stages_of_rank(ranks[-1], sizes, sizes.pp_size - 1)[-1] + 1):
-        given["inputs_embeds"] = hidden(extract_stage(ranks[stage % sizes.pp_size], stage, sizes), given)
+        given["inputs_embeds"] = hidden(extract_pipeline_stage(ranks[stage % sizes.pp_size], stage, sizes), given)
         given.pop("input_ids", None)
     return given["inputs_embeds"]
 

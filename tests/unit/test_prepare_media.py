@@ -29,7 +29,7 @@ from cosmos_core.data.prepare_media import CACHE_FOLDER, Encoders, _SplitEncoder
 from cosmos_core.data.prepared import open_held_out
 from cosmos_core.errors import ConfigError, DataError, Preempted, StageFailed
 from cosmos_core.models.diffusion import DiffusionModel
-from cosmos_core.models.families import open_family
+from cosmos_core.models.families import open_pipeline
 from cosmos_core.run.files import SHARED_FOLDER, list_files_below, sha256
 from tests import tiny_pipelines
 from tests.unit.media_stage import FakeEncoders, make_stage, prepared, stage_path
@@ -49,7 +49,7 @@ def test_each_row_has_the_embedding_of_its_prompt_and_the_latent_of_its_image(tm
     row = rows[3]
     assert row.row == 3
     assert row.text["embeds"].tolist() == [[8.0, float(ord("n"))]]
-    assert row.mean.shape == (3, 2, 2) == rows.shapes[3]
+    assert row.mean.shape == (3, 2, 2) == rows.latent_shapes[3]
     assert row.mean[0, 0, 0].item() == pytest.approx(3 / 127.5 - 1)
     assert row.logvar is not None and row.logvar.abs().sum() == 0
     assert rows.null_text["embeds"].tolist() == [[0.0, float(ord(" "))]]
@@ -338,7 +338,7 @@ def test_a_real_pipeline_is_encoded_as_its_family_does_and_not_loaded_again(tmp_
     stage = make_stage(stage_path(runs), tmp_path / "clips", diffusers=diffusers)
     stage.model = str(model)
     made = run_stage(stage)
-    encoders = open_family(str(model), stage.recipe.policy)
+    encoders = open_pipeline(str(model), stage.recipe.policy)
     row = open_media(stage.path / "data", "train")[0]
     text = encoders.text_embedding(["red"])
     assert row.text.keys() == text.keys()

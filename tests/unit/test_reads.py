@@ -14,7 +14,7 @@ import tomli_w
 from configs.demo import arithmetic
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import Table, affects_result, all_fields, tables_in
+from cosmos_core.config.schema.table import Table, affects_result, all_fields, find_table_classes
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data import prepare
 from cosmos_core.run.fingerprint import make_read_key_predicate
@@ -48,7 +48,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         yield found
     for key, table, field in all_fields(Recipe):
         if (table.__name__, key.rpartition(".")[2]) in read and affects_result(field):
-            found |= {key} if not tables_in(field.annotation) else set()
+            found |= {key} if not find_table_classes(field.annotation) else set()
 
 
 @pytest.fixture(scope="module")

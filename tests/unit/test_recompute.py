@@ -45,7 +45,7 @@ attention.register_autograd(
 def gradients(how: RecomputeMode, *, compiled: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(CONFIG).train()
-    packing._set_attention(model, PACKED_ATTENTION)
+    packing._set_attention_function(model, PACKED_ATTENTION)
     recompute_activations(model, how)
     for block in model.model.layers if compiled else ():
         block.compile(dynamic=True, backend="aot_eager")

@@ -11,7 +11,7 @@ from cosmos_core.observe.console import print_status
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.report import build_report
 from cosmos_core.run.directory import Run
-from cosmos_core.run.fingerprint import Fingerprint, fingerprint
+from cosmos_core.run.fingerprint import Fingerprint, compute_fingerprint
 from cosmos_core.run.retrain_state import compute_retrain_digest
 from cosmos_core.run.state import update_state
 from tasks.layout import prepare_stage_folder
@@ -22,7 +22,7 @@ def lines_of(run: Run, name: str = "first") -> list[str]:
     """Lay a stage out as a new attempt does; return what the flow logs."""
     lines: list[str] = []
     stage = run.pipeline.stage(name)
-    expected = fingerprint(run.pipeline, stage, run.pipeline.stage_kind(stage), {}, run.digests)
+    expected = compute_fingerprint(run.pipeline, stage, run.pipeline.stage_kind(stage), {}, run.digest_cache)
     prepare_stage_folder(run, stage, expected, lines.append)
     return lines
 

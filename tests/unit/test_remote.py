@@ -19,7 +19,7 @@ from cosmos_core.run.files import sha256
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.remote import append_content_digest, download_pinned_url
 from cosmos_core.upload.bundle import encode_document, read_document, write_document
-from cosmos_core.upload.transfer import Transfer
+from cosmos_core.upload.transfer import FileTransfer
 from tasks.kinds import all_kinds
 from tasks.stage import run_stage
 from tests.store import Proxy, Request
@@ -89,7 +89,7 @@ def test_what_arrives_altered_is_fetched_again(tmp_path: Path, proxy: Proxy, siz
     (tmp_path / "m").mkdir()
     weights = tmp_path / "m" / "weights"
     weights.write_bytes(random.Random(0).randbytes(size))
-    transfer = Transfer(Bucket("models"), part_bytes=5 << 20)  # the larger one is sent in parts and has no MD5
+    transfer = FileTransfer(Bucket("models"), part_bytes=5 << 20)  # the larger one is sent in parts and has no MD5
     transfer.send({f"altered-{size}/weights": (weights, sha256(weights))})
     pin = append_content_digest(put(f"altered-{size}", rows="1"))
     proxy.once("flip", lambda request: request.method == "GET" and request.key.endswith(("weights", "rows")), 2)

@@ -50,7 +50,7 @@ class Server:
         raise self.error
 
 
-BUDGET: Any = SimpleNamespace(check=lambda: None, excess=lambda: "")
+BUDGET: Any = SimpleNamespace(raise_if_spent=lambda: None, excess=lambda: "")
 
 
 def test_a_flow_run_that_somebody_deleted_is_one_failed_attempt() -> None:
@@ -168,11 +168,11 @@ def test_a_reward_service_waits_for_a_server_that_is_started_again(monkeypatch: 
             raise answer
         return bool(answer)
 
-    reward_service._wait_until_unneeded(is_wanted)
+    reward_service._wait_until_service_unneeded(is_wanted)
     assert len(said) == 1
     monkeypatch.setattr(reward_service, "_MAX_UNREACHABLE_SECONDS", 0.05)
     said[:] = [httpx.ConnectError("gone for good")] * 100
-    reward_service._wait_until_unneeded(is_wanted)
+    reward_service._wait_until_service_unneeded(is_wanted)
     assert said
 
 
@@ -181,7 +181,7 @@ def test_a_reward_service_whose_stage_was_killed_leaves_no_block(monkeypatch: py
     block = SimpleNamespace(save=lambda name, overwrite: blocks.add(name))
     server = SimpleNamespace(read_flow_run=lambda flow_run: SimpleNamespace(state_type=StateType.CRASHED))
     variables = {ENQUEUE_URL_VARIABLE: "http://127.0.0.1:1/api/reward/enqueue", TOKEN_VARIABLE: "t"}
-    monkeypatch.setattr(reward_service, "managed_service", lambda *_, **__: nullcontext(variables))
+    monkeypatch.setattr(reward_service, "managed_reward_service", lambda *_, **__: nullcontext(variables))
     monkeypatch.setattr(reward_service, "get_client", lambda sync_client: nullcontext(server))
     monkeypatch.setattr(reward_service, "RewardService", lambda **_: block)
     monkeypatch.setattr(
@@ -289,7 +289,7 @@ class Pool:
 def test_what_a_stage_waits_for_is_said_once_in_the_log_and_by_status(tmp_path: Path) -> None:
     lines: list[str] = []
     server: Any = Pool()
-    wait, said = partial(remote_stage.report_wait, server, "gpu", tmp_path / "first", lines.append), ""
+    wait, said = partial(remote_stage.report_worker_wait, server, "gpu", tmp_path / "first", lines.append), ""
     live, dead = SimpleNamespace(status="ONLINE"), SimpleNamespace(status="OFFLINE")
     for workers in ([], [dead], [live, dead], [live]):
         server.workers = workers

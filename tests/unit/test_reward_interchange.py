@@ -23,7 +23,7 @@ from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.rewards.exchange import ServiceEndpoints, ping
 from cosmos_core.rewards.protocol import ProtocolError, decode_request
 from cosmos_core.rewards.remote import RemoteRewards
-from cosmos_core.rewards.wan_latents import WanLatents
+from cosmos_core.rewards.wan_latents import WanVae
 from tests.tiny_pipelines import _wan_vae
 from tests.unit.test_rewards_remote import images
 
@@ -213,7 +213,7 @@ def test_videos_are_sent_to_the_original_service_as_the_latents_that_its_own_cli
         "media_type": "latent", "video_infos": [{"video_fps": 8.0}] * 2,
     }  # fmt: skip
     assert body == json.dumps(line).encode() + b"\n" + stream.getvalue()
-    decoded = WanLatents("x", str(tmp_path / "vae"), "cpu").decode(array)
+    decoded = WanVae("x", str(tmp_path / "vae"), "cpu").decode(array)
     assert decoded.shape == (2, 3, 5, 32, 32)
 
 
@@ -238,7 +238,7 @@ def test_the_vae_is_read_as_wan_publishes_it(tmp_path: Path) -> None:
     torch.save(published, tmp_path / "Wan2.1_VAE.pth")
     vae.save_pretrained(tmp_path / "vae")
     video = videos(1)[0]["media"]
-    by_file, by_folder = (WanLatents("x", str(tmp_path / n), "cpu").encode([video]) for n in ("Wan2.1_VAE.pth", "vae"))
+    by_file, by_folder = (WanVae("x", str(tmp_path / n), "cpu").encode([video]) for n in ("Wan2.1_VAE.pth", "vae"))
     assert np.array_equal(by_file, by_folder)
 
 

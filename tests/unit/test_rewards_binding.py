@@ -29,7 +29,7 @@ def scores(folder: Path, code: str, *texts: str, columns: dict[str, Any] = COLUM
     group = Group(Prompt(0, (1,), "<user> 2 + 3?", "5", metadata=columns), tuple(map(completion, texts)), 0)
     fields = [{**make_reward_request(group, k), "custom": {}} for k in range(len(texts))]
     reward = load_reward(f"{folder}/mine.py:f")
-    found = reward.score_group(fields) if reward.binding.takes_group else [reward(each) for each in fields]
+    found = reward.score_group(fields) if reward.binding.takes_whole_group else [reward(each) for each in fields]
     return [each[0] if isinstance(each, tuple) else each for each in found]
 
 

@@ -34,7 +34,7 @@ def test_two_functions_of_one_reward_are_normalised_each_by_itself() -> None:
     weights = metric_weights(config)
     assert weights == {"v/vq": 1.0, "v/mq": 0.5}
     scores = scored(config, {"vq": [0.0, 0.0, 1.0, 1.0], "mq": [0.0, 1.0, 0.0, 1.0]})
-    [advantages] = diffusion_advantages([scores], AdvantageSettings(std_scope="group", separate_weights=weights))[0]
+    [advantages] = diffusion_advantages([scores], AdvantageSettings(std_scope="group", reward_weights=weights))[0]
     assert advantages == pytest.approx([-1.5, -0.5, 0.5, 1.5], rel=1e-3)
 
 
@@ -51,5 +51,5 @@ def test_a_metric_of_a_function_holds_its_clipped_value_and_one_that_is_only_wat
 
 def test_a_function_that_does_not_apply_to_a_prompt_leaves_its_completions_to_the_others() -> None:
     scores = [Score(value, {"a": value}) for value in (0.0, 2.0)]
-    [advantages] = diffusion_advantages([scores], AdvantageSettings("group", separate_weights={"a": 1.0, "b": 1.0}))[0]
+    [advantages] = diffusion_advantages([scores], AdvantageSettings("group", reward_weights={"a": 1.0, "b": 1.0}))[0]
     assert advantages == pytest.approx([-1.0, 1.0], rel=1e-3)

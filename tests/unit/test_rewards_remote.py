@@ -367,9 +367,9 @@ wan2pt2_credential_path = ""
 """)
     config = read_config(tmp_path / "rewards.toml")
     assert [reward.reward_type for reward in config.rewards] == ["cosmos_reason1"]
-    assert config.vae == "", "no_latent_decoder"
+    assert config.vae_path == "", "no_latent_decoder"
     decodes = config.model_copy(update={"no_latent_decoder": False})
-    assert decodes.vae == "/workspace/tokenizer.pth"
-    assert decodes.model_copy(update={"decode_args": DecodeArgs()}).vae.endswith("/resolve/main/Wan2.1_VAE.pth")
-    assert ServiceConfig(reward_args=(RewardArgs(reward_type="ocr"),)).vae == ""
+    assert decodes.vae_path == "/workspace/tokenizer.pth"
+    assert decodes.model_copy(update={"decode_args": DecodeArgs()}).vae_path.endswith("/resolve/main/Wan2.1_VAE.pth")
+    assert ServiceConfig(reward_args=(RewardArgs(reward_type="ocr"),)).vae_path == ""
     assert (config.queue, config.read_token()) == ("memory", os.environ.get("REMOTE_REWARD_TOKEN", ""))

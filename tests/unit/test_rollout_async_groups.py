@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rollout.groups import GroupFilter, StepGroups
+from cosmos_core.rollout.groups import GroupFilter, GroupPlan
 from cosmos_core.types import Group, Prompt, Score, ScoredGroup
 from tests.conftest import wait_until
 from tests.unit.replicas import (
@@ -49,7 +49,7 @@ def wait_for_engines(source: Any) -> None:
 def test_an_engine_that_hangs_is_ended(tmp_path: Path) -> None:
     handle = Threaded()
     with fleet_of(handle, patience=0.5, version=0) as fleet:
-        source = source_of(fleet, tmp_path, resync=lambda step: fleet.load_weights(step, weights(step)))
+        source = source_of(fleet, tmp_path, send_missing_weights=lambda step: fleet.load_weights(step, weights(step)))
         assert ids(source.next_groups(0)[0]) == [0, 1, 2, 3]
         fleet.load_weights(1, weights(1))
         handle.engine.hangs.set()
@@ -108,13 +108,13 @@ def test_all_groups_of_a_step_that_are_too_old_are_asked_for_at_once(tmp_path: P
     with fleet_of(Threaded()) as real:
         real.load_weights(0, weights(0))
         groups = [real.request(prompt, SAMPLING, 5).result() for prompt in PROMPTS[20:24]]
-    source._position = 20
+    source._train_position = 20
     source._scored_groups = dict(zip(range(20, 24), score(groups), strict=True))
     assert source._find_step_groups(5) is None and asked == [], "the engines have no weights yet that would do"
     fleet.version = 4
     assert source._find_step_groups(5) is None
     assert asked == [(prompt, True) for prompt in (23, 22, 21, 20)], "each goes before the one asked for last"
-    assert source._find_step_groups(5) is None and len(asked) == source._num_outdated == 4
+    assert source._find_step_groups(5) is None and len(asked) == source._num_outdated_groups == 4
 
 
 def test_a_ceiling_bounds_what_is_fetched_ahead(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_prompts_beyond_the_allowed_steps_are_as_many_as_will_be_dropped(tmp_pat
             assert len(groups) == 4
             outdated.append(metrics["rollout/outdated"])
             wait_for_engines(source)
-            assert len(handle.engine.seen) - sum(outdated) <= source._position + 3 * 8
+            assert len(handle.engine.seen) - sum(outdated) <= source._train_position + 3 * 8
             fleet.load_weights(step + 1, weights(step + 1))
         source.close()
     assert sum(outdated[5:]) <= 4
@@ -206,7 +206,7 @@ def test_prompts_beyond_the_allowed_steps_are_as_many_as_will_be_dropped(tmp_pat
 def test_an_engine_that_dies_while_the_training_computes_is_in_the_metrics_of_the_next_step(tmp_path: Path) -> None:
     handle = Threaded()
     with fleet_of(handle, version=0) as fleet:
-        source = source_of(fleet, tmp_path, resync=lambda step: fleet.load_weights(step, weights(step)))
+        source = source_of(fleet, tmp_path, send_missing_weights=lambda step: fleet.load_weights(step, weights(step)))
         assert source.next_groups(0)[1]["rollout/restarts"] == 0
         handle.kill()
         while fleet.num_restarts == 0 or not fleet.needs_weights:
@@ -252,7 +252,7 @@ def test_a_step_gets_the_groups_that_it_needs_after_one_that_kept_fewer(needed: 
     handle, waits = Threaded(), list[int]()
     with fleet_of(handle, most_groups=40, sleeps_in_training=True, version=0) as fleet:
         source = source_of(
-            fleet, tmp_path, take_prompts=take, steps=StepGroups(3, 2),
+            fleet, tmp_path, take_prompts=take, group_plan=GroupPlan(3, 2),
             filter=GroupFilter(), score=differ, max_lag=0, max_steps_ahead=1, sleeps_in_training=True,
             on_wait=lambda: waits.append(0) if len(waits) < 20 else pytest.fail("it waits for prompts"),
         )  # fmt: skip

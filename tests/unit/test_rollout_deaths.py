@@ -12,7 +12,7 @@ import pytest
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.rollout import fleet as fleet_module
 from cosmos_core.rollout.base import Bucket, LoadReceipt
-from cosmos_core.rollout.replica import Replica
+from cosmos_core.rollout.replica import EngineReplica
 from tests.conftest import wait_until
 from tests.unit.replicas import PROMPTS, SAMPLING, Drawing, Stuck, Threaded, all_open, fleet_of, load_new, weights
 
@@ -118,7 +118,7 @@ def test_no_engine_has_memory_of_a_gpu_before_or_after_all_ranks_leave_it_to_it(
     handle = Threaded()
     with fleet_of(handle, sleeps_in_training=True) as fleet:
         calls = handle.engine.calls
-        monkeypatch.setattr(fleet_module, "any_rank", lambda flag: calls.append("all ranks"))
+        monkeypatch.setattr(fleet_module, "all_reduce_any", lambda flag: calls.append("all ranks"))
         fleet.load_weights(1, weights(1))
         fleet.wake()
         fleet.sleep()
@@ -132,10 +132,10 @@ def test_an_engine_on_the_gpu_of_a_rank_is_opened_once_and_after_the_ranks_model
         opened.append(beat)
         return Drawing()
 
-    replica = Replica(open_engine, should_wait_for_trainer=True)
+    replica = EngineReplica(open_engine, should_wait_for_trainer=True)
     time.sleep(0.05)
     assert opened == [], "no trainer has asked for it yet"
-    assert replica.begin("first").name == replica.begin("second").name == "drawing" and len(opened) == 1
+    assert replica.begin_session("first").name == replica.begin_session("second").name == "drawing" and len(opened) == 1
 
 
 def test_an_engine_that_cannot_be_opened_again_fails_the_attempt_and_is_no_error_of_the_recipe() -> None:

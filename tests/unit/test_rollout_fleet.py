@@ -17,9 +17,9 @@ from cosmos_core.rollout import engine_pool, replica
 from cosmos_core.rollout import fleet as fleet_module
 from cosmos_core.rollout.base import Bucket, LoadReceipt, generate
 from cosmos_core.rollout.engine_pool import WeightsUnavailable
-from cosmos_core.rollout.fleet import Fleet
+from cosmos_core.rollout.fleet import EngineFleet
 from cosmos_core.rollout.publish import WeightPublisher
-from cosmos_core.rollout.replica import Replica, pack_bucket, unpack_bucket
+from cosmos_core.rollout.replica import EngineReplica, pack_bucket, unpack_bucket
 from cosmos_core.types import Completion, Group, Prompt, Segment
 from tests.conftest import wait_until
 from tests.unit.replicas import (
@@ -36,7 +36,7 @@ from tests.unit.replicas import (
 )
 
 
-def kill_four_times(fleet: Fleet, handle: Threaded) -> None:
+def kill_four_times(fleet: EngineFleet, handle: Threaded) -> None:
     """Each time it is found dead; a kill that meets nobody at work is seen by nobody, and is made again."""
     while (deaths := fleet.num_restarts) < 4:
         handle.kill()
@@ -75,7 +75,7 @@ def test_an_engine_that_dies_is_replaced_and_its_prompts_go_to_others() -> None:
     with fleet_of(*handles, most_groups=20, version=1) as fleet:
         handles[0].engine.hangs.set()
         fleet.submit(PROMPTS[:12], SAMPLING, 1)
-        wait_until(lambda: fleet._pool.engines[handles[0]].in_flight, 5, "it has prompts")
+        wait_until(lambda: fleet._pool.engines[handles[0]].requests, 5, "it has prompts")
         handles[0].kill()
         assert sorted(group.prompt.id for group in fleet.completed()) == list(range(12))
         assert fleet.num_restarts == 1
@@ -86,7 +86,7 @@ def test_an_engine_that_dies_is_replaced_and_its_prompts_go_to_others() -> None:
 @pytest.mark.parametrize("swap", ["disabled", "inference"])
 def test_an_engine_that_dies_while_it_gets_weights_is_left_out_and_gets_them_when_it_is_back(swap: Any) -> None:
     handles = [Threaded(), Threaded()]
-    with fleet_of(*handles, swap_mode=swap) as fleet:
+    with fleet_of(*handles, weight_sync_mode=swap) as fleet:
         all_open(fleet, 2)
 
         def dying() -> Iterator[Bucket]:
@@ -102,7 +102,7 @@ def test_an_engine_that_dies_while_it_gets_weights_is_left_out_and_gets_them_whe
 
 
 def test_an_engine_that_hangs_while_it_gets_weights_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "_LOAD_SECONDS", 0.5)  # neither it nor what waits for it gives up before
+    monkeypatch.setattr(replica, "_MIN_BUCKET_TIMEOUT_SECONDS", 0.5)  # neither it nor what waits for it gives up before
     handle, other = Threaded(Stuck), Threaded()
     with fleet_of(handle, other, patience=3.0) as fleet:
         all_open(fleet, 2)
@@ -136,9 +136,8 @@ def test_an_engine_that_works_for_longer_than_the_patience_is_left_alone(
             return super().load_weights(version, slowly())
 
         def step(self) -> list[Group]:
-            wait_until(
-                lambda: fleet._pool.engines[handle].num_passes >= handle._replica._num_passes, 5, "they are seen"
-            )
+            engine = fleet._pool.engines[handle]
+            wait_until(lambda: engine.num_forward_passes >= handle._replica._num_forward_passes, 5, "they are seen")
             passed.append(80.0)
             return self.completed() if len(self.seen) or self.passed() else []
 
@@ -147,9 +146,9 @@ def test_an_engine_that_works_for_longer_than_the_patience_is_left_alone(
             return self.passes > 9
 
     handle = Threaded(Slow)
-    with fleet_of(handle, patience=600.0, swap_mode=swap, version=1) as fleet:
+    with fleet_of(handle, patience=600.0, weight_sync_mode=swap, version=1) as fleet:
         fleet.submit(PROMPTS[:2], SAMPLING, 1)
-        wait_until(lambda: handle._replica._in_flight, 5, "it has prompts")
+        wait_until(lambda: handle._replica._num_in_flight, 5, "it has prompts")
         fleet.load_weights(2, weights(2) + [[(f"{i}", torch.zeros(2))] for i in range(8)])
         assert [group.prompt.id for group in fleet.completed()] == [0, 1]
         assert handle.deaths == 0 and sum(passed) > 600.0
@@ -172,10 +171,10 @@ def test_an_engine_that_waits_for_its_tools_is_left_alone(monkeypatch: pytest.Mo
 
 
 def test_an_engine_that_is_not_back_is_waited_for_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_pool, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(engine_pool, "_RETRY_INTERVAL_SECONDS", 0.02)
     handles = [Threaded(), Threaded()]
     with fleet_of(*handles, version=1) as fleet:
-        monkeypatch.setattr(engine_pool, "_OPEN_SECONDS", 0.0)
+        monkeypatch.setattr(engine_pool, "_OPEN_TIMEOUT_SECONDS", 0.0)
         handles[0].refusals = 10**6
         handles[0].kill()
         wait_until(lambda: handles[0].refusals < 10**6 - 5, 5, "it is asked again and again")
@@ -213,7 +212,7 @@ def test_an_engine_that_cannot_be_opened_or_refuses_a_prompt_says_why() -> None:
         raise ConfigError("head_dim = 7")
 
     with pytest.raises(ConfigError, match="head_dim = 7"):
-        Fleet(lambda: [Threaded(refuse)], max_groups=1, timeout_seconds=9)
+        EngineFleet(lambda: [Threaded(refuse)], max_groups=1, timeout_seconds=9)
     with fleet_of(Threaded(), version=0) as fleet, pytest.raises(DataError, match="too long"):
         fleet.request(Prompt(1, (1,), "refused", ""), SAMPLING, 0).result()
 
@@ -243,7 +242,7 @@ def test_whoever_waits_for_a_group_hears_that_the_engines_are_given_up() -> None
 
 def test_an_engine_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray refuses calls while it starts an actor again, which on a busy machine takes longer than a few questions."""
-    monkeypatch.setattr(engine_pool, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(engine_pool, "_RETRY_INTERVAL_SECONDS", 0.02)
     handle = Threaded()
     with fleet_of(handle, version=1) as fleet:
         handle.refusals = 20
@@ -266,7 +265,7 @@ def test_weights_reach_completions_in_flight_only_as_the_recipe_says() -> None:
 
     for swap, versions in (("disabled", {1, 2}), ("inference", {1, 2}), ("generation", {1})):
         handle, is_loading = Threaded(Slow), threading.Event()
-        with fleet_of(handle, most_groups=20, swap_mode=swap, version=1) as fleet:
+        with fleet_of(handle, most_groups=20, weight_sync_mode=swap, version=1) as fleet:
             fleet.submit(PROMPTS[:8], SAMPLING, 1)
             wait_until(lambda: len(handle.engine.seen) == 4, 5, "half of them are there")  # noqa: B023
             fleet.load_weights(2, loaded())
@@ -302,12 +301,12 @@ def test_an_engine_that_dies_while_its_completions_are_awaited_gets_the_weights_
         if handle.engine is not None and handle.engine.hangs.is_set():
             handle.kill()
 
-    def resync() -> None:
+    def send_missing_weights() -> None:
         with fleet.loading_new_engines():
             fleet.load_weights(7, weights(7))
 
     with fleet_of(handle, beat=die, version=7) as fleet:
-        fleet.resync = resync
+        fleet.send_missing_weights = send_missing_weights
         handle.engine.hangs.set()
         fleet.submit(PROMPTS[:4], SAMPLING, 0)
         assert [(group.prompt.id, group.version) for group in fleet.completed()] == [(i, 7) for i in range(4)]
@@ -324,20 +323,20 @@ def test_an_engine_that_comes_back_is_probed_and_not_those_that_wait_for_the_nex
         model: Any = SimpleNamespace(config=config)
         sender = WeightPublisher(fleet, model, lambda ids: torch.full((len(ids) - 1,), 5.0), torch.float32)
         assert sorted(fleet.logprobs_per_engine([1, 2])) == [[3.0], [5.0]]
-        sender._probe(5)
+        sender._probe_engines(5)
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_load_that_a_trainer_began_and_did_not_end_is_given_up_for_that_of_the_next(background: bool) -> None:
-    replica = Replica(lambda beat: Drawing())
-    replica.begin("of a trainer that dies")
-    replica.begin_load(1, in_background=background, timeout_seconds=9)
-    replica.bucket(pack_bucket(weights(1)[0]))
-    replica.begin("of the next")
-    replica.begin_load(2, in_background=background, timeout_seconds=9)
+    replica = EngineReplica(lambda beat: Drawing())
+    replica.begin_session("of a trainer that dies")
+    replica.begin_weight_load(1, loads_in_background=background, timeout_seconds=9)
+    replica.receive_bucket(pack_bucket(weights(1)[0]))
+    replica.begin_session("of the next")
+    replica.begin_weight_load(2, loads_in_background=background, timeout_seconds=9)
     for bucket in weights(2):
-        replica.bucket(pack_bucket(bucket))
-    assert replica.end_load(2, in_background=background, drains=False) == LoadReceipt(2, 2)
+        replica.receive_bucket(pack_bucket(bucket))
+    assert replica.end_weight_load(2, loads_in_background=background, drains=False) == LoadReceipt(2, 2)
     assert replica.logprobs(2, [1, 2]) == [2.0]
 
 

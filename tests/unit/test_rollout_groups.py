@@ -290,7 +290,7 @@ def test_all_weights_are_sent_in_buckets_by_reference_and_tied_ones_by_both_name
     assert len(engine.sizes) > 2 and max(engine.sizes) <= 100_000
     assert sum(engine.sizes) == sum(p.nbytes for p in sender.model.parameters())
     fused = [n for n in state if "layers.0.self_attn." in n and n.endswith("proj.weight")]
-    whole = publish._module_units(sender.model)
+    whole = publish._make_module_units(sender.model)
     assert len({id(unit) for unit in whole for name in fused if name in unit.key_by_name}) == 1, (
         "they are fused by engines"
     )
@@ -308,7 +308,7 @@ def test_a_receiver_notices_what_did_not_come_and_what_never_came_before() -> No
     def load(*names: str) -> LoadReceipt:
         for _ in receiver.tensors([[(name, tensor) for name in names]]):
             pass
-        return receiver.receipt(1)
+        return receiver.acknowledge(1)
 
     assert load("a", "b") == LoadReceipt(1, 2)
     with pytest.raises(StageFailed, match="1 tensors did not come, such as b"):

@@ -179,7 +179,7 @@ def test_creating_and_using_an_engine_leaves_the_process_as_it_was(found: dict[s
 def test_what_follows_a_prompt_with_images_is_part_of_its_next_turn() -> None:
     Image.new("RGB", (2, 2)).save(png := io.BytesIO(), format="PNG")
     image = ImageRef(None, png.getvalue(), "")
-    prompt = Prompt(1, (8, 9, 9, 5, 6), "two", "", (image,), later_token_ids=(5, 6))
+    prompt = Prompt(1, (8, 9, 9, 5, 6), "two", "", (image,), later_turn_token_ids=(5, 6))
 
     class Words:
         """A tokenizer with this first token, of number 0, which it adds where it is told to."""

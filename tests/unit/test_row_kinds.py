@@ -14,7 +14,7 @@ from cosmos_core.config.schema.methods import TRAINING_METHODS
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.kinds.base import LOCATION_COLUMN, PreparedRows
 from cosmos_core.data.kinds.prompts import open_prompts
-from cosmos_core.data.kinds.registry import load_row_kind, row_kind_names
+from cosmos_core.data.kinds.registry import list_row_kind_names, load_row_kind
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.prepare import run
 from cosmos_core.data.prepared import open_held_out
@@ -23,7 +23,7 @@ from tests.unit.test_data_prepare import grpo, make_stage, model, sft, write_row
 
 ROOT = Path(__file__).parents[2]
 HOME = "cosmos_core/data/kinds/"
-READERS = {"Sequences", "LabelledSequences", "Pairs", "Prompts", "MediaRows", "NoisyRows", "MediaPrompts"}
+READERS = {"Sequences", "LabelledSequences", "PreferencePairs", "Prompts", "MediaRows", "NoisyRows", "MediaPrompts"}
 
 
 def questions(path: str, text: str) -> Iterator[str]:
@@ -60,7 +60,7 @@ def test_only_the_kinds_of_rows_depend_on_which_kind_it_is() -> None:
         ('policy.rows == "pairs"', 1),
         ('recipe.train.train_policy.rows in {"pairs", "labelled"}', 1),
         ('rows_kind(folder, "train")', 1),
-        ("isinstance(rows, Prompts | Pairs)", 1),
+        ("isinstance(rows, Prompts | PreferencePairs)", 1),
         ("load_row_kind(policy.rows).open(folder, split, model)", 0),
         ('self.rows != "media"', 0),
     ],
@@ -74,10 +74,10 @@ def tables(table: type[AlgorithmConfig] = AlgorithmConfig) -> Iterator[type[Algo
 
 
 def test_each_kind_is_the_file_of_its_name_and_each_algorithm_names_one() -> None:
-    assert {load_row_kind(name).name for name in row_kind_names()} == set(row_kind_names())
+    assert {load_row_kind(name).name for name in list_row_kind_names()} == set(list_row_kind_names())
     declared = {rows for table in tables() if isinstance(rows := getattr(table, "rows", None), str)}
-    assert declared | {method.rows for method in TRAINING_METHODS.values()} <= set(row_kind_names())
-    for name in row_kind_names():
+    assert declared | {method.rows for method in TRAINING_METHODS.values()} <= set(list_row_kind_names())
+    for name in list_row_kind_names():
         schema = load_row_kind(name).schema
         assert schema.names == [*load_row_kind(name).columns, LOCATION_COLUMN]
         assert schema.metadata == {b"rows": name.encode()}

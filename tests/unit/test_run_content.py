@@ -88,8 +88,8 @@ def test_verify_hashes_the_inputs_of_a_stage_again(tmp_path: Path, name: str) ->
     assert {quick[stage].action for stage in ("prepare", "sft")} == {"adopt"}, "the cache is believed"
     thorough = plan_stages(run.pipeline, run.pipeline.kinds, run.output_dir, ignores_cache=True)
     assert "run" in {thorough[stage].action for stage in ("prepare", "sft")}
-    again = replace(open_run(run.path, all_kinds()), verify=True)
-    assert again.digests.digest_file(file) == sha256(content[:-1] + "?")
+    again = replace(open_run(run.path, all_kinds()), should_verify_files=True)
+    assert again.digest_cache.digest_file(file) == sha256(content[:-1] + "?")
 
 
 def test_a_damaged_cache_of_digests_costs_time_only(tmp_path: Path) -> None:

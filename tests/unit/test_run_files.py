@@ -16,13 +16,13 @@ import pytest
 
 from cosmos_core.run import digests
 from cosmos_core.run.files import copy_file, link_or_copy, replace_folder, write_json
-from cosmos_core.run.lock import Lock
+from cosmos_core.run.lock import FileLock
 from cosmos_core.run.progress import MetricsReader, MetricsWriter
 from tests.conftest import wait_until
 
 
 def test_a_lock_has_one_holder(tmp_path: Path) -> None:
-    with Lock(tmp_path / "lock") as first, Lock(tmp_path / "lock") as second:
+    with FileLock(tmp_path / "lock") as first, FileLock(tmp_path / "lock") as second:
         assert first.try_acquire()
         assert not second.try_acquire()
         first.release()
@@ -33,14 +33,14 @@ def test_waiting_for_a_lock_can_be_given_up(tmp_path: Path) -> None:
     def give_up() -> None:
         raise TimeoutError
 
-    with Lock(tmp_path / "lock") as first, Lock(tmp_path / "lock") as second:
+    with FileLock(tmp_path / "lock") as first, FileLock(tmp_path / "lock") as second:
         first.acquire()
         with pytest.raises(TimeoutError):
-            second.acquire(poll=give_up)
+            second.acquire(on_poll=give_up)
 
 
 def test_a_child_that_was_given_the_lock_holds_it_after_its_parent_let_go(tmp_path: Path) -> None:
-    with Lock(tmp_path / "lock") as mine, Lock(tmp_path / "lock") as other:
+    with FileLock(tmp_path / "lock") as mine, FileLock(tmp_path / "lock") as other:
         mine.acquire()
         child = subprocess.Popen(["sleep", "600"], pass_fds=[mine.descriptor])
         stranger = subprocess.Popen(["sleep", "600"])
@@ -58,12 +58,12 @@ def test_a_child_that_was_given_the_lock_holds_it_after_its_parent_let_go(tmp_pa
 
 def test_readers_of_a_file_that_is_replaced_all_the_time_never_see_half_of_it(tmp_path: Path) -> None:
     file = tmp_path / "state.json"
-    write_json(file, {"n": 0, "pad": "x" * 5000}, durable=False)
+    write_json(file, {"n": 0, "pad": "x" * 5000}, fsync=False)
     done = threading.Event()
 
     def write(start: int) -> None:
         for number in range(start, start + 200):
-            write_json(file, {"n": number, "pad": "x" * 5000}, durable=False)
+            write_json(file, {"n": number, "pad": "x" * 5000}, fsync=False)
 
     def read() -> int:
         looks = 0
@@ -96,7 +96,7 @@ def test_metrics_that_grow_are_read_once_and_again_after_they_were_cut_back(tmp_
     again = reader.update()
     assert [line["step"] for line in again] == [1, 2, 3, 4]
     assert again[0] is first[0], "it was not read again"
-    metrics.remove_later_lines(2)
+    metrics.remove_lines_after_step(2)
     metrics.log(3, {"loss": 30.0})
     assert [line["loss"] for line in reader.update()] == [1.0, 2.0, 30.0]
 

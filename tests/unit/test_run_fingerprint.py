@@ -12,9 +12,9 @@ from cosmos_core import machine_properties
 from cosmos_core.errors import ModelError
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.plan import save_fingerprint
-from cosmos_core.train.resume_from import _ingredients_without_mesh
+from cosmos_core.train.resume_from import _fingerprint_inputs_without_mesh
 from tasks.kinds import all_kinds
-from tasks.layout import supersede_if_changed
+from tasks.layout import supersede_outdated_stage
 from tests.unit.run_folder import counting_run, fingerprint_of, load_recipe, make_inputs
 
 STAGES = ("prepare", "sft", "validate", "export")
@@ -157,6 +157,9 @@ def test_code_of_a_reward_counts_for_reinforcement_learning_too(folder: Path) ->
 def test_a_file_more_counts(folder: Path) -> None:
     assert changed_by(folder, "model/adapter.safetensors") == {"sft"}
     assert changed_by(folder, "held_out/more.jsonl") == {"prepare"}
+    declared = "---\nconfigs:\n- data_files: test.jsonl\n---\n"
+    assert changed_by(folder, "held_out/README.md", declared) == {"prepare"}
+    assert changed_by(folder, "held_out/README.md", f"{declared}words") == set()
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "LICENSE", "training_args.bin", "notes/results.json"])
@@ -172,9 +175,9 @@ def test_a_file_that_enters_no_weight_changes_the_export_and_leaves_every_checkp
     stage = folder / "stages/sft"
     (stage / "checkpoints/step_3").mkdir(parents=True)
     save_fingerprint(stage, before)
-    supersede_if_changed(stage, after)
+    supersede_outdated_stage(stage, after)
     assert (stage / "checkpoints/step_3").exists()
-    supersede_if_changed(stage, fingerprint_of(load_recipe(folder, "train.seed=1"), "sft"))
+    supersede_outdated_stage(stage, fingerprint_of(load_recipe(folder, "train.seed=1"), "sft"))
     assert not (stage / "checkpoints").exists()
 
 
@@ -382,6 +385,6 @@ def test_a_stage_that_differs_in_its_mesh_and_engines_alone_is_known_by_its_real
 
     def without_mesh(*overrides: str) -> object:
         found = fingerprint_of(load_recipe(folder, *overrides), "sft")
-        return _ingredients_without_mesh({"value": found.value, "ingredients": found.ingredients})
+        return _fingerprint_inputs_without_mesh({"value": found.value, "ingredients": found.ingredients})
 
     assert without_mesh() == without_mesh(*mesh) != without_mesh(*mesh, "train.seed=1")

@@ -14,8 +14,8 @@ import pytest
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.errors import ConfigError, DataError, StageFailed
 from cosmos_core.run.directory import create_run
-from cosmos_core.run.manifest import Result, adopt_result, commit_manifest, find_damage, read_result
-from cosmos_core.run.plan import decide_from_results, plan_stages
+from cosmos_core.run.manifest import Result, adopt_result, commit_manifest, find_output_damage, read_result
+from cosmos_core.run.plan import decide_reuse, plan_stages
 from cosmos_core.types import Outcome
 from tests.unit.run_folder import counting_run, fingerprint_of, finish, load_recipe, make_inputs
 
@@ -38,7 +38,7 @@ def result_of(folder: Path) -> Result:
 
 
 def problem_of(folder: Path, *, thorough: bool = False) -> str | None:
-    return find_damage(folder, result_of(folder), ignores_cache=thorough)
+    return find_output_damage(folder, result_of(folder), ignores_cache=thorough)
 
 
 def test_a_manifest_names_every_file_with_size_and_digest(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_plan_says_for_each_stage_what_would_happen_and_why(tmp_path: Path) ->
     assert planned(tmp_path, run.pipeline) == {"first": never, "second": ("depends", "after first")}
     finish(run, "first")
     assert planned(tmp_path, run.pipeline) == {"first": reused, "second": never}
-    decision = decide_from_results(outputs, run.stage_path("first"), fingerprint_of(run.pipeline, "first"))
+    decision = decide_reuse(outputs, run.stage_path("first"), fingerprint_of(run.pipeline, "first"))
     assert (decision.action, decision.reason) == ("reuse", "done in this run")
     finish(run, "second")
     assert planned(tmp_path, run.pipeline) == {"first": reused, "second": reused}
@@ -246,10 +246,10 @@ def test_a_plan_notices_damage_and_takes_the_result_of_another_run_where_that_is
         finish(run, "first")
     (second.stage_path("first") / "out" / "a.txt").unlink()
     expected = fingerprint_of(second.pipeline, "first")
-    decision = decide_from_results(outputs, second.stage_path("first"), expected)
+    decision = decide_reuse(outputs, second.stage_path("first"), expected)
     assert (decision.action, decision.reason) == ("adopt", f"same fingerprint as run {first.id}")
     (first.stage_path("first") / "out" / "a.txt").write_text("altered")
-    decision = decide_from_results(outputs, second.stage_path("first"), expected)
+    decision = decide_reuse(outputs, second.stage_path("first"), expected)
     assert (decision.action, decision.reason) == ("run", "made before, but out/a.txt is gone")
     reason = f"made before, but run {first.id}: out/a.txt has 7 bytes instead of 6"
     assert planned(tmp_path, second.pipeline)["first"] == ("run", reason)

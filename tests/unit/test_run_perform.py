@@ -107,7 +107,7 @@ def test_the_time_of_a_gate_ends_with_its_refusal(tmp_path: Path) -> None:
     run = gated(tmp_path, 1)
     with pytest.raises(GateFailed):
         run_stage(run, "gate")
-    assert read_state(run.stage_path("gate")).seconds(time.time() + 3600) < 60
+    assert read_state(run.stage_path("gate")).total_seconds(time.time() + 3600) < 60
 
 
 def test_a_stage_that_was_killed_in_the_process_of_its_flow_takes_no_more_time(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_stage_that_was_killed_in_the_process_of_its_flow_takes_no_more_time(t
     [gate_record] = [stage for stage in read_run(run.path).stages if stage.name == "gate"]
     assert (gate_record.status, gate_record.seconds) == ("died", 0.0)
     run_stage(run, "gate")
-    assert read_state(run.stage_path("gate")).seconds(time.time()) < 60, "the pause before the resume does not count"
+    assert read_state(run.stage_path("gate")).total_seconds(time.time()) < 60, "a pause before a resume does not count"
 
 
 def test_what_is_verified_may_have_kept_size_time_and_inode(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_what_is_verified_may_have_kept_size_time_and_inode(tmp_path: Path) -> N
         file.write("?")
     os.utime(out, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert run_stage(run, "first")[1] is True
-    assert run_stage(replace(run, verify=True), "first")[1] is False
+    assert run_stage(replace(run, should_verify_files=True), "first")[1] is False
     assert out.read_text() == right
 
 

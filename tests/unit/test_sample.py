@@ -22,7 +22,7 @@ from cosmos_core.errors import ConfigError, DataError, Preempted, RewardError, S
 from cosmos_core.run.progress import read_progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.sample import program
-from cosmos_core.sample.endpoint import Endpoint
+from cosmos_core.sample.endpoint import EndpointClient
 from cosmos_core.sample.records import COMPLETIONS_FILE, SampledPrompt, ScoredCompletion, append_records
 from cosmos_core.sample.selection import compute_pass_rate, make_metrics, select_completions, select_pair
 from cosmos_core.tools.base import ToolCall, parse_tool_calls
@@ -180,8 +180,8 @@ def test_rows_have_the_system_prompt_of_their_data_set(task: Path, tmp_path: Pat
     [notice] = made.sample.notices(StageContext(made, all_kinds()["sample"]))
     assert notice == "train.train_policy.datasets.weight has no effect here: kind sample completes each prompt once"
     assert not [*made.sample.notices(StageContext(made, all_kinds()["rl"]))]
-    fewer = made.train.train_policy.derive(datasets=made.train.train_policy.datasets[:1])
-    stage.recipe = made.derive(train=made.train.derive(train_policy=fewer))
+    fewer = made.train.train_policy.copy_with(datasets=made.train.train_policy.datasets[:1])
+    stage.recipe = made.copy_with(train=made.train.copy_with(train_policy=fewer))
     (stage.path / COMPLETIONS_FILE).unlink()
     with pytest.raises(ConfigError, match=r"datasets has no data set 'none', of which the prepared rows .* has 'own'"):
         program.run(stage)
@@ -214,7 +214,7 @@ def test_rows_have_the_tools_of_the_recipe_and_continue_the_open_turn(task: Path
         "enable": True, "enable_tools": True, "tools": [f"{tmp_path}/mine.py:add"],
         "add_generation_prompt": False, "continue_final_message": True,
     })  # fmt: skip
-    made = made.derive(rollout=made.rollout.derive(multi_turn_config=config))
+    made = made.copy_with(rollout=made.rollout.copy_with(multi_turn_config=config))
     data = make_stage(tmp_path / "data", "prepare", made, task / "task/model", tmp_path / "rows.jsonl")
     prepare.run(data)
     stage = make_stage(tmp_path / "sample", "sample", made, task / "task/model", data.path / "data")
@@ -254,9 +254,9 @@ def test_pairs_are_rows_that_dpo_compares(whole: tuple[Stage, Outcome], task: Pa
 )
 def test_recipes_that_sample_nothing_are_refused(tables: dict[str, Any], message: str) -> None:
     made = Recipe.model_validate({"train": {"train_policy": {"type": "grpo"}}, **tables})
-    refusals = "".join(made.sample.refusals(StageContext(made, all_kinds()["sample"])))
+    refusals = "".join(made.sample.unsupported_setting_errors(StageContext(made, all_kinds()["sample"])))
     assert message in refusals
-    assert not [*made.sample.refusals(StageContext(made, all_kinds()["sft"]))]
+    assert not [*made.sample.unsupported_setting_errors(StageContext(made, all_kinds()["sft"]))]
 
 
 @pytest.mark.parametrize(("endpoint", "is_refused"), [("", True), ("http://host/v1", False)])
@@ -266,7 +266,7 @@ def test_a_temperature_that_vllm_does_not_have_is_refused(endpoint: str, is_refu
         "sample": {"endpoint": endpoint, "endpoint_model": "m" if endpoint else ""},
         "rollout": {"backend": "vllm", "sampling_config": {"temperature": 3.0}},
     })  # fmt: skip
-    refusals = "".join(made.rollout.refusals(StageContext(made, all_kinds()["sample"])))
+    refusals = "".join(made.rollout.unsupported_setting_errors(StageContext(made, all_kinds()["sample"])))
     assert ("temperature = 3.0: vLLM samples between" in refusals) is is_refused
 
 
@@ -345,9 +345,9 @@ ASKED = [{"role": "user", "content": "?"}]
 def complete_one(task: Path, path: Path, url: str, turns: list[dict[str, Any]] = ASKED, **metadata: Any) -> Any:
     stage = stage_of(task, path, endpoint=url, endpoint_model="m")
     sampling = replace(training_sampling(stage.recipe), num_completions=1, **metadata.pop("sampling", {}))
-    endpoint = Endpoint(stage, sampling)
+    endpoint = EndpointClient(stage, sampling)
     try:
-        return endpoint.complete([(Prompt(0, (1,), "", "", metadata=metadata), turns)])[0].completions[0]
+        return endpoint.complete_prompts([(Prompt(0, (1,), "", "", metadata=metadata), turns)])[0].completions[0]
     finally:
         endpoint.close()
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cosmos_core.models import scorer as scorers
 from cosmos_core.models.recompute import recompute_activations
-from cosmos_core.models.scorer import RequestedOutputs, Scorer, default_chunk_bytes
+from cosmos_core.models.scorer import LogprobScorer, RequestedOutputs, default_chunk_bytes
 from tests.unit.trainers import sequence_logprobs
 
 SIZES: dict[str, Any] = {
@@ -72,8 +72,8 @@ def whole(model: hf.PreTrainedModel, wants: RequestedOutputs, top_ids: Tensor | 
     }
 
 
-def scorer_of(model: hf.PreTrainedModel) -> Scorer:
-    return Scorer(model, CHUNK_BYTES)
+def scorer_of(model: hf.PreTrainedModel) -> LogprobScorer:
+    return LogprobScorer(model, CHUNK_BYTES)
 
 
 def random_like(found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -122,9 +122,9 @@ def test_ids_of_the_caller_are_scored_in_place_of_the_likeliest(model: hf.PreTra
 
 def test_a_head_that_says_nothing_is_uniform(model: hf.PreTrainedModel) -> None:
     torch.nn.init.zeros_(model.get_output_embeddings().weight)
-    wants = RequestedOutputs(entropy="value", is_top=True)
+    wants = RequestedOutputs(entropy="value", is_argmax=True)
     found = scorer_of(model)(inputs(), CHOSEN, request=wants, dtype=torch.float64)
-    for name, value in (("logprobs", -math.log(500)), ("entropy", math.log(500)), ("is_top", 1.0)):
+    for name, value in (("logprobs", -math.log(500)), ("entropy", math.log(500)), ("is_argmax", 1.0)):
         assert found[name].tolist() == pytest.approx([value] * len(CHOSEN), rel=1e-12)
 
 
@@ -170,7 +170,7 @@ def test_a_label_is_at_the_top_where_the_whole_logits_have_their_largest_value_a
         # The next token becomes the likeliest; a causal model says the same of that position.
         batch["input_ids"][row, position + 1] = likeliest[2]
         likeliest = model(**batch).logits[:, :-1].argmax(-1).reshape(-1)[CHOSEN]
-        found = scorer_of(model)(batch, CHOSEN, request=RequestedOutputs(is_top=True))["is_top"]
+        found = scorer_of(model)(batch, CHOSEN, request=RequestedOutputs(is_argmax=True))["is_argmax"]
     labels = batch["input_ids"][:, 1:].reshape(-1)[CHOSEN]
     assert found[2] == 1
     assert found.tolist() == (likeliest == labels).float().tolist()
@@ -184,11 +184,11 @@ def test_without_gradient_nothing_is_kept(model: hf.PreTrainedModel) -> None:
 
 
 def test_no_chosen_token_is_no_gradient(model: hf.PreTrainedModel) -> None:
-    wants = RequestedOutputs(entropy="gradient", top_k=3, is_top=True)
+    wants = RequestedOutputs(entropy="gradient", top_k=3, is_argmax=True)
     found = scorer_of(model)(inputs(), CHOSEN[:0], request=wants, dtype=torch.float64, loss_gradient_N=DERIVATIVE[:0])
     assert {name: (tuple(value.shape), value.dtype) for name, value in found.items()} == {
         "logprobs": ((0,), torch.float64), "entropy": ((0,), torch.float64), "top_logprobs": ((0, 3), torch.float64),
-        "top_ids": ((0, 3), torch.int64), "is_top": ((0,), torch.float64),
+        "top_ids": ((0, 3), torch.int64), "is_argmax": ((0,), torch.float64),
     }  # fmt: skip
     none = gradients(model, found["logprobs"].sum() + found["entropy"].sum() + found["top_logprobs"].sum())
     assert all(value.abs().max() == 0 for value in none.values())
@@ -299,7 +299,7 @@ def test_a_trained_head_in_half_precision_sums_its_chunks_in_float32() -> None:
     chosen = torch.arange(57)
     found = []
     for size in (4 * 500, 1 << 30):  # one token a chunk, and all
-        logprobs = Scorer(model, size)({"input_ids": inputs()["input_ids"]}, chosen)["logprobs"]
+        logprobs = LogprobScorer(model, size)({"input_ids": inputs()["input_ids"]}, chosen)["logprobs"]
         found.append(gradients(model, logprobs.sum())["lm_head.weight"].float())
     assert (found[0] - found[1]).abs().max() <= 2**-7 * found[1].abs().max()
 
@@ -313,14 +313,14 @@ def test_the_size_of_a_chunk_follows_the_memory_of_the_machine(monkeypatch: pyte
 def test_the_first_pass_runs_where_its_tokens_are() -> None:
     """With `fsdp_offload` the first weight of a pipeline stage is in host memory until its block runs."""
     model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, head_dim=8)).eval()
-    expected = Scorer(model)(inputs(), CHOSEN)["logprobs"]
+    expected = LogprobScorer(model)(inputs(), CHOSEN)["logprobs"]
     model.register_parameter("elsewhere", torch.nn.Parameter(torch.empty(1, device="meta")))
     assert model.device.type == "meta"
-    assert torch.equal(Scorer(model)(inputs(), CHOSEN)["logprobs"], expected)
+    assert torch.equal(LogprobScorer(model)(inputs(), CHOSEN)["logprobs"], expected)
 
 
 def test_the_most_likely_ids_are_at_most_the_rows_of_the_head(model: hf.PreTrainedModel) -> None:
     scorer = scorer_of(model)
-    scorer.num_ids = 600  # the tokenizer has ids that the model lacks
+    scorer.num_token_ids = 600  # the tokenizer has ids that the model lacks
     found = scorer(inputs(), CHOSEN, request=RequestedOutputs(top_k=550), dtype=torch.float64)
     assert found["top_ids"].shape == (len(CHOSEN), 500)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from cosmos_core import session
 from cosmos_core.cli import app
 from cosmos_core.launch.server import _claim_prefect_home, _wait_for_server
-from cosmos_core.run.lock import Lock
+from cosmos_core.run.lock import FileLock
 
 
 def test_a_termination_is_not_swallowed_by_a_library_that_logs_any_error_of_its_plugins() -> None:
@@ -49,7 +49,7 @@ def test_a_server_whose_certificate_only_prefect_trusts_is_there() -> None:
 
 
 def test_a_server_beside_others_has_a_folder_of_its_own_and_keeps_no_file_of_theirs_open(tmp_path: Path) -> None:
-    with Lock(tmp_path / "server-1" / "lock") as first, Lock(tmp_path / "server-2" / "lock") as second:
+    with FileLock(tmp_path / "server-1" / "lock") as first, FileLock(tmp_path / "server-2" / "lock") as second:
         assert first.try_acquire() and second.try_acquire()
         num_open_files = len(os.listdir("/proc/self/fd"))
         home, lock = _claim_prefect_home(tmp_path)

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import GenerationConfig
 
 from cosmos_core.models.hf import load_model, named_weights
-from cosmos_core.models.sharded_load import _allocate_shards, init_on_meta, load_sharded
+from cosmos_core.models.sharded_load import _allocate_shards, init_on_meta, load_shards
 from cosmos_core.parallel.fsdp import reshard
 from tests.unit.test_model_families import ALIKE
 from tests.unit.tiny_families import FAMILIES, save_family
@@ -33,7 +33,7 @@ def test_every_family_is_the_one_that_is_loaded_whole(family: str, dtype: torch.
     GenerationConfig(temperature=0.25, do_sample=True).save_pretrained(folder)
     whole, later = load_model(str(folder), dtype=dtype), init_on_meta(str(folder), dtype=dtype, device=CPU)
     assert all(parameter.is_meta for parameter in later.parameters())
-    load_sharded(later)
+    load_shards(later)
     assert [name for name, _ in later.named_parameters()] == [name for name, _ in whole.named_parameters()]  # ties
     for ours, theirs in (
         (later.state_dict(), whole.state_dict()),
@@ -62,7 +62,7 @@ def test_files_that_are_no_safetensors_are_loaded_whole_and_it_is_said(
         model = init_on_meta(str(folder), dtype=torch.float32, device=torch.device("cuda"))  # too small for all of it
     assert "every rank loads the whole of" in caplog.text and "it has no model.safetensors" in caplog.text
     assert not any(parameter.is_meta for parameter in model.parameters())
-    load_sharded(model)
+    load_shards(model)
     for name, tensor in whole.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
 

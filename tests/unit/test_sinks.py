@@ -18,7 +18,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe.sinks import base as sinks
-from cosmos_core.observe.sinks.base import find_sink, send_to_sinks
+from cosmos_core.observe.sinks.base import find_sink_class, send_to_sinks
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
@@ -41,8 +41,8 @@ def loss(step: int) -> float:
 
 def train(stage: Stage, first: int, last: int, **openers: Any) -> None:
     """One attempt that goes on behind the checkpoint of step `first - 1`."""
-    with send_to_sinks(stage, openers.__getitem__ if openers else find_sink):
-        stage.metrics.remove_later_lines(first - 1)
+    with send_to_sinks(stage, openers.__getitem__ if openers else find_sink_class):
+        stage.metrics.remove_lines_after_step(first - 1)
         for step in range(first, last + 1):
             stage.metrics.log(step, {"loss": loss(step), "reward/mean": step / 2})
 
@@ -134,7 +134,7 @@ def interrupted(folder: Path, sink: str) -> Stage:
     for start, last in ((0, 3), (3, 5), (5, 6)):
         stage = make_stage(folder / "r1", sink)
         with send_to_sinks(stage):
-            stage.metrics.remove_later_lines(start)
+            stage.metrics.remove_lines_after_step(start)
             if start:
                 stage.metrics.log(start, {**validated, "validation/at": start})
             for step in range(start + 1, last + 1):

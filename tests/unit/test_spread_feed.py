@@ -20,11 +20,11 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.order import epoch_order
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
-from cosmos_core.rollout.groups import StepGroups, SyncGroupSource
+from cosmos_core.rollout.groups import GroupPlan, SyncGroupSource
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.feeds import unused_rows_message
 from cosmos_core.train.rollout_feed import PromptOrder, make_sync_source, training_sampling
-from cosmos_core.train.spread_feed import SampleQueue, SpreadRolloutFeed
+from cosmos_core.train.spread_feed import SampleQueue, SplitGroupFeed
 from cosmos_core.types import Completion, Group, ImageRef, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, recipe
 from tests.unit.replicas import Drawing, Threaded, fleet_of, source_of, weights
@@ -97,37 +97,36 @@ def steps_of(batch: int, size: int, folder: Path, *, is_separate: bool, cut: boo
             stack.close()
 
 
-def _feed(
-    config: Any, folder: Path, stack: ExitStack, *, is_separate: bool, step: int
-) -> tuple[SpreadRolloutFeed, Any]:
+def _feed(config: Any, folder: Path, stack: ExitStack, *, is_separate: bool, step: int) -> tuple[SplitGroupFeed, Any]:
     order, sampling = PromptOrder(PROMPTS, config), training_sampling(config)
-    assert sampling.may_be_outdated
-    groups = StepGroups(config.train.train_batch_per_replica, config.rollout.n_generation)
+    assert sampling.may_use_old_weights
+    groups = GroupPlan(config.train.train_batch_per_replica, config.rollout.n_generation)
     if not is_separate:
         engine: Any = Numbering()
         engine.version = step
         sync = SyncGroupSource(order, engine, score, sampling, ProgressWriter(folder / "p.json"), 2)
         publish = lambda version: setattr(engine, "version", version)  # noqa: E731
-        return SpreadRolloutFeed(PROMPTS, make_sync_source(sync, order, config), Grpo(GrpoConfig()), config), publish
+        return SplitGroupFeed(PROMPTS, make_sync_source(sync, order, config), Grpo(GrpoConfig()), config), publish
     fleet = stack.enter_context(fleet_of(Threaded(Numbering)))
     fleet.load_weights(step, weights(step))
     source = source_of(
-        fleet, folder, take_prompts=order.take_prompts, steps=groups, score=score, max_lag=0, max_steps_ahead=1
+        fleet, folder, take_prompts=order.take_prompts, group_plan=groups, score=score, max_lag=0, max_steps_ahead=1
     )
     source.sampling = sampling
     stack.callback(source.close)
-    feed = SpreadRolloutFeed(PROMPTS, source, Grpo(GrpoConfig()), config)
+    feed = SplitGroupFeed(PROMPTS, source, Grpo(GrpoConfig()), config)
     return feed, lambda version: fleet.load_weights(version, weights(version))
 
 
 @pytest.mark.parametrize(("batch", "size"), SHAPES)
 def test_a_group_belongs_to_the_first_step_that_has_one_of_its_completions(batch: int, size: int) -> None:
-    steps = StepGroups(batch, size)
+    steps = GroupPlan(batch, size)
     for step in range(40):
         stream = range(step * batch, (step + 1) * batch)
         new = sorted({i // size for i in stream} - {i // size for i in range(step * batch)})
-        assert [steps.step_of(position) for position in new] == [step] * len(new)
-        assert list(range(steps.first(step), steps.first(step + 1))) == new and steps.count(step) == len(new)
+        assert [steps.step_of_group(position) for position in new] == [step] * len(new)
+        assert list(range(steps.first_position(step), steps.first_position(step + 1))) == new
+        assert steps.num_groups(step) == len(new)
 
 
 @pytest.mark.parametrize(("batch", "size", "is_separate"), PLACES)
@@ -196,8 +195,8 @@ def test_samples_that_cannot_be_told_apart_are_refused_with_the_remedy() -> None
 
 def test_batches_are_steps_of_their_own_size() -> None:
     sampling: Sampling = training_sampling(recipe({**SEED, "train.train_batch_per_replica": 32}))
-    assert not sampling.may_be_outdated
-    assert [b - a for a, b in pairwise(StepGroups(32, 16).first(step) for step in range(4))] == [2, 2, 2]
+    assert not sampling.may_use_old_weights
+    assert [b - a for a, b in pairwise(GroupPlan(32, 16).first_position(step) for step in range(4))] == [2, 2, 2]
 
 
 def test_samples_that_show_images_are_kept_as_they_are() -> None:

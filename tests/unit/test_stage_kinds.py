@@ -11,7 +11,7 @@ import tomli_w
 
 from cosmos_core.config.capabilities import unique_notices
 from cosmos_core.config.load import without_none
-from cosmos_core.run.stage import read_kind
+from cosmos_core.run.stage import parse_stage_kind
 from tasks.kinds import all_kinds
 from tests.unit.test_config_compose import CHAIN, stages
 from tests.unit.test_config_load import GRPO, load
@@ -43,7 +43,7 @@ def test_what_the_kinds_are_for() -> None:
 
 def test_a_kind_that_a_stage_is_handed_is_the_declared_one() -> None:
     for kind in all_kinds().values():
-        assert read_kind(tomllib.loads(tomli_w.dumps(without_none(asdict(kind))))) == kind
+        assert parse_stage_kind(tomllib.loads(tomli_w.dumps(without_none(asdict(kind))))) == kind
 
 
 def test_what_a_stage_does_not_read_of_its_own_keys_is_said(tmp_path: Path) -> None:

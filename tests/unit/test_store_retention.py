@@ -63,7 +63,7 @@ def keys() -> set[str]:
 
 
 def retention(keep: int, older_than_seconds: float = 0.0) -> StoreRetention:
-    return StoreRetention(STORE, num_kept=keep, older_than_seconds=older_than_seconds, min_age_seconds=0.0)
+    return StoreRetention(STORE, num_kept_runs=keep, older_than_seconds=older_than_seconds, min_age_seconds=0.0)
 
 
 def test_what_no_run_that_stays_has_goes_and_the_rest_can_be_fetched(store: ArtifactStore, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_what_no_run_that_stays_has_goes_and_the_rest_can_be_fetched(store: Arti
     gone, freed = found.remove()
     lost = before - keys()
     contents = {f"objects/{sha[:2]}/{sha}" for sha in (digest("a1"), digest("never named"))}
-    assert (gone, freed) == (1, found.size) and freed > 0
+    assert (gone, freed) == (1, found.removable_bytes) and freed > 0
     assert contents < lost and all(each.startswith(("runs/a1/", "made/f-a1/")) for each in lost - contents)
     assert not [each for each in keys() if each.startswith(("runs/a1/", "made/f-a1/"))]
     assert store.find_stored_result("f-a1") is None
@@ -113,6 +113,22 @@ def test_the_checkpoints_and_the_runs_in_trackers_of_a_stopped_training_stay_wit
     assert store.checkpoints("f-rl", stage).list_names() == []
 
 
+def test_what_a_run_that_may_wait_for_an_approval_needs_stays(store: ArtifactStore, tmp_path: Path) -> None:
+    folder = tmp_path / "waits"
+    folder.mkdir()
+    stages = '[[pipeline.stages]]\nname = "train"\n[[pipeline.stages]]\nname = "publish"\ntarget = "/published"\n'
+    (folder / "pipeline.toml").write_text(f'[pipeline]\nname = "a"\n{stages}')
+    write_json(folder / "run.json", {"run_id": "waits"})
+    store.put_run(folder)
+    result = made(folder, {"model": "trained"}, "f-waits")
+    store.put_outputs(folder, result)
+    store.store_result(result)
+    store.put_result("waits", "train", result)
+    assert retention(keep=0).remove()[0] == 3 and store.find_stored_result("f-waits") is not None
+    store.put_result("waits", "publish", made(folder, {}, "f-publish"))
+    assert retention(keep=0).remove()[0] == 1 and store.find_stored_result("f-waits") is None
+
+
 def test_what_is_young_stays_as_the_command_says_and_a_stage_that_is_made_now_stops_it(store: ArtifactStore) -> None:
     def cosmos(*arguments: str) -> str:
         return CliRunner().invoke(app, ["clean", "--store", *arguments], catch_exceptions=False).output
@@ -125,7 +141,7 @@ def test_what_is_young_stays_as_the_command_says_and_a_stage_that_is_made_now_st
     with pytest.raises(ConfigError, match="there is no such bucket"):
         cosmos("s3://nothing-here/x")
     assert retention(keep=0, older_than_seconds=3600).remove() == (0, 0)
-    assert StoreRetention(STORE, num_kept=0, older_than_seconds=0.0).remove() == (0, 0), "nothing of the last day goes"
+    assert StoreRetention(STORE, num_kept_runs=0, older_than_seconds=0.0).remove() == (0, 0), "the last day is kept"
     lease = store.lease_result("f-new", LeaseHolder("trainer-7", 1, 1.0), lambda holder: False)
     lease.acquire(lambda holder: None)
     with pytest.raises(ConfigError, match=r"^s3://models/retention: a stage is made now on trainer-7; clean when no"):

@@ -139,10 +139,10 @@ def test_a_call_that_cannot_be_read_says_why(text: str, error: str) -> None:
 
 def test_tools_are_called_beside_each_other_and_answer_in_order(runner: ToolRunner) -> None:
     calls = [ToolCall("add", {"a": i, "b": 1}) for i in range(20)] + [ToolCall("later", {"word": "ä"})]
-    results = runner.run_calls(calls)
+    results = runner.run_tool_calls(calls)
     assert [result.text for result in results] == [*(str(i + 1) for i in range(20)), '{"said": "ä"}']
     assert not any(result.is_error for result in results)
-    assert runner.run_calls([]) == []
+    assert runner.run_tool_calls([]) == []
 
 
 def test_what_goes_wrong_is_the_text_of_its_call_alone(runner: ToolRunner) -> None:
@@ -154,7 +154,7 @@ def test_what_goes_wrong_is_the_text_of_its_call_alone(runner: ToolRunner) -> No
         ToolCall("add", {"a": 1}),
         ToolCall("add", {"a": 1, "b": 1}),
     ]
-    texts = [result.text for result in runner.run_calls(calls)]
+    texts = [result.text for result in runner.run_tool_calls(calls)]
     assert texts[:4] == [
         "Error: KeyError: 'no such\\nthing'",
         "Error: its process exited with code 3",
@@ -167,12 +167,12 @@ def test_what_goes_wrong_is_the_text_of_its_call_alone(runner: ToolRunner) -> No
 
 def test_a_call_that_hangs_is_ended(file: Path) -> None:
     with ToolRunner([f"{file}:act"], timeout_seconds=0.6, num_workers=1) as opened:
-        [result] = opened.run_calls([ToolCall("act", {"how": "hang"})])
+        [result] = opened.run_tool_calls([ToolCall("act", {"how": "hang"})])
     assert result.is_error and result.text == "Error: not done in 0.6 s"
 
 
 def test_results_are_bounded_text_and_tools_see_no_secret(runner: ToolRunner) -> None:
-    long, half, shown, secret = runner.run_calls(
+    long, half, shown, secret = runner.run_tool_calls(
         [ToolCall("act", {"how": how}) for how in ("long", "half", "SHOWN", "SERVICE_KEY")]
     )
     assert len(long.text) == (1 << 16) + 3

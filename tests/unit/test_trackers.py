@@ -122,7 +122,7 @@ def newest():
 
 stage = make_stage(folder / "r1", sink)
 with send_to_sinks(stage):
-    stage.metrics.remove_later_lines(first - 1)
+    stage.metrics.remove_lines_after_step(first - 1)
     for step in range(first, last):
         stage.metrics.log(step, {"loss": loss(step)})
     wait_until(lambda: newest() >= last - 1, 60, "the step before the last")

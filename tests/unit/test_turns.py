@@ -190,7 +190,7 @@ def test_each_completion_of_a_group_is_a_conversation_of_its_own(talk: Any) -> N
     ids = [prompt.id for prompts, _, _ in inner.asked[1:] for prompt in prompts]
     assert ids == [turn_request_id(7, 3, 1, 1), turn_request_id(7, 3, 2, 1), turn_request_id(7, 3, 1, 2)]
     first, last = inner.asked[0][0][0], inner.asked[2][0][0]
-    assert last.token_ids == first.token_ids + last.later_token_ids and last.text == first.text
+    assert last.token_ids == first.token_ids + last.later_turn_token_ids and last.text == first.text
     assert len({request_seed(SAMPLING.seed, 3, id_, 0) for id_ in ids}) == 3
 
 

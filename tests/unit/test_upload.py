@@ -19,7 +19,7 @@ from cosmos_core.cli_models import promote, rollback
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.target import absolute_target, split_target
+from cosmos_core.config.target import absolute_publication_target, split_publication_target
 from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.run.manifest import commit_manifest, read_result
 from cosmos_core.run.stage import Stage
@@ -270,9 +270,9 @@ def test_a_target_is_kept_so_that_a_run_can_be_resumed_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, kept: str, parts: tuple[str, str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = absolute_target(written, os.path.abspath)
+    found = absolute_publication_target(written, os.path.abspath)
     assert found == kept.replace("HERE", str(tmp_path))
-    assert split_target(found) == tuple(part.replace("HERE", str(tmp_path)) for part in parts)
+    assert split_publication_target(found) == tuple(part.replace("HERE", str(tmp_path)) for part in parts)
 
 
 PUBLISH = """

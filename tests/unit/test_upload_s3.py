@@ -20,7 +20,7 @@ import pytest
 from cosmos_core.errors import Cancelled, ConfigError, DamagedRecord, UploadError
 from cosmos_core.upload.base import open_target
 from cosmos_core.upload.s3 import S3Target
-from cosmos_core.upload.transfer import Transfer
+from cosmos_core.upload.transfer import FileTransfer
 from tests import store
 from tests.conftest import wait_until
 from tests.store import Proxy, Request
@@ -319,10 +319,10 @@ def test_two_machines_that_send_the_same_content_do_not_end_what_the_other_has_b
     def other() -> None:
         """Between our parts: the other machine sends all of it."""
         if uploads() and is_first.acquire(blocking=False):
-            Transfer(target.bucket, part_bytes=PART).send({key: (file, sha256)})
+            FileTransfer(target.bucket, part_bytes=PART).send({key: (file, sha256)})
             assert uploads() == 1, "ours goes on"
 
-    Transfer(target.bucket, part_bytes=PART, pause=other).send({key: (file, sha256)})
+    FileTransfer(target.bucket, part_bytes=PART, pause=other).send({key: (file, sha256)})
     assert is_first.locked() and target.bucket.sha256(key) == sha256 and uploads() == 0
 
 

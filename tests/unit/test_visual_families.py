@@ -153,7 +153,7 @@ def make_rank(
     }  # fmt: skip
     recipe = Recipe.model_validate({"policy": {"model_max_length": 256}, "train": settings})
     own = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "float32"}[model.dtype]
-    config = recipe.train.derive(fsdp_reduce_dtype=own)  # no recipe may ask for float64
+    config = recipe.train.copy_with(fsdp_reduce_dtype=own)  # no recipe may ask for float64
     return trainer_of(model, config, 256, ProgressWriter(folder / "progress.json"), mesh, ImageReader(processor))
 
 

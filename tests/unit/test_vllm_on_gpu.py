@@ -57,7 +57,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def engine(calls: list[str]) -> VllmEngine:
     made: Any = object.__new__(VllmEngine)
-    made._llm, made._adapter, made._has_ranks, made._convert_bucket = Recorder(calls), None, False, list
+    made._llm, made._adapter, made._has_child_ranks, made._convert_bucket = Recorder(calls), None, False, list
     made._receiver, made._in_flight, made._asleep_tags, made._version, made.sleep_level = WeightReceiver(), {}, [], 0, 0
     made.link = made._vision = None
     return made
@@ -92,7 +92,7 @@ def test_ranks_that_see_one_gpu_each_reduce_by_nccl_alone(
 ) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: not is_separate)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
-    for name in vllm._OWN_GPU_ENVIRONMENT:
+    for name in vllm._SINGLE_GPU_RANK_ENVIRONMENT:
         monkeypatch.setenv(name, "1")
         monkeypatch.delenv(name)
     rollout = RolloutConfig.model_validate({"parallelism": {"tp_size": 2}})
@@ -105,7 +105,7 @@ def test_ranks_that_see_one_gpu_each_reduce_by_nccl_alone(
     assert mesh.is_single_rank() is is_separate
     assert found["distributed_executor_backend"] == ("mp" if is_separate else "external_launcher")
     assert found.get("disable_custom_all_reduce", False) is not is_separate
-    assert {os.environ.get(name) for name in vllm._OWN_GPU_ENVIRONMENT} == {None if is_separate else "0"}
+    assert {os.environ.get(name) for name in vllm._SINGLE_GPU_RANK_ENVIRONMENT} == {None if is_separate else "0"}
 
 
 def test_a_model_that_takes_images_gets_the_tokenizer_without_which_vllm_makes_no_processor(
@@ -226,6 +226,6 @@ def test_vllm_knows_the_arguments_and_variables_that_we_set() -> None:
         "disable_custom_all_reduce", "enable_lora", "max_loras", "max_lora_rank", "mm_processor_kwargs",
     }  # fmt: skip
     known = source("envs.py")
-    ours = {**vllm._ENVIRONMENT, **vllm._CPU_ENVIRONMENT, **vllm._OWN_GPU_ENVIRONMENT}
+    ours = {**vllm._VLLM_ENVIRONMENT, **vllm._VLLM_CPU_ENVIRONMENT, **vllm._SINGLE_GPU_RANK_ENVIRONMENT}
     assert [name for name in ours if f'"{name}"' not in known] == []
     assert all(f'"{tag}"' in source("v1/worker/gpu_worker.py") for tag in (vllm._WEIGHTS_TAG, vllm._KV_CACHE_TAG))

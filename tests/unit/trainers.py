@@ -22,7 +22,7 @@ from cosmos_core.models.balance import load_balancing_settings
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.processor import ImageReader
-from cosmos_core.models.scorer import LOGPROBS_ONLY, RequestedOutputs, Scorer
+from cosmos_core.models.scorer import LOGPROBS_ONLY, LogprobScorer, RequestedOutputs
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.run.progress import ProgressWriter, read_metrics
 from cosmos_core.run.stage import Stage
@@ -59,9 +59,9 @@ def logprobs(trainer: Trainer, samples: Sequence[Sample], temperature: float = 1
 
 def likelihood(trainer: Trainer, samples: Sequence[Sample], *, size: int) -> tuple[float, float]:
     """Return the sum of the log-probabilities of the learned tokens, and how many are the likeliest."""
-    rows = trainer.evaluate(samples, RequestedOutputs(is_top=True), size=size)
+    rows = trainer.evaluate(samples, RequestedOutputs(is_argmax=True), size=size)
     logprob = sum(row["logprobs"].sum(dtype=torch.float64).item() for row in rows)
-    return logprob, sum(row["is_top"].sum().item() for row in rows)
+    return logprob, sum(row["is_argmax"].sum().item() for row in rows)
 
 
 def train_until(stage: Stage, step: int) -> None:
@@ -159,5 +159,5 @@ def sequence_logprobs(
         "position_ids": (attention_mask_BT.long().cumsum(-1) - 1).clamp(min=0),
     }
     chosen_N = is_scored_BS.flatten().nonzero().squeeze(-1)
-    logprobs_N = Scorer(model)(inputs, chosen_N, request=RequestedOutputs(temperature), dtype=dtype)["logprobs"]
+    logprobs_N = LogprobScorer(model)(inputs, chosen_N, request=RequestedOutputs(temperature), dtype=dtype)["logprobs"]
     return logprobs_N.new_zeros(is_scored_BS.numel()).index_put((chosen_N,), logprobs_N).view(is_scored_BS.shape)

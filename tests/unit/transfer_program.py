@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.rollout import transfer
 from cosmos_core.rollout.base import Bucket, EngineSettings, EngineWrapper, LoadReceipt
-from cosmos_core.rollout.fleet import Fleet
+from cosmos_core.rollout.fleet import EngineFleet
 from cosmos_core.rollout.link import split_bucket
 from cosmos_core.rollout.publish import WeightPublisher
-from cosmos_core.rollout.transfer import NativeTransfer
-from cosmos_core.rollout.transport import IpcTransport, NcclTransport, Transport
+from cosmos_core.rollout.transfer import NativeWeightTransfer
+from cosmos_core.rollout.transport import IpcTransport, NcclTransport, WeightTransport
 from cosmos_core.rollout.vllm import VllmEngine
 from cosmos_core.types import Group
 from tests.conftest import wait_until
@@ -71,11 +71,11 @@ def ranks_of_two_engines() -> list[tuple[int, int, int]]:
     common.uid_init_process_group = lambda uid, rank, size, device: made.append((len(uid), rank, size))
     unique_id = SimpleNamespace(internal=wrapper.ncclUniqueId().internal)
     wrapper.NCCLLibrary = lambda: SimpleNamespace(ncclGetUniqueId=lambda: unique_id)
-    for info in NcclTransport().prepare(2, 2):
+    for info in NcclTransport().prepare_connection(2, 2):
         for rank in (0, 1):
             parallel = SimpleNamespace(data_parallel_index=0, world_size=2, rank=rank)
             common.worker_init_process_group(common.NCCLWeightTransferInitInfo(**info), parallel)
-    IPCWeightTransferInitInfo(**IpcTransport().prepare(1, 1)[0])
+    IPCWeightTransferInitInfo(**IpcTransport().prepare_connection(1, 1)[0])
     header, _ = split_bucket([("a", torch.ones(2)), ("b", torch.tensor(1.0))])
     NCCLWeightTransferUpdateInfo(**header.update_info())
     sent = header._replace(transport_fields={"ipc_handles": {"GPU": (1,)}, "tensor_sizes": [8, 4]})
@@ -90,18 +90,20 @@ class Loads:
         self.handle, self.model, self.version = handle, model, 0
         self.found: list[dict[str, Any]] = []
 
-    def compare(self, fleet: Fleet, name: str, cut: Wire | None = None) -> None:
+    def compare(self, fleet: EngineFleet, name: str, cut: Wire | None = None) -> None:
         """Move the weights, send them on both ways, every second time while completions are in flight."""
         move(self.model)
         self.version += 1
         is_busy = self.version % 2 == 0
         replica, engine = self.handle._replica, self.handle.engine
-        enough = replica._num_passes + 3
-        engine.waits = lambda: replica._num_passes >= enough and replica._commands.empty()
+        enough = replica._num_forward_passes + 3
+        engine.waits = lambda: replica._num_forward_passes >= enough and replica._commands.empty()
         requests = [fleet.request(prompt, sampling(1.0, max_tokens=40), 4) for prompt in PROMPTS[:2] * is_busy]
         if is_busy:
-            wait_until(lambda: replica._in_flight == 2 and replica._num_passes >= enough, 60, "it generates")
-        in_flight = replica._in_flight
+            wait_until(
+                lambda: replica._num_in_flight == 2 and replica._num_forward_passes >= enough, 60, "it generates"
+            )
+        in_flight = replica._num_in_flight
         before = len(engine.received)
         target: Any = fleet if cut is None else Cutting(fleet, cut)
         publisher_of(target, self.model).publish(self.version)
@@ -192,9 +194,9 @@ def transferred(folder: str, model: PreTrainedModel, tokenizer: Any) -> dict[str
     wire, memory = Wire(), MemoryTransport()
     loads = Loads(handle, model)
 
-    def fleet(transport: Transport) -> Fleet:
-        made = Fleet(
-            lambda: [handle], max_groups=4, timeout_seconds=600.0, native_transfer=NativeTransfer(transport, 1)
+    def fleet(transport: WeightTransport) -> EngineFleet:
+        made = EngineFleet(
+            lambda: [handle], max_groups=4, timeout_seconds=600.0, native_transfer=NativeWeightTransfer(transport, 1)
         )
         replace_gpu(wire, memory)
         return made

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cosmos_core.rollout.base import Bucket, LoadReceipt
-from cosmos_core.rollout.link import BucketHeader, TransferFailed, with_timeout
+from cosmos_core.rollout.link import BucketHeader, TransferFailed, call_with_timeout
 from cosmos_core.rollout.transport import IpcTransport, NcclTransport
 from tests.unit.replicas import Drawing
 
@@ -101,7 +101,7 @@ class QueueTransport(NcclTransport):
     def stream(self) -> Any:
         return STREAM
 
-    def prepare(self, num_engines: int, ranks_per_engine: int) -> list[dict[str, Any]]:
+    def prepare_connection(self, num_engines: int, ranks_per_engine: int) -> list[dict[str, Any]]:
         self.abort()
         size = 1 + num_engines * ranks_per_engine
         self.wire.renew(size)
@@ -141,7 +141,7 @@ class QueueLink:
         self.received: list[list[str]] = []
         self.on_header: Callable[[], None] = lambda: None
 
-    def join(self, backend: str, init_info: dict[str, Any], seconds: float) -> None:
+    def connect(self, backend: str, init_info: dict[str, Any], seconds: float) -> None:
         assert backend == "nccl"
         self._end = self._wire.join(init_info["rank_offset"])
 
@@ -159,8 +159,8 @@ class QueueLink:
             for tensor in tensors.values():
                 end.broadcast(tensor, 0)
 
-        with_timeout(seconds, read, abort=end.destroy)
-        self._bucket = header.bucket(tensors)
+        call_with_timeout(seconds, read, abort=end.destroy)
+        self._bucket = header.make_bucket(tensors)
         self.received.append([name for name, _ in self._bucket])
 
     def take_bucket(self) -> Bucket:

@@ -19,9 +19,9 @@ _WFM_TABLE_NAMES = (
 """Top-level tables of the deprecated `--wfm-mode` schema."""
 RENAMED_KEYS: dict[str, str] = _KEY_TRANSLATIONS["moved"] | _KEY_TRANSLATIONS["moved_in_dpo"]
 """Current name of each renamed key of an older generation, by its old name."""
-INEFFECTIVE_KEYS: dict[str, str] = {key: meaning for meaning, keys in _KEY_TRANSLATIONS["dead"].items() for key in keys}
-"""Intended meaning of each key that occurs in public recipes but has no effect, by name of the key."""
-_INEFFECTIVE_GRPO_KEYS = {key: meaning for meaning, keys in _KEY_TRANSLATIONS["dead_in_grpo"].items() for key in keys}
+INEFFECTIVE_KEYS: dict[str, str] = {key: effect for effect, keys in _KEY_TRANSLATIONS["dead"].items() for key in keys}
+"""Intended effect of each key that occurs in public recipes but has no effect, by name of the key."""
+_INEFFECTIVE_GRPO_KEYS = {key: effect for effect, keys in _KEY_TRANSLATIONS["dead_in_grpo"].items() for key in keys}
 
 _VAL_BATCH_SIZE_KEYS = ("train.validation_batch_per_replica", "rollout.val_batch_size")
 
@@ -66,7 +66,7 @@ def _refuse_wfm_schema(values: TomlTable, source: str) -> None:
         )
 
 
-def with_algorithm_keys(values: TomlTable, notices: list[str]) -> TomlTable:
+def with_current_algorithm_keys(values: TomlTable, notices: list[str]) -> TomlTable:
     """Return a recipe without the older keys of DPO and GRPO: they are renamed or, if they have no effect, removed.
     Keys such as `custom.dpo_beta` are renamed only for DPO, since they may otherwise belong to a user's algorithm.
 
@@ -112,15 +112,15 @@ def _keep_applicable_batch_size(values: TomlTable, notices: list[str]) -> None:
 
 def _remove_ineffective_keys(values: TomlTable, keys: dict[str, str], notices: list[str]) -> None:
     """Remove keys that have no effect from `values`, and add a message for each to `notices`."""
-    for key, intended_meaning in keys.items():
+    for key, intended_effect in keys.items():
         table, name = _find_parent_table(values, key)
         # A table at the root of the file is kept if it may belong to a user's script.
         if name in table and (table is not values or isinstance(table[name], dict)):
-            notices.append(_ignored_key_message(key, table.pop(name), intended_meaning))
+            notices.append(_ignored_key_message(key, table.pop(name), intended_effect))
 
 
-def _ignored_key_message(key: str, value: Any, intended_meaning: str) -> str:
-    return f"{key} = {short_text(value)} is ignored; it would have meant {intended_meaning}"
+def _ignored_key_message(key: str, value: Any, intended_effect: str) -> str:
+    return f"{key} = {short_text(value)} is ignored; it would have meant {intended_effect}"
 
 
 def _translate_remote_reward(values: TomlTable, notices: list[str]) -> None:
@@ -145,9 +145,9 @@ def current_key(key: str) -> str:
 
 def no_effect_message(key: str, value: Any) -> str:
     """Return a message if a dotted key (`KEY` or `STAGE.KEY`) has no effect; empty if it has an effect."""
-    for old_key, intended_meaning in INEFFECTIVE_KEYS.items():
+    for old_key, intended_effect in INEFFECTIVE_KEYS.items():
         if "." in old_key and _match_stage_prefix(key, old_key)[1]:
-            return _ignored_key_message(key, value, intended_meaning)
+            return _ignored_key_message(key, value, intended_effect)
     return ""
 
 

@@ -3,12 +3,12 @@
 import tomllib
 from importlib.resources import files
 
-_TRL_SECTIONS = tomllib.loads(files(__package__).joinpath("trl.toml").read_text("utf-8"))
-_ADVICE_BY_TRL_NAME: dict[str, str] = _TRL_SECTIONS.pop("without_key")
+_TRL_TRANSLATIONS = tomllib.loads(files(__package__).joinpath("trl.toml").read_text("utf-8"))
+_ADVICE_BY_TRL_NAME: dict[str, str] = _TRL_TRANSLATIONS.pop("without_key")
 """What to use instead of each name of transformers or TRL that has no corresponding key."""
 KEYS_BY_TRL_NAME: dict[str, tuple[str, ...]] = {
     name: (keys,) if isinstance(keys, str) else tuple(keys)
-    for section in _TRL_SECTIONS.values()
+    for section in _TRL_TRANSLATIONS.values()
     for name, keys in section.items()
 }
 """Corresponding key for each name of transformers or TRL; several keys if the key depends on the algorithm."""
@@ -23,6 +23,6 @@ def keys_for_trl_name(name: str) -> tuple[str, ...]:
 def describe_equivalent_key(name: str) -> str:
     """Return the equivalent of a name of transformers or TRL as the end of the error "unknown key"; empty if none."""
     name = name.rpartition(".")[2]
-    meaning = _ADVICE_BY_TRL_NAME.get(name) or " or ".join(KEYS_BY_TRL_NAME.get(name, ()))
+    replacement = _ADVICE_BY_TRL_NAME.get(name) or " or ".join(KEYS_BY_TRL_NAME.get(name, ()))
     suffix = "" if name in _ADVICE_BY_TRL_NAME else " here"
-    return f"; {name} of transformers and TRL is {meaning}{suffix}" if meaning else ""
+    return f"; {name} of transformers and TRL is {replacement}{suffix}" if replacement else ""

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from cosmos_core.config.schema.clean import CleanConfig
 from cosmos_core.config.schema.data_term import DataTermConfig
 from cosmos_core.config.schema.dataset import DatasetConfig, SourceConfig
-from cosmos_core.config.schema.marks import OmittedIfEmpty, ReferenceKind, ResultNeutral, UnitMark
+from cosmos_core.config.schema.marks import FieldUnit, OmittedIfEmpty, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.value_types import NameOrImportPath, RowCount
@@ -33,7 +33,7 @@ class AlgorithmConfig(Table):
     rows: ClassVar[str]
     """Kind of rows that the `prepare` stage makes for the algorithm: the name of a file of
     `cosmos_core/data/kinds/`."""
-    sequences_per_row: ClassVar[int] = 1
+    num_sequences_per_row: ClassVar[int] = 1
     """Number of token sequences in a row."""
     completes_held_out_rows: ClassVar[bool] = True
     """Whether a model can complete held-out rows, so that reward functions score the completions."""
@@ -43,7 +43,7 @@ class AlgorithmConfig(Table):
     """The model adapters that accept the algorithm."""
     has_rollouts: ClassVar[bool] = False
     """Whether the algorithm learns from rollouts: scored groups of completions, images or videos of one prompt."""
-    scores_rows_once: ClassVar[bool] = False
+    precomputes_reference_logprobs: ClassVar[bool] = False
     """Whether reference log-probabilities of all rows are computed before the first step, so that no copy of the
     reference policy is needed during training."""
 
@@ -65,7 +65,7 @@ class AlgorithmConfig(Table):
     """Shuffle the rows in another order in each epoch; False: keep the order of the file."""
     dataloader_seed: int | None = None
     """Seed of the order of rows; None: `train.seed`."""
-    dataloader_num_workers: Annotated[int, UnitMark("processes"), ResultNeutral] = 0
+    dataloader_num_workers: Annotated[int, FieldUnit("processes"), ResultNeutral] = 0
     """Number of processes that tokenise rows in the `prepare` stage; 0 or less: one. Images and videos are decoded by
     as many threads; 0 or less: four."""
     dataloader_batch_size: int = 1
@@ -79,11 +79,11 @@ class AlgorithmConfig(Table):
         settings of the data set replace those of the algorithm."""
         if not self.datasets:
             return {"train.train_policy.dataset": self}
-        tables = (self.derive(datasets=(), dataset=each, **self._settings_of_dataset(each)) for each in self.datasets)
+        tables = (self.copy_with(datasets=(), dataset=each, **self._dataset_settings(each)) for each in self.datasets)
         return {f"train.train_policy.datasets.{i}": table for i, table in enumerate(tables)}
 
     @staticmethod
-    def _settings_of_dataset(source: SourceConfig) -> dict[str, Any]:
+    def _dataset_settings(source: SourceConfig) -> dict[str, Any]:
         """Return the settings of a data set that replace those of the algorithm, by key of the algorithm."""
         settings: dict[str, Any] = {f"{name}_column_name": column for name, column in source.columns.items()}
         if source.system_prompt is not None:
@@ -116,7 +116,7 @@ class AlgorithmConfig(Table):
         return {}
 
     @property
-    def held_out_rewards(self) -> dict[str, float]:
+    def validation_rewards(self) -> dict[str, float]:
         """Return the reward functions by which validation scores completions if `[validation]` names none."""
         return self.rewards
 
@@ -126,7 +126,7 @@ class AlgorithmConfig(Table):
         return None
 
     @property
-    def reward_limit_seconds(self) -> float:
+    def reward_call_timeout_seconds(self) -> float:
         """Return the time limit of one call of a reward function, in seconds."""
         return REWARD_TIMEOUT_SECONDS
 
@@ -137,8 +137,7 @@ class AlgorithmConfig(Table):
 
     @property
     def reward_keyword_values(self) -> dict[str, Any]:
-        """Return the values of this table that reward functions may take as keyword arguments; see
-        `rewards.base.REWARD_PARAMETERS`."""
+        """Return the table's values that reward functions may take as keyword arguments (`REWARD_PARAMETERS`)."""
         return {}
 
     @property
@@ -154,9 +153,8 @@ class AlgorithmConfig(Table):
 
     @property
     def rollout_lookahead(self) -> tuple[int, int, int | None]:
-        """Return how far generation may run ahead of training: the maximum age of the weights of a rollout in train
-        steps, the number of prompts in addition to those of these steps, and the maximum number of train steps whose
-        prompts are in flight at a time (None: unlimited)."""
+        """Return how far generation may run ahead of training: maximum age of the weights of a rollout in train steps,
+        number of additional prompts, and maximum number of train steps with prompts in flight (None: unlimited)."""
         return 0, 0, None
 
     @property
@@ -164,24 +162,24 @@ class AlgorithmConfig(Table):
         """Return the names of environment variables that reward functions receive besides those of every subprocess."""
         return ()
 
-    def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling | None:
+    def flow_sampling_settings(self, diffusers: "DiffusersConfig") -> FlowSampling | None:
         """Return the settings for sampling from a diffusion model; None: no rollouts, or rollouts of text."""
         return None
 
     @property
     def saves_reference_logprobs(self) -> bool:
         """Whether training saves the reference log-probabilities of held-out rows, which later validate stages read."""
-        return self.scores_rows_once and "reference" in self.named_weights
+        return self.precomputes_reference_logprobs and "reference" in self.auxiliary_model_names
 
     @property
-    def named_weights(self) -> tuple[str, ...]:
-        """Return the names of the models that the algorithm needs besides the policy, such as `reference`."""
+    def auxiliary_model_names(self) -> tuple[str, ...]:
+        """Return the names of the models that the algorithm needs in addition to the policy, such as `reference`."""
         return ()
 
     @field_validator("dataloader_num_workers")
     @classmethod
-    def _clamp_worker_count(cls, count: int) -> int:
-        return max(0, count)
+    def _clamp_worker_count(cls, num_workers: int) -> int:
+        return max(0, num_workers)
 
     @field_validator("dataloader_prefetch_factor")
     @classmethod
@@ -201,7 +199,7 @@ class AlgorithmConfig(Table):
             raise ValueError("datasets: some have a weight and others none; give each a weight, or none of them")
         explicit_values = {name: getattr(self, name) for name in self.model_fields_set - {"datasets"}}
         for i, source in enumerate(self.datasets):
-            settings = self._settings_of_dataset(source)
+            settings = self._dataset_settings(source)
             if unknown_keys := [name for name in settings if name not in type(self).model_fields]:
                 raise ValueError(f"datasets.{i}: {self.algorithm} has no {unknown_keys[0]}; leave it out")
             if "reward_function" in settings and self.remote_reward_config is not None:

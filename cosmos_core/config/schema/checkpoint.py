@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from cosmos_core.config.schema.marks import EnabledBy, ResultNeutral, UnitMark
+from cosmos_core.config.schema.marks import EnabledBy, FieldUnit, ResultNeutral
 from cosmos_core.config.schema.table import Table
 
 
@@ -14,14 +14,14 @@ class CheckpointConfig(Table):
     enable_checkpoint: Annotated[bool, ResultNeutral] = False
     """Save checkpoints during training, also of the best step by validation, which is kept and named in `best.json`.
     The final state and the state at a stop signal are saved in any case."""
-    save_freq: Annotated[int, UnitMark("train steps"), ResultNeutral] = 20
+    save_freq: Annotated[int, FieldUnit("train steps"), ResultNeutral] = 20
     """Number of train steps between two checkpoints; 0 or less: by `save_freq_in_epoch`."""
-    save_freq_in_epoch: Annotated[int, UnitMark("epochs"), ResultNeutral] = 0
+    save_freq_in_epoch: Annotated[int, FieldUnit("epochs"), ResultNeutral] = 0
     """Number of epochs between two checkpoints, in place of `save_freq`; 0 or less: off."""
     save_mode: Annotated[Literal["sync", "async"], ResultNeutral] = "async"
     """Mode of saving. `async`: training continues while a checkpoint is written, and at most one is written at a time.
     `sync`: training waits."""
-    max_keep: Annotated[int, UnitMark("checkpoints"), ResultNeutral] = 5
+    max_keep: Annotated[int, FieldUnit("checkpoints"), ResultNeutral] = 5
     """Number of newest checkpoints to keep in addition to the best; -1: all."""
     export_safetensors: Annotated[bool, ResultNeutral] = True
     """End the pipeline with an export in safetensors format that is verified to load (a recipe without stages gets an
@@ -46,18 +46,18 @@ class CheckpointConfig(Table):
         url_parts = (self.s3_bucket or "", self.s3_prefix.strip("/"), *names)
         return f"s3://{'/'.join(filter(None, url_parts))}" if self.upload_s3 else ""
 
-    def upload_urls(self, *names: str, is_last: bool) -> dict[str, str]:
+    def upload_urls(self, *names: str, is_last_model: bool) -> dict[str, str]:
         """Return the URLs to which a model is published, by the suffix (`s3` or `hub`) of the upload stage's name. Only
-        the last model of a pipeline (`is_last`) is published on the Hub."""
-        hub_url = f"hub://{self.hf_repo_name}" if self.upload_hf and is_last else ""
+        the last model of a pipeline (`is_last_model`) is published on the Hub."""
+        hub_url = f"hub://{self.hf_repo_name}" if self.upload_hf and is_last_model else ""
         return {stage_suffix: url for stage_suffix, url in {"s3": self.s3_url(*names), "hub": hub_url}.items() if url}
 
     @field_validator("max_keep")
     @classmethod
-    def _require_one_checkpoint(cls, count: int) -> int:
-        if count == 0 or count < -1:
-            raise ValueError(f"max_keep = {count} must be -1 (all) or at least 1")
-        return count
+    def _require_one_checkpoint(cls, max_keep: int) -> int:
+        if max_keep == 0 or max_keep < -1:
+            raise ValueError(f"max_keep = {max_keep} must be -1 (all) or at least 1")
+        return max_keep
 
     @field_validator("upload_s3")
     @classmethod

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.marks import ReferenceKind, ResultNeutral, UnitMark
+from cosmos_core.config.schema.marks import FieldUnit, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import Fraction, PositiveInt, SplitNames
 
@@ -49,7 +49,7 @@ class CleanConfig(Table):
         Field(strict=False),
     ] = ()
     """Benchmarks whose text must not be trained on: names, or tables with `name`, `subset`, `revision` and `split`."""
-    ngram: Annotated[PositiveInt, UnitMark("words")] = 13
+    ngram: Annotated[PositiveInt, FieldUnit("words")] = 13
     """Number of consecutive words of a benchmark's text that match wherever a training row contains them; a shorter
     text of at least 8 words matches as a whole."""
     min_overlap: Fraction = 0.8
@@ -62,6 +62,6 @@ class CleanConfig(Table):
     """What happens to duplicates and to rows that contain a benchmark's text: `report` keeps them, `drop` leaves them
     out."""
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if stage.recipe.policy.is_diffusers:
             yield "train.train_policy.clean: only rows of text are compared; leave it out for a diffusion model"

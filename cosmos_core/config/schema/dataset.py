@@ -15,7 +15,7 @@ _TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _COMPRESSED_SUFFIXES = tuple(f"{text}{suffix}" for text in _TEXT_SUFFIXES for suffix in (".gz", ".bz2", ".xz"))
 DATA_SUFFIXES = (*_TEXT_SUFFIXES, ".parquet", ".arrow", *_COMPRESSED_SUFFIXES)
 """Suffixes of the names of data files."""
-GENERATOR_PREFIX = "reasoning-gym:"
+REASONING_GYM_PREFIX = "reasoning-gym:"
 """Prefix of the names of data sets that the package `reasoning-gym` generates."""
 PASS_RATES_FILE = "pass_rates.jsonl"
 """Name of the file in which stages that complete prompts record the pass rate of each prompt."""
@@ -23,7 +23,7 @@ PASS_RATES_FILE = "pass_rates.jsonl"
 
 def reasoning_gym_generator(name: str) -> str:
     """Return the `reasoning-gym` generator, such as `chain_sum`, of a data set name; empty if there is none."""
-    return name.removeprefix(GENERATOR_PREFIX) if name.startswith(GENERATOR_PREFIX) else ""
+    return name.removeprefix(REASONING_GYM_PREFIX) if name.startswith(REASONING_GYM_PREFIX) else ""
 
 
 def data_suffix(name: str) -> str:
@@ -43,8 +43,8 @@ class RowsConfig(Table):
     """Arguments of the generator of `reasoning-gym:NAME`: `size` (number of rows, 500 if left out), `seed` (0 if left
     out), and those of the generator itself."""
     subset: str = ""
-    """Configuration name of the data set on the Hub, or sub-folder of a local copy of it; empty: the default
-    configuration, or the only sub-folder with data files of a folder that has none."""
+    """Configuration name of the data set on the Hub, or in the `configs` of a folder's README.md, or a sub-folder of
+    the folder; empty: the default configuration, or the only sub-folder with data files of a folder that has none."""
     revision: str = ""
     """Commit, tag or branch of the data set on the Hub; empty: the newest commit."""
     split: SplitNames = ("train",)
@@ -65,17 +65,17 @@ class RowsConfig(Table):
     renders the same prompts; prompts that it does not have count as rows that cannot be read. Empty: the column."""
 
     @model_validator(mode="after")
-    def _check_keep_and_arguments(self) -> Self:
+    def _check_pass_rates_and_arguments(self) -> Self:
         if self.keep:
             parse_pass_rate_range(self.keep)
         elif self.pass_rates:
             raise ValueError("pass_rates needs keep = '0.1 <= pass_rate <= 0.9' or another range; set it")
         if self.arguments and not reasoning_gym_generator(self.name):
-            example = f"name = '{GENERATOR_PREFIX}NAME'"
+            example = f"name = '{REASONING_GYM_PREFIX}NAME'"
             raise ValueError(f"arguments are for a generator, {example}, not {self.name!r}; remove them")
         return self
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if self.keep and stage.recipe.policy.is_diffusers:
             yield "dataset.keep: only prompts of text have pass rates; leave it out for a diffusion model"
         if self.pass_rates and not stage.recipe.train.train_policy.has_rollouts:
@@ -131,4 +131,4 @@ class SourceConfig(RowsConfig):
             raise ValueError(f"label = {self.label!r} must consist of letters, digits, '.', '_' and '-'")
         name = reasoning_gym_generator(self.name) or self.name.rstrip("/").rpartition("/")[2]
         name = name[: len(name) - len(data_suffix(name))].rpartition(":")[2]
-        return self.derive(label=self.label or re.sub(r"[^\w.-]+", "-", name))
+        return self.copy_with(label=self.label or re.sub(r"[^\w.-]+", "-", name))

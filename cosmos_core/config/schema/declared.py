@@ -1,6 +1,6 @@
 """Build pydantic fields for the configuration keys that `unused.toml` declares.
 
-A declaration has `is` (a name in `TYPES_BY_NAME`) or `of` (the allowed values), `default` (without it the key may be
+A declaration has `is` (a name in `FIELD_TYPES`) or `of` (the allowed values), `default` (without it the key may be
 left out), `unit` and `means` (the description).
 """
 
@@ -8,23 +8,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from cosmos_core.config.schema.marks import UnitMark
+from cosmos_core.config.schema.marks import FieldUnit
 from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveInt, StringOrList
 
-TYPES_BY_NAME: dict[str, Any] = {
+FIELD_TYPES: dict[str, Any] = {
     "switch": bool, "text": str, "integer": int, "count": PositiveInt, "not below 0": NonNegativeFloat,
     "names": StringOrList,
 }  # fmt: skip
 
 
-def field_definition(declaration: dict[str, Any], types_by_name: dict[str, Any] = TYPES_BY_NAME) -> tuple[Any, Any]:
-    """Return the type and the default of the pydantic field for a declared key."""
-    value_type: Any = Literal[tuple(declaration["of"])] if "of" in declaration else types_by_name[declaration["is"]]
+def field_definition(declaration: dict[str, Any], field_types: dict[str, Any] = FIELD_TYPES) -> tuple[Any, Any]:
+    """Return the type and the default of the pydantic field that a declaration of `unused.toml` describes."""
+    value_type: Any = Literal[tuple(declaration["of"])] if "of" in declaration else field_types[declaration["is"]]
     default_value = declaration.get("default", ... if declaration.get("required") else None)
     if isinstance(default_value, list | dict):
         default_value = TypeAdapter(value_type).validate_python(default_value)
     description_fields = [Field(description=" ".join(declaration["means"].split()))] if "means" in declaration else []
-    unit_marks = [UnitMark(declaration["unit"])] if "unit" in declaration else []
+    units = [FieldUnit(declaration["unit"])] if "unit" in declaration else []
     optional_type = value_type | None if default_value is None else value_type
-    field_marks = [*description_fields, *unit_marks]
-    return Annotated[optional_type, *field_marks] if field_marks else optional_type, default_value
+    metadata = [*description_fields, *units]
+    return Annotated[optional_type, *metadata] if metadata else optional_type, default_value

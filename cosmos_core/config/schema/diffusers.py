@@ -6,8 +6,8 @@ from pydantic import Field, model_validator
 
 from cosmos_core.config.schema.flow_sampling import FlowRLConfig, SampleConfig
 from cosmos_core.config.schema.lora import LoraConfig
-from cosmos_core.config.schema.marks import UnitMark
-from cosmos_core.config.schema.table import Table, check_order
+from cosmos_core.config.schema.marks import FieldUnit
+from cosmos_core.config.schema.table import Table, check_bounds_order
 from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
@@ -20,7 +20,7 @@ class DiffusersConfig(Table):
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the text encoders; the VAE is always float32, and the denoiser has `train.master_dtype`."""
-    max_prompt_length: Annotated[PositiveInt, UnitMark("tokens")] = 300
+    max_prompt_length: Annotated[PositiveInt, FieldUnit("tokens")] = 300
     """Maximum number of tokens of a prompt for the text encoder; with Stable Diffusion 3 for its T5 encoder."""
     weighting_scheme: Literal["sigma_sqrt", "logit_normal", "mode", "cosmap", "none"] = "logit_normal"
     """Density or weighting of the noise levels in SFT (arXiv 2403.03206, section 3.1), by the names of diffusers:
@@ -38,17 +38,17 @@ class DiffusersConfig(Table):
     prompt_dropout: Fraction = 0.1
     """Fraction of SFT samples whose prompt is replaced by the empty prompt, which classifier-free guidance needs;
     Cosmos-RL has no such setting."""
-    min_given_frames: Annotated[NonNegativeInt, UnitMark("latent frames")] = 0
+    min_given_frames: Annotated[NonNegativeInt, FieldUnit("latent frames")] = 0
     """Minimum number of conditioning frames in SFT, for a network that supports them (Cosmos-Predict2.5); 0: some
     samples are conditioned only on text."""
-    max_given_frames: Annotated[NonNegativeInt, UnitMark("latent frames")] = 2
+    max_given_frames: Annotated[NonNegativeInt, FieldUnit("latent frames")] = 2
     """Maximum number of conditioning frames in SFT; the number is sampled uniformly for each sample. 1 trains
     image2world, 2 also video2world."""
-    inference_size: Annotated[tuple[PositiveInt, PositiveInt], UnitMark("pixels"), Field(strict=False)] = (1024, 1024)
+    inference_size: Annotated[tuple[PositiveInt, PositiveInt], FieldUnit("pixels"), Field(strict=False)] = (1024, 1024)
     """Height and width of images and videos."""
-    inference_frames: Annotated[PositiveInt, UnitMark("frames")] = 41
+    inference_frames: Annotated[PositiveInt, FieldUnit("frames")] = 41
     """Number of frames of a generated video."""
-    train_frames: Annotated[PositiveInt, UnitMark("frames")] = 41
+    train_frames: Annotated[PositiveInt, FieldUnit("frames")] = 41
     """Number of frames of a training clip."""
     timesteps_fraction: Fraction = 1.0
     """Fraction of the sampler's denoising steps that DiffusionNFT trains on (also written `timestep_fraction`)."""
@@ -69,5 +69,5 @@ class DiffusersConfig(Table):
 
     @model_validator(mode="after")
     def _check_frame_range(self) -> Self:
-        check_order(self, "min_given_frames", "max_given_frames")
+        check_bounds_order(self, "min_given_frames", "max_given_frames")
         return self

@@ -28,14 +28,14 @@ class DiffusionNftConfig(FlowPolicyConfig):
     """Algorithm: DiffusionNFT."""
 
     @property
-    def named_weights(self) -> tuple[str, ...]:
-        return (OLD_POLICY_WEIGHTS, *super().named_weights)
+    def auxiliary_model_names(self) -> tuple[str, ...]:
+        return (OLD_POLICY_WEIGHTS, *super().auxiliary_model_names)
 
-    def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling:
-        return replace(super().flow_sampling(diffusers), weights=OLD_POLICY_WEIGHTS)
+    def flow_sampling_settings(self, diffusers: "DiffusersConfig") -> FlowSampling:
+        return replace(super().flow_sampling_settings(diffusers), weights=OLD_POLICY_WEIGHTS)
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
-        yield from super().refusals(stage)
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
+        yield from super().unsupported_setting_errors(stage)
         diffusers = stage.recipe.policy.diffusers
         if diffusers.flow_rl.exp_reward:
             yield (

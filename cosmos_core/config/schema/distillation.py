@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import ValidationInfo, field_validator
 
-from cosmos_core.config.schema.marks import EnabledBy, UnitMark
+from cosmos_core.config.schema.marks import EnabledBy, FieldUnit
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import DType, Fraction, ModelName, NonNegativeFloat, RowCount, TokenCount
@@ -58,7 +58,7 @@ class DistillationConfig(Table):
     include_prompt: bool = False
     """Also train on the tokens of the prompt. The policy did not sample these tokens, so the advantage of a prompt
     token is its own penalty only."""
-    top_k: Annotated[int, UnitMark("tokens")] = 0
+    top_k: Annotated[int, FieldUnit("tokens")] = 0
     """Number of tokens of the teacher's distribution in the loss. 0 or less: the advantage of a token decreases by log
     policy - log teacher (reverse KL). Otherwise the loss is the Jensen-Shannon divergence over this many tokens and one
     event for all other tokens."""
@@ -78,7 +78,7 @@ class DistillationConfig(Table):
     def _disable_teacher_ids_without_top_k(cls, takes_teacher_ids: bool, info: ValidationInfo) -> bool:
         return takes_teacher_ids and info.data.get("top_k", 0) > 0
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         policy = stage.recipe.train.train_policy
         if not stage.kind.trains_model:
             return

@@ -68,9 +68,9 @@ class DpoConfig(SupervisedConfig):
 
     algorithm: ClassVar[str] = "dpo"
     rows: ClassVar[str] = "pairs"
-    sequences_per_row: ClassVar[int] = 2
+    num_sequences_per_row: ClassVar[int] = 2
     completes_held_out_rows: ClassVar[bool] = False
-    scores_rows_once: ClassVar[bool] = True
+    precomputes_reference_logprobs: ClassVar[bool] = True
 
     trainer_type: Literal["dpo"] = "dpo"
     """Algorithm: DPO."""
@@ -85,12 +85,12 @@ class DpoConfig(SupervisedConfig):
     """Loss of a pair of responses."""
 
     @property
-    def named_weights(self) -> tuple[str, ...]:
+    def auxiliary_model_names(self) -> tuple[str, ...]:
         is_reference_free = self.dpo.reference_free or {*self.dpo.loss_type} <= _LOSSES_WITHOUT_REFERENCE
         return () if is_reference_free else ("reference",)
 
     def notices(self, stage: StageContext) -> Iterator[str]:
-        if self.named_weights and "reference_free" not in self.dpo.model_fields_set:
+        if self.auxiliary_model_names and "reference_free" not in self.dpo.model_fields_set:
             yield (
                 "train.train_policy.dpo.reference_free = false: responses are compared with those of the model that "
                 "the stage starts from (Cosmos-RL's DPO has no reference)"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cosmos_core.config.schema.marks import EnabledBy, OmittedIfEmpty, ReferenceKind, ResultNeutral, UnitMark
+from cosmos_core.config.schema.marks import EnabledBy, FieldUnit, OmittedIfEmpty, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import NonNegativeInt, PositiveInt, StringOrList, TokenCount
 
@@ -28,14 +28,14 @@ class EvaluateConfig(Table):
     files of rows that a task names, are inputs of the stage. Empty: none."""
     num_fewshot: NonNegativeInt | None = None
     """Number of solved examples in each prompt; None: that of the task."""
-    limit: Annotated[PositiveInt | None, UnitMark("items")] = None
+    limit: Annotated[PositiveInt | None, FieldUnit("items")] = None
     """Maximum number of items of each task, or of prompts of each prompt set, from the first; None: all."""
     apply_chat_template: bool = False
     """Render prompts as conversations with the model's chat template; False: plain text."""
     fewshot_as_multiturn: Annotated[bool, EnabledBy("apply_chat_template")] = True
     """Render each solved example as a user turn and an assistant turn; False: all examples are part of a single user
     turn."""
-    batch_size: Annotated[PositiveInt | None, UnitMark("prompts")] = None
+    batch_size: Annotated[PositiveInt | None, FieldUnit("prompts")] = None
     """Prompts per forward pass, per call of vLLM, or per call of a diffusion pipeline; None: 1, and 256 with vLLM."""
     max_length: TokenCount | None = None
     """Maximum number of tokens of prompt and completion together; a longer prompt loses its beginning. None: the
@@ -54,7 +54,7 @@ class EvaluateConfig(Table):
     rewards: Annotated[StringOrList, ReferenceKind.CODE, OmittedIfEmpty] = ()
     """Rewards that score each image or video of a diffusion model, each as a metric `evaluation/PROMPT_SET/REWARD`:
     names such as `clip_score`, or your own as `file.py:function`."""
-    samples_per_prompt: Annotated[PositiveInt | None, UnitMark("images or videos"), OmittedIfEmpty] = None
+    samples_per_prompt: Annotated[PositiveInt | None, FieldUnit("images or videos"), OmittedIfEmpty] = None
     """Number of images or videos of each prompt of a diffusion model, whose mean is the prompt's reward; None: 1."""
 
     @property
@@ -62,12 +62,12 @@ class EvaluateConfig(Table):
         """Return the location of each prompt set by its name."""
         return {Path(location).stem: location for location in self.prompts}
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if stage.kind.table != "evaluate":
             return
         is_diffusion = stage.recipe.policy.is_diffusers
-        keys_of_others = _LANGUAGE_MODEL_KEYS if is_diffusion else _DIFFUSION_MODEL_KEYS
-        if inapplicable_keys := list(filter(self.is_set, keys_of_others)):
+        keys_of_other_modality = _LANGUAGE_MODEL_KEYS if is_diffusion else _DIFFUSION_MODEL_KEYS
+        if inapplicable_keys := list(filter(self.is_set, keys_of_other_modality)):
             remedy_text = "name evaluate.prompts and evaluate.rewards" if is_diffusion else "name evaluate.tasks"
             yield (
                 f"evaluate.{inapplicable_keys[0]} is for {'language' if is_diffusion else 'diffusion'} models, and "

@@ -27,11 +27,11 @@ class ExportConfig(Table):
     refuse such a format."""
 
     @property
-    def quantized(self) -> tuple[ExportFormat, ...]:
+    def quantized_formats(self) -> tuple[ExportFormat, ...]:
         """Return the quantised formats, each once, in the order of `formats`."""
         return tuple(dict.fromkeys(name for name in self.formats if name != UNQUANTIZED_FORMAT))
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if stage.kind.table != "export" or not self.formats:
             return
         dtype = stage.recipe.train.param_dtype

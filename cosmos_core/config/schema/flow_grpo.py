@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from cosmos_core.config.schema.flow_rl import FlowPolicyConfig
-from cosmos_core.config.schema.flow_sampling import stochastic_window
+from cosmos_core.config.schema.flow_sampling import stochastic_step_window
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.types import FlowSampling
 
@@ -29,20 +29,20 @@ class FlowGrpoConfig(FlowPolicyConfig):
     epsilon_high: float = 1e-4
     """Upper clip range: probability ratios are clipped above at 1 + `epsilon_high`; negative: no upper clip."""
 
-    def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling:
-        sampling, flow_rl = super().flow_sampling(diffusers), diffusers.flow_rl
+    def flow_sampling_settings(self, diffusers: "DiffusersConfig") -> FlowSampling:
+        sampling, flow_rl = super().flow_sampling_settings(diffusers), diffusers.flow_rl
         steps = range(sampling.num_steps - 1)
         return replace(
             sampling,
             kernel=sampling.kernel or "flow",
-            window=stochastic_window(flow_rl, sampling.num_steps),
+            window=stochastic_step_window(flow_rl, sampling.num_steps),
             trained_steps=tuple(steps) if flow_rl.window_size else tuple(i for i in flow_rl.train_on if i in steps),
-            keeps_means=flow_rl.guard,
-            same_noise=flow_rl.use_same_seed,
+            keeps_transition_means=flow_rl.guard,
+            has_common_initial_noise=flow_rl.use_same_seed,
         )
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
-        yield from super().refusals(stage)
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
+        yield from super().unsupported_setting_errors(stage)
         diffusers = stage.recipe.policy.diffusers
         if diffusers.sample.deterministic_sampling:
             yield (
@@ -51,14 +51,14 @@ class FlowGrpoConfig(FlowPolicyConfig):
             )
         if not diffusers.sample.noise_level:
             yield "policy.diffusers.sample.noise_level = 0 leaves FlowGRPO nothing to learn from; raise it"
-        window = stochastic_window(diffusers.flow_rl, diffusers.sample.num_steps)
-        if window and window.end - window.first < window.size:
+        window = stochastic_step_window(diffusers.flow_rl, diffusers.sample.num_steps)
+        if window and (num_steps := window.end_step - window.first_step) < window.size:
             yield (
-                f"policy.diffusers.flow_rl.window_size = {window.size}: there are {max(0, window.end - window.first)} "
+                f"policy.diffusers.flow_rl.window_size = {window.size}: there are {max(0, num_steps)} "
                 f"such steps in window_range below the last of policy.diffusers.sample.num_steps = "
                 f"{diffusers.sample.num_steps}; lower it, or move the range"
             )
-        if not diffusers.flow_rl.window_size and not self.flow_sampling(diffusers).trained_steps:
+        if not diffusers.flow_rl.window_size and not self.flow_sampling_settings(diffusers).trained_steps:
             yield (
                 f"policy.diffusers.flow_rl.train_on has no step below the last of policy.diffusers.sample.num_steps = "
                 f"{diffusers.sample.num_steps}; name one"

@@ -60,7 +60,7 @@ class FlowPolicyConfig(GrpoConfig):
             )
         return num_passes
 
-    def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling:
+    def flow_sampling_settings(self, diffusers: "DiffusersConfig") -> FlowSampling:
         """Return the sampler settings with which rollouts of images and videos are generated."""
         sample, flow_rl = diffusers.sample, diffusers.flow_rl
         return FlowSampling(
@@ -90,8 +90,8 @@ class FlowPolicyConfig(GrpoConfig):
                 f"text alone, because rows are prompts; train.train_policy.learns_data = true makes them clips"
             )
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
-        yield from super().refusals(stage)
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
+        yield from super().unsupported_setting_errors(stage)
         diffusers = stage.recipe.policy.diffusers
         data_beta, max_given_frames = diffusers.flow_rl.data_beta, diffusers.flow_rl.max_conditional_frames
         if self.rows == "media" and max_given_frames:

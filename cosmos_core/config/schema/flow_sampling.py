@@ -4,13 +4,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cosmos_core.config.schema.marks import EnabledBy, UnitMark
-from cosmos_core.config.schema.table import Table, check_order
+from cosmos_core.config.schema.marks import EnabledBy, FieldUnit
+from cosmos_core.config.schema.table import Table, check_bounds_order
 from cosmos_core.config.schema.value_types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from cosmos_core.types import StepWindow
 
 STOCHASTIC_SOLVERS = ("flow", "dance", "ddim", "cps")
-_DenoisingSteps = Annotated[PositiveInt, UnitMark("denoising steps")]
+_DenoisingSteps = Annotated[PositiveInt, FieldUnit("denoising steps")]
 
 
 class SampleConfig(Table):
@@ -44,22 +44,22 @@ class FlowRLConfig(Table):
     """`[policy.diffusers.flow_rl]`: read with `trainer_type = "flow_grpo"` (arXiv 2505.05470) and `"ddrl"` (arXiv
     2512.04332)."""
 
-    train_on: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1), UnitMark("denoising steps")] = (
+    train_on: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1), FieldUnit("denoising steps")] = (
         0, 1, 2, 3, 4, 5, 6, 7,
     )  # fmt: skip
     """Denoising steps of a rollout that are trained on, counted from the noise; the last step is never trained on."""
-    window_size: Annotated[PositiveInt | None, UnitMark("denoising steps")] = None
+    window_size: Annotated[PositiveInt | None, FieldUnit("denoising steps")] = None
     """Number of consecutive denoising steps of a rollout that are stochastic and trained on, while all other steps are
     deterministic (Flow-GRPO-Fast); None: all steps are stochastic."""
     window_range: Annotated[
         tuple[NonNegativeInt, PositiveInt] | None,
         Field(strict=False),
-        UnitMark("denoising steps"),
+        FieldUnit("denoising steps"),
         EnabledBy("window_size"),
     ] = None
     """Range in which the stochastic window may lie: its first step, and the step after its last one; None: the first
     half of the steps."""
-    window_moves_every: Annotated[NonNegativeInt, UnitMark("train steps"), EnabledBy("window_size")] = 0
+    window_moves_every: Annotated[NonNegativeInt, FieldUnit("train steps"), EnabledBy("window_size")] = 0
     """Number of train steps after which the stochastic window moves by one step towards the data (MixGRPO, arXiv
     2507.21802); 0: its position is sampled in each train step."""
     guard: bool = False
@@ -67,10 +67,10 @@ class FlowRLConfig(Table):
     about 2e-6."""
     use_same_seed: bool = True
     """Start all samples of a group from the same noise."""
-    min_conditional_frames: Annotated[NonNegativeInt, UnitMark("latent frames")] = 0
+    min_conditional_frames: Annotated[NonNegativeInt, FieldUnit("latent frames")] = 0
     """Minimum number of conditioning frames that rollouts take from the clip of their row, for a network that supports
     them."""
-    max_conditional_frames: Annotated[NonNegativeInt, UnitMark("latent frames")] = 0
+    max_conditional_frames: Annotated[NonNegativeInt, FieldUnit("latent frames")] = 0
     """Maximum number of conditioning frames in rollouts; the number is sampled uniformly for each prompt and train
     step. 0: rollouts are conditioned only on text."""
     exp_reward: bool = False
@@ -85,7 +85,7 @@ class FlowRLConfig(Table):
 
     @model_validator(mode="after")
     def _check_frame_and_window_ranges(self) -> Self:
-        check_order(self, "min_conditional_frames", "max_conditional_frames")
+        check_bounds_order(self, "min_conditional_frames", "max_conditional_frames")
         if self.window_size and self.window_range and self.window_range[1] - self.window_range[0] < self.window_size:
             raise ValueError(
                 f"window_range = {list(self.window_range)} has no room for window_size = {self.window_size}"
@@ -93,7 +93,7 @@ class FlowRLConfig(Table):
         return self
 
 
-def stochastic_window(config: FlowRLConfig, num_steps: int) -> StepWindow | None:
+def stochastic_step_window(config: FlowRLConfig, num_steps: int) -> StepWindow | None:
     """Return the window of stochastic steps in a rollout of `num_steps` denoising steps; None: all are stochastic."""
     if config.window_size is None:
         return None

@@ -19,7 +19,7 @@ from cosmos_core.config.schema.value_types import (
 from cosmos_core.registry import is_user_code
 
 AdvantageRule = Literal["grpo", "rloo", "batch-std", "reinforce++", "reinforce++-baseline", "maxrl", "gdpo"]
-_TRAINERS = SupportedValues(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True)
+_ALGORITHMS = SupportedValues(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True)
 RolloutCorrection = Literal["", "none", "truncate", "mask", "sequence-truncate", "sequence-mask"]
 
 
@@ -28,7 +28,7 @@ class GrpoConfig(RlConfig):
 
     algorithm: ClassVar[str] = "grpo"
 
-    trainer_type: Annotated[NameOrImportPath, _TRAINERS, ReferenceKind.CODE] = "grpo"
+    trainer_type: Annotated[NameOrImportPath, _ALGORITHMS, ReferenceKind.CODE] = "grpo"
     """Algorithm: `grpo`, or a user class `path/file.py:Class`."""
 
     epsilon_low: float = 0.2
@@ -197,11 +197,11 @@ class GrpoConfig(RlConfig):
             raise ValueError(
                 "algo = 'gdpo' compares the same rewards in all groups; leave reward_function of datasets out"
             )
-        low, high = self.rollout_correction_low, self.rollout_correction_high
-        if low > high:
+        min_weight, max_weight = self.rollout_correction_low, self.rollout_correction_high
+        if min_weight > max_weight:
             raise ValueError(
-                f"rollout_correction_low = {low:g} is above rollout_correction_high = {high:g}: no weight is between; "
-                f"swap them"
+                f"rollout_correction_low = {min_weight:g} is above rollout_correction_high = {max_weight:g}: no weight "
+                f"is between; swap them"
             )
         enabled_masks = [n for n in ("geometric_mask", "mean_k3_mask", "max_k3_mask") if getattr(self, n) is not None]
         if enabled_masks and self.use_rollout_logprobs_for_loss:
@@ -253,7 +253,7 @@ class GrpoConfig(RlConfig):
         if self.use_decoupled_loss:
             reason = "aipo_rho weights tokens by policy / rollout policy already"
             add_notice(info, f"train.train_policy.use_decoupled_loss: false, because {reason}")
-            return self.derive(use_decoupled_loss=False)
+            return self.copy_with(use_decoupled_loss=False)
         return self
 
     @model_validator(mode="after")
@@ -272,15 +272,15 @@ class GrpoConfig(RlConfig):
     def _enable_rollout_logprobs(self) -> Self:
         """Switch on the rollout log-probabilities that the losses with importance weights need."""
         if self.use_decoupled_loss:
-            return self.derive(rollout_as_token_ids=True, collect_rollout_logprobs=True)
-        return self.derive(collect_rollout_logprobs=True) if self.use_rollout_logprobs_for_loss else self
+            return self.copy_with(rollout_as_token_ids=True, collect_rollout_logprobs=True)
+        return self.copy_with(collect_rollout_logprobs=True) if self.use_rollout_logprobs_for_loss else self
 
     @property
     def supervised_rows(self) -> DataTermConfig | None:
         return self.data_term if self.data_term.name else None
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
-        yield from super().refusals(stage)
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
+        yield from super().unsupported_setting_errors(stage)
         data_term_config, key = self.data_term, "train.train_policy.data_term"
         if data_term_config.weight and not data_term_config.name:
             yield f"{key}.weight = {data_term_config.weight} names no rows: set {key}.name, or leave it out"
@@ -299,5 +299,5 @@ class GrpoConfig(RlConfig):
         return self.algo != "reinforce++" and not self.bypass_reward
 
     @property
-    def named_weights(self) -> tuple[str, ...]:
+    def auxiliary_model_names(self) -> tuple[str, ...]:
         return ("reference",) if self.kl_beta else ()

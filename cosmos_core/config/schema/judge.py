@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cosmos_core.config.schema.marks import ResultNeutral, UnitMark
+from cosmos_core.config.schema.marks import FieldUnit, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveFloat, PositiveInt, TokenCount
 
@@ -28,7 +28,7 @@ class JudgeConfig(Table):
     """Sampling temperature of the judge."""
     max_tokens: TokenCount = 512
     """Maximum number of tokens of the judge's reply."""
-    timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds")] = 300.0
+    timeout_seconds: Annotated[PositiveFloat, FieldUnit("seconds")] = 300.0
     """Time limit of the judge for all completions of one prompt, with the time that requests wait at the server;
     completions without a score are then invalid. It takes the place of `reward_timeout_seconds`."""
     key_env: Annotated[str, ResultNeutral] = "OPENAI_API_KEY"
@@ -36,6 +36,6 @@ class JudgeConfig(Table):
     cache: Annotated[bool, ResultNeutral] = True
     """Keep replies in the cache folder of the user, so that the same completion is not judged twice."""
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if stage.kind.scores and stage.recipe.uses_judge and not (self.endpoint and self.model):
             yield "the reward judge needs judge.endpoint, the URL of a server, and judge.model, the name of its model"

@@ -45,10 +45,10 @@ class KtoConfig(SftConfig):
         return True
 
     @property
-    def named_weights(self) -> tuple[str, ...]:
+    def auxiliary_model_names(self) -> tuple[str, ...]:
         return ("reference",)
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if self.kto.loss_type == "kto" and stage.recipe.train.train_batch_per_replica < 2:
             yield (
                 "train.train_batch_per_replica = 1: the KL estimate of 'kto' needs the response to another prompt of "

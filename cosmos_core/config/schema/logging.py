@@ -46,8 +46,8 @@ class LoggingConfig(Table):
     @classmethod
     def _check_sinks(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         known_sinks = (CONSOLE_SINK, *list_defined_names(SINKS_FOLDER, "Sink"))
-        lower_names = tuple(name if is_import_path(name) else name.lower() for name in names)
-        for name in lower_names:
+        lowercase_names = tuple(name if is_import_path(name) else name.lower() for name in names)
+        for name in lowercase_names:
             if name not in known_sinks and not is_import_path(name):
                 raise ValueError(f"logger {name!r} is not known; known: {', '.join(known_sinks)}")
-        return lower_names
+        return lowercase_names

@@ -41,7 +41,7 @@ class LoraConfig(Table):
     """Initial values of the matrices A and B. True: B starts at zero; false: neither starts at zero; or `gaussian`,
     `olora`, `pissa`, `pissa_niter_N`; not yet `eva`, which needs data."""
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if self.init_lora_weights == "eva":
             yield "policy.lora.init_lora_weights = 'eva' needs data before the first step; use 'pissa' or true"
 
@@ -55,8 +55,8 @@ class LoraConfig(Table):
     @field_validator("init_lora_weights")
     @classmethod
     def _check_initialisation(cls, init_method: bool | str) -> bool | str:
-        is_known = not isinstance(init_method, str) or init_method in _LORA_INIT_METHODS
-        if not is_known and not re.fullmatch(r"pissa_niter_\d+", str(init_method)):
+        is_known_method = not isinstance(init_method, str) or init_method in _LORA_INIT_METHODS
+        if not is_known_method and not re.fullmatch(r"pissa_niter_\d+", str(init_method)):
             raise ValueError(
                 f"init_lora_weights = {init_method!r} must be true, false, {', '.join(sorted(_LORA_INIT_METHODS))} or "
                 f"pissa_niter_N"

@@ -1,4 +1,4 @@
-"""Marks in the `Annotated` metadata of a field: properties of a key in addition to its type."""
+"""Classes for the `Annotated` metadata of a field: properties of a key in addition to its type."""
 
 import types
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ class KeyStatus:
 
 @dataclass(frozen=True)
 class IntroducedIn:
-    """Generation of recipes that introduced a key: the `first` version of Cosmos-RL that is supported, a `later`
-    version of it, or `ours`, a version of this project."""
+    """Version that introduced a key: the `first` version of Cosmos-RL that is supported, a `later` version of it, or
+    `ours`, a version of this project."""
 
-    generation: Literal["first", "later", "ours"]
+    version: Literal["first", "later", "ours"]
 
 
 @dataclass(frozen=True)
 class EnabledBy:
-    """Mark of a field that has an effect only while another field of the same table, `enabling_field`, is set."""
+    """Metadata of a field that has an effect only while another field of the same table, `enabling_field`, is set."""
 
     enabling_field: str
 
@@ -52,8 +52,8 @@ class SupportedValues:
 
 
 class ReferenceKind(Enum):
-    """Mark of a text field that names something outside the recipe, by kind. Paths in such fields are made absolute, so
-    that a run can be resumed from any folder; the content that the field names enters the fingerprint."""
+    """What a text field of a recipe refers to: a path, code or a publication target. Paths in such fields are made
+    absolute, so that a run can be resumed from any folder; the content that they name enters the fingerprint."""
 
     PATH = "path"
     """A file or folder, or a model or data set that is not a local path: `stage:NAME`, a name on the Hub."""
@@ -63,16 +63,16 @@ class ReferenceKind(Enum):
     """Publication target: a folder that may not exist yet, a URL, or user code."""
 
 
-def known_classes(folder: str, suffix: str) -> SupportedValues:
-    """Return the mark of a field that accepts user code and the names of the classes whose names end with `suffix` in a
-    folder of this package (see `registry.list_defined_names`)."""
+def class_choices(folder: str, suffix: str) -> SupportedValues:
+    """Return the values that a field for a class supports: an import path of user code, or the name of a built-in class
+    in a folder of this package (see `registry.list_defined_names`), without its `suffix`."""
     names = tuple(list_defined_names(folder, suffix))
     advice = "take one of them, or a class of your own, path/file.py:Class"
     return SupportedValues(names, f"this version has {', '.join(map(repr, names))}; {advice}", takes_import_paths=True)
 
 
 @dataclass(frozen=True)
-class UnitMark:
+class FieldUnit:
     """Unit of a numeric field, such as `tokens`."""
 
     name: str
@@ -80,33 +80,33 @@ class UnitMark:
 
 @dataclass(frozen=True)
 class AffectsResult:
-    """Mark that says whether a field enters the fingerprint of the stages that read it."""
+    """Whether the value of a field enters the fingerprint of the stages that read it."""
 
     value: bool
-    omits_empty: bool = False
+    omits_empty_value: bool = False
     """Whether a fingerprint omits an empty value, as it does in versions without the field."""
 
 
 ResultNeutral = AffectsResult(False)
-"""Mark of a field that changes how a run is shown or stored, never what it computes."""
-OmittedIfEmpty = AffectsResult(True, omits_empty=True)
-"""Mark of a field that is left out of fingerprints while it is empty."""
+"""Metadata of a field that changes how a run is shown or stored, never what it computes."""
+OmittedIfEmpty = AffectsResult(True, omits_empty_value=True)
+"""Metadata of a field that is left out of fingerprints while it is empty."""
 
 
-def find_mark(field: FieldInfo, mark_type: type) -> Any:
-    """Return the object of type `mark_type` in the `Annotated` metadata of a field; None if there is none."""
-    cached_entry = _MARKS_BY_FIELD.get(id(field))
+def metadata_of(field: FieldInfo, metadata_type: type) -> Any:
+    """Return the object of type `metadata_type` in the `Annotated` metadata of a field; None if there is none."""
+    cached_entry = _METADATA_BY_FIELD.get(id(field))
     if cached_entry is None:
-        cached_entry = _MARKS_BY_FIELD[id(field)] = field, [*field.metadata, *_marks_in_union(field.annotation)]
-    return next((item for item in cached_entry[1] if isinstance(item, mark_type)), None)
+        cached_entry = _METADATA_BY_FIELD[id(field)] = field, [*field.metadata, *_metadata_in_union(field.annotation)]
+    return next((item for item in cached_entry[1] if isinstance(item, metadata_type)), None)
 
 
-_MARKS_BY_FIELD: dict[int, tuple[FieldInfo, list[Any]]] = {}
-"""Cache of the marks of fields by the `id` of the field, because fields are not hashable; it holds each field, so that
-no other object gets the same `id`."""
+_METADATA_BY_FIELD: dict[int, tuple[FieldInfo, list[Any]]] = {}
+"""Cache of the metadata of fields by the `id` of the field, because fields are not hashable; it holds each field, so
+that no other object gets the same `id`."""
 
 
-def _marks_in_union(annotation: Any) -> list[Any]:
-    """Return the marks inside a union, such as those of `Annotated[int, ...] | None`."""
+def _metadata_in_union(annotation: Any) -> list[Any]:
+    """Return the metadata inside a union, such as those of `Annotated[int, ...] | None`."""
     union_members = get_args(annotation) if get_origin(annotation) in {Union, types.UnionType} else ()
-    return [mark for each in union_members if get_origin(each) is Annotated for mark in get_args(each)[1:]]
+    return [item for each in union_members if get_origin(each) is Annotated for item in get_args(each)[1:]]

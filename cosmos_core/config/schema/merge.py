@@ -24,7 +24,7 @@ class MergeConfig(Table):
     density: Annotated[Fraction, Field(gt=0)] = 0.5
     """Fraction of the differences to keep in each tensor; not for `linear`."""
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if stage.kind.table != "merge":
             return
         if stage.recipe.policy.is_diffusers:

@@ -27,13 +27,13 @@ class Modality:
     """Patterns of the files of a data folder that are read."""
     media_files: tuple[str, ...]
     """Patterns of the files of a media folder that are read."""
-    decodes_media: bool
+    is_media_decoded_by_checks: bool
     """Whether a check of the first rows decodes media, which takes long."""
     accepts_prompt_set_names: bool
     """Whether the name of a data set may be that of a built-in list of prompts, see `config.prompt_sets`."""
     has_text_engines: bool
     """Whether rollout engines generate text and may run in processes of their own."""
-    supports_estimates: bool
+    supports_cost_estimates: bool
     """Whether `cosmos plan --estimate` supports the modality."""
     evaluation_libraries: tuple[str, ...]
     """Packages that evaluations of the modality need in addition to common packages."""
@@ -41,13 +41,13 @@ class Modality:
 
 CAUSAL_LM = Modality(
     "causal_lm", TOKENIZER_FILES, DATA_FILE_PATTERNS, _IMAGE_FILES,
-    decodes_media=False, accepts_prompt_set_names=False, has_text_engines=True, supports_estimates=True,
-    evaluation_libraries=(),
+    is_media_decoded_by_checks=False, accepts_prompt_set_names=False, has_text_engines=True,
+    supports_cost_estimates=True, evaluation_libraries=(),
 )  # fmt: skip
 _DENOISER_FOLDERS = ("transformer", "transformer_2", "unet", "scheduler", "lora")
 # All files of a data folder are inputs of a diffusion model, because media, prompts and embeddings have many types.
 DIFFUSION = Modality(
     "diffusion", tuple(f"!{folder}/*" for folder in _DENOISER_FOLDERS), ALL_FILES, ALL_FILES,
-    decodes_media=True, accepts_prompt_set_names=True, has_text_engines=False, supports_estimates=False,
-    evaluation_libraries=("diffusers",),
+    is_media_decoded_by_checks=True, accepts_prompt_set_names=True, has_text_engines=False,
+    supports_cost_estimates=False, evaluation_libraries=("diffusers",),
 )  # fmt: skip

@@ -5,11 +5,11 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cosmos_core.config.schema.marks import EnabledBy, ReferenceKind, ResultNeutral, UnitMark
+from cosmos_core.config.schema.marks import EnabledBy, FieldUnit, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table, add_notice
 from cosmos_core.config.schema.value_types import NameOrImportPath, PositiveFloat, PositiveInt, StringOrList
 
-_TABLE_KEY = "rollout.multi_turn_config"
+_TABLE_NAME = "rollout.multi_turn_config"
 
 
 class MultiTurnRolloutConfig(Table):
@@ -28,7 +28,7 @@ class MultiTurnRolloutConfig(Table):
     """Tools that the policy may call: functions decorated with `@tool` of `cosmos_core.tools.base`, as
     `path/file.py:function` or `module:function`. A column `tools` of a row replaces the descriptions of the tools in
     its prompt."""
-    tool_timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds"), EnabledBy("enable_tools")] = 10.0
+    tool_timeout_seconds: Annotated[PositiveFloat, FieldUnit("seconds"), EnabledBy("enable_tools")] = 10.0
     """Time limit of a tool call, after which it is killed; its result is then an error message for the policy."""
     tool_env: Annotated[StringOrList, ResultNeutral, EnabledBy("enable_tools")] = ()
     """Names of environment variables that tools receive, such as the key of a service, in addition to those that any
@@ -38,7 +38,7 @@ class MultiTurnRolloutConfig(Table):
     custom_chat_template_path: Annotated[str | None, ResultNeutral, ReferenceKind.PATH] = None
     """Jinja file of the chat template that renders prompts and tool results; None: the tokenizer's template. Exports
     keep the tokenizer's template."""
-    max_assistant_turns: Annotated[PositiveInt, UnitMark("turns")] = 5
+    max_assistant_turns: Annotated[PositiveInt, FieldUnit("turns")] = 5
     """Maximum number of assistant turns of a conversation."""
     add_generation_prompt: bool = True
     """Add the beginning of the assistant's turn after a prompt and after tool results; false: the policy generates
@@ -54,19 +54,19 @@ class MultiTurnRolloutConfig(Table):
 
     @field_validator("continue_final_message")
     @classmethod
-    def _disable_message_continuation(cls, continues_message: bool, info: ValidationInfo) -> bool:
-        if not (continues_message and info.data.get("enable_tools") and info.data.get("add_generation_prompt")):
-            return continues_message
+    def _disable_message_continuation(cls, should_continue_message: bool, info: ValidationInfo) -> bool:
+        if not (should_continue_message and info.data.get("enable_tools") and info.data.get("add_generation_prompt")):
+            return should_continue_message
         reason = "enable_tools and add_generation_prompt are set"
-        add_notice(info, f"{_TABLE_KEY}.continue_final_message: false, because {reason}")
+        add_notice(info, f"{_TABLE_NAME}.continue_final_message: false, because {reason}")
         return False
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if self.continue_final_message and self.add_generation_prompt:
-            yield f"{_TABLE_KEY}.continue_final_message excludes add_generation_prompt; set that to false"
+            yield f"{_TABLE_NAME}.continue_final_message excludes add_generation_prompt; set that to false"
 
     def notices(self, stage: StageContext) -> Iterator[str]:
         if not self.enable_tools:
-            yield f"{_TABLE_KEY}.enable: without enable_tools every conversation ends with its first assistant turn"
+            yield f"{_TABLE_NAME}.enable: without enable_tools every conversation ends with its first assistant turn"
         elif not self.tools:
-            yield f"{_TABLE_KEY}.enable_tools: every call fails, because no function is named in {_TABLE_KEY}.tools"
+            yield f"{_TABLE_NAME}.enable_tools: every call fails, because no function is named in {_TABLE_NAME}.tools"

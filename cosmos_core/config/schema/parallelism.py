@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import field_validator
 
-from cosmos_core.config.schema.marks import UnitMark
+from cosmos_core.config.schema.marks import FieldUnit
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import PositiveInt, RankCount
 
@@ -13,7 +13,7 @@ from cosmos_core.config.schema.value_types import PositiveInt, RankCount
 class ParallelismConfig(Table):
     """A device mesh: pp x dp_replicate x dp_shard x cp x tp ranks; ep reuses dp_shard x cp."""
 
-    n_init_replicas: Annotated[PositiveInt, UnitMark("replicas")] = 1
+    n_init_replicas: Annotated[PositiveInt, FieldUnit("replicas")] = 1
     """Number of copies of the whole mesh, each with its own ranks."""
     tp_size: RankCount = 1
     """Number of tensor-parallel ranks (Cosmos-RL: 2 by default)."""
@@ -21,19 +21,19 @@ class ParallelismConfig(Table):
     """Number of context-parallel ranks, which share one sequence."""
     ep_size: RankCount = 1
     """Number of expert-parallel ranks."""
-    dp_shard_size: Annotated[int, UnitMark("ranks")] = 1
+    dp_shard_size: Annotated[int, FieldUnit("ranks")] = 1
     """Number of ranks that shard the parameters (FSDP); -1: the ranks that the other sizes leave."""
     pp_size: RankCount = 1
     """Number of pipeline-parallel ranks."""
     pp_dynamic_shape: bool = False
     """Allow pipeline micro-batches of different lengths."""
-    pp_micro_batch_size: Annotated[PositiveInt, UnitMark("rows")] = 1
+    pp_micro_batch_size: Annotated[PositiveInt, FieldUnit("rows")] = 1
     """Number of rows of one pipeline micro-batch."""
     dp_replicate_size: RankCount = 1
     """Number of replicas of the sharded group (HSDP)."""
     pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "Interleaved1F1B"
     """Pipeline schedule: the order of forward and backward passes."""
-    pp_layers_per_stage: Annotated[PositiveInt, UnitMark("layers")] = 2
+    pp_layers_per_stage: Annotated[PositiveInt, FieldUnit("layers")] = 2
     """Number of layers of one virtual stage under `Interleaved1F1B`."""
 
     @field_validator("dp_shard_size")
@@ -60,7 +60,7 @@ class RolloutParallelismConfig(ParallelismConfig):
     """`[rollout.parallelism]`: number and size of the rollout engines, on the ranks of `policy.parallelism` or in
     separate processes."""
 
-    n_init_replicas: Annotated[PositiveInt, UnitMark("replicas")] = 1
+    n_init_replicas: Annotated[PositiveInt, FieldUnit("replicas")] = 1
     """Number of engines in separate processes (see `mode`); engines in the trainer's processes are as many as the ranks
     allow."""
     tp_size: RankCount = 1
@@ -73,7 +73,7 @@ class PolicyParallelismConfig(ParallelismConfig):
     """`[policy.parallelism]`: the device mesh of the trainer; the rows of a train step are distributed over
     dp_replicate x dp_shard ranks."""
 
-    n_init_replicas: Annotated[PositiveInt, UnitMark("replicas")] = 1
+    n_init_replicas: Annotated[PositiveInt, FieldUnit("replicas")] = 1
     """Number of copies of the mesh, each with `train_batch_per_replica` rows per step; equivalent to a
     `dp_replicate_size` and a number of rows that are larger by this factor."""
     tp_size: RankCount = 1
@@ -82,7 +82,7 @@ class PolicyParallelismConfig(ParallelismConfig):
     cp_size: RankCount = 1
     """Number of context-parallel ranks, which share one sequence of packed rows (Ulysses), or with SANA-Video the
     tokens of a clip."""
-    dp_shard_size: Annotated[int, UnitMark("ranks")] = 1
+    dp_shard_size: Annotated[int, FieldUnit("ranks")] = 1
     """Number of ranks that shard the parameters (FSDP); -1: the ranks that the other sizes leave of `pipeline.gpus`, or
     of this machine's GPUs."""
     dp_replicate_size: RankCount = 1
@@ -95,21 +95,21 @@ class PolicyParallelismConfig(ParallelismConfig):
     pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "Interleaved1F1B"
     """Pipeline schedule: the order of forward and backward passes. `1F1B` and `GPipe` form one stage from each rank's
     layers, `Interleaved1F1B` several; `GPipe` keeps the activations of all `mini_batch` rows."""
-    pp_layers_per_stage: Annotated[PositiveInt, UnitMark("layers")] = 2
+    pp_layers_per_stage: Annotated[PositiveInt, FieldUnit("layers")] = 2
     """Maximum number of layers of a stage under `Interleaved1F1B`: fewer layers mean less idle time and more
     messages."""
-    pp_micro_batch_size: Annotated[PositiveInt, UnitMark("rows")] = 1
+    pp_micro_batch_size: Annotated[PositiveInt, FieldUnit("rows")] = 1
     """Number of rows of one pipeline micro-batch; `mini_batch` rows pass through the pipeline between two
     synchronisations."""
 
-    def excluded_axis_errors(self, setting: str, *, allows_tp: bool = False) -> Iterator[str]:
-        """Yield an error for each parallel axis above 1 that the setting `setting` does not support, because it needs
-        whole layers on each rank; `allows_tp`: it supports layers that tensor parallelism splits."""
+    def unsupported_axis_errors(self, setting: str, *, allows_tp: bool = False) -> Iterator[str]:
+        """Yield an error for each parallel axis above 1 that `setting` does not support, because it needs whole layers
+        on each rank. With `allows_tp` it supports layers that tensor parallelism splits."""
         for axis in ("cp_size", "pp_size", "ep_size") if allows_tp else ("tp_size", "cp_size", "pp_size", "ep_size"):
             if getattr(self, axis) > 1:
                 yield f"{setting} excludes policy.parallelism.{axis} = {getattr(self, axis)} here; set it to 1"
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if not stage.kind.has_mesh:
             return
         num_shards = abs(self.dp_shard_size)

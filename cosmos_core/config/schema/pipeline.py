@@ -7,15 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from cosmos_core.config.conditions import parse_condition
-from cosmos_core.config.schema.marks import ReferenceKind, ResultNeutral, UnitMark
+from cosmos_core.config.schema.marks import FieldUnit, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.sweep import SweepConfig
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, StringOrList
-from cosmos_core.config.target import TARGETS_FOLDER, split_target
+from cosmos_core.config.target import PUBLICATION_TARGETS_FOLDER, split_publication_target
 from cosmos_core.registry import is_import_path, list_defined_names
 
 _DURATION_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
-_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 STAGE_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 MAX_STAGE_NAME_LENGTH = 64
 BUDGET_KEYS = frozenset({"price_per_gpu_hour", "budget"})
@@ -33,7 +33,7 @@ def duration_in_seconds(duration: str) -> float:
     match = _DURATION_PATTERN.fullmatch(duration.strip())
     if not match:
         raise ValueError(f"timeout = {duration!r} must be a number and a unit: 90s, 15m, 12h or 2d")
-    return float(match[1]) * _UNIT_SECONDS[match[2]]
+    return float(match[1]) * _SECONDS_BY_UNIT[match[2]]
 
 
 class StageConfig(Table):
@@ -104,9 +104,9 @@ class StageConfig(Table):
     sweep: SweepConfig | None = None
     """Run the stage once for each point of a grid, in parallel; stages after it use the best branch. None: once."""
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
-        name, _ = split_target(self.target)
-        target_names = list_defined_names(TARGETS_FOLDER, "Target")
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
+        name, _ = split_publication_target(self.target)
+        target_names = list_defined_names(PUBLICATION_TARGETS_FOLDER, "Target")
         if not is_import_path(name) and name not in target_names:
             yield (
                 f"target = {self.target!r}: this version does not publish there; give a folder, a URL of "
@@ -168,14 +168,14 @@ class PipelineConfig(Table):
     threads: PositiveInt | None = None
     """Number of CPU threads of a stage's worker; None: all cores. The fingerprint includes it, because the order of
     sums changes the last bit."""
-    gpus: Annotated[PositiveInt | None, UnitMark("GPUs"), ResultNeutral] = None
+    gpus: Annotated[PositiveInt | None, FieldUnit("GPUs"), ResultNeutral] = None
     """Maximum number of GPUs of one stage; None: not checked."""
-    gpus_per_node: Annotated[PositiveInt, UnitMark("GPUs"), ResultNeutral] = 8
+    gpus_per_node: Annotated[PositiveInt, FieldUnit("GPUs"), ResultNeutral] = 8
     """Number of GPUs of one machine, for `plan --estimate`."""
-    gpu_memory: Annotated[PositiveFloat | None, UnitMark("GiB"), ResultNeutral] = None
+    gpu_memory: Annotated[PositiveFloat | None, FieldUnit("GiB"), ResultNeutral] = None
     """Memory of one GPU, with which `plan --estimate` decides whether a stage fits. None: the memory of the GPU of
     `--on`, otherwise of this machine's GPU, or the host memory if it has no GPU."""
-    gpu_tflops: Annotated[PositiveFloat | None, UnitMark("TFLOP/s"), ResultNeutral] = None
+    gpu_tflops: Annotated[PositiveFloat | None, FieldUnit("TFLOP/s"), ResultNeutral] = None
     """Sustained throughput of one GPU in training, for `plan --estimate` of a stage that was never run. None: 40 % of
     the data sheet value of the GPU that `--on` names, otherwise half of the throughput of a matrix product on this
     machine."""

@@ -67,7 +67,7 @@ class PolicyConfig(Table):
         """Return the modality of the model, text or diffusion; algorithms declare which modalities they train."""
         return DIFFUSION if self.is_diffusers else CAUSAL_LM
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         algorithm = stage.recipe.train.train_policy
         if stage.kind.trains_model and self.modality.name not in algorithm.modalities:
             yield (
@@ -77,7 +77,7 @@ class PolicyConfig(Table):
             )
         yield from self._diffusion_errors(stage) if self.is_diffusers else ()
         if self.enable_liger_kernel and stage.kind.has_mesh:
-            yield from self.parallelism.excluded_axis_errors("policy.enable_liger_kernel = true")
+            yield from self.parallelism.unsupported_axis_errors("policy.enable_liger_kernel = true")
         for axis in ("tp_size", "cp_size", "pp_size") if self.aux_loss_coeff and stage.kind.trains_model else ():
             if (size := getattr(self.parallelism, axis)) > 1:
                 yield (

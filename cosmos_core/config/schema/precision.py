@@ -26,7 +26,7 @@ class FP8Config(Table):
     quant_recipe: _ScaleGranularity = "rowwise"
     """Granularity of the fp8 scales: one per row, or one per tensor."""
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if stage.recipe.policy.lora is not None:
             yield "train.fp8.enable_fp8 = true excludes policy.lora, whose base is not trained; leave [train.fp8] out"
         dtype = stage.recipe.train.param_dtype
@@ -34,4 +34,4 @@ class FP8Config(Table):
             yield f"train.fp8.enable_fp8 = true needs train.param_dtype = 'bfloat16', not {dtype!r}"
         if stage.kind.has_mesh:
             mesh = stage.recipe.policy.parallelism
-            yield from mesh.excluded_axis_errors("train.fp8.enable_fp8 = true", allows_tp=True)
+            yield from mesh.unsupported_axis_errors("train.fp8.enable_fp8 = true", allows_tp=True)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cosmos_core.config.schema.marks import EnabledBy, ResultNeutral, UnitMark
+from cosmos_core.config.schema.marks import EnabledBy, FieldUnit, ResultNeutral
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.value_types import NonNegativeInt, PositiveInt
 
@@ -14,12 +14,12 @@ class SubProfilerConfig(Table):
 
     do_profile: Annotated[bool, ResultNeutral] = False
     """Record from the beginning of an attempt; False: only after `cosmos profile RUN`."""
-    active_steps: Annotated[PositiveInt, UnitMark("train steps"), ResultNeutral] = 1
+    active_steps: Annotated[PositiveInt, FieldUnit("train steps"), ResultNeutral] = 1
     """Number of train steps that are recorded."""
-    warmup_steps: Annotated[NonNegativeInt, UnitMark("train steps"), ResultNeutral] = 1
+    warmup_steps: Annotated[NonNegativeInt, FieldUnit("train steps"), ResultNeutral] = 1
     """Number of train steps that are traced before the recorded steps and discarded, because the first events take
     longer."""
-    wait_steps: Annotated[NonNegativeInt, UnitMark("train steps"), ResultNeutral] = 1
+    wait_steps: Annotated[NonNegativeInt, FieldUnit("train steps"), ResultNeutral] = 1
     """Number of steps before the warm-up that are not traced."""
     rank_filter: Annotated[tuple[NonNegativeInt, ...], Field(strict=False), ResultNeutral] = ()
     """Ranks that record a trace; empty: rank 0."""

@@ -120,11 +120,11 @@ class Recipe(Table):
         has_teacher = self.distillation.enable and isinstance(self.train.train_policy, RlConfig)
         return self.distillation if has_teacher else None
 
-    def stage_teacher(self, kind: "StageKind") -> DistillationConfig | None:
+    def teacher_for_stage(self, kind: "StageKind") -> DistillationConfig | None:
         """Return the settings of the teacher if a stage of this kind queries it; None: no teacher."""
         return self.teacher if kind.feed == "rollouts" else None
 
-    def describe_image_obstacle(self, kind: "StageKind") -> str:
+    def explain_missing_image_support(self, kind: "StageKind") -> str:
         """Return the reason why a stage of this kind cannot read rows with images; empty if it can."""
         for key in ("tp_size", "cp_size", "pp_size", "ep_size"):
             if (size := getattr(self.policy.parallelism, key)) > 1:
@@ -137,7 +137,7 @@ class Recipe(Table):
                 "train.train_policy.enable_dp_load_balancing = true: rows with images go apart from rows without, "
                 "whatever their length; set it to false"
             )
-        if self.stage_teacher(kind):
+        if self.teacher_for_stage(kind):
             return (
                 "distillation.enable = true: this version shows images to the policy alone, not to a teacher; set it "
                 "to false, or take rows without images"
@@ -146,8 +146,7 @@ class Recipe(Table):
 
     @property
     def reward_keyword_constants(self) -> dict[str, Any]:
-        """Return the values of the recipe that every reward function may take as keyword arguments; see
-        `rewards.base.REWARD_PARAMETERS`."""
+        """Return the recipe's values that reward functions may take as keyword arguments (`REWARD_PARAMETERS`)."""
         policy, max_tokens = self.train.train_policy, self.rollout.max_response_length
         values = {"custom": self.custom, "max_tokens": max_tokens, "judge_config": self.judge.model_dump()}
         return values | policy.reward_keyword_values
@@ -156,7 +155,7 @@ class Recipe(Table):
     def uses_judge(self) -> bool:
         """Return whether training or validation uses the reward `judge`."""
         policy = self.train.train_policy
-        return "judge" in {*policy.rewards, *(self.validation.reward_function or policy.held_out_rewards)}
+        return "judge" in {*policy.rewards, *(self.validation.reward_function or policy.validation_rewards)}
 
     @property
     def reward_env(self) -> tuple[str, ...]:
@@ -183,15 +182,15 @@ class Recipe(Table):
         if policy_table.get("type") != "sft" or not isinstance(name, str) or not (name == "sft" or ":" in name):
             return values
         algorithm: Any = {**policy_table, "trainer_type": "diffusion_sft"}
-        if name != "sft":  # a user's class: `algorithm_of` would select `SftConfig` by the type
+        if name != "sft":  # a user's class, for which `algorithm_of` would select `SftConfig`
             with suppress(ValidationError):  # the validation of `train` reports the error with the full key
                 algorithm = DiffusionSftConfig.model_validate(policy_table)
         return {**values, "train": {**train, "train_policy": algorithm}}
 
     @model_validator(mode="after")
     def _convert_replicas_to_data_parallel(self, info: ValidationInfo) -> Self:
-        """Replace `n_init_replicas` copies of the trainer by data-parallel replicas of one mesh; a train step then has
-        as many times the rows."""
+        """Replace `n_init_replicas` copies of the trainer by data-parallel replicas of one mesh, and multiply the
+        number of rows of a train step by `n_init_replicas`."""
         mesh, train = self.policy.parallelism, self.train
         num_replicas, policy = mesh.n_init_replicas, train.train_policy
         if num_replicas == 1:
@@ -201,17 +200,17 @@ class Recipe(Table):
         change = f"dp_replicate_size = {num_dp_replicas}, and a train step has {rows_per_step} rows"
         add_notice(info, f"policy.parallelism.n_init_replicas = {num_replicas}: {change}")
         if isinstance(policy, RlConfig) and policy.batch_size_per_optimize:
-            policy = policy.derive(batch_size_per_optimize=policy.batch_size_per_optimize * num_replicas)
-        mesh = mesh.derive(n_init_replicas=1, dp_replicate_size=num_dp_replicas)
-        train = train.derive(train_batch_per_replica=rows_per_step, train_policy=policy)
-        return self.derive(policy=self.policy.derive(parallelism=mesh), train=train)
+            policy = policy.copy_with(batch_size_per_optimize=policy.batch_size_per_optimize * num_replicas)
+        mesh = mesh.copy_with(n_init_replicas=1, dp_replicate_size=num_dp_replicas)
+        train = train.copy_with(train_batch_per_replica=rows_per_step, train_policy=policy)
+        return self.copy_with(policy=self.policy.copy_with(parallelism=mesh), train=train)
 
     @model_validator(mode="after")
     def _set_diffusion_engine(self) -> Self:
         """Select the backend `flow_sampler` for a diffusion model, which generates on the ranks that train it."""
         if not self.policy.is_diffusers or self.rollout.backend not in {"vllm", "hf"}:
             return self
-        return self.derive(rollout=self.rollout.derive(backend="flow_sampler"))
+        return self.copy_with(rollout=self.rollout.copy_with(backend="flow_sampler"))
 
     @model_validator(mode="after")
     def _check_pipeline_parallelism(self) -> Self:
@@ -235,8 +234,9 @@ class Recipe(Table):
         if self.train.compile is not None or device != "cuda":
             return bool(self.train.compile)
         mesh, policy = self.policy.parallelism, self.policy
-        exclusions = (mesh.cp_size > 1, False) if policy.is_diffusers else (mesh.tp_size > 1, policy.lora is not None)
-        return not (exclusions[0] or (exclusions[1] and isinstance(self.train.train_policy, RlConfig)))
+        if policy.is_diffusers:
+            return mesh.cp_size == 1
+        return mesh.tp_size == 1 and (policy.lora is None or not isinstance(self.train.train_policy, RlConfig))
 
     @model_validator(mode="after")
     def _check_lora_in_rl(self) -> Self:
@@ -258,7 +258,7 @@ class Recipe(Table):
         teacher, policy = info.data.get("distillation"), train.train_policy
         if teacher is None or not teacher.enable or not isinstance(policy, RlConfig):
             return train
-        return train.derive(train_policy=policy.with_bypassed_rewards().derive(rollout_as_token_ids=True))
+        return train.copy_with(train_policy=policy.with_bypassed_rewards().copy_with(rollout_as_token_ids=True))
 
     @field_validator("validation")
     @classmethod
@@ -270,10 +270,10 @@ class Recipe(Table):
             return validation
         setting, remote_reward = validation.use_remote_reward, validation.remote_reward or policy.remote_reward
         uses_reward_service = policy.use_remote_reward if setting is None else setting
-        return validation.derive(use_remote_reward=uses_reward_service, remote_reward=remote_reward)
+        return validation.copy_with(use_remote_reward=uses_reward_service, remote_reward=remote_reward)
 
     @model_validator(mode="after")
-    def _check_rows_and_service(self) -> Self:
+    def _check_datasets_and_remote_rewards(self) -> Self:
         policy, validation_setting = self.train.train_policy, self.validation.use_remote_reward
         if policy.datasets and self.policy.is_diffusers:
             raise ValueError("train.train_policy.datasets mixes rows of text; name one data set of media in dataset")

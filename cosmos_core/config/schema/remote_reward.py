@@ -5,8 +5,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.marks import ReferenceKind, ResultNeutral, UnitMark
-from cosmos_core.config.schema.table import Table, check_order
+from cosmos_core.config.schema.marks import FieldUnit, ReferenceKind, ResultNeutral
+from cosmos_core.config.schema.table import Table, check_bounds_order
 from cosmos_core.config.schema.value_types import CompletionCount, NonNegativeInt, PositiveFloat, PositiveInt
 
 
@@ -31,7 +31,7 @@ class RewardFunctionConfig(Table):
 
     @model_validator(mode="after")
     def _check_bounds_order(self) -> Self:
-        check_order(self, "clip_min", "clip_max")
+        check_bounds_order(self, "clip_min", "clip_max")
         return self
 
     def clip_score(self, score: float) -> float:
@@ -54,9 +54,9 @@ class RemoteRewardConfig(Table):
     """Upper bound to which the weighted sum of the scores is clipped."""
     batch_size: CompletionCount = 1
     """Number of completions per request to the reward service."""
-    timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds")] = 600.0
+    timeout_seconds: Annotated[PositiveFloat, FieldUnit("seconds")] = 600.0
     """Time limit of a score in seconds, after which it counts as missing."""
-    max_in_flight: Annotated[PositiveInt, UnitMark("requests"), ResultNeutral] = 64
+    max_in_flight: Annotated[PositiveInt, FieldUnit("requests"), ResultNeutral] = 64
     """Maximum number of requests that wait for their scores at a time."""
     missing_score: Literal["retry", "drop_group", "fail"] = "retry"
     """Behaviour for a missing score: request the scores again, up to `retries` times, and then drop the groups; drop
@@ -79,7 +79,7 @@ class RemoteRewardConfig(Table):
 
     @model_validator(mode="after")
     def _check_limits_order(self) -> Self:
-        check_order(self, "reward_clip_min", "reward_clip_max")
+        check_bounds_order(self, "reward_clip_min", "reward_clip_max")
         return self
 
     @property

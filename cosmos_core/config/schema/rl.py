@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.dataset import reasoning_gym_generator
-from cosmos_core.config.schema.marks import EnabledBy, ResultNeutral, UnitMark
+from cosmos_core.config.schema.marks import EnabledBy, FieldUnit, ResultNeutral
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import StageContext, Table, add_notice
 from cosmos_core.config.schema.value_types import (
@@ -72,7 +72,7 @@ class RlConfig(AlgorithmConfig):
     """Reward functions: one name, a list of names, or names with weights; user code is `module:function` or
     `path/file.py:function`. If the key is left out and `dataset` is a generator of `reasoning-gym`: `reasoning_gym`,
     the generator's own scoring."""
-    reward_timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds")] = 10.0
+    reward_timeout_seconds: Annotated[PositiveFloat, FieldUnit("seconds")] = 10.0
     """Time limit of one call of a reward function, after which it is killed; its completion is then invalid."""
     reward_env: Annotated[StringOrList, ResultNeutral] = ()
     """Names of environment variables that reward functions receive, such as the key of a service, in addition to those
@@ -95,17 +95,17 @@ class RlConfig(AlgorithmConfig):
     on_policy: bool = False
     """With mode = 'disaggregated': train only on rollouts of the newest weights, as with `allowed_outdated_steps` = 0;
     engines and trainer then alternate."""
-    allowed_outdated_steps: Annotated[NonNegativeInt, UnitMark("train steps")] = 4
+    allowed_outdated_steps: Annotated[NonNegativeInt, FieldUnit("train steps")] = 4
     """With mode = 'disaggregated': maximum age, in train steps, of the weights that sampled a rollout when it is
     trained on; engines generate this many steps ahead."""
     uncentralized_training: bool = False
     """Send rollouts directly to the trainer rather than through Cosmos-RL's controller."""
-    outdated_rollout_fetch_batch_size: Annotated[int, UnitMark("prompts")] = 0
+    outdated_rollout_fetch_batch_size: Annotated[int, FieldUnit("prompts")] = 0
     """With mode = 'disaggregated': number of prompts that engines receive in addition to those of
     `allowed_outdated_steps`; 0: none. A group that is too old at its train step is generated again and counted
     (`rollout/outdated`). With DAPO the number is that of the groups dropped in recent steps, and this key is its
     maximum (0: 128)."""
-    max_inflight_steps: Annotated[int | None, UnitMark("train steps")] = None
+    max_inflight_steps: Annotated[int | None, FieldUnit("train steps")] = None
     """Maximum number of train steps whose prompts are in flight or waiting; None: unlimited."""
     max_retry_for_on_policy: int = -1
     """With variant = 'dapo': maximum number of additional rounds of sampling in a train step; 0 or less: until the
@@ -119,7 +119,7 @@ class RlConfig(AlgorithmConfig):
     batch_size_per_optimize: CompletionCount | None = None
     """Maximum number of completions of an optimizer step; the completions of a train step are distributed evenly over
     as few optimizer steps as this allows. None: one optimizer step for all."""
-    mu_iterations: Annotated[PositiveInt, UnitMark("passes")] = 1
+    mu_iterations: Annotated[PositiveInt, FieldUnit("passes")] = 1
     """Number of passes over each batch of rollouts."""
     max_token_len_per_mini_batch: TokenCount | None = None
     """Maximum number of tokens of a micro-batch, padding included, in place of `mini_batch`; None: `mini_batch`
@@ -134,7 +134,7 @@ class RlConfig(AlgorithmConfig):
         return RewardWeightsBySource({"": self.reward_function} | weights)
 
     @property
-    def held_out_rewards(self) -> dict[str, float]:
+    def validation_rewards(self) -> dict[str, float]:
         """Return the reward functions of validation; `bypass_reward` keeps a `reward_function` that the recipe sets."""
         return self.reward_function if self.bypass_reward else self.rewards
 
@@ -152,7 +152,7 @@ class RlConfig(AlgorithmConfig):
 
     @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
-        if self.variant != "dapo" or self.bypass_reward:  # without rewards, no group would differ
+        if self.variant != "dapo" or self.bypass_reward:  # rewards that are all 0 do not differ in any group
             return None
         return self.filter_reward_metric, max(0, self.max_retry_for_on_policy)
 
@@ -166,7 +166,7 @@ class RlConfig(AlgorithmConfig):
         return self.reward_env
 
     @property
-    def reward_limit_seconds(self) -> float:
+    def reward_call_timeout_seconds(self) -> float:
         return self.reward_timeout_seconds
 
     def notices(self, stage: StageContext) -> Iterator[str]:
@@ -212,10 +212,10 @@ class RlConfig(AlgorithmConfig):
         return self.with_bypassed_rewards() if self.bypass_reward else self
 
     def with_bypassed_rewards(self) -> Self:
-        """Return a copy with `bypass_reward`, whose `reward_function` is empty unless the user has set it: the default
-        would count as set by the user in a process that reads the resolved recipe, and validation would use it."""
-        is_default = "reward_function" not in self.model_fields_set
-        return self.derive(bypass_reward=True, reward_function={} if is_default else self.reward_function)
+        """Return a copy with `bypass_reward`. A `reward_function` that the user has not set becomes empty: in a
+        resolved recipe, which sets all keys, the default would count as set, and validation would use it."""
+        is_reward_default = "reward_function" not in self.model_fields_set
+        return self.copy_with(bypass_reward=True, reward_function={} if is_reward_default else self.reward_function)
 
     @field_validator("dataloader_batch_size")
     @classmethod

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.marks import EnabledBy, ReferenceKind, ResultNeutral, UnitMark, known_classes
+from cosmos_core.config.schema.marks import EnabledBy, FieldUnit, ReferenceKind, ResultNeutral, class_choices
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
 from cosmos_core.config.schema.table import StageContext, Table, add_notice
@@ -45,7 +45,7 @@ class SamplingConfig(Table):
 class RolloutAsyncConfig(Table):
     """`[rollout.async_config]`: settings that have an effect with `rollout.mode = "async"`."""
 
-    max_concurrent_requests: Annotated[PositiveInt, UnitMark("prompts")] = 10
+    max_concurrent_requests: Annotated[PositiveInt, FieldUnit("prompts")] = 10
     """Maximum number of prompts that one engine generates for at a time."""
 
 
@@ -54,7 +54,7 @@ class RolloutConfig(Table):
 
     parallelism: RolloutParallelismConfig = RolloutParallelismConfig()
     """Device mesh of one engine."""
-    backend: Annotated[NameOrImportPath, known_classes("cosmos_core.rollout", "Engine"), ReferenceKind.CODE] = "vllm"
+    backend: Annotated[NameOrImportPath, class_choices("cosmos_core.rollout", "Engine"), ReferenceKind.CODE] = "vllm"
     """Engine that generates completions: `vllm`, also for Cosmos-RL's `trtllm` and `vllm_async`; `hf`, a sampling loop
     on the trainer's modules, which also replaces a vLLM that cannot be imported, with a warning; `flow_sampler`, the
     denoiser of the trainer, for every diffusion model and Cosmos-RL's `diffusion_nft_rollout`; or a user class
@@ -71,7 +71,7 @@ class RolloutConfig(Table):
     n_generation_mini_batch: CompletionCount | None = None
     """Maximum number of completions of one prompt that are generated at once, which bounds memory and changes no token;
     None: all. vLLM generates `batch_size` times as many sequences at a time."""
-    batch_size: Annotated[PositiveInt, UnitMark("prompts")] = 1
+    batch_size: Annotated[PositiveInt, FieldUnit("prompts")] = 1
     """Number of prompts per generation call; changes speed, not results."""
     quantization: Literal["none", "fp8", "mxfp4"] = "none"
     """Number format of the weights that vLLM computes with on a GPU: those of the trainer (`none`), or the trainer's
@@ -86,14 +86,14 @@ class RolloutConfig(Table):
     no effect on CPU."""
     gpu_memory_utilization: Annotated[Fraction, Field(gt=0), ResultNeutral] = 0.8
     """Fraction of a GPU's memory that vLLM may use; no effect on CPU."""
-    probe_interval: Annotated[PositiveInt, UnitMark("train steps"), ResultNeutral] = 50
+    probe_interval: Annotated[PositiveInt, FieldUnit("train steps"), ResultNeutral] = 50
     """Number of train steps between two comparisons of the log-probabilities of engine and trainer. They are also
     compared when an engine receives its first weights, and at its first load after each level of sleep; a difference
     beyond rounding ends the stage."""
     stop_on_alarm: Annotated[bool, ResultNeutral] = False
     """End the stage if the completions of a step show that an engine does not compute the same as the trainer
     (`watch/alarm`); its next attempt restarts the engines, from the last checkpoint."""
-    engine_timeout_seconds: Annotated[PositiveFloat, UnitMark("seconds"), ResultNeutral] = 600.0
+    engine_timeout_seconds: Annotated[PositiveFloat, FieldUnit("seconds"), ResultNeutral] = 600.0
     """Time without a forward pass, while there are prompts, after which an engine in a separate process is killed and
     restarted; other engines take over its prompts."""
     multi_turn_config: MultiTurnRolloutConfig = MultiTurnRolloutConfig()
@@ -112,7 +112,7 @@ class RolloutConfig(Table):
     backend), continues through host memory, with a line in the log."""
     prefetch_rollout: bool = False
     """Prefetch the next prompts during generation."""
-    prefetch_queue_maxsize: Annotated[PositiveInt, UnitMark("batches"), EnabledBy("prefetch_rollout")] = 2
+    prefetch_queue_maxsize: Annotated[PositiveInt, FieldUnit("batches"), EnabledBy("prefetch_rollout")] = 2
     """Maximum number of prefetched batches of prompts."""
 
     @property
@@ -121,14 +121,14 @@ class RolloutConfig(Table):
         return self.async_config.max_concurrent_requests if self.mode == "async" else self.batch_size
 
     @property
-    def native_transfer_obstacles(self) -> list[str]:
+    def native_transfer_conflicts(self) -> list[str]:
         """Return the settings, as text, with which `weight_transfer = "native"` has no effect."""
-        obstacle_by_setting = {
+        conflict_by_setting = {
             f"backend = {self.backend!r}": self.backend != "vllm",
             f"quantization = {self.quantization!r}": self.quantization == "mxfp4",
             f"async_r2r_sync = {self.async_r2r_sync!r}": self.async_r2r_sync != "disabled",
         }
-        return [f"rollout.{setting}" for setting, is_obstacle in obstacle_by_setting.items() if is_obstacle]
+        return [f"rollout.{setting}" for setting, is_conflict in conflict_by_setting.items() if is_conflict]
 
     def _engine_notices(self, stage: StageContext) -> Iterator[str]:
         """Yield notices about settings of engines in separate processes if the recipe has no such engines."""
@@ -147,10 +147,10 @@ class RolloutConfig(Table):
         """Yield a notice if weights cannot be sent by vLLM's weight transfer (`weight_transfer = "native"`)."""
         if self.weight_transfer == "host" or stage.kind.feed != "rollouts" or stage.recipe.mode == "colocated":
             return
-        obstacles = self.native_transfer_obstacles + ["policy.lora"] * (stage.recipe.policy.lora is not None)
-        if obstacles:
+        conflicts = self.native_transfer_conflicts + ["policy.lora"] * (stage.recipe.policy.lora is not None)
+        if conflicts:
             yield (
-                f"rollout.weight_transfer = 'native' has no effect with {obstacles[0]}: weights travel through host "
+                f"rollout.weight_transfer = 'native' has no effect with {conflicts[0]}: weights travel through host "
                 f"memory"
             )
         else:
@@ -159,7 +159,7 @@ class RolloutConfig(Table):
                 "through host memory"
             )
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         yield from self._temperature_errors(stage)
         train_config = stage.recipe.train
         if stage.kind.feed == "rollouts":

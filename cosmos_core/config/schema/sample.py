@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from cosmos_core.config.schema.marks import EnabledBy, ResultNeutral
-from cosmos_core.config.schema.table import StageContext, Table, check_order
+from cosmos_core.config.schema.table import StageContext, Table, check_bounds_order
 from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 
@@ -30,7 +30,7 @@ class KeepConfig(Table):
 
     @model_validator(mode="after")
     def _check_pass_rate_order(self) -> Self:
-        check_order(self, "min_pass_rate", "max_pass_rate")
+        check_bounds_order(self, "min_pass_rate", "max_pass_rate")
         return self
 
 
@@ -54,7 +54,7 @@ class SampleStageConfig(Table):
     endpoint_requests: Annotated[PositiveInt, EnabledBy("endpoint"), ResultNeutral] = 32
     """With `endpoint`: maximum number of requests at a time."""
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         policy = stage.recipe.train.train_policy
         if stage.kind.table != "sample":
             return

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import model_validator
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
-from cosmos_core.config.schema.marks import EnabledBy, UnitMark
+from cosmos_core.config.schema.marks import EnabledBy, FieldUnit
 from cosmos_core.config.schema.value_types import PositiveInt, TokenCount
 
 _RequiresLoadBalancing = EnabledBy("enable_dp_load_balancing")
@@ -29,7 +29,7 @@ class SupervisedConfig(AlgorithmConfig):
     enable_dp_load_balancing: bool = False
     """Fill micro-batches up to a number of tokens rather than of rows; `train_batch_per_replica` and
     `dataloader_drop_last` then have no effect."""
-    load_balanced_pool_size: Annotated[PositiveInt, UnitMark("rows"), _RequiresLoadBalancing] = 32
+    load_balanced_pool_size: Annotated[PositiveInt, FieldUnit("rows"), _RequiresLoadBalancing] = 32
     """Number of waiting rows among which the next row of a micro-batch is selected."""
     load_balanced_max_tokens_for_batch: Annotated[TokenCount | None, _RequiresLoadBalancing] = None
     """Maximum number of tokens of a micro-batch, including padding unless `sequence_packing`; a longer row forms its
@@ -37,7 +37,7 @@ class SupervisedConfig(AlgorithmConfig):
     load_balanced_batching_strategy: Annotated[str, _RequiresLoadBalancing] = "prefer_closest"
     """Rule that selects the next row of a micro-batch among rows of equal cost: `prefer_first` takes the row that has
     waited longest, `prefer_closest` the row nearest in length to the longest row of the micro-batch."""
-    load_balanced_batches_per_optimizer_step: Annotated[int, UnitMark("micro-batches"), _RequiresLoadBalancing] = 1
+    load_balanced_batches_per_optimizer_step: Annotated[int, FieldUnit("micro-batches"), _RequiresLoadBalancing] = 1
     """Number of micro-batches of one optimizer step, all ranks together; the last step of an epoch may have fewer."""
 
     @property

@@ -20,7 +20,7 @@ from cosmos_core.config.schema.marks import (
     KeyStatus,
     ReferenceKind,
     StatusName,
-    find_mark,
+    metadata_of,
 )
 
 if TYPE_CHECKING:
@@ -32,9 +32,8 @@ _STATUS_NOTES: dict[str, Any] = tomllib.loads(files("cosmos_core.config").joinpa
 _UNUSED_KEY_DECLARATIONS: dict[str, Any] = tomllib.loads(files(__package__).joinpath("unused.toml").read_text("utf-8"))
 
 
-def _notes_by_key(section_name: str) -> dict[tuple[str, str], str]:
-    """Return the notes in the section `section_name` of `status.toml` by class name of a table and key of the table;
-    the key "*" stands for all keys of the table."""
+def _read_notes(section_name: str) -> dict[tuple[str, str], str]:
+    """Return the notes in a section of `status.toml` by class name and key of a table ("*": all keys of the table)."""
     return {
         (table, name): note
         for note, tables in _STATUS_NOTES.get(section_name, {}).items()
@@ -43,10 +42,10 @@ def _notes_by_key(section_name: str) -> dict[tuple[str, str], str]:
     }
 
 
-_STATUS_MARKS: dict[tuple[str, str], Any] = {
-    key: KeyStatus(name, note) for name in get_args(StatusName)[1:] for key, note in _notes_by_key(name).items()
+_STATUS_BY_KEY: dict[tuple[str, str], Any] = {
+    key: KeyStatus(name, note) for name in get_args(StatusName)[1:] for key, note in _read_notes(name).items()
 }
-_GENERATION_MARKS: dict[tuple[str, str], Any] = {at: IntroducedIn(note) for at, note in _notes_by_key("since").items()}  # type: ignore[arg-type]
+_VERSION_BY_KEY: dict[tuple[str, str], Any] = {key: IntroducedIn(note) for key, note in _read_notes("since").items()}  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -83,15 +82,15 @@ class Table(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Mark each field with its status and generation in `status.toml`."""
+        """Add the status and the version of each field in `status.toml` to the metadata of the field."""
         annotations = inspect.get_annotations(cls)
         for name, field in cls.model_fields.items():
-            for notes in (_STATUS_MARKS, _GENERATION_MARKS) if name in annotations else ():
+            for notes in (_STATUS_BY_KEY, _VERSION_BY_KEY) if name in annotations else ():
                 table_note = None if is_table(field.annotation) else notes.get((cls.__name__, "*"))
                 if note := notes.get((cls.__name__, name), table_note):
                     field.metadata = [*field.metadata, note]
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         """Yield a message with full keys for each combination of values that is not supported in the stage."""
         yield from ()
 
@@ -102,10 +101,10 @@ class Table(BaseModel):
     def is_set(self, name: str) -> bool:
         """Return True if a field was set to another value than its default."""
         value, default = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
-        # A default of None may have been replaced by False of another table, so that False does not count as set.
+        # Validation may have replaced the default None by False from another table, which does not count as set.
         return name in self.model_fields_set and value != default and not (default is None and value is False)
 
-    def derive(self, **values: Any) -> Self:
+    def copy_with(self, **values: Any) -> Self:
         """Return a copy with derived values, which are not validated and do not count as set by the user."""
         copy: Any = type(self).model_construct(_fields_set=set(self.model_fields_set), **dict(self) | values)
         return copy  # type: ignore[no-any-return]
@@ -117,14 +116,14 @@ _USED_STATUS = KeyStatus("used")
 
 def support_status(field: FieldInfo) -> KeyStatus:
     """Return the support status of a field in this version."""
-    status_mark: KeyStatus | None = find_mark(field, KeyStatus)
-    return status_mark or _USED_STATUS
+    key_status: KeyStatus | None = metadata_of(field, KeyStatus)
+    return key_status or _USED_STATUS
 
 
 def affects_result(field: FieldInfo) -> bool:
     """Return whether a field enters the fingerprint of the stages that read it."""
-    effect_mark = find_mark(field, AffectsResult)
-    return support_status(field) == _USED_STATUS and (effect_mark is None or effect_mark.value)
+    declared_effect = metadata_of(field, AffectsResult)
+    return support_status(field) == _USED_STATUS and (declared_effect is None or declared_effect.value)
 
 
 def is_table(annotation: Any) -> bool:
@@ -132,18 +131,18 @@ def is_table(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Table)
 
 
-def tables_in(annotation: Any) -> list[type[Table]]:
+def find_table_classes(annotation: Any) -> list[type[Table]]:
     """Return the table classes in the type of a field, unions and containers included."""
     if is_table(annotation):
         return [annotation]
-    return [table for argument in get_args(annotation) for table in tables_in(argument)]
+    return [table for argument in get_args(annotation) for table in find_table_classes(argument)]
 
 
 def all_fields(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type[Table], FieldInfo]]:
     """Yield every key below a table as (dotted path, table that declares it, field), in the order of the schema."""
     for name, field in table.model_fields.items():
         yield prefix + name, table, field
-        for subtable in tables_in(field.annotation):
+        for subtable in find_table_classes(field.annotation):
             yield from all_fields(subtable, f"{prefix}{name}.")
 
 
@@ -158,11 +157,12 @@ def active_tables(table: Table) -> Iterator[Table]:
 
 
 def _iterate_active_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yield (name, field, value) of each field that is not disabled by the enabling field of the table or of itself."""
-    is_enabled = not table.enabling_field or getattr(table, table.enabling_field)
+    """Yield (name, field, value) of each field, except those whose enabling field, or that of the table, is off."""
+    is_table_enabled = not table.enabling_field or getattr(table, table.enabling_field)
     for name, field in type(table).model_fields.items():
-        mark: EnabledBy | None = find_mark(field, EnabledBy)
-        if (mark is None or getattr(table, mark.enabling_field)) and (is_enabled or name == table.enabling_field):
+        enabled_by: EnabledBy | None = metadata_of(field, EnabledBy)
+        is_field_enabled = enabled_by is None or getattr(table, enabled_by.enabling_field)
+        if is_field_enabled and (is_table_enabled or name == table.enabling_field):
             yield name, field, getattr(table, name)
 
 
@@ -173,7 +173,7 @@ def disabled_settings(table: Table, prefix: str = "") -> Iterator[tuple[str, Any
         yield from ((key, value, table.enabling_field) for key, value in _changed_settings(table, prefix))
         return
     for name, field in type(table).model_fields.items():
-        value, enabled_by = getattr(table, name), find_mark(field, EnabledBy)
+        value, enabled_by = getattr(table, name), metadata_of(field, EnabledBy)
         if not enabled_by or getattr(table, enabled_by.enabling_field):
             yield from disabled_settings(value, f"{prefix}{name}.") if isinstance(value, Table) else ()
         elif isinstance(value, Table):
@@ -216,10 +216,10 @@ def result_values(table: Table) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         value = getattr(table, name)
-        omits_empty = getattr(find_mark(field, AffectsResult), "omits_empty", False)
-        if not affects_result(field) or (not value and omits_empty):
+        omits_empty_value = getattr(metadata_of(field, AffectsResult), "omits_empty_value", False)
+        if not affects_result(field) or (not value and omits_empty_value):
             continue
-        if omits_empty and _are_tables(value):  # lists by key, because a stage kind may read only some of the keys
+        if omits_empty_value and _are_tables(value):  # one list per key: a stage kind may read only some keys
             rows = [result_values(subtable) for subtable in value]
             keys = dict.fromkeys(key for row in rows for key in row)
             values[name] = {key: [row.get(key) for row in rows] for key in keys}
@@ -231,10 +231,10 @@ def result_values(table: Table) -> dict[str, Any]:
 
 
 def convert_references(table: TableT, convert_reference_fn: Callable[[ReferenceKind, str], str]) -> TableT:
-    """Return a table with the values of its fields marked `ReferenceKind` converted, nested tables included."""
+    """Return a table with converted values of the fields that have a `ReferenceKind`, nested tables included."""
     converted_values: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
-        value, reference_kind = getattr(table, name), find_mark(field, ReferenceKind)
+        value, reference_kind = getattr(table, name), metadata_of(field, ReferenceKind)
         if isinstance(value, Table):
             converted_values[name] = convert_references(value, convert_reference_fn)
         elif _are_tables(value):
@@ -245,7 +245,7 @@ def convert_references(table: TableT, convert_reference_fn: Callable[[ReferenceK
             converted_values[name] = tuple(convert_reference_fn(reference_kind, item) for item in value)
         elif reference_kind and isinstance(value, dict):
             converted_values[name] = {convert_reference_fn(reference_kind, key): item for key, item in value.items()}
-    return table.derive(**converted_values) if converted_values else table
+    return table.copy_with(**converted_values) if converted_values else table
 
 
 def flatten_nonempty_tables(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -257,11 +257,11 @@ def flatten_nonempty_tables(values: Mapping[str, Any], prefix: str = "") -> dict
     return flat_values
 
 
-def check_order(table: Table, low_name: str, high_name: str) -> None:
-    """Raise `ValueError` if the field `low_name` of a table is above its field `high_name`."""
-    low, high = getattr(table, low_name), getattr(table, high_name)
-    if low > high:
-        raise ValueError(f"{low_name} = {low} must not be above {high_name} = {high}")
+def check_bounds_order(table: Table, lower_field: str, upper_field: str) -> None:
+    """Raise `ValueError` if the field `lower_field` of a table is above its field `upper_field`."""
+    lower_bound, upper_bound = getattr(table, lower_field), getattr(table, upper_field)
+    if lower_bound > upper_bound:
+        raise ValueError(f"{lower_field} = {lower_bound} must not be above {upper_field} = {upper_bound}")
 
 
 def short_toml(value: object) -> str:
@@ -273,6 +273,6 @@ def short_toml(value: object) -> str:
 
 
 def add_notice(info: ValidationInfo, text: str) -> None:
-    """Record a notice to the user about an accepted value, which `load.parse` collects."""
+    """Record a notice to the user about an accepted value, which `load.parse_table` collects."""
     if info.context is not None:
         info.context["notices"].append(text)

@@ -16,7 +16,7 @@ from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.hooks import HooksConfig
 from cosmos_core.config.schema.kto import KtoConfig
-from cosmos_core.config.schema.marks import EnabledBy, ReferenceKind, ResultNeutral, SupportedValues, UnitMark
+from cosmos_core.config.schema.marks import EnabledBy, FieldUnit, ReferenceKind, ResultNeutral, SupportedValues
 from cosmos_core.config.schema.precision import FP4Config, FP8Config
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.sft import SftConfig
@@ -56,7 +56,7 @@ AlgorithmTable = Annotated[
 class TrainConfig(Table):
     """`[train]`: optimizer, learning rate schedule, batch size and precision."""
 
-    epoch: Annotated[PositiveInt, UnitMark("epochs")] = 1
+    epoch: Annotated[PositiveInt, FieldUnit("epochs")] = 1
     """Number of passes over the training rows."""
     max_num_steps: StepCount | None = None
     """Maximum number of train steps, over which the learning rate schedule then extends; None: until the epochs end."""
@@ -86,7 +86,7 @@ class TrainConfig(Table):
     """Decay rates of Adam's first and second moment."""
     epsilon: PositiveFloat = 1e-6
     """Epsilon in the denominator of Adam's update."""
-    optm_warmup_steps: Annotated[int | float, UnitMark("train steps or fraction")] = 20
+    optm_warmup_steps: Annotated[int | float, FieldUnit("train steps or fraction")] = 20
     """Length of the warm-up of the learning rate: a number of steps, or as a float up to 1.0 a fraction of all
     steps."""
     optm_warmup_start_factor: Annotated[Fraction, EnabledBy("optm_warmup_steps")] = 0.0
@@ -105,7 +105,7 @@ class TrainConfig(Table):
     ema_decay: Annotated[Fraction, EnabledBy("ema_enable")] = 0.9999
     """Largest decay of the moving average; after n optimizer steps the decay is min((1 + n) / (10 + n),
     `ema_decay`)."""
-    ema_update_step_interval: Annotated[NonNegativeInt, UnitMark("optimizer steps"), EnabledBy("ema_enable")] = 0
+    ema_update_step_interval: Annotated[NonNegativeInt, FieldUnit("optimizer steps"), EnabledBy("ema_enable")] = 0
     """Number of optimizer steps between two updates of the moving average, the first after N - 1, as in Flow-GRPO and
     DiffusionNFT; 0 and 1: every step."""
 
@@ -177,7 +177,7 @@ class TrainConfig(Table):
     timestamp: Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?$"), ResultNeutral] = ""
     """Id of the run; empty: the local time as YYYYmmddHHMMSS."""
 
-    def refusals(self, stage: StageContext) -> Iterator[str]:
+    def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if isinstance(self.optm_lr, tuple):
             yield f"train.optm_lr = {short_toml(self.optm_lr)}: a model is one part here; give rates by module path"
         if isinstance(self.optm_impl, tuple):
@@ -210,11 +210,11 @@ class TrainConfig(Table):
         """Make `mini_batch` divide the batch size, and allow rollouts as old as the interval between weight syncs."""
         batch_size, sync_interval = info.data.get("train_batch_per_replica"), info.data.get("sync_weight_interval", 1)
         if batch_size and "mini_batch" not in policy.model_fields_set:
-            policy = policy.derive(mini_batch=math.gcd(batch_size, policy.mini_batch))
+            policy = policy.copy_with(mini_batch=math.gcd(batch_size, policy.mini_batch))
         if isinstance(policy, RlConfig) and not policy.on_policy and policy.allowed_outdated_steps + 1 < sync_interval:
             key, steps = "train.train_policy.allowed_outdated_steps", sync_interval - 1
             add_notice(info, f"{key} = {policy.allowed_outdated_steps}: {steps}, which is sync_weight_interval - 1")
-            policy = policy.derive(allowed_outdated_steps=steps)
+            policy = policy.copy_with(allowed_outdated_steps=steps)
         return policy
 
     @field_validator("coalesce_weight_sync")
@@ -236,7 +236,7 @@ class TrainConfig(Table):
     @field_validator("optm_lr", "optm_impl")
     @classmethod
     def _unwrap_single_item(cls, value: Any) -> Any:
-        """Return the item of a list of one item, since a model has one part; return any other value unchanged."""
+        """Return the item of a list of one item (Cosmos-RL: a value per model part), any other value unchanged."""
         if isinstance(value, dict) and "global" not in value:
             raise ValueError(f"optm_lr = {value} must have the key 'global', the rate of all modules not named")
         if value == ():

@@ -23,7 +23,7 @@ from cosmos_core.config.schema.value_types import (
 )
 
 
-class HeldOutConfig(DatasetConfig):
+class HeldOutDatasetConfig(DatasetConfig):
     """Data set of held-out rows, with the keys of `train.train_policy.dataset`."""
 
     test_size: int | float | None = None
@@ -41,7 +41,7 @@ class ValidationConfig(Table):
     """Number of optimizer steps (SFT) or train steps (RL) between two validations."""
     batch_size: RowCount | None = None
     """Number of rows per forward pass, or of prompts per generation call; None: as in training."""
-    dataset: HeldOutConfig = HeldOutConfig()
+    dataset: HeldOutDatasetConfig = HeldOutDatasetConfig()
     """Data set of the held-out rows; empty name: `test_size` rows of the training data."""
     max_rows: RowCount | None = None
     """Maximum number of held-out rows, from the first; None: all. `dataset.split = "test[:200]"` selects other rows."""
@@ -91,9 +91,9 @@ class ValidationConfig(Table):
                 f"takes the likeliest token; set validation.temperature = 1 and validation.top_k = -1 to draw"
             )
         policy = stage.recipe.train.train_policy
-        is_default = "reward_function" not in policy.model_fields_set and not self.reward_function
-        has_other_rewards = any(source.reward_function for source in policy.datasets) and policy.held_out_rewards
-        if has_prompts and self.dataset.name and is_default and has_other_rewards:
+        is_default_reward = "reward_function" not in policy.model_fields_set and not self.reward_function
+        has_dataset_rewards = any(source.reward_function for source in policy.datasets) and policy.validation_rewards
+        if has_prompts and self.dataset.name and is_default_reward and has_dataset_rewards:
             yield (
                 f"validation.dataset.name = {self.dataset.name!r}: the rewards of train.train_policy.datasets do not "
                 f"score its rows, but the default of train.train_policy.reward_function; set validation.reward_function"

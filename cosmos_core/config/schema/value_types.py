@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from cosmos_core.config.schema.marks import ReferenceKind, ResultNeutral, UnitMark
+from cosmos_core.config.schema.marks import FieldUnit, ReferenceKind, ResultNeutral
 from cosmos_core.registry import is_import_path
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -15,25 +15,25 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
-StepCount = Annotated[int, Field(gt=0), UnitMark("train steps")]
-TokenCount = Annotated[int, Field(gt=0), UnitMark("tokens")]
-RowCount = Annotated[int, Field(gt=0), UnitMark("rows")]
-CompletionCount = Annotated[int, Field(gt=0), UnitMark("completions")]
-RankCount = Annotated[int, Field(gt=0), UnitMark("ranks")]
+StepCount = Annotated[int, Field(gt=0), FieldUnit("train steps")]
+TokenCount = Annotated[int, Field(gt=0), FieldUnit("tokens")]
+RowCount = Annotated[int, Field(gt=0), FieldUnit("rows")]
+CompletionCount = Annotated[int, Field(gt=0), FieldUnit("completions")]
+RankCount = Annotated[int, Field(gt=0), FieldUnit("ranks")]
 
 TopP = Annotated[float, Field(gt=0, le=1)]
 """Probability mass of nucleus sampling; 1: all tokens."""
 
 
-def _normalise_top_k(count: int) -> int:
-    if count == 0:
+def _normalise_top_k(top_k: int) -> int:
+    if top_k == 0:
         return -1
-    if count != -1 and count < 1:
-        raise ValueError(f"{count} must be -1 (all tokens) or at least 1")
-    return count
+    if top_k != -1 and top_k < 1:
+        raise ValueError(f"{top_k} must be -1 (all tokens) or at least 1")
+    return top_k
 
 
-TopK = Annotated[int, AfterValidator(_normalise_top_k), UnitMark("tokens")]
+TopK = Annotated[int, AfterValidator(_normalise_top_k), FieldUnit("tokens")]
 """Number of most likely tokens from which a token is sampled; -1 or 0: all."""
 
 
@@ -49,7 +49,7 @@ def _check_import_path(name: str) -> str:
 
 NameOrImportPath = Annotated[str, Field(min_length=1), AfterValidator(_check_import_path)]
 """Name of a built-in class or function, or the import path of user code, `module:thing` or `path/file.py:thing`; a
-field of this type is marked `ReferenceKind.CODE`."""
+field of this type has the metadata `ReferenceKind.CODE`."""
 
 StringOrList = Annotated[
     tuple[str, ...], BeforeValidator(_as_tuple, json_schema_input_type=str | tuple[str, ...]), Field(strict=False)

@@ -19,7 +19,7 @@ import pyarrow as pa
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.data.messages import Row, TrackedRow
+from cosmos_core.data.messages import ColumnTrackingRow, Row
 from cosmos_core.data.order import Mixture
 from cosmos_core.types import Outcome, Prompt
 
@@ -33,7 +33,7 @@ TRAIN_SPLIT, VALIDATION_SPLIT = "train", "validation"
 """Names of the splits with the training rows and with the held-out rows."""
 LOCATION_COLUMN = "place"
 """Name of the column with the location that a row was read from."""
-COMPARED_ROWS = 256
+REFERENCE_BATCH_ROWS = 256
 """Number of rows per batch when log-probabilities are compared with a reference policy. The number is fixed, because
 padding (and therefore rounding) and the mismatched responses of labelled rows depend on the batch."""
 StepSeed = tuple[int, int] | None
@@ -48,7 +48,7 @@ IMAGE_ROOT_KEY = b"images below"
 class PreparedRows(ABC):
     """Prepared rows of a split, for training or validation; a row is read from its file on access."""
 
-    has_reference_pair: ClassVar[bool] = False
+    has_sample_pairs: ClassVar[bool] = False
     """Whether a held-out row has two samples, whose log-probabilities are compared with the reference policy's."""
     is_prefetched: ClassVar[bool] = False
     """Whether reading a row takes so long that the rows of the next step are read in advance."""
@@ -110,11 +110,11 @@ class RowKind(ABC):
         """Arrow schema of prepared rows that may show images."""
         return self.schema.insert(len(self.schema) - 1, pa.field("images", pa.list_(_IMAGE_TYPE)))
 
-    def make_schema(self, root: Path | None) -> pa.Schema:
-        """Return the schema of rows whose image paths are relative to `root`; None: rows show no images."""
-        if root is None:
+    def make_schema(self, image_root: Path | None) -> pa.Schema:
+        """Return the schema of rows whose image paths are relative to `image_root`; None: rows show no images."""
+        if image_root is None:
             return self.schema
-        return self.schema_with_images.with_metadata({**self.schema.metadata, IMAGE_ROOT_KEY: str(root).encode()})
+        return self.schema_with_images.with_metadata({**self.schema.metadata, IMAGE_ROOT_KEY: str(image_root).encode()})
 
     def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
         """Return the kind of rows of each held-out split; with `has_rewards`, validation scores completions."""
@@ -141,17 +141,17 @@ class RowKind(ABC):
 class TokenisedKind(RowKind):
     """A kind of rows of text, which `prepare` tokenises one by one."""
 
-    is_completed: ClassVar[bool] = False
+    is_prompt: ClassVar[bool] = False
     """Whether an engine generates completions of the rows, so that rows must be shorter than the maximum length."""
     packer_method: ClassVar[str | None] = "sft_process_sample"
     """Method of a user's data packer that converts rows of this kind; None: packers do not apply to the kind."""
     has_one_response: ClassVar[bool] = True
     """Whether a row is one prompt with one response, so that two columns of text can be read as prompt and response."""
-    reader: ClassVar[Callable[..., Any]]
+    read_fn: ClassVar[Callable[..., Any]]
     """Function that reads one row; its arguments are row, location, column, system prompt and `with_images`."""
 
     @property
-    def id_columns(self) -> list[str]:
+    def token_id_columns(self) -> list[str]:
         """Return the columns of token ids."""
         return [name for name in self.columns if name.endswith("_ids")]
 
@@ -165,8 +165,8 @@ class TokenisedKind(RowKind):
         column, or a column has the wrong form, and SkippedRow if the row has no content to learn."""
         assert isinstance(policy, SupervisedConfig)
         column, system_prompt = policy.conversation_column_name, policy.system_prompt
-        tracked_row = TrackedRow(row, policy.column_names, location)
-        return self.reader(tracked_row, location, column, system_prompt, with_images=True)
+        tracked_row = ColumnTrackingRow(row, policy.column_names, location)
+        return self.read_fn(tracked_row, location, column, system_prompt, with_images=True)
 
     @abstractmethod
     def make_record(self, tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, row: Row, location: str) -> Record:

@@ -13,8 +13,8 @@ from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.data.kinds.base import VALIDATION_SPLIT, StepSeed
 from cosmos_core.data.kinds.sequences import Sequences, SequencesKind
 from cosmos_core.data.messages import Row
-from cosmos_core.data.preferences import read_label, read_labelled
-from cosmos_core.data.prepared import open_table, split_path
+from cosmos_core.data.preferences import read_label, read_labelled_conversation
+from cosmos_core.data.prepared import get_split_path, open_table
 from cosmos_core.data.records import Record, RecordSpec
 from cosmos_core.data.sample import Sample, swap_responses
 
@@ -22,7 +22,7 @@ from cosmos_core.data.sample import Sample, swap_responses
 class LabelledSequences(Sequences):
     """Token sequences to learn, each with a label that says whether its response is desirable."""
 
-    has_reference_pair = True
+    has_sample_pairs = True
 
     def __init__(self, table: pa.Table, path: Path, max_tokens: int) -> None:
         super().__init__(table, path)
@@ -51,11 +51,11 @@ class LabelledKind(SequencesKind):
     name = "labelled"
     purpose = "with a label (KTO)"
     columns: ClassVar[dict[str, pa.DataType]] = {"label": pa.bool_(), **SequencesKind.columns}
-    reader = staticmethod(read_labelled)
+    read_fn = staticmethod(read_labelled_conversation)
 
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> LabelledSequences:
         table = open_table(folder, split, self)
-        return LabelledSequences(table, split_path(folder, split), model.model_max_length)
+        return LabelledSequences(table, get_split_path(folder, split), model.model_max_length)
 
     def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
         return {VALIDATION_SPLIT: self.name}

@@ -15,19 +15,19 @@ from cosmos_core.data.images import align_images
 from cosmos_core.data.kinds.base import IDS_TYPE, MASK_TYPE, PreparedRows, StepSeed, TokenisedKind
 from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.kinds.sequences import Sequences
-from cosmos_core.data.messages import Message, Row, SkippedRow, exclude_from_loss, plain_text_columns
+from cosmos_core.data.messages import Message, Row, SkippedRow, mask_assistant_turns, plain_text_columns
 from cosmos_core.data.preferences import Preference, read_preference, remove_repeated_prompt
-from cosmos_core.data.prepared import open_table, read_mixture, split_path
+from cosmos_core.data.prepared import get_split_path, open_table, read_mixture
 from cosmos_core.data.records import Record, RecordSpec, check_characters, make_conversation_record, make_text_record
 from cosmos_core.data.sample import Sample
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.errors import DataError
 
 
-class Pairs(PreparedRows):
+class PreferencePairs(PreparedRows):
     """Pairs of completions to compare: `chosen[i]` and `rejected[i]` begin with the same prompt, which has no loss."""
 
-    has_reference_pair = True
+    has_sample_pairs = True
 
     def __init__(self, table: pa.Table, path: Path) -> None:
         self.path, self.mixture = path, read_mixture(path)
@@ -45,8 +45,8 @@ class Pairs(PreparedRows):
     def micro_batches(self, positions: np.ndarray, max_rows: int) -> list[list[int]]:
         """Divide pairs into micro-batches of pairs with similar lengths and equal numbers of images."""
         lengths, num_images = self._padded_lengths, self.chosen.num_images
-        order = sorted(positions.tolist(), key=lambda i: -lengths[i])
-        row_groups = [[i for i in order if num_images[i] == count] for count in np.unique(num_images[order])]
+        sorted_rows = sorted(positions.tolist(), key=lambda i: -lengths[i])
+        row_groups = [[i for i in sorted_rows if num_images[i] == n] for n in np.unique(num_images[sorted_rows])]
         return [rows[start : start + max_rows] for rows in row_groups for start in range(0, len(rows), max_rows)]
 
     @cached_property
@@ -65,9 +65,9 @@ class Pairs(PreparedRows):
         return samples
 
 
-def open_pairs(folder: Path, split: str) -> Pairs:
+def open_pairs(folder: Path, split: str) -> PreferencePairs:
     """Return the memory-mapped pairs of a split; errors are those of `open_table`."""
-    return Pairs(open_table(folder, split, load_row_kind("pairs")), split_path(folder, split))
+    return PreferencePairs(open_table(folder, split, load_row_kind("pairs")), get_split_path(folder, split))
 
 
 class PairsKind(TokenisedKind):
@@ -80,28 +80,28 @@ class PairsKind(TokenisedKind):
     }  # fmt: skip
     packer_method = None
     has_one_response = False
-    reader = staticmethod(read_preference)
+    read_fn = staticmethod(read_preference)
 
-    def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> Pairs:
+    def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> PreferencePairs:
         return open_pairs(folder, split)
 
     def make_record(self, tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, row: Row, location: str) -> Record:
-        preference = self.reader(row, location, *spec.conversation, with_images=spec.root is not None)
-        # As in `SequencesKind`: a processor may have the chat template, which a system prompt needs.
-        is_plain = not tokenizer.chat_template and spec.root is None and not spec.conversation[1]
-        if is_plain and (texts := plain_text_columns(row, ("prompt",), ("chosen",), ("rejected",))):
+        preference = self.read_fn(row, location, *spec.conversation_settings, with_images=spec.image_root is not None)
+        # If the model reads images or there is a system prompt, a chat template is required, as in `SequencesKind`.
+        is_plain_text = not tokenizer.chat_template and spec.image_root is None and not spec.conversation_settings[1]
+        if is_plain_text and (texts := plain_text_columns(row, ("prompt",), ("chosen",), ("rejected",))):
             preference = Preference(texts[0], *(remove_repeated_prompt(*texts) or texts[1:]))
         prompt, *completions = preference
         tools = read_tools(row, location)
         check_characters([prompt, *completions, tools], location)
-        if spec.root is not None and isinstance(prompt, str):
+        if spec.image_root is not None and isinstance(prompt, str):
             align_images([], row, location)  # refuse images, since plain text has no turn to show an image in
 
         def make_completion_record(completion: list[Message] | str) -> Record:
             if isinstance(prompt, str) or isinstance(completion, str):
                 tokens = tokenise_prompt_and_completion(tokenizer, str(prompt), str(completion), location)
                 return make_text_record(spec, tokens, location)
-            turns = [*exclude_from_loss(prompt), *completion]
+            turns = [*mask_assistant_turns(prompt), *completion]
             return make_conversation_record(tokenizer, spec, turns, tools, row, location)
 
         chosen, rejected = map(make_completion_record, completions)

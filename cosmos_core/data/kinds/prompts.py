@@ -13,16 +13,16 @@ from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
+from cosmos_core.data.columns import find_column
 from cosmos_core.data.conversation import tokenise_prompt, tokenise_rendered_prompt
 from cosmos_core.data.kinds.base import IDS_TYPE, VALIDATION_SPLIT, HeldOutSet, TokenisedKind
 from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.messages import (
     PROMPT_COLUMNS,
+    ColumnTrackingRow,
     Message,
     Row,
-    TrackedRow,
-    has_value,
     is_image_part,
     read_held_out,
     read_prompt,
@@ -32,11 +32,11 @@ from cosmos_core.data.prepared import (
     HELD_OUT_SEQUENCES_SPLIT,
     IndexedSequence,
     RowImages,
+    get_split_path,
     has_split,
     open_table,
     read_mixture,
     read_row_kind,
-    split_path,
 )
 from cosmos_core.data.records import Record, RecordSpec, check_characters, get_processor, read_images, tokenise_turns
 from cosmos_core.data.rendering import check_tools
@@ -68,12 +68,11 @@ class Prompts(IndexedSequence[Prompt]):
 
 def open_prompts(folder: Path, split: str) -> Prompts:
     """Return the memory-mapped prompts of a split; errors are those of `open_table`."""
-    return Prompts(open_table(folder, split, load_row_kind("prompts")), read_mixture(split_path(folder, split)))
+    return Prompts(open_table(folder, split, load_row_kind("prompts")), read_mixture(get_split_path(folder, split)))
 
 
 def find_prompts(folder: Path, split: str) -> Prompts | None:
-    """Return the prompts of a split; None if there is no such split, or it has other rows. Raise DataError if it is
-    damaged."""
+    """Return the prompts of a split; None if it is missing or has other rows. Raise DataError if it is damaged."""
     has_prompts = has_split(folder, split) and read_row_kind(folder, split) == PromptsKind.name
     return open_prompts(folder, split) if has_prompts else None
 
@@ -86,7 +85,7 @@ class PromptsKind(TokenisedKind):
     columns: ClassVar[dict[str, pa.DataType]] = {
         "prompt_ids": IDS_TYPE, "prompt_text": pa.string(), "reference": pa.string(), "metadata": pa.string()
     }  # fmt: skip
-    is_completed = True
+    is_prompt = True
     packer_method = "get_rollout_input"
 
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
@@ -103,22 +102,23 @@ class PromptsKind(TokenisedKind):
         return _read_prompt_row(row, location, policy, with_images=True)
 
     def make_record(self, tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, row: Row, location: str) -> Record:
-        policy, render_settings, has_images = spec.recipe.train.train_policy, spec.rendering, spec.root is not None
+        policy, render_settings = spec.recipe.train.train_policy, spec.prompt_rendering
+        has_images, keeps_last_turn = spec.image_root is not None, render_settings.continue_final_message
         messages, reference_response = _read_prompt_row(
-            row, location, policy, with_images=has_images, keeps_last_turn=render_settings.continue_final_message
+            row, location, policy, with_images=has_images, keeps_last_turn=keeps_last_turn
         )
         tools = read_tools(row, location)
         check_characters([messages, reference_response, tools], location)
-        columns = {**(row.original if isinstance(row, TrackedRow) else {}), **row}
+        columns = {**(row.original if isinstance(row, ColumnTrackingRow) else {}), **row}
         columns.pop(RENDERED_COLUMN, None)
         prompt_column = policy.prompt_column_name if isinstance(policy, RlConfig) else ""
         reward_columns = serialise_row_for_rewards(columns, messages, prompt_column)
         if (rendered_prompt := row.get(RENDERED_COLUMN)) is not None:
             ids, text = tokenise_rendered_prompt(tokenizer, rendered_prompt, spec.max_tokens, location)
-            return Record((ids, text, reference_response, reward_columns, *spec.empty_images, location), False, {})
+            return Record((ids, text, reference_response, reward_columns, *spec.empty_image_value, location), False, {})
         if tools:
             render_settings = replace(render_settings, tools=tuple(tools))
-        if spec.root is not None:
+        if spec.image_root is not None:
             processor, max_tokens = get_processor(spec), spec.max_tokens
             placeholder_turns, image_refs, images = read_images(spec, messages, row, location)
             (tokens, text), is_merged = tokenise_turns(
@@ -144,15 +144,15 @@ def _read_prompt_row(
         return read_prompt(row, location, *reader_arguments, keeps_last_turn=keeps_last_turn, with_images=with_images)
     # a held-out row of supervised learning is rendered in the same form as the training rows
     assert isinstance(policy, SupervisedConfig)
-    if not isinstance(row, TrackedRow):
-        row = TrackedRow(row, policy.column_names, location)
+    if not isinstance(row, ColumnTrackingRow):
+        row = ColumnTrackingRow(row, policy.column_names, location)
     return read_held_out(row, location, policy.conversation_column_name, policy.system_prompt, with_images=with_images)
 
 
 def serialise_row_for_rewards(row: Row, prompt: list[Message], prompt_column: str = "") -> str:
     """Return the columns of a row as JSON without bytes and media columns, for reward functions. The key `prompt` holds
-    the prompt: as text if the column of the prompt is that text, else as turns. `prompt_column`: see `read_prompt`."""
-    column = prompt_column or next((name for name in PROMPT_COLUMNS if has_value(row, name)), "")
+    the prompt, as a string if its column is a string, otherwise as turns. `prompt_column`: see `read_prompt`."""
+    column = prompt_column or find_column(row, PROMPT_COLUMNS)
     values = [row[column]] if column in row else [*row.values()]
     texts = [turn["content"] for turn in prompt if turn["role"] != "system"]
     is_text = len(texts) == 1 and isinstance(texts[0], str) and texts[0] in values

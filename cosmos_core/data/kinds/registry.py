@@ -22,6 +22,6 @@ def load_tokenised_kind(name: str) -> TokenisedKind:
 
 
 @cache
-def row_kind_names() -> tuple[str, ...]:
+def list_row_kind_names() -> tuple[str, ...]:
     """Return the names of all kinds of rows."""
     return tuple(list_defined_names(_PACKAGE, _CLASS_SUFFIX))

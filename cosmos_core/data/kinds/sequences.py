@@ -18,10 +18,10 @@ from cosmos_core.data.messages import Row, SkippedRow, omits_response, plain_tex
 from cosmos_core.data.prepared import (
     HELD_OUT_SEQUENCES_SPLIT,
     RowImages,
-    damaged_file_error,
+    get_split_path,
+    make_damaged_file_error,
     open_table,
     read_mixture,
-    split_path,
 )
 from cosmos_core.data.records import Record, RecordSpec, check_characters, make_conversation_record, make_text_record
 from cosmos_core.data.sample import Sample
@@ -43,9 +43,9 @@ class Sequences(PreparedRows):
         self.lengths: np.ndarray = pc.list_value_length(self._ids).to_numpy().astype(np.int64)
         """Number of tokens of each row, int64."""
         if not np.array_equal(self.lengths, pc.list_value_length(self._masks).to_numpy()):
-            raise damaged_file_error(path, f"{mask_column} and {ids_column} differ in length")
+            raise make_damaged_file_error(path, f"{mask_column} and {ids_column} differ in length")
         self._images = RowImages(table)
-        self.num_images = self._images.counts
+        self.num_images = self._images.num_images
         """Number of images of each row, int64."""
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class Sequences(PreparedRows):
 
 def open_sequences(folder: Path, split: str) -> Sequences:
     """Return the memory-mapped sequences of a split; errors are those of `open_table`."""
-    return Sequences(open_table(folder, split, load_row_kind("sequences")), split_path(folder, split))
+    return Sequences(open_table(folder, split, load_row_kind("sequences")), get_split_path(folder, split))
 
 
 class SequencesKind(TokenisedKind):
@@ -80,7 +80,7 @@ class SequencesKind(TokenisedKind):
     name = "sequences"
     purpose = "to learn (SFT)"
     columns: ClassVar[dict[str, pa.DataType]] = {"input_ids": IDS_TYPE, "loss_mask": MASK_TYPE}
-    reader = staticmethod(read_conversation)
+    read_fn = staticmethod(read_conversation)
 
     def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
         """Return the kind of each held-out split: with rewards, the rows are also prepared as prompts to complete."""
@@ -96,26 +96,26 @@ class SequencesKind(TokenisedKind):
 
     def make_record(self, tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, row: Row, location: str) -> Record:
         if TOKENS_COLUMN in row:
-            return make_text_record(spec, _read_packed_tokens(row, location), location)
+            return make_text_record(spec, _read_packer_tokens(row, location), location)
         texts = None if tokenizer.chat_template else plain_text_columns(row, ("prompt",), ("completion", "response"))
-        if texts and spec.root is None and not spec.conversation[1]:  # a system prompt needs a chat template
+        if texts and spec.image_root is None and not spec.conversation_settings[1]:  # a system prompt needs a template
             check_characters(texts, location)
             if not texts[1].strip():
                 raise SkippedRow(location, "without a completion to learn")
             tokens = tokenise_prompt_and_completion(tokenizer, texts[0], texts[1], location)
             return make_text_record(spec, tokens, location, continued_rows=1)
-        conversation = self.reader(row, location, *spec.conversation, with_images=spec.root is not None)
+        conversation = self.read_fn(row, location, *spec.conversation_settings, with_images=spec.image_root is not None)
         tools = read_tools(row, location)
         check_characters([conversation, tools], location)
         if not isinstance(conversation, str):
             return make_conversation_record(tokenizer, spec, conversation, tools, row, location)
-        if spec.root is not None:
+        if spec.image_root is not None:
             align_images([], row, location)  # refuse images, since plain text has no turn to show an image in
         tokens = tokenise_conversation(tokenizer, conversation, location)
         return make_text_record(spec, tokens, location, plain_rows=1)
 
 
-def _read_packed_tokens(row: Row, location: str) -> tuple[list[int], list[int]]:
+def _read_packer_tokens(row: Row, location: str) -> tuple[list[int], list[int]]:
     """Return token ids and loss mask of a sequence that a data packer has tokenised."""
     ids, labels = ([int(token) for token in row.get(name, ())] for name in (TOKENS_COLUMN, LABELS_COLUMN))
     mask = [int(label != IGNORED_LABEL) for label in labels]

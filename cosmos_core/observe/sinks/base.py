@@ -69,14 +69,14 @@ class FunctionSink:
 SinkOpener = Callable[[Stage, int], MetricSink]
 
 
-def find_sink(name: str) -> SinkOpener:
+def find_sink_class(name: str) -> SinkOpener:
     """Return the class of a built-in or user-defined metric sink; raise ConfigError if it cannot be imported."""
     sink = load_named(name, SINKS_FOLDER, "Sink")
     return partial(FunctionSink, sink) if inspect.isfunction(sink) else sink
 
 
 @contextmanager
-def send_to_sinks(stage: Stage, find_opener: Callable[[str], SinkOpener] = find_sink) -> Iterator[None]:
+def send_to_sinks(stage: Stage, find_opener: Callable[[str], SinkOpener] = find_sink_class) -> Iterator[None]:
     """Send the metrics that a stage logs during the block to the metric sinks of its recipe. Each sink is opened with
     the first metric, so that a stage without metrics creates no empty run in a service."""
     names = dict.fromkeys(name for name in stage.recipe.logging.logger if name != CONSOLE_SINK)
@@ -90,7 +90,7 @@ def send_to_sinks(stage: Stage, find_opener: Callable[[str], SinkOpener] = find_
         timeout_seconds = STOP_TIMEOUT_SECONDS if stage.stop_requested else CLOSE_TIMEOUT_SECONDS
         deadline = time.monotonic() + timeout_seconds
         for sink_thread in sink_threads:
-            sink_thread.signal_end(exit_code)
+            sink_thread.signal_end_of_metrics(exit_code)
         for sink_thread in sink_threads:
             sink_thread.wait_until_closed(deadline, timeout_seconds)
 
@@ -116,7 +116,7 @@ class _SinkThread:
         elif self._thread.is_alive():
             self._line_queue.put(line)
 
-    def signal_end(self, exit_code: int) -> None:
+    def signal_end_of_metrics(self, exit_code: int) -> None:
         """Signal to the thread of the metric sink that no further line of metrics follows."""
         self._exit_code = exit_code
         self._line_queue.put(None)

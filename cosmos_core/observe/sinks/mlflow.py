@@ -13,7 +13,7 @@ from cosmos_core.run.stage import Stage
 _NEWEST_STEP_METRIC = "step"
 """Name of the metric whose value is the newest step that the MLflow server has."""
 # Limits of one request: number of parameters, and characters of a value.
-_MAX_PARAMS = 100
+_MAX_PARAMS_PER_REQUEST = 100
 _MAX_VALUE_CHARACTERS = 6000
 
 
@@ -35,8 +35,8 @@ class MlflowSink:
         # MLflow refuses to change parameters of a resumed run.
         texts = [(sanitize_metric_name(name), str(value)[:_MAX_VALUE_CHARACTERS]) for name, value in settings.items()]
         params = [Param(name, text) for name, text in texts if name not in run.data.params]
-        for batch_start in range(0, len(params), _MAX_PARAMS):
-            self._client.log_batch(self._run_id, params=params[batch_start : batch_start + _MAX_PARAMS])
+        for batch_start in range(0, len(params), _MAX_PARAMS_PER_REQUEST):
+            self._client.log_batch(self._run_id, params=params[batch_start : batch_start + _MAX_PARAMS_PER_REQUEST])
         self.starting_step = int(run.data.metrics.get(_NEWEST_STEP_METRIC, -1)) + 1
 
     def log(self, line: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from cosmos_core.environment import mask_secrets
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, CosmosError
 from cosmos_core.rewards.service.app import HttpInterface
 from cosmos_core.rewards.service.config import ServiceConfig, read_config
-from cosmos_core.rewards.service.connection import LimitedConnection
+from cosmos_core.rewards.service.connection import ConnectionWithTimeout
 from cosmos_core.rewards.service.engine import Engine
 from cosmos_core.run.files import write_text
 
@@ -56,7 +56,7 @@ async def serve(config: ServiceConfig, ready_file: Path | None = None) -> int:
         uvicorn.Config(
             http_interface.build_app(), config.host, config.port, access_log=False, log_config=None,
             timeout_keep_alive=30, server_header=False, timeout_graceful_shutdown=5, lifespan="off", backlog=512,
-            http=LimitedConnection, ws="none",
+            http=ConnectionWithTimeout, ws="none",
         ),
         engine,
     )  # fmt: skip
@@ -86,7 +86,7 @@ def _announce_url(server: uvicorn.Server, config: ServiceConfig, ready_file: Pat
     url = f"http://{host}:{port}"
     log.info("rewards %s are served at %s", ", ".join(reward.reward_type for reward in config.rewards), url)
     if ready_file:
-        write_text(ready_file, url, durable=False)
+        write_text(ready_file, url, fsync=False)
 
 
 class _Server(uvicorn.Server):

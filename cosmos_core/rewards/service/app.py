@@ -29,11 +29,11 @@ from cosmos_core.rewards import protocol
 from cosmos_core.rewards.protocol import IDEMPOTENCY_HEADER, STATE_HEADER, ProtocolError
 from cosmos_core.rewards.service import page
 from cosmos_core.rewards.service.connection import RefusalResponse
-from cosmos_core.rewards.service.engine import CapacityExceeded, Engine, ShuttingDown
+from cosmos_core.rewards.service.engine import CapacityExceededError, Engine, ShutdownError
 
 _MAX_FORM_BYTES = 2**20
 _BODY_TIMEOUT_SECONDS = 120.0
-_BODY_READ_KEY = "cosmos.is_read"
+_IS_BODY_READ_KEY = "cosmos.is_read"
 """Key that is set in the ASGI scope of a request after its body was read to the end."""
 _UUID_PATTERN = re.compile(r"[0-9a-fA-F-]{1,64}")
 _REWARD_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -56,7 +56,7 @@ class HttpInterface:
 
     def __init__(self, engine: Engine, token: str) -> None:
         self.engine, self._token = engine, token.encode()
-        self.statuses: Counter[tuple[str, int]] = Counter()
+        self.response_counts: Counter[tuple[str, int]] = Counter()
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -66,7 +66,7 @@ class HttpInterface:
         for method, path, handler in (
             ("POST", protocol.ENQUEUE_PATH, self.enqueue), ("POST", protocol.PULL_PATH, self.pull),
             ("POST", protocol.PING_PATH, self.ping), ("POST", protocol.LATENT_ATTR_PATH, self.latent_attr),
-            ("GET", "/metrics", self.metrics), ("GET", "/", self.page),
+            ("GET", "/metrics", self.metrics), ("GET", "/", self.status_page),
         ):  # fmt: skip
             app.add_route(path, self._wrap_handler(handler), methods=[method])
         app.add_route("/health", self.health, methods=["GET"])
@@ -97,11 +97,11 @@ class HttpInterface:
             return JSONResponse({"message": f"Not found scores for {key[:64]}"}, 400, headers={STATE_HEADER: "unknown"})
         key = key.lower()
         if not reward_name and (pending_request := self.engine.pending.get(key)):
-            reward_name = pending_request.names[0]
+            reward_name = pending_request.reward_names[0]
         scores = await self.engine.store.get(key, reward_name) if reward_name else None
         if scores is not None:
             return Response(scores, media_type="application/json")
-        state = "pending" if await self.engine.is_known(key) else "unknown"
+        state = "pending" if await self.engine.has_request(key) else "unknown"
         return JSONResponse({"message": f"Not found scores for {key}"}, 400, headers={STATE_HEADER: state})
 
     async def ping(self, request: Request) -> Response:
@@ -130,19 +130,19 @@ class HttpInterface:
 
     async def health(self, request: Request) -> Response:
         """Return the state of the service for probes, without authentication and without details."""
-        ready_counts = {name: pool.ready for name, pool in self.engine.pools.items()}
-        serving_state = "ok" if all(ready_counts.values()) else "degraded"
+        num_ready_by_reward = {name: pool.ready for name, pool in self.engine.pools.items()}
+        serving_state = "ok" if all(num_ready_by_reward.values()) else "degraded"
         state = "draining" if self.engine.is_draining else serving_state if self.engine.is_ready else "loading"
-        content = {"status": state, "rewards": ready_counts, "pending": len(self.engine.pending)}
+        content = {"status": state, "rewards": num_ready_by_reward, "pending": len(self.engine.pending)}
         return JSONResponse(content, 200 if state in {"ok", "degraded"} else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Return metrics in Prometheus' text format."""
         return PlainTextResponse(generate_latest(self.registry), media_type="text/plain; version=0.0.4")
 
-    async def page(self, request: Request) -> Response:
+    async def status_page(self, request: Request) -> Response:
         """Return an HTML page with the state of the service."""
-        return HTMLResponse(page.render_page(self.engine, self.statuses), headers=page.RESPONSE_HEADERS)
+        return HTMLResponse(page.render_page(self.engine, self.response_counts), headers=page.RESPONSE_HEADERS)
 
     def collect(self) -> Any:
         """Yield the metrics; prometheus_client calls this method."""
@@ -161,34 +161,34 @@ class HttpInterface:
         yield GaugeMetricFamily("reward_pending_bytes", "Bytes of requests that wait", num_bytes)
         yield CounterMetricFamily("reward_accepted", "Requests accepted", engine.num_accepted)
         responses = CounterMetricFamily("reward_responses", "Responses", labels=["path", "status"])
-        for (path, status), count in self.statuses.items():
+        for (path, status), count in self.response_counts.items():
             responses.add_metric([path, str(status)], count)
         yield responses
 
     def _wrap_handler(self, handler: RouteHandler) -> RouteHandler:
         """Return a handler that authenticates the request first, and turns errors into a response of one line."""
 
-        async def guarded_handler(request: Request) -> Response:
+        async def authenticated_handler(request: Request) -> Response:
             try:
                 response = await handler(request) if self._is_authenticated(request) else _respond_unauthorized(request)
             except ProtocolError as error:
                 response = _refusal_response(400, str(error))
             except HTTPException as error:
                 response = _refusal_response(error.status_code, str(error.detail))
-            except CapacityExceeded as error:
+            except CapacityExceededError as error:
                 response = _refusal_response(429, str(error), retry_after=error.seconds)
-            except ShuttingDown:
+            except ShutdownError:
                 response = _refusal_response(503, "the service ends; ask another", retry_after=5)
             except ClientDisconnect:
                 response = _refusal_response(400, "the body ended early")
             except Exception as error:
                 log.exception("a request failed")
                 response = _refusal_response(503, f"{type(error).__name__}; it is in the log", retry_after=2)
-            self.statuses[request.url.path, response.status_code] += 1
-            is_refused = response.status_code >= 400 and not request.scope.get(_BODY_READ_KEY)
+            self.response_counts[request.url.path, response.status_code] += 1
+            is_refused = response.status_code >= 400 and not request.scope.get(_IS_BODY_READ_KEY)
             return RefusalResponse(response) if is_refused else response
 
-        return guarded_handler
+        return authenticated_handler
 
     def _is_authenticated(self, request: Request) -> bool:
         """Return True if the request has the token; the comparison takes constant time."""
@@ -253,7 +253,7 @@ async def _read_body(request: Request, num_bytes: int) -> bytearray:
         body += chunk
         if len(body) > num_bytes:
             raise HTTPException(400, "the body is longer than its Content-Length")
-    request.scope[_BODY_READ_KEY] = True
+    request.scope[_IS_BODY_READ_KEY] = True
     if len(body) != num_bytes:
         raise ClientDisconnect
     return body

@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.load import parse, read_toml
+from cosmos_core.config.load import parse_table, read_toml
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveFloat, PositiveInt, StringList
 from cosmos_core.errors import ConfigError
 
 VIDEO_REWARDS = {"cosmos_reason1", "dance_grpo"}
 _PUBLISHED_VAE_URL = "https://huggingface.co/Wan-AI/Wan2.1-T2V-1.3B/resolve/main/Wan2.1_VAE.pth"
-_IGNORED_KEYS = ("chunk_duration", "temporal_window", "load_mean_std", "wan2pt2_model_path", "wan2pt2_credential_path")
+_UNUSED_KEYS = ("chunk_duration", "temporal_window", "load_mean_std", "wan2pt2_model_path", "wan2pt2_credential_path")
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -160,7 +160,7 @@ class ServiceConfig(Table):
         return [reward for reward in self.reward_args if reward.enable]
 
     @property
-    def vae(self) -> str:
+    def vae_path(self) -> str:
         """Return the path of the VAE that decodes latents; empty: latents are refused."""
         if self.no_latent_decoder or self.decode_args.no_latent_decoder:
             return ""
@@ -171,7 +171,7 @@ class ServiceConfig(Table):
     def ineffective_settings(self) -> list[str]:
         """Return the settings of Cosmos-RL in the file that have no effect in this service."""
         decode_args, default_args = self.decode_args, DecodeArgs()
-        changed_keys = [key for key in _IGNORED_KEYS if getattr(decode_args, key) != getattr(default_args, key)]
+        changed_keys = [key for key in _UNUSED_KEYS if getattr(decode_args, key) != getattr(default_args, key)]
         keys = [f"decode_args.{key}" for key in changed_keys]
         return keys + [f"reward_args.{each.reward_type}.setup_script" for each in self.rewards if each.setup_script]
 
@@ -205,7 +205,7 @@ class ServiceConfig(Table):
 def read_config(file: Path, **overrides: Any) -> ServiceConfig:
     """Return the configuration in a file with all overrides that are not None; raise `ConfigError` if it is invalid."""
     settings = {**read_toml(file), **{key: value for key, value in overrides.items() if value is not None}}
-    config = parse(ServiceConfig, settings, source=str(file))
+    config = parse_table(ServiceConfig, settings, source=str(file))
     if not config.rewards:
         raise ConfigError(f"{file}: no reward is served; add a [[reward_args]] with a reward_type")
     return config

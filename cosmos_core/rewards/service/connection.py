@@ -14,10 +14,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 _MAX_DISCARD_SECONDS, _MAX_DISCARDED_BYTES, _READ_TIMEOUT_SECONDS = 30.0, 2**30, 2.0
 
 
-class LimitedConnection(H11Protocol):
+class ConnectionWithTimeout(H11Protocol):
     """Connection that closes if no request arrives in time."""
 
-    head_timeout_seconds = 10.0
+    request_head_timeout_seconds = 10.0
     """Seconds after which a connection without a complete request head is closed."""
     _timeout_handle: asyncio.TimerHandle | None = None
 
@@ -41,7 +41,7 @@ class LimitedConnection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._cancel_timeout()
         elif self._timeout_handle is None:
-            self._timeout_handle = self.loop.call_later(self.head_timeout_seconds, self.transport.close)
+            self._timeout_handle = self.loop.call_later(self.request_head_timeout_seconds, self.transport.close)
 
     def _cancel_timeout(self) -> None:
         if self._timeout_handle is not None:

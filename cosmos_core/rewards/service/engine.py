@@ -21,17 +21,17 @@ from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.rewards.protocol import ProtocolError
 from cosmos_core.rewards.service.config import RewardArgs, ServiceConfig
-from cosmos_core.rewards.service.pool import Job, ProcessLost, ProcessSettings, RewardPool
+from cosmos_core.rewards.service.pool import ProcessError, ProcessSettings, RewardJob, RewardPool
 from cosmos_core.rewards.service.request import ScoreRequest, parse_request
 from cosmos_core.rewards.service.store import MemoryStore, RedisStore, Store
 
 log = logging.getLogger(__name__)
 QUEUE_OWNER_VARIABLE = "COSMOS_REWARD_QUEUE"
 """Environment variable with the name under which a service without `replica_id` finds its requests in Redis."""
-_RATE_WINDOW_SECONDS = 60.0
+_THROUGHPUT_WINDOW_SECONDS = 60.0
 
 
-class CapacityExceeded(Exception):
+class CapacityExceededError(Exception):
     """Error if there is no capacity for a request; `seconds` is the suggested time until a retry."""
 
     def __init__(self, seconds: int) -> None:
@@ -39,7 +39,7 @@ class CapacityExceeded(Exception):
         self.seconds = seconds
 
 
-class ShuttingDown(Exception):
+class ShutdownError(Exception):
     """Error if the service is shutting down and accepts no requests."""
 
 
@@ -63,13 +63,13 @@ class Engine:
         if a reward cannot be loaded, and `StageFailed` if a process was killed or timed out, or the store fails."""
         for reward in self.config.rewards:
             self.pools[reward.reward_type] = RewardPool(self.process_settings(reward), self._store_result)
-        if self.config.vae:
+        if self.config.vae_path:
             self.decoder = RewardPool(self._decoder_settings(), self._handle_decoded_video)
         pools_to_load = self.pools if self.decoder is None else {**self.pools, "decode_args": self.decoder}
         for name, pool in pools_to_load.items():
             try:
                 await pool.loaded
-            except ProcessLost as error:
+            except ProcessError as error:
                 await self.close()
                 error_class = StageFailed if error.is_transient else RewardError
                 raise error_class(f"the reward {name!r} cannot be loaded: {error}") from error
@@ -103,18 +103,18 @@ class Engine:
 
     @contextlib.contextmanager
     def reserve_capacity(self, num_bytes: int) -> Iterator[None]:
-        """Reserve capacity for a request while its body is read and accepted, or raise `CapacityExceeded` or
-        `ShuttingDown`."""
+        """Reserve capacity for a request while its body is read and accepted, or raise `CapacityExceededError` or
+        `ShutdownError`."""
         if self.is_draining:
-            raise ShuttingDown
+            raise ShutdownError
         is_only_request = not self.pending_bytes  # accept a request above the size limit if no other request is pending
         if len(self.pending) + self._num_reserved_requests >= self.config.max_pending or (
             self.pending_bytes + num_bytes > self.config.max_pending_bytes and not is_only_request
         ):
             items_per_second = self.items_per_second()
-            num_waiting_items = sum(request.count for request in self.pending.values())
+            num_waiting_items = sum(request.num_items for request in self.pending.values())
             seconds = round(num_waiting_items / items_per_second / 4) if items_per_second else 1
-            raise CapacityExceeded(min(30, max(1, seconds)))
+            raise CapacityExceededError(min(30, max(1, seconds)))
         self.pending_bytes += num_bytes
         self._num_reserved_requests += 1
         try:
@@ -125,18 +125,18 @@ class Engine:
 
     async def accept_request(self, uuid: str, body: bytes | bytearray) -> None:
         """Store a request and queue it for scoring. A stored request with the same uuid is not scored again, unless it
-        was stored but never queued. Raise `ProtocolError` if the body is not a valid request, and `ShuttingDown` if the
-        service has finished its accepted requests."""
+        was stored but never queued. Raise `ProtocolError` if the body is not a valid request, and `ShutdownError` if
+        the service has finished its accepted requests."""
         if uuid in self.pending:
             return
-        if await self.store.is_known(uuid) and not await self.store.is_unfinished(uuid):
+        if await self.store.has_request(uuid) and not await self.store.has_unfinished_request(uuid):
             return
         request = await asyncio.to_thread(parse_request, uuid, body, self.pools)
         self._check_latents(request)
         if uuid in self.pending:  # two concurrent copies of a request have the same idempotency key
             return
         if self._has_drained:
-            raise ShuttingDown
+            raise ShutdownError
         self._add_pending(request)
         with cleanup_on_error(partial(self._remove_pending, request)):
             await self.store.accept_request(uuid, bytes(body))
@@ -145,7 +145,7 @@ class Engine:
 
     def _check_latents(self, request: ScoreRequest) -> None:
         """Raise ProtocolError if this service cannot decode the latents of a request."""
-        if request.media != "latent":
+        if request.media_type != "latent":
             return
         if self.decoder is None:
             raise ProtocolError("no decoder of latents is configured here (decode_args.model_path); send pixels")
@@ -156,9 +156,9 @@ class Engine:
                 f"{num_channels}: Wan2.1 has 16, Wan2.2 48, and pixels of a video are batch, 3, frames, height, width"
             )
 
-    async def is_known(self, uuid: str) -> bool:
+    async def has_request(self, uuid: str) -> bool:
         """Return True if the request is pending or stored."""
-        return uuid in self.pending or await self.store.is_known(uuid)
+        return uuid in self.pending or await self.store.has_request(uuid)
 
     def check_latent_attributes(self, fields: dict[str, Any]) -> None:
         """Raise `ProtocolError` if the service decodes no latents, or if the attributes of latents in `fields` name
@@ -166,19 +166,19 @@ class Engine:
         if self.decoder is None:
             raise ProtocolError("no decoder of latents is configured here (decode_args.model_path)")
         vae_path = fields.get("vae_pth", "")
-        if vae_path and vae_path != self.config.vae:
+        if vae_path and vae_path != self.config.vae_path:
             raise ProtocolError("the VAE is that of decode_args.model_path; vae_pth cannot change it from outside")
 
     def items_per_second(self) -> float:
         """Return the number of items scored per second, over the last minute."""
-        self._remove_old_counts()
+        self._remove_expired_counts()
         if not self._finished_counts:
             return 0.0
         elapsed_seconds = max(1.0, time.monotonic() - self._finished_counts[0][0])
         return sum(count for _, count in self._finished_counts) / elapsed_seconds
 
-    def _remove_old_counts(self) -> None:
-        while self._finished_counts and self._finished_counts[0][0] < time.monotonic() - _RATE_WINDOW_SECONDS:
+    def _remove_expired_counts(self) -> None:
+        while self._finished_counts and self._finished_counts[0][0] < time.monotonic() - _THROUGHPUT_WINDOW_SECONDS:
             self._finished_counts.popleft()
 
     def _add_pending(self, request: ScoreRequest) -> None:
@@ -191,12 +191,12 @@ class Engine:
             self.decoded_bytes -= request.decoded_bytes
 
     def _submit_request(self, request: ScoreRequest) -> None:
-        if request.media == "latent":
+        if request.media_type == "latent":
             assert self.decoder is not None
-            self.decoder.submit(Job(request))
+            self.decoder.submit(RewardJob(request))
             return
-        for name in sorted(request.remaining_rewards, key=request.names.index):
-            self.pools[name].submit(Job(request, name))
+        for name in sorted(request.remaining_rewards, key=request.reward_names.index):
+            self.pools[name].submit(RewardJob(request, name))
 
     async def _resume_request(self, uuid: str, body: bytes) -> None:
         try:
@@ -205,50 +205,50 @@ class Engine:
             log.warning("request %s is dropped: %s", uuid, error)
             await self.store.finish_request(uuid)
             return
-        request.remaining_rewards = {name for name in request.names if await self.store.get(uuid, name) is None}
-        if not request.remaining_rewards or (request.media == "latent" and self.decoder is None):
+        request.remaining_rewards = {name for name in request.reward_names if await self.store.get(uuid, name) is None}
+        if not request.remaining_rewards or (request.media_type == "latent" and self.decoder is None):
             await self.store.finish_request(uuid)
             return
         self._add_pending(request)
         self._submit_request(request)
 
-    async def _handle_decoded_video(self, job: Job, result: dict[str, Any], seconds: float) -> None:
+    async def _handle_decoded_video(self, job: RewardJob, result: dict[str, Any], seconds: float) -> None:
         request = job.request
-        request.decoded_seconds = seconds
+        request.decoding_seconds = seconds
         if result.get("error"):
             for name in list(request.remaining_rewards):
                 error_result = {**result, "error": f"[decoder] {result['error']}"}
-                await self._store_result(Job(request, name), error_result, 0.0)
+                await self._store_result(RewardJob(request, name), error_result, 0.0)
             return
         num_bytes = result["array"].nbytes
         while self.decoded_bytes and self.decoded_bytes + num_bytes > self.config.max_pending_bytes:
             await asyncio.sleep(0.05)  # backpressure: decoded videos wait until rewards have scored earlier ones
         self.decoded_bytes += num_bytes
-        request.array, request.media, request.decoded_bytes = result["array"], "video", num_bytes
+        request.array, request.media_type, request.decoded_bytes = result["array"], "video", num_bytes
         self._submit_request(request)
 
-    async def _store_result(self, job: Job, result: dict[str, Any], seconds: float) -> None:
+    async def _store_result(self, job: RewardJob, result: dict[str, Any], seconds: float) -> None:
         """Store the result of one reward; while the store is not reachable, retry instead of dropping the result."""
         request, name = job.request, job.name
         content: dict[str, Any] = {
             "scores": result.get("scores"), "input_info": request.input_info, "duration": f"{seconds:.2f}",
-            "decoded_duration": f"{request.decoded_seconds:.2f}", "type": name,
+            "decoded_duration": f"{request.decoding_seconds:.2f}", "type": name,
         }  # fmt: skip
         if result.get("error"):
             content = {"error": result["error"], "is_lost": bool(result.get("is_lost")), **content, "scores": None}
         elif any(result.get("errors", [])):
             content["errors"] = result["errors"]
-        self._finished_counts.append((time.monotonic(), request.count))
-        self._remove_old_counts()
+        self._finished_counts.append((time.monotonic(), request.num_items))
+        self._remove_expired_counts()
         request.remaining_rewards.discard(name)
         response_json = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
         # Replace an unpaired surrogate in the JSON, which cannot be encoded as UTF-8.
-        await self._retry_store(self.store.put, request.uuid, name, response_json.encode(errors="replace").decode())
+        await self._call_store(self.store.put, request.uuid, name, response_json.encode(errors="replace").decode())
         if not request.remaining_rewards and request.uuid in self.pending:
-            await self._retry_store(self.store.finish_request, request.uuid)
+            await self._call_store(self.store.finish_request, request.uuid)
             self._remove_pending(request)
 
-    async def _retry_store(self, store_method: Any, *arguments: Any) -> None:
+    async def _call_store(self, store_method: Any, *arguments: Any) -> None:
         pause_seconds = 0.1
         while True:
             try:
@@ -272,10 +272,10 @@ class Engine:
 
     def _decoder_settings(self) -> ProcessSettings:
         decode_args = self.config.decode_args
-        settings = {"model_path": self.config.vae, "dtype": decode_args.dtype}
-        processes = RewardArgs(reward_type="decoder", device=decode_args.device, batch_size=1)
+        settings = {"model_path": self.config.vae_path, "dtype": decode_args.dtype}
+        decoder_args = RewardArgs(reward_type="decoder", device=decode_args.device, batch_size=1)
         start_message = {"name": "", "entry": "", "settings": settings}
-        return ProcessSettings("", start_message, processes, 0.0, self.config.attempts)
+        return ProcessSettings("", start_message, decoder_args, 0.0, self.config.attempts)
 
 
 def _open_store(config: ServiceConfig, replica_id: str) -> Store:

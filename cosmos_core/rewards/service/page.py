@@ -22,18 +22,18 @@ th:first-child, td:first-child { text-align: left }
 .ok { color: #18794e } .bad { color: #b42318 } p { color: #4b5565 } li { font-family: ui-monospace, monospace;
   font-size: .85rem; overflow-wrap: anywhere }
 """
-_HEADS = ("reward", "processes", "waiting", "scoring", "items", "seconds / item", "errors", "replaced", "tried again")
+_COLUMNS = ("reward", "processes", "waiting", "scoring", "items", "seconds / item", "errors", "replaced", "tried again")
 
 
-def render_page(engine: Engine, statuses: Counter[tuple[str, int]]) -> str:
-    """Return the HTML of the status page; `statuses` counts responses by route and HTTP status."""
-    table_rows = "".join(_render_row(name, engine) for name in engine.pools)
+def render_page(engine: Engine, response_counts: Counter[tuple[str, int]]) -> str:
+    """Return the HTML of the status page; `response_counts` counts responses by route and HTTP status."""
+    table_rows = "".join(_render_reward_row(name, engine) for name in engine.pools)
     errors = sorted((text for pool in engine.pools.values() for text in pool.errors), reverse=True)[:20] or ["none"]
     error_items = "".join(f"<li>{escape(text)}</li>" for text in errors)
-    responses = ", ".join(f"{escape(path)} {status}: {count}" for (path, status), count in sorted(statuses.items()))
+    responses = ", ".join(f"{escape(path)} {status}: {n}" for (path, status), n in sorted(response_counts.items()))
     state_text = "ends after what it has accepted" if engine.is_draining else "takes requests"
     pending_text = f"{len(engine.pending)} requests wait ({engine.pending_bytes / 2**20:.1f} MiB)"
-    table_header = "".join(f"<th>{name}</th>" for name in _HEADS)
+    table_header = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><meta http-equiv=refresh content=5><title>Rewards</title>"
         f"<style>{_CSS}</style><h1>Reward service</h1>"
@@ -45,7 +45,7 @@ def render_page(engine: Engine, statuses: Counter[tuple[str, int]]) -> str:
     )
 
 
-def _render_row(name: str, engine: Engine) -> str:
+def _render_reward_row(name: str, engine: Engine) -> str:
     pool = engine.pools[name]
     counts, num_devices = pool.counts, len(pool.settings.reward.process_devices)
     processes_cell = f"<td class={'ok' if pool.ready == num_devices else 'bad'}>{pool.ready} of {num_devices}</td>"

@@ -1,7 +1,7 @@
 """Processes of one reward: batches across requests, timeouts, and replacement of dead processes.
 
 A request whose process ends or hangs returns to the front of the queue and is retried alone, so that it cannot affect
-other requests; after `attempts` attempts its result is an error. Each result is delivered once.
+other requests; after `max_attempts` attempts its result is an error. Each result is delivered once.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Job:
+class RewardJob:
     """Request that waits to be scored by one reward or to be decoded."""
 
     request: ScoreRequest
     name: str = ""
     """Name of the reward; empty: decode the latents of the request."""
-    attempts: int = 0
+    num_attempts: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class ProcessSettings:
 
     name: str
     """Name of the reward; empty: the decoder of latents."""
-    start: Mapping[str, Any]
+    start_message: Mapping[str, Any]
     """Name, user code (`entry`) and settings of the reward; a process also gets its device."""
     reward: RewardArgs
     batch_seconds: float
-    attempts: int
+    max_attempts: int
 
 
 @dataclass
@@ -78,11 +78,11 @@ class PoolCounters:
     seconds: float = 0.0
 
 
-ResultCallback = Callable[[Job, dict[str, Any], float], Awaitable[None]]
+ResultCallback = Callable[[RewardJob, dict[str, Any], float], Awaitable[None]]
 """Callback that receives a request, its scores and errors, and the duration of its batch in seconds."""
 
 
-class ProcessLost(Exception):
+class ProcessError(Exception):
     """Error if a process of a reward ended, hung, or could not load. `is_transient`: a retry may help; `is_killed`: a
     signal killed the process, which is transient and not an error of the reward itself."""
 
@@ -96,7 +96,7 @@ class RewardPool:
 
     def __init__(self, settings: ProcessSettings, on_result: ResultCallback) -> None:
         self.settings, self._on_result = settings, on_result
-        self.queue: deque[Job] = deque()
+        self.queue: deque[RewardJob] = deque()
         self.counts = PoolCounters()
         self.errors: deque[str] = deque(maxlen=20)
         self.ready = 0
@@ -105,11 +105,11 @@ class RewardPool:
         self.model_properties: Mapping[str, Any] = {}
         """Properties of the model that a process reports after loading."""
         devices = settings.reward.process_devices
-        self._num_load_attempts_left = settings.attempts * len(devices)
+        self._num_load_attempts_left = settings.max_attempts * len(devices)
         self._has_queued_jobs = asyncio.Event()
         self._tasks = [asyncio.create_task(self._keep_process_running(device)) for device in devices]
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: RewardJob) -> None:
         """Queue a request for the next batch."""
         self.queue.append(job)
         self._has_queued_jobs.set()
@@ -136,14 +136,14 @@ class RewardPool:
                 finally:
                     self.ready -= 1
             except Exception as error:
-                lost = error if isinstance(error, ProcessLost) else ProcessLost(f"{type(error).__name__}: {error}")
-                if lost is not error:
+                failure = error if isinstance(error, ProcessError) else ProcessError(f"{type(error).__name__}: {error}")
+                if failure is not error:
                     log.exception("reward %s", self.settings.name)
                 if not self.loaded.done() and not process.is_ready:
                     self._num_load_attempts_left -= 1
-                    if not lost.is_killed or not self._num_load_attempts_left:
-                        self.loaded.set_exception(lost)
-                self._record_error(str(lost))
+                    if not failure.is_killed or not self._num_load_attempts_left:
+                        self.loaded.set_exception(failure)
+                self._record_error(str(failure))
             finally:
                 await process.kill()
             self.counts.restarts += 1
@@ -159,12 +159,12 @@ class RewardPool:
                 reply, arrays = await process.score(jobs)
             except BaseException as error:
                 for job in jobs:
-                    job.attempts += 1
+                    job.num_attempts += 1
                 self.queue.extendleft(reversed(jobs))
                 self.counts.retried += len(jobs)
                 self._has_queued_jobs.set()
                 if isinstance(error, Exception):
-                    await self._drop_exhausted_jobs(str(error))
+                    await self._fail_exhausted_jobs(str(error))
                 raise
             finally:
                 self.in_flight -= len(jobs)
@@ -172,50 +172,50 @@ class RewardPool:
             self.counts.seconds += time.monotonic() - start_time
             if "error" in reply and len(jobs) > 1:  # retry requests one by one to isolate the failing one
                 for job in jobs:
-                    job.attempts = max(1, job.attempts)
+                    job.num_attempts = max(1, job.num_attempts)
                 self.queue.extendleft(reversed(jobs))
                 self._has_queued_jobs.set()
                 continue
             await self._deliver_results(jobs, reply, arrays)
 
     async def _deliver_results(
-        self, jobs: Sequence[Job], reply: Mapping[str, Any], arrays: Sequence[np.ndarray]
+        self, jobs: Sequence[RewardJob], reply: Mapping[str, Any], arrays: Sequence[np.ndarray]
     ) -> None:
         results = reply.get("results") or [{"error": reply.get("error", "")}] * len(jobs)
         for i, job in enumerate(jobs):
             result = {**results[i], "array": arrays[i]} if arrays else results[i]
-            num_errors = job.request.count if result.get("error") else sum(map(bool, result.get("errors", [])))
-            self.counts.items += job.request.count
+            num_errors = job.request.num_items if result.get("error") else sum(map(bool, result.get("errors", [])))
+            self.counts.items += job.request.num_items
             self.counts.errors += num_errors
             if num_errors:
                 self._record_error(result.get("error") or next(filter(None, result["errors"])))
             await self._on_result(job, result, float(reply.get("seconds", 0.0)))
 
-    async def _drop_exhausted_jobs(self, reason: str) -> None:
-        for job in [job for job in self.queue if job.attempts >= self.settings.attempts]:
+    async def _fail_exhausted_jobs(self, reason: str) -> None:
+        for job in [job for job in self.queue if job.num_attempts >= self.settings.max_attempts]:
             self.queue.remove(job)
-            self.counts.errors += job.request.count
-            error_text = f"tried {job.attempts} times, each of which ended its process; the last: {reason}"
+            self.counts.errors += job.request.num_items
+            error_text = f"tried {job.num_attempts} times, each of which ended its process; the last: {reason}"
             await self._on_result(job, {"error": error_text, "is_lost": True}, 0.0)
 
-    async def _next_batch(self, process: RewardProcess) -> list[Job]:
+    async def _next_batch(self, process: RewardProcess) -> list[RewardJob]:
         """Wait for the next batch: several requests, or a single request that is retried."""
-        jobs: list[Job] = []
+        jobs: list[RewardJob] = []
         while not jobs:
             while not self.queue:
                 self._has_queued_jobs.clear()
-                await process.wait_while_alive(self._has_queued_jobs.wait())
-            num_items = sum(job.request.count for job in self.queue)
+                await process.wait_while_running(self._has_queued_jobs.wait())
+            num_items = sum(job.request.num_items for job in self.queue)
             if self.settings.batch_seconds and num_items < self.settings.reward.batch_size:
                 await asyncio.sleep(self.settings.batch_seconds)  # meanwhile another process may take the jobs
             while self.queue and (not jobs or self._fits_in_batch(jobs)):
                 jobs.append(self.queue.popleft())
         return jobs
 
-    def _fits_in_batch(self, jobs: Sequence[Job]) -> bool:
+    def _fits_in_batch(self, jobs: Sequence[RewardJob]) -> bool:
         next_job = self.queue[0]
-        num_items = sum(job.request.count for job in jobs) + next_job.request.count
-        return not jobs[0].attempts and not next_job.attempts and num_items <= self.settings.reward.batch_size
+        num_items = sum(job.request.num_items for job in jobs) + next_job.request.num_items
+        return not jobs[0].num_attempts and not next_job.num_attempts and num_items <= self.settings.reward.batch_size
 
     def _record_error(self, text: str) -> None:
         log.warning("reward %s: %s", self.settings.name or "decoder", text)
@@ -233,8 +233,8 @@ class RewardProcess:
         self.model_properties: Mapping[str, Any] = {}
 
     async def start(self) -> None:
-        """Start the process and wait until it has loaded; raise `ProcessLost` if it could not start or load."""
-        start_message, reward = self._settings.start, self._settings.reward
+        """Start the process and wait until it has loaded; raise `ProcessError` if it could not start or load."""
+        start_message, reward = self._settings.start_message, self._settings.reward
         environment = environment_for_user_code(reward.env) | {"PYTHONUNBUFFERED": "1"}
         if reward.tmp_dir:
             environment["TMPDIR"] = reward.tmp_dir
@@ -245,27 +245,27 @@ class RewardProcess:
                 cwd=reward.work_dir or None, start_new_session=True, limit=_MAX_HEADER_BYTES,
             )  # fmt: skip
         except OSError as error:
-            raise ProcessLost(f"{reward.python_interpreter} cannot be started: {error}") from error
+            raise ProcessError(f"{reward.python_interpreter} cannot be started: {error}") from error
         header = {**start_message, "settings": {**start_message["settings"], "device": self._device}}
         reply, _ = await self._send_and_receive(header, [], reward.load_seconds, "loaded")
         if "ready" not in reply:
-            raise ProcessLost(str(reply.get("error", "it said something else than that it is ready")))
+            raise ProcessError(str(reply.get("error", "it said something else than that it is ready")))
         self.is_ready, self.model_properties = True, reply
 
-    async def score(self, jobs: Sequence[Job]) -> tuple[dict[str, Any], list[np.ndarray]]:
-        """Return the process's reply and arrays for a batch; raise `ProcessLost` if the process ended or timed out."""
+    async def score(self, jobs: Sequence[RewardJob]) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """Return the process's reply and arrays for a batch; raise `ProcessError` if the process ended or timed out."""
         self._batch_number += 1
-        header = {"id": self._batch_number, "jobs": [job.request.job_fields for job in jobs]}
+        header = {"id": self._batch_number, "jobs": [job.request.fields_for_worker for job in jobs]}
         arrays = [job.request.array for job in jobs]
         timeout_seconds = self._settings.reward.timeout_seconds
         reply, result_arrays = await self._send_and_receive(header, arrays, timeout_seconds, "done")
         num_results = len(jobs) if reply.get("error") else len(reply.get("results", result_arrays))
         if reply.get("id") != self._batch_number or num_results != len(jobs):
-            raise ProcessLost("its process said something about another batch")
+            raise ProcessError("its process said something about another batch")
         return reply, result_arrays
 
-    async def wait_while_alive(self, awaitable: Any) -> None:
-        """Wait for an awaitable, unless the process ends first. Raise `ProcessLost` if the process ended."""
+    async def wait_while_running(self, awaitable: Any) -> None:
+        """Wait for an awaitable, unless the process ends first. Raise `ProcessError` if the process ended."""
         assert self._process is not None
         tasks = [asyncio.ensure_future(awaitable), asyncio.ensure_future(self._process.wait())]
         try:
@@ -297,9 +297,9 @@ class RewardProcess:
                 await self._process.stdin.drain()
                 return await self._read_reply()
         except TimeoutError as error:
-            raise ProcessLost(f"not {description} in {timeout_seconds:g} s", is_transient=True) from error
+            raise ProcessError(f"not {description} in {timeout_seconds:g} s", is_transient=True) from error
         except asyncio.LimitOverrunError as error:
-            raise ProcessLost(f"its reply is a line of more than {_MAX_HEADER_BYTES} bytes; return numbers") from error
+            raise ProcessError(f"its reply is a line of more than {_MAX_HEADER_BYTES} bytes; return numbers") from error
         except (OSError, asyncio.IncompleteReadError, ValueError) as error:
             await asyncio.wait([asyncio.ensure_future(self._process.wait())], timeout=2)
             raise self._describe_exit() from error
@@ -314,11 +314,11 @@ class RewardProcess:
             arrays.append(np.frombuffer(content, dtype).reshape(shape))
         return header, arrays
 
-    def _describe_exit(self) -> ProcessLost:
+    def _describe_exit(self) -> ProcessError:
         exit_code = self._process.returncode if self._process else None
         if exit_code is None:
-            return ProcessLost("its process closed its output")
+            return ProcessError("its process closed its output")
         if exit_code < 0 or exit_code > 128:  # a shell exits with 128 + the signal of its child
             signal_number = -exit_code if exit_code < 0 else exit_code - 128
-            return ProcessLost(f"its process was killed by signal {signal_number}", is_killed=True)
-        return ProcessLost(f"its process exited with code {exit_code}")
+            return ProcessError(f"its process was killed by signal {signal_number}", is_killed=True)
+        return ProcessError(f"its process exited with code {exit_code}")

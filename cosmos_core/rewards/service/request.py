@@ -14,8 +14,8 @@ _LIST_FIELDS: dict[str, type] = {
     "geneval_includes": object, "geneval_excludes": object, "num_tokens": object, "finish_reason": str, "turns": object,
 }  # fmt: skip
 """Type of the elements of request fields that are lists with one value per item, by the name of the field."""
-_SCALAR_FIELDS = ("ocr_use_gpu", "geneval_only_strict")
-_MAX_ITEMS = 65536
+_BOOL_FIELDS = ("ocr_use_gpu", "geneval_only_strict")
+_MAX_REQUEST_ITEMS = 65536
 
 
 @dataclass
@@ -25,26 +25,26 @@ class ScoreRequest:
     uuid: str
     fields: dict[str, Any]
     array: np.ndarray
-    media: str
+    media_type: str
     """Type of the array: `image`, `video` (pixels), `latent`, or `text`."""
-    names: tuple[str, ...]
+    reward_names: tuple[str, ...]
     num_bytes: int
     input_info: dict[str, Any]
-    decoded_seconds: float = 0.0
+    decoding_seconds: float = 0.0
     decoded_bytes: int = 0
     """Size of the decoded video in bytes, if the request has latents."""
     remaining_rewards: set[str] = field(default_factory=set)
     """Names of the rewards whose scores are still missing."""
 
     @property
-    def count(self) -> int:
-        """Return the number of items."""
+    def num_items(self) -> int:
+        """Return the number of items to score."""
         return len(self.fields["prompts"])
 
     @property
-    def job_fields(self) -> dict[str, Any]:
-        """Return the fields for a reward process, without the array."""
-        return {**self.fields, "media": self.media}
+    def fields_for_worker(self) -> dict[str, Any]:
+        """Return the fields of the request to send to a reward process; the array is sent separately."""
+        return {**self.fields, "media": self.media_type}
 
 
 def parse_request(uuid: str, body: bytes | bytearray, served_rewards: Container[str]) -> ScoreRequest:
@@ -54,8 +54,8 @@ def parse_request(uuid: str, body: bytes | bytearray, served_rewards: Container[
     fields["prompts"] = prompts = [prompts] if isinstance(prompts, str) else prompts
     if not isinstance(prompts, list) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
         raise ProtocolError("prompts must be a list of strings, one for each item of the array")
-    if len(prompts) > _MAX_ITEMS:
-        raise ProtocolError(f"{len(prompts)} items; at most {_MAX_ITEMS} are taken in one request")
+    if len(prompts) > _MAX_REQUEST_ITEMS:
+        raise ProtocolError(f"{len(prompts)} items; at most {_MAX_REQUEST_ITEMS} are taken in one request")
     if len(prompts) != array.shape[0]:
         raise ProtocolError(f"{len(prompts)} prompts and {array.shape[0]} items in the array; there is one for each")
     reward_names = _parse_reward_names(fields, served_rewards)
@@ -64,12 +64,12 @@ def parse_request(uuid: str, body: bytes | bytearray, served_rewards: Container[
         if fields.get(name) is None:
             fields.pop(name, None)
         else:
-            _check_list(name, fields[name], element_type, len(prompts))
-    for name in _SCALAR_FIELDS:
+            _check_list_field(name, fields[name], element_type, len(prompts))
+    for name in _BOOL_FIELDS:
         if not isinstance(fields.get(name, False), bool):
             raise ProtocolError(f"{name} must be true or false")
     input_info = _describe_input(media_type, array, fields)
-    known_fields = {key: value for key, value in fields.items() if key in (*_LIST_FIELDS, *_SCALAR_FIELDS, "prompts")}
+    known_fields = {key: value for key, value in fields.items() if key in (*_LIST_FIELDS, *_BOOL_FIELDS, "prompts")}
     return ScoreRequest(
         uuid, known_fields, array, media_type, reward_names, len(body), input_info, remaining_rewards=set(reward_names)
     )
@@ -115,7 +115,7 @@ def _parse_media_type(fields: Mapping[str, Any], array: np.ndarray) -> str:
     return "latent"
 
 
-def _check_list(name: str, values: Any, element_type: type, num_items: int) -> None:
+def _check_list_field(name: str, values: Any, element_type: type, num_items: int) -> None:
     if not isinstance(values, list) or len(values) != num_items:
         raise ProtocolError(f"{name} must be a list with one value for each of {num_items} items")
     if not all(isinstance(value, element_type) for value in values):

@@ -12,7 +12,7 @@ from cosmos_core.errors import EXIT_OK, EXIT_USAGE
 from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.service.config import VIDEO_REWARDS, ServiceConfig
 from cosmos_core.rewards.service.engine import Engine
-from cosmos_core.rewards.service.pool import Job, ProcessLost, ProcessSettings, RewardPool
+from cosmos_core.rewards.service.pool import ProcessError, ProcessSettings, RewardJob, RewardPool
 from cosmos_core.rewards.service.request import parse_request
 
 _TEST_PROMPT = 'a white card with the word "HELLO" on it'
@@ -30,26 +30,26 @@ _TEXT_REWARD_SAMPLES = {
 
 async def self_test(config: ServiceConfig) -> int:
     """Load each reward in turn, score test inputs with it, and print one line; return the exit code."""
-    num_failed = 0
+    num_failed_rewards = 0
     for reward in config.rewards:
         result_text = await _test_reward(reward.reward_type, Engine(config).process_settings(reward))
-        num_failed += not result_text.startswith("works")
+        num_failed_rewards += not result_text.startswith("works")
         sys.stdout.write(f"{reward.reward_type:16} {result_text}\n")
-    return EXIT_USAGE if num_failed else EXIT_OK
+    return EXIT_USAGE if num_failed_rewards else EXIT_OK
 
 
 async def _test_reward(name: str, settings: ProcessSettings) -> str:
     result_future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
-    async def set_result(job: Job, result: dict[str, Any], seconds: float) -> None:
+    async def set_result(job: RewardJob, result: dict[str, Any], seconds: float) -> None:
         result_future.set_result({**result, "seconds": seconds})
 
     pool = RewardPool(settings, set_result)
     try:
         await pool.loaded
-        pool.submit(Job(parse_request("self-test", _make_test_request(name), {name}), name))
+        pool.submit(RewardJob(parse_request("self-test", _make_test_request(name), {name}), name))
         return _describe_result(await result_future)
-    except ProcessLost as error:
+    except ProcessError as error:
         return f"cannot be loaded: {error}"
     finally:
         await pool.close()
@@ -71,7 +71,7 @@ def _describe_result(result: dict[str, Any]) -> str:
 def _make_test_request(name: str) -> bytes:
     """Return the body of a request with two items: a text, image or video that matches the prompt, and noise."""
     fields: dict[str, Any] = {"reward_fn": {name: 1.0}}
-    if name in _TEXT_REWARD_SAMPLES:  # a correct completion, and a truncated one of noise
+    if name in _TEXT_REWARD_SAMPLES:  # a correct and a wrong completion
         completion, reference = _TEXT_REWARD_SAMPLES[name]
         completions = [completion, "noise"]
         fields |= {

@@ -23,11 +23,11 @@ class MemoryStore:
         """Store an accepted request until `finish_request` is called for it."""
         self._pending.add(uuid)
 
-    async def is_known(self, uuid: str) -> bool:
+    async def has_request(self, uuid: str) -> bool:
         """Return True if a request was accepted and has not expired."""
         return uuid in self._pending or uuid in self._counts
 
-    async def is_unfinished(self, uuid: str) -> bool:
+    async def has_unfinished_request(self, uuid: str) -> bool:
         """Return True if this service accepted a request and has not finished it."""
         return uuid in self._pending
 
@@ -68,8 +68,8 @@ class MemoryStore:
         now = time.monotonic()
         while self._scores:
             (uuid, name), (expires_at, scores) = next(iter(self._scores.items()))
-            is_within_limits = self._num_bytes <= self._max_bytes or len(self._scores) == 1
-            if expires_at > now and is_within_limits and len(self._scores) <= self._max_entries:
+            fits_in_memory = self._num_bytes <= self._max_bytes or len(self._scores) == 1
+            if expires_at > now and fits_in_memory and len(self._scores) <= self._max_entries:
                 return
             del self._scores[uuid, name]
             self._unfetched_keys.discard((uuid, name))
@@ -79,7 +79,7 @@ class MemoryStore:
                 del self._counts[uuid]
 
 
-_BODY_KEY, _ACCEPTED_KEY = "cosmos:reward:body:{}", "cosmos:reward:known:{}"
+_BODY_KEY_TEMPLATE, _ACCEPTED_KEY_TEMPLATE = "cosmos:reward:body:{}", "cosmos:reward:known:{}"
 """Keys in Redis of a request's body and of its acceptance, with a field for its uuid."""
 
 
@@ -98,16 +98,16 @@ class RedisStore:
 
     async def accept_request(self, uuid: str, body: bytes) -> None:
         pipeline = self._redis.pipeline(transaction=True)
-        pipeline.set(_BODY_KEY.format(uuid), body, ex=self._seconds)
-        pipeline.set(_ACCEPTED_KEY.format(uuid), b"1", ex=self._seconds)
+        pipeline.set(_BODY_KEY_TEMPLATE.format(uuid), body, ex=self._seconds)
+        pipeline.set(_ACCEPTED_KEY_TEMPLATE.format(uuid), b"1", ex=self._seconds)
         pipeline.sadd(self._pending, uuid)
         pipeline.expire(self._pending, self._seconds)
         await pipeline.execute()
 
-    async def is_known(self, uuid: str) -> bool:
-        return bool(await self._redis.exists(_ACCEPTED_KEY.format(uuid)))
+    async def has_request(self, uuid: str) -> bool:
+        return bool(await self._redis.exists(_ACCEPTED_KEY_TEMPLATE.format(uuid)))
 
-    async def is_unfinished(self, uuid: str) -> bool:
+    async def has_unfinished_request(self, uuid: str) -> bool:
         return bool(await self._redis.sismember(self._pending, uuid))
 
     async def put(self, uuid: str, name: str, scores: str) -> None:
@@ -119,14 +119,14 @@ class RedisStore:
 
     async def finish_request(self, uuid: str) -> None:
         pipeline = self._redis.pipeline(transaction=True)
-        pipeline.delete(_BODY_KEY.format(uuid))
+        pipeline.delete(_BODY_KEY_TEMPLATE.format(uuid))
         pipeline.srem(self._pending, uuid)
         await pipeline.execute()
 
     async def unfinished_requests(self) -> list[tuple[str, bytes]]:
         requests = []
         for uuid in sorted(await self._redis.smembers(self._pending)):
-            body = await self._redis.get(_BODY_KEY.format(uuid.decode()))
+            body = await self._redis.get(_BODY_KEY_TEMPLATE.format(uuid.decode()))
             if body is None:
                 await self._redis.srem(self._pending, uuid)
             else:

@@ -18,7 +18,7 @@ from cosmos_core.errors import CosmosError
 from cosmos_core.parent import kill_with_parent
 from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, load_scorer, replace_nonfinite
-from cosmos_core.rewards.wan_latents import WanLatents
+from cosmos_core.rewards.wan_latents import WanVae
 
 _ITEM_FIELDS = {"references": "reference", "completions": "to_be_evaluated"}
 _INFO_FIELDS = {
@@ -51,7 +51,7 @@ def main() -> None:
         reply: dict[str, Any] = {}
         videos: list[np.ndarray] = []
         try:
-            if isinstance(reward, WanLatents):
+            if isinstance(reward, WanVae):
                 videos = [reward.decode(array) for array in arrays]
             else:
                 reply["results"] = _score_batch(reward, header["jobs"], arrays)
@@ -97,7 +97,7 @@ def _load_reward(start_header: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the reward or the decoder of latents, and model properties with which the service validates requests."""
     settings = RewardModelSettings(**start_header["settings"])
     if start_header["name"] == "":
-        vae = WanLatents("decode_args.model_path", settings.model_path, settings.device, settings.dtype)
+        vae = WanVae("decode_args.model_path", settings.model_path, settings.device, settings.dtype)
         return vae, {"latent_channels": vae.num_channels}
     return load_scorer(start_header["name"], start_header["entry"], settings), {}
 
@@ -121,7 +121,7 @@ def _slice_columns(columns: Mapping[str, Any], items: slice) -> dict[str, Any]:
 
 
 def make_items(job: Mapping[str, Any], array: np.ndarray) -> list[RewardInput]:
-    """Return the items of a request, from its fields and its array."""
+    """Return the inputs of the reward model for a request, from its fields and its array."""
     items = []
     for i, prompt in enumerate(job["prompts"]):
         fields = {target_field: job[name][i] for name, target_field in _ITEM_FIELDS.items() if name in job}
