@@ -16,7 +16,7 @@ import typer  # noqa: E402
 
 from cosmos_core import cli_flow  # noqa: E402
 from cosmos_core.cli_agents import agent_docs, mcp  # noqa: E402
-from cosmos_core.cli_config import config_app, print_notices  # noqa: E402
+from cosmos_core.cli_config import config_app, describe_usage_error, print_notices  # noqa: E402
 from cosmos_core.cli_models import check_model, promote, rollback  # noqa: E402
 from cosmos_core.cli_runs import OutputDirOption, RunArgument, compare, lineage, report, runs, samples, status, watch  # noqa: E402
 from cosmos_core.cli_server import bootstrap, clean, doctor, reap, serve_reports, worker  # noqa: E402
@@ -258,9 +258,9 @@ def logs(
 ) -> None:
     """Print the log of a stage's newest attempt."""
     from cosmos_core.observe.tail import print_log
+    from cosmos_core.run.directory import find_run
 
-    opened_run = _open_run(run_name, output_dir)
-    print_log(opened_run.path, opened_run.pipeline.stage(stage).name if stage else "", follow=follow)
+    print_log(find_run(run_name, output_dir), stage, follow=follow)
 
 
 @app.command()
@@ -320,8 +320,7 @@ def main() -> None:
     except (typer.Abort, KeyboardInterrupt):
         _exit_with_message("interrupted", EXIT_PREEMPTED)
     except _COMMAND_LINE_ERROR as error:
-        program_name = getattr(vars(error).get("ctx"), "command_path", "cosmos")
-        _exit_with_message(f"{error.format_message().rstrip('.')}; see {program_name} --help", EXIT_USAGE)
+        _exit_with_message(describe_usage_error(error), EXIT_USAGE)
     except BrokenPipeError:  # the reader of the output has ended, as in `cosmos logs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_CRASH)

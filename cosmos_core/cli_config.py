@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -96,6 +97,18 @@ def print_notices(notices: list[str]) -> None:
     """Write notes to standard error about settings that are accepted but ignored or changed."""
     for notice in notices:
         sys.stderr.write(f"cosmos: note: {notice}\n")
+
+
+def describe_usage_error(error: Any) -> str:
+    """Return the message of a wrong command line. An unknown option may be a setting of the recipe."""
+    context, remedy = vars(error).get("ctx"), ""
+    if {"option_name", "possibilities"} <= vars(error).keys():
+        similar_options = difflib.get_close_matches(error.option_name, error.possibilities or (), cutoff=0.75)
+        error.possibilities = similar_options
+        if not similar_options and any(each.name == "overrides" for each in context.command.params):
+            remedy = "; a setting of the recipe is given as --set KEY=VALUE, such as --set train.epoch=2"
+    help_command = getattr(context, "command_path", "cosmos")
+    return f"{error.format_message().rstrip('.')}{remedy}; see {help_command} --help"
 
 
 def _load_pipeline(file: Path) -> Pipeline:

@@ -67,10 +67,16 @@ def grpo(  # noqa: PLR0913 - the options of a command
     overrides: SetOption = [],  # noqa: B006
 ) -> None:  # fmt: skip
     """Train a language model on your own prompts with a reward (GRPO)."""
+    command_options = {"method": GRPO.command, "model": model, "data": data, "reward": _check_rewards(reward)}
+    _propose_and_run({**command_options, "prompt": prompt, "response": response}, save, dry_run, overrides)
+
+
+def _check_rewards(rewards: Sequence[str]) -> str:
+    """Return the names of rewards, separated by commas; raise ConfigError if there is no reward of a name."""
     from cosmos_core.registry import is_user_code, list_defined_names, locate_code, suggest_names
 
     names = list_defined_names("cosmos_core.rewards")
-    for name in (rewards := _parse_name_list(",".join(reward)) or [""]):
+    for name in (reward_names := _parse_name_list(",".join(rewards)) or [""]):
         if is_user_code(name):
             locate_code(name)
         elif name.endswith(".py"):
@@ -78,8 +84,7 @@ def grpo(  # noqa: PLR0913 - the options of a command
         elif name not in names:
             hint = suggest_names(name, names)
             raise ConfigError(f"--reward {name}: no such reward{hint}; your own is file.py:function")
-    command_options = {"method": GRPO.command, "model": model, "data": data, "reward": ",".join(rewards)}
-    _propose_and_run({**command_options, "prompt": prompt, "response": response}, save, dry_run, overrides)
+    return ",".join(reward_names)
 
 
 def diffusion_sft(
@@ -136,7 +141,8 @@ def init() -> None:
     data = typer.prompt("Which rows? A file, a folder or a Hub id")
     command_options = {"method": method, "model": model, "data": data}
     if TRAINING_METHODS[method].needs_reward:
-        command_options["reward"] = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
+        reward = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
+        command_options["reward"] = _check_rewards([os.path.expanduser(reward)])
     settings = _propose_settings(command_options)
     default_path = str(_make_recipe_path(command_options, ""))
     path = _write_recipe(command_options, settings, typer.prompt("Where to write the recipe?", default=default_path))
@@ -161,7 +167,8 @@ def try_model(
     from cosmos_core.run.remote import download_url
 
     folders = [download_url(_resolve_model(name, output_dir), output_dir) for name in models]
-    options = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "names": models}
+    options: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "names": models}
+    options["system_prompts"] = [_find_system_prompt(folder) for folder in folders]
     arguments = ["-m", "cosmos_core.models.try_models", json.dumps(options), *folders]
     sys.stdout.flush()
     os.environ |= add_log_silencing_variables(os.environ)
@@ -191,6 +198,23 @@ def _resolve_model(name: str, output_dir: Path) -> str:
     if run.model is None:
         raise ConfigError(f"run {run.path.name} has made no model yet; cosmos status {run.path.name} says where it is")
     return str(run.model)
+
+
+def _find_system_prompt(folder: str) -> str:
+    """Return the system prompt of the training that made the model in a folder of a run; empty if there is none."""
+    from cosmos_core.config.inputs import referenced_stage
+    from cosmos_core.run.directory import open_run
+    from tasks.kinds import all_kinds
+
+    for path in Path(folder).absolute().parents:
+        if path.parent.name == "stages" and (path / "result.json").is_file():
+            with suppress(ConfigError):  # an older version made the run
+                pipeline = open_run(path.parents[1], all_kinds()).pipeline
+                stage = pipeline.stage(path.name)
+                while not pipeline.stage_kind(stage).trains_model and (name := referenced_stage(stage.model)):
+                    stage = pipeline.stage(name)
+                return str(getattr(pipeline.recipes[stage.name].train.train_policy, "system_prompt", ""))
+    return ""
 
 
 def _propose_and_run(command_options: dict[str, str], save: str, dry_run: bool, overrides: Sequence[str]) -> None:

@@ -25,8 +25,8 @@ _INHERITED_VARIABLES = frozenset({
     "http_proxy", "https_proxy", "no_proxy",
 })  # fmt: skip
 _INHERITED_PREFIXES = (
-    "COSMOS_", "CUBLAS_", "CUDA_", "HF_", "LC_", "MKL_", "MLFLOW_", "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_", "PYTHON",
-    "RAY_", "TORCH", "TRACKIO_", "TRANSFORMERS_", "VLLM_", "WANDB_", "XDG_",
+    "COSMOS_", "CUBLAS_", "CUDA_", "GLOO_", "HF_", "LC_", "MKL_", "MLFLOW_", "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_",
+    "PYTHON", "PYTORCH_", "RAY_", "TORCH", "TRACKIO_", "TRANSFORMERS_", "VLLM_", "WANDB_", "XDG_",
 )  # fmt: skip
 _SECRET_NAME_PATTERN = re.compile(
     r"(?:^|_)(?:TOKENS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|KEYS?|AUTH_STRING)(?:_|$)", re.I

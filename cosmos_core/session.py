@@ -257,9 +257,12 @@ def _keep_display_updated(get_current_run: Callable[[], Run | None], display: Pr
     def update_display() -> None:
         if (run := get_current_run()) is None:
             return
-        for stage in run.pipeline.stages:
-            path = run.stage_path(stage.name)
-            display.update(stage.name, read_state(path).status, read_progress(path))
+        try:
+            for stage in run.pipeline.stages:
+                path = run.stage_path(stage.name)
+                display.update(stage.name, read_state(path).status, read_progress(path))
+        except BrokenPipeError:  # the reader of the output has ended, as in `cosmos run | head`: the run goes on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def update_periodically() -> None:
         has_announced_stop = False

@@ -3,6 +3,7 @@
 The form in Prefect's UI shows the types of the signature and the descriptions of the docstring section `Args` only.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +71,7 @@ def open_run_to_execute(config: str, overrides: Sequence[str], run_id: str, flow
     created, the existing run `run_id` if its configuration is the same, or a new run. Raises `ConfigError` if the
     configuration is wrong or not that of the existing run, or publication target or artifact store is not writable."""
     kinds = all_kinds()
-    path = Path(config).expanduser()
+    path = Path(os.path.expanduser(config))
     if path.is_dir():
         if overrides or run_id:
             raise ConfigError(

@@ -8,6 +8,7 @@ continues the run that it created, and leaves newer data to the next flow run of
 
 import hashlib
 import json
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -73,7 +74,7 @@ def retrain(
     """
     if approve and not deployment.id:
         raise ConfigError("approve = true needs a deployment: a run that is suspended is started again by its worker")
-    unpinned_pipeline = load_pipeline(Path(config).expanduser(), overrides, all_kinds())
+    unpinned_pipeline = load_pipeline(Path(os.path.expanduser(config)), overrides, all_kinds())
     set_credentials(unpinned_pipeline)
     state_file = locate_retrain_state(unpinned_pipeline, overrides, start)
     flow_run_state_file = state_file.with_suffix("") / f"{flow_run.id}.json"  # names the run of this flow run
@@ -263,7 +264,8 @@ def make_start_overrides(pipeline: Pipeline) -> list[str]:
             continue
         key = "model" if stage.model else "policy.model_name_or_path"
         name, select_stage = stage.name, pipeline.find_branch_selector(stage.name)
-        # Overrides name a stage of the file: that of a sweep with a grid has the name of the later select stage.
+        # An override must name a stage of the file. There, a sweep with a grid is one stage, and its name is the name
+        # of the stage that selects the best branch.
         sweep = select_stage.sweep if select_stage else None
         if select_stage and sweep and any(branch.settings for branch in sweep.branches):
             name = select_stage.name

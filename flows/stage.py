@@ -1,5 +1,6 @@
 """Flow `stage`: run one stage of an existing run, as a deployment for another work pool or started by a person."""
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def stage(run: str, name: str) -> Any:
         set_credentials(None)
         opened_run = open_run_from_store(run, name)
     else:
-        opened_run = open_run(Path(run).expanduser(), all_kinds())
+        opened_run = open_run(Path(os.path.expanduser(run)), all_kinds())
     StageSync(opened_run, opened_run.pipeline.stage(name)).receive_inputs()
     check_upstream_results(opened_run, name)
     return run_stages(opened_run, [name], is_local=True)

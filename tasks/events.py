@@ -34,13 +34,19 @@ RUN_OVER_BUDGET = "cosmos.run.over_budget"
 RUN_WAITING = "cosmos.run.waiting"
 
 
-def emit_stage_completed(run: Run, name: str, result: Result, *, was_reused: bool) -> None:
-    """Emit an event that a stage has its result and, if it has newly published a model, a second one for the model."""
+def emit_stage_completed(
+    run: Run, name: str, result: Result, *, was_reused: bool, earlier_result: Result | None = None
+) -> None:
+    """Emit an event that a stage has its result and, if it has newly published a model, a second one for the model: a
+    resumed run, whose stage had the result `earlier_result`, publishes the same version again."""
     payload = {"reused": was_reused, "metrics": _keep_finite_metrics(result["metrics"])}
     _emit_event(STAGE_COMPLETED, run, name, payload)
     is_publication = run.pipeline.stage_kind(run.pipeline.stage(name)).makes == "publication"
-    if is_publication and not was_reused and not result["info"].get("was_published"):
-        details = {"target": run.pipeline.stage(name).target, "published": result["info"].get("published")}
+    address, was_published = result["info"].get("published"), "was_published" in result["info"]
+    if earlier_result is not None:
+        was_published |= earlier_result["info"].get("published") == address
+    if is_publication and not was_reused and not was_published:
+        details = {"target": run.pipeline.stage(name).target, "published": address}
         _emit_event(MODEL_PUBLISHED, run, name, payload | details)
 
 

@@ -106,10 +106,8 @@ def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_
 
 def require_second_slot(client: SyncPrefectClient, stage: StageConfig, flow_run_id: str) -> None:
     """Raise ConfigError if the flow run of the pipeline takes the only slot of the stage's work pool itself."""
-    pool = stage.work_pool
-    if not flow_run_id or client.read_flow_run(UUID(flow_run_id)).work_pool_name != pool:
-        return
-    if client.read_work_pool(pool).concurrency_limit == 1:
+    pool, parent = stage.work_pool, client.read_flow_run(UUID(flow_run_id)) if flow_run_id else None
+    if parent and parent.work_pool_name == pool and client.read_work_pool(pool).concurrency_limit == 1:
         raise ConfigError(
             f"stage {stage.name!r}: work_pool = {pool!r} runs one flow run at a time, which is the one that waits for "
             f"the stage; leave work_pool out, or raise the limit: cosmos bootstrap --pool {pool} --limit 2"

@@ -164,7 +164,7 @@ def produce_result(run: Run, name: str, *, is_local: bool = False) -> State[Any]
 
 
 def _run_locally(run: Run, name: str) -> State[Any] | Result:
-    run_logger = get_run_logger()
+    run_logger, earlier_result = get_run_logger(), read_result(run.stage_path(name))
     artifacts = StageArtifacts(run.pipeline.config, run.stage_path(name))
     try:
         result, was_reused = run_stage(run, name, on_progress=artifacts.update, report_line=run_logger.info)
@@ -175,7 +175,7 @@ def _run_locally(run: Run, name: str) -> State[Any] | Result:
         if isinstance(error, GateFailed):
             artifacts.show_refusal()
         return failed_state(error)
-    events.emit_stage_completed(run, name, result, was_reused=was_reused)
+    events.emit_stage_completed(run, name, result, was_reused=was_reused, earlier_result=earlier_result)
     if was_reused:  # its artifacts were published when the result was made
         return Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
     artifacts.finish(result)

@@ -31,8 +31,8 @@ class DataTermAlgorithm(Algorithm):
     """Algorithm that adds a data term (supervised loss on data rows) to each optimizer step of another algorithm."""
 
     def __init__(self, algorithm: Algorithm, make_data_term: Callable[[int], Update]) -> None:
-        """Wrap `algorithm`; `make_data_term` returns the data term of an optimizer step, whose number is counted from 0
-        over all train steps."""
+        """Wrap `algorithm`; `make_data_term` returns the supervised update to add to an optimizer step, given the
+        number of the optimizer step, counted from 0 over all train steps."""
         super().__init__(algorithm.config, algorithm.custom, algorithm.sampling)
         self.teacher, self.diffusers = algorithm.teacher, algorithm.diffusers
         self._algorithm, self._make_data_term = algorithm, make_data_term

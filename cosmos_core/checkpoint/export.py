@@ -17,8 +17,7 @@ import torch
 import yaml
 
 from cosmos_core.checkpoint.load_checkpoint_model import find_checkpoint_step, load_checkpoint_model
-from cosmos_core.config.hub_card import read_card_metadata
-from cosmos_core.config.inputs import referenced_stage
+from cosmos_core.config.inputs import read_card_metadata, referenced_stage
 from cosmos_core.errors import Preempted, StageFailed
 from cosmos_core.models.export import export_model
 from cosmos_core.models.hf import load_model, load_tokenizer

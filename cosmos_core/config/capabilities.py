@@ -11,8 +11,7 @@ from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline, StageKinds, stage_references
 from cosmos_core.config.conditions import parse_condition
-from cosmos_core.config.hub_card import read_declared_subsets
-from cosmos_core.config.inputs import existing_path, referenced_stage
+from cosmos_core.config.inputs import existing_path, read_card_metadata, referenced_stage
 from cosmos_core.config.override import IMPLIED_STAGE_SUFFIX
 from cosmos_core.config.schema.marks import SupportedValues, metadata_of
 from cosmos_core.config.schema.pipeline import StageConfig
@@ -175,6 +174,13 @@ def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
                 f"checkpoint = {stage.checkpoint!r} needs {missing_keys} in stage {source!r}; set it there, or leave "
                 f"checkpoint out for the final model"
             )
+        elif stage.checkpoint != "best" and (last_step := model_recipe.train.max_num_steps):
+            step, ckpt = int(stage.checkpoint), model_recipe.train.ckpt
+            # The step of a validation may be the best, and is then saved too.
+            may_be_saved = model_recipe.validation.enable or ckpt.save_freq_in_epoch > 0 or step % ckpt.save_freq == 0
+            if step > last_step or (step < last_step and not may_be_saved):
+                problem = f"stage {source!r} saves each {ckpt.save_freq} steps (train.ckpt.save_freq) of {last_step}"
+                yield f"checkpoint = {stage.checkpoint!r}: {problem}; name one of these steps, or leave checkpoint out"
     if kind.table == "merge":
         weights, base_stage = recipe.merge.weights, referenced_stage(stage.model)
         names = [name for name in stage.after if name != base_stage and _may_produce_output(pipeline, name, "model")]
@@ -226,7 +232,9 @@ def _ignored_settings(stage: StageContext, kinds: StageKinds) -> Iterator[str]:
     for table, dataset in stage.recipe.datasets.items():
         for key in ("subset", "revision"):
             value, path = getattr(dataset, key), existing_path(dataset.name, Path.cwd())
-            is_read = key == "subset" and path and (os.path.isdir(path / value) or read_declared_subsets(path))
+            is_read = (
+                key == "subset" and path and (os.path.isdir(path / value) or "configs" in read_card_metadata(path))
+            )
             if value and path and not is_read:
                 yield f"{table}.{key} = {short_toml(value)} has no effect here: {dataset.name} is on this machine"
     for key, value, enabling_field in disabled_settings(stage.recipe):

@@ -7,6 +7,7 @@ credentials, lineage and checks use this list.
 
 import glob
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -90,6 +91,16 @@ def existing_path(text: str, base_folder: Path) -> Path | None:
         return path if path.exists() else None
     except (OSError, RuntimeError):  # the path is too long, or the user of `~USER` is unknown
         return None
+
+
+def read_card_metadata(folder: Path) -> dict[str, Any]:
+    """Return the metadata in the README.md of a model or data set; empty if there is none, or it is no valid YAML."""
+    try:
+        front_matter = re.match(r"---[ \t]*\n(.*?\n)---", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+        metadata = yaml.safe_load(front_matter[1]) if front_matter else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def stage_inputs(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[StageInput, ...]:

@@ -138,7 +138,7 @@ def _make_reader(path: Path, split: str, dataset: DatasetConfig, config_key: str
     elif path.is_dir() and _is_media_folder(path):
         return lambda: _read_media_folder(path)
     rows = load_rows(dataset.copy_with(name=str(path) if path.exists() else dataset.name, split=(split,)), config_key)
-    return lambda: (_make_row_item(located_row, rows.folder) for located_row in rows)
+    return lambda: (_make_media_item(location_and_row, rows.folder) for location_and_row in rows)
 
 
 def _is_media_folder(path: Path) -> bool:
@@ -356,8 +356,8 @@ def _read_prompt_lines(files: Iterable[Path], dataset_path: Path) -> Iterator[Me
                     yield _make_item(json_value, location, None, None)
 
 
-def _make_row_item(located_row: LocatedRow, folder: Path) -> MediaItem:
-    location, row = located_row
+def _make_media_item(location_and_row: LocatedRow, folder: Path) -> MediaItem:
+    location, row = location_and_row
     key = next((name for name in (*_MEDIA_KEYS, *_PATH_KEYS) if row.get(name) not in (None, "", [])), None)
     if key is None:
         reason = f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"

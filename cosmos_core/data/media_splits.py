@@ -136,10 +136,13 @@ def _read_split(
     items = open_media_items(config, config_key)
     has_media = load_row_kind(stage.recipe.train.train_policy.rows).has_media
     frame_config = make_frame_settings(stage.recipe, config, encoders) if has_media else None
+    max_given_frames = stage.recipe.policy.diffusers.flow_rl.max_conditional_frames if encoders.is_video else 0
+    has_rollouts = stage.recipe.train.train_policy.has_rollouts and frame_config is not None
+    gives_frames = bool(has_rollouts and max_given_frames and encoders.model.max_conditioning_frames)
     rows: list[MediaItemRow | None] = []
     skip_reasons: list[str] = []
     for item, row_or_reason in thread_map(
-        stage, lambda item: (item, _make_media_item_row(item, frame_config, needs_media)), items()
+        stage, lambda item: (item, _make_media_item_row(item, frame_config, needs_media, gives_frames)), items()
     ):
         stage.progress.beat()
         rows.append(None if isinstance(row_or_reason, str) else row_or_reason)
@@ -153,12 +156,18 @@ def _read_split(
     return MediaSplit(items, rows, skip_reasons, len(rows), config)
 
 
-def _make_media_item_row(item: MediaItem, frame_config: FrameSettings | None, needs_media: bool) -> MediaItemRow | str:
-    """Return the row of an item, or the reason why the item is left out; without `frame_config`, media are ignored."""
+def _make_media_item_row(
+    item: MediaItem, frame_config: FrameSettings | None, needs_media: bool, gives_frames: bool
+) -> MediaItemRow | str:
+    """Return the row of an item, or the reason why the item is left out; without `frame_config`, media are ignored.
+    `gives_frames`: whether rollouts start from frames of the item's clip."""
     if item.problem and (frame_config or not item.prompt):
         return item.problem
     if needs_media and frame_config and item.content is None:
         return item.missing_media_reason or "there is no image or video beside it"
+    if gives_frames and item.content is not None and not item.content.is_video:
+        key = "policy.diffusers.flow_rl.max_conditional_frames"
+        return f"it is an image, and rollouts start from frames of clips; leave images out, or set {key} to 0"
     try:
         text_key = compute_digest("text", item.prompt)
         if item.embedding is not None:

@@ -50,7 +50,7 @@ class Mixture:
         for each pass, before a row is used again.
         """
         rows, relative_positions, row_offset = [], [], 0
-        counts = divide_by_weights(sum(self.sizes), self.weights)
+        counts = divide_in_proportion(sum(self.sizes), self.weights)
         for i, (size, rows_per_epoch) in enumerate(zip(self.sizes, counts, strict=True)):
             epoch_indices = np.arange(rows_per_epoch, dtype=np.int64)
             pass_indices, positions = np.divmod(epoch_indices + epoch * rows_per_epoch, size)
@@ -62,7 +62,7 @@ class Mixture:
         return np.concatenate(rows)[np.argsort(np.concatenate(relative_positions), kind="stable")]
 
 
-def divide_by_weights(total_size: int, weights: Sequence[float]) -> list[int]:
+def divide_in_proportion(total_size: int, weights: Sequence[float]) -> list[int]:
     """Divide `total_size` in proportion to weights; the parts with the largest remainders are rounded up."""
     unrounded_sizes = [total_size * weight / sum(weights) for weight in weights]
     sizes = [int(size) for size in unrounded_sizes]

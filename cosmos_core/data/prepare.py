@@ -36,7 +36,7 @@ from cosmos_core.data.kept_text import find_lost_text
 from cosmos_core.data.kinds.base import TRAIN_SPLIT, VALIDATION_SPLIT
 from cosmos_core.data.kinds.registry import load_row_kind, load_tokenised_kind
 from cosmos_core.data.messages import SkippedRow
-from cosmos_core.data.order import divide_by_weights
+from cosmos_core.data.order import divide_in_proportion
 from cosmos_core.data.pool import initialise_process
 from cosmos_core.data.prepared import DATA_TERM_SPLIT, HELD_OUT_SEQUENCES_SPLIT, STATISTICS_FILE, get_split_path
 from cosmos_core.data.records import RecordSpec, convert_rows, find_image_root, read_pass_rates
@@ -202,7 +202,7 @@ def _make_mixture_statistics(sources: list[_RowSource], counts_by_source: list[S
         for source, source_counts in zip(sources, counts_by_source, strict=True)
     ]
     total_rows = sum(entry["rows"] for entry in entries)
-    for entry, count in zip(entries, divide_by_weights(total_rows, [e["weight"] for e in entries]), strict=True):
+    for entry, count in zip(entries, divide_in_proportion(total_rows, [e["weight"] for e in entries]), strict=True):
         if not count and entry["rows"]:
             raise DataError(
                 f"train.train_policy.datasets: the weight of {entry['source']} is {entry['weight']:g}, which gives it "
@@ -218,7 +218,7 @@ def _load_splits(stage: Stage) -> dict[str, list[_RowSource]]:
     splits[TRAIN_SPLIT] = train_sources
     if held_out_sources:
         if validation.max_rows is not None:
-            counts = divide_by_weights(validation.max_rows, [len(source.rows) for source in held_out_sources])
+            counts = divide_in_proportion(validation.max_rows, [len(source.rows) for source in held_out_sources])
             held_out_sources = [
                 replace(each, rows=each.rows.take(n)) for each, n in zip(held_out_sources, counts, strict=True) if n
             ]

@@ -151,10 +151,9 @@ def prepare(stage: Stage, encoders: Encoders | None = None) -> Outcome:
         for name, split in splits.items():
             num_rows, skip_reasons = split_encoder.write(name, split, null_text, folder)
             metrics |= {f"data/{name}_rows": float(num_rows), f"data/{name}_skipped_rows": float(len(skip_reasons))}
-            num_cut_prompts = split_encoder.count_cut_prompts(split)
+            num_cut_prompts, max_tokens = split_encoder.count_cut_prompts(split)
             metrics[f"data/{name}_cut_prompts"] = float(num_cut_prompts)
             if num_cut_prompts:
-                max_tokens = f"policy.diffusers.max_prompt_length = {stage.recipe.policy.diffusers.max_prompt_length}"
                 notices.append(f"{name}: {num_cut_prompts} prompts have more tokens than {max_tokens}, and are cut")
                 logger.warning("%s", notices[-1])
             if skip_reasons:
@@ -202,16 +201,22 @@ class _SplitEncoder:
             file.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
         return len(records), skip_reasons
 
-    def count_cut_prompts(self, split: MediaSplit) -> int:
-        """Return the number of prompts of a split whose end the text encoder ignores, because they are too long."""
+    def count_cut_prompts(self, split: MediaSplit) -> tuple[int, str]:
+        """Return the number of prompts of a split whose end the text encoder ignores, because they are too long, and
+        the limit of their length for messages."""
         model_folder = self._encoders.model.folder
         tokenizer_name, num_added_tokens = self._encoders.model.prompt_tokenizer
-        if tokenizer_name not in model_folder.components:  # a pipeline of Stable Diffusion 3 without its T5
-            return 0
-        tokenizer = model_folder.load(tokenizer_name)
-        max_tokens = self._stage.recipe.policy.diffusers.max_prompt_length - num_added_tokens
+        max_length = self._stage.recipe.policy.diffusers.max_prompt_length
+        limit = f"policy.diffusers.max_prompt_length = {max_length}"
+        if tokenizer_name in model_folder.components:
+            tokenizer = model_folder.load(tokenizer_name)
+        else:  # a pipeline of Stable Diffusion 3 without its T5, whose CLIP models have a fixed length
+            tokenizer = model_folder.load("tokenizer")
+            max_length = tokenizer.model_max_length
+            limit = f"the {max_length} of the pipeline's text encoders"
+        max_tokens = max_length - num_added_tokens
         encoded_rows = (row for row in split.kept_rows if row.text_key == compute_digest("text", row.prompt))
-        return sum(len(tokenizer.encode(row.prompt)) > max_tokens for row in encoded_rows)
+        return sum(len(tokenizer.encode(row.prompt)) > max_tokens for row in encoded_rows), limit
 
     def encode_null_text(self, folder: Path) -> dict[str, str]:
         """Encode the empty text, and return the shard and entry of its embedding."""

@@ -6,7 +6,6 @@ Error messages name a row by its location: "train.jsonl:12", in lines from 1, or
 
 from __future__ import annotations
 
-import glob
 import logging
 import math
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from huggingface_hub import constants
 
-from cosmos_core.config.hub_card import DeclaredSubset, read_declared_subsets
+from cosmos_core.config.inputs import read_card_metadata
 from cosmos_core.config.media import image_settings
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.dataset import (
@@ -129,8 +128,8 @@ def training_sources(stage: Stage) -> dict[str, AlgorithmConfig]:
 
 def has_local_split(path: Path, split: str) -> bool:
     """Return whether a folder of data files has files that are named or declared for this split."""
-    if any(subset.is_default and split in subset.split_patterns for subset in read_declared_subsets(path)):
-        return True
+    if declared_files := _find_declared_files(path, "", "data"):
+        return split in declared_files
     return path.is_dir() and any(_has_split_name(file, split) for file in _find_data_files(path))
 
 
@@ -279,13 +278,9 @@ def _find_data_folder(path: Path, subset: str, config_key: str) -> tuple[Path, _
     files, which for the default configuration is often `data`."""
     if not path.is_dir() or _is_saved_dataset(path):
         return path, {}
-    if declared_subsets := read_declared_subsets(path):
-        is_selected = (lambda each: each.name == subset) if subset else (lambda each: each.is_default)
-        if selected_subset := next(filter(is_selected, declared_subsets), None):
-            return _find_declared_files(path / selected_subset.folder, selected_subset)
-        if not (subset and (path / subset).is_dir()):
-            names = ", ".join(each.name for each in declared_subsets)
-            raise DataError(f"{config_key}.subset = {subset!r} is none of {names}, which README.md declares; name one")
+    if declared_files := _find_declared_files(path, subset, config_key):
+        parents = [file.parent for files in declared_files.values() for file in files]
+        return Path(os.path.commonpath(parents)), declared_files
     if subset and (path / subset).is_dir():
         return path / subset, {}
     subfolders = [] if _find_data_files(path) else _find_data_subfolders(path)
@@ -296,14 +291,18 @@ def _find_data_folder(path: Path, subset: str, config_key: str) -> tuple[Path, _
     return (subfolders[0] if len(subfolders) == 1 else path), {}
 
 
-def _find_declared_files(folder: Path, subset: DeclaredSubset) -> tuple[Path, _FilesBySplit]:
-    """Return the folder of all files of a subset that exist, and the files of each of its splits."""
-    files: _FilesBySplit = {}
-    for split, patterns in subset.split_patterns.items():
-        names = (name for each in patterns for name in sorted(glob.glob(each, root_dir=folder, recursive=True)))
-        files[split] = [folder / name for name in dict.fromkeys(names) if data_suffix(name)]
-    parents = {str(file.parent) for split_files in files.values() for file in split_files}
-    return Path(os.path.commonpath(parents)) if parents else folder, files
+def _find_declared_files(path: Path, subset: str, config_key: str) -> _FilesBySplit:
+    """Return the files of each split by the `configs` in README.md; empty if it has none."""
+    configs = read_card_metadata(path).get("configs")
+    if "data_files" not in str(configs) or (subset and (path / subset).is_dir()):
+        return {}
+    import datasets
+
+    remedy = "complete the copy, or give one of its files or folders"
+    with convert_reader_errors(f"{config_key}: `configs` in the README.md of {path} cannot be read ({remedy})"):
+        declared_files = datasets.load_dataset_builder(str(path), subset or None).config.data_files or {}
+    files = {str(split): [Path(file) for file in names if data_suffix(file)] for split, names in declared_files.items()}
+    return files if any(files.values()) else {}
 
 
 def _find_data_subfolders(folder: Path) -> list[Path]:

@@ -136,7 +136,7 @@ def _find_prepared_rows(stage: Stage) -> Path:
     source_stage = referenced_stage(stage.config.model)
     upstream_results = [stage.inputs[name] for name in sorted(stage.inputs, key=lambda name: name != source_stage)]
     for stage_result in upstream_results:
-        with suppress(FileNotFoundError):
+        with suppress(ConfigError):
             upstream_stage = load_stage(find_source_stage(Path(stage_result["path"])))
             if upstream_stage.kind.trains_model and upstream_stage.data is not None:
                 if not upstream_stage.data.is_dir():

@@ -154,7 +154,14 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
             stage_path=stage_path, python_path=config.python, num_threads=count_worker_threads(pipeline),
             grace_seconds=config.grace_seconds, environment=service_variables, secrets=tuple(service_variables),
         )  # fmt: skip
-        return run_attempt(attempt_settings)
+        try:
+            return run_attempt(attempt_settings)
+        except StageFailed as error:  # its log is deleted with the folder
+            problem, _, log_path = str(error).partition("; log: ")
+            lines = Path(log_path).read_text(encoding="utf-8", errors="replace").split("\n") if log_path else []
+            if last_line := next(filter(str.strip, reversed(lines)), ""):
+                raise StageFailed(f"{problem}; its log ends with: {last_line.strip()[:300]}") from error
+            raise
 
 
 def _find_base_stage(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:

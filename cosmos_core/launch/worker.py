@@ -194,6 +194,8 @@ def _build_environment(settings: AttemptSettings) -> dict[str, str]:
         # Passwords of the Prefect server are set to an empty value, so that user code cannot read them.
         **dict.fromkeys(("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"), ""),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch requires this for deterministic matrix products on a GPU
+        # CUDA then numbers GPUs as NVML does, from which the program selects them; its default is by speed.
+        "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         LOCK_DESCRIPTORS_VARIABLE: ",".join(map(str, settings.lock_descriptors)),

@@ -36,7 +36,7 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
     if not keys and policy.lora is None:
         return
     # For recomputation, transformers makes the output of the embeddings require a gradient. Non-reentrant checkpoints
-    # do not need this, and without it the backward pass ends at the first trained layer.
+    # do not need such a gradient. Without it, the backward pass ends at the first trained layer.
     if isinstance(model, PreTrainedModel):
         model.disable_input_require_grads()
     if policy.lora is not None:

@@ -33,7 +33,7 @@ from cosmos_core.models.chat_templates import set_chat_template
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.lora import merge_adapter, merged_state_dict
 from cosmos_core.models.model_files import check_weights, locate_model, model_error, read_json, translate_load_errors
-from cosmos_core.models.quantized_base import MXFP4, make_dequantize_options
+from cosmos_core.models.quantized_base import DEQUANTIZED_FORMATS, MXFP4, make_dequantize_options, quantization_method
 from cosmos_core.models.recompute import RecomputeMode, recompute_activations
 
 _TOKENIZER_FILES = (
@@ -78,6 +78,11 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
         has_adapter = (model_source / "adapter_config.json").is_file()
         if not (model_source / "config.json").is_file():
             remedy = "give a folder in Hugging Face format"
+            config_files = [
+                file for depth in (1, 2, 3) for file in sorted(model_source.glob("*/" * depth + "config.json"))
+            ]
+            if config_files:  # the parent of checkpoints, or the cache of the Hub
+                remedy += f", such as {' or '.join(str(file.parent) for file in config_files[:3])}"
             if has_adapter:
                 remedy = "it is an adapter: name its base here, and the folder in policy.lora.lora_path"
             elif (model_source / "model_index.json").is_file():
@@ -238,7 +243,10 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
             problem = f"config.json has {key} = {value}, which changes what a forward pass returns"
             raise model_error(model, f"{problem}; leave it out there")
     # The quantizer raises RuntimeError on a machine without GPU, although a machine with GPU may load the weights.
-    with translate_load_errors("quantized weights", model), suppress(RuntimeError):
+    note = (
+        "" if quantization_method(config) in DEQUANTIZED_FORMATS else " (to train, take the model without quantization)"
+    )
+    with translate_load_errors(f"quantized weights{note}", model), suppress(RuntimeError):
         get_hf_quantizer(copy.deepcopy(config), None, None, True, {})
 
 

@@ -31,6 +31,7 @@ from cosmos_core.models.lora_targets import (
     ExactTargetLora,
     adapted_layers,
     describe_adapter,
+    find_inseparable_layers,
     find_lora_targets,
     layers_by_pattern_name,
     make_portable_config,
@@ -70,7 +71,7 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     modules_to_save = tuple(lora.modules_to_save or ())
     _check_targets("target_modules", targets, possible_target_names(model), r"(^|.*\.){}")
     _check_targets("modules_to_save", modules_to_save, [name for name, _ in model.named_modules() if name], r".*{}")
-    tied_names = _find_tied_modules(model)
+    tied_names, inseparable_layers = _find_tied_modules(model), find_inseparable_layers(model)
     if lora.lora_path is None:
         config = _build_peft_config(model, lora, any(name.endswith(modules_to_save) for name in tied_names))
     else:
@@ -94,6 +95,9 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
             f"policy.lora.{setting} names {tied_targets[0]!r}, whose weight is {' and '.join(tied_names)} in one; "
             f"name it in modules_to_save{' of a new adapter' if lora.lora_path else ''}, which trains it whole"
         )
+    if names := [name for name in layers_by_name if name in inseparable_layers]:
+        remedy = "leave it out of target_modules" if lora.lora_path is None else "train a new adapter"
+        raise ConfigError(f"policy.lora changes {names[0]!r}, {inseparable_layers[names[0]]}; {remedy}")
     logger.info("policy.lora: %s", describe_adapter(model, lora.target_modules))
     for key, patterns in (("r_pattern", lora.r_pattern), ("alpha_pattern", lora.alpha_pattern)):
         _check_targets(key, patterns or {}, layers_by_pattern_name(model), r"(.*\.)?({})", True)

@@ -18,12 +18,16 @@ from typing import Any, NamedTuple, cast
 import peft
 import torch
 from peft.tuners.lora import LoraLayer, ParamWrapper
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from peft.utils.transformers_weight_conversion import (
+    convert_peft_adapter_state_dict_for_transformers,
+    convert_peft_config_for_transformers,
+)
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cosmos_core.errors import ConfigError
+from cosmos_core.models.adapter import TENSOR_PREFIX
 
 ALL_LINEAR = "all-linear"
 _EXPERT_PROJECTIONS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
@@ -63,8 +67,8 @@ def find_lora_targets(model: nn.Module, target_modules: Sequence[str] | str | No
     stacked_names = _find_stacked_parameters(model)
     if isinstance(target_modules, str):
         linear_modules = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        bypassed = set(_find_bypassed_layers(model))
-        excluded_modules = [name for name, layer in linear_modules if name in bypassed or not is_plain_linear(layer)]
+        excluded = {*_find_bypassed_layers(model), *find_inseparable_layers(model)}
+        excluded_modules = [name for name, layer in linear_modules if name in excluded or not is_plain_linear(layer)]
         parameter_names = sorted(set(map(name_within_layer, stacked_names)))
         double_rank = [name for name in parameter_names if name.endswith("gate_up_proj")]
         return AdapterTargets(ALL_LINEAR, parameter_names, excluded_modules, double_rank)
@@ -100,6 +104,21 @@ def find_lora_targets(model: nn.Module, target_modules: Sequence[str] | str | No
         t for t in target_modules if t not in matched_targets or any(_has_name_suffix(name, t) for name in module_names)
     ]
     return AdapterTargets(remaining_targets, sorted(target_parameters), [], sorted(double_rank_names))
+
+
+def find_inseparable_layers(model: nn.Module) -> dict[str, str]:
+    """Return the reason for each linear layer, by name, whose adapter could not be exported: a merged weight that other
+    layers share would contain all their adapters, and PEFT finds no tensors whose names it changes on loading."""
+    linear_layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    num_layers_by_weight = Counter(id(layer.weight) for layer in linear_layers.values())
+    keys = {name: f"{TENSOR_PREFIX}{name}.lora_A.weight" for name in linear_layers}
+    empty_state = {key: torch.empty(0) for key in keys.values()}
+    loaded_state = convert_peft_adapter_state_dict_for_transformers(model, peft.LoraConfig(), empty_state)
+    reasons = {name: "whose adapter PEFT does not find again" for name, key in keys.items() if key not in loaded_state}
+    for name, layer in linear_layers.items():
+        if num_layers_by_weight[id(layer.weight)] > 1:
+            reasons[name] = f"whose weight {num_layers_by_weight[id(layer.weight)]} layers share"
+    return reasons
 
 
 def possible_target_names(model: nn.Module) -> list[str]:

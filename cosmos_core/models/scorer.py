@@ -427,7 +427,8 @@ class _GradientAccumulator:
         return self._logits_MV
 
     def add(self, gradient_MV: Tensor) -> None:
-        """Add the gradients of the newest chunk; `gradient_MV` is the gradient of the loss for its logits."""
+        """Add the gradients of the newest chunk of tokens to those of the hidden states and of the head; `gradient_MV`
+        is the gradient of the loss for the logits of the chunk: M tokens, V vocabulary entries."""
         self._hidden_gradient[self._current_chunk], *weight_gradients = torch.autograd.grad(
             self._logits_MV, [self._hidden_MH, *self._tensors_with_grad], gradient_MV.to(self._logits_MV.dtype)
         )

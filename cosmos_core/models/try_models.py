@@ -2,8 +2,8 @@
 
     python -m cosmos_core.models.try_models OPTIONS MODEL [MODEL]
 
-OPTIONS is JSON: `prompt`, `max_tokens`, `temperature`, `names`. The program loads models with plain transformers or
-diffusers, on a GPU if there is one, and keeps a conversation for each model. Training does not use this module.
+OPTIONS is JSON: `prompt`, `max_tokens`, `temperature`, `names`, `system_prompts`. Transformers or diffusers loads the
+models, on a GPU if there is one; each has its own conversation. Training does not use this module.
 """
 
 import inspect
@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import cached_file
 
+from cosmos_core.data.messages import add_system_turn, propose_merged_turns
 from cosmos_core.errors import EXIT_OK, EXIT_PREEMPTED, CosmosError, ModelError, first_line
 from cosmos_core.models.model_files import locate_model, translate_load_errors
 from cosmos_core.models.pipeline_folder import MODEL_INDEX
@@ -28,9 +30,9 @@ ResponseFn = Callable[[str, int], str]
 """Function from a prompt and its number to the completion of a model, or to the name of the generated image file."""
 
 
-def open_chat(model: str, max_tokens: int, temperature: float, device: torch.device) -> ResponseFn:
+def open_chat(model: str, max_tokens: int, temperature: float, device: torch.device, system_prompt: str) -> ResponseFn:
     """Return a function that completes prompts with a language model; raise ModelError if the model cannot be loaded.
-    If the model has a chat template, each prompt continues the conversation."""
+    If the model has a chat template, each prompt continues the conversation, which begins with the system prompt."""
     from transformers.utils.logging import disable_progress_bar
 
     from cosmos_core.models.hf import load_model, load_tokenizer
@@ -38,17 +40,21 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
     disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = load_tokenizer(model)
     loaded_model = load_model(model, dtype=select_dtype(device), device=device)
-    conversation: list[dict[str, Any]] = []
+    conversation: list[dict[str, Any]] = add_system_turn([], system_prompt)
     sampling_options: dict[str, Any] = {"do_sample": bool(temperature)}
     if temperature:
         sampling_options["temperature"] = temperature
 
+    def render_turns(turns: list[dict[str, Any]]) -> Any:
+        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+
     def generate_response(prompt: str, prompt_index: int) -> str:
         conversation.append({"role": "user", "content": prompt})
         if tokenizer.chat_template:
-            tokenized_prompt: Any = tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-            )
+            try:
+                tokenized_prompt = render_turns(conversation)
+            except TemplateError:  # the template refuses a system turn
+                tokenized_prompt = render_turns([*propose_merged_turns(conversation)][-1])
         else:
             tokenized_prompt = tokenizer(prompt, return_tensors="pt")
         torch.manual_seed(prompt_index)
@@ -128,11 +134,12 @@ def main() -> int:
     console = Console(highlight=False, markup=False, emoji=False)
     logging.disable(logging.WARNING)
     try:
+        named_models = zip(models, options["names"], options["system_prompts"], strict=True)
         response_functions = [
             open_image_generator(model, f"{name}-{index}", device)
             if _is_pipeline(model)
-            else open_chat(model, options["max_tokens"], options["temperature"], device)
-            for index, (model, name) in enumerate(zip(models, options["names"], strict=True))
+            else open_chat(model, options["max_tokens"], options["temperature"], device, system_prompt)
+            for index, (model, name, system_prompt) in enumerate(named_models)
         ]
         for prompt_index, prompt in zip(count(), _read_prompts(options["prompt"]), strict=False):
             responses = [generate_response(prompt, prompt_index) for generate_response in response_functions]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from cosmos_core.observe.formatting import float_or_inf, format_number
 from cosmos_core.observe.record import RunRecord, read_pipeline, read_run
@@ -80,7 +80,7 @@ def cost_card(run: RunRecord) -> dict[str, str]:
 
 def table_of_costs(output_dir: Path, max_runs: int) -> Table:
     """Return a table with GPU hours and costs of the `max_runs` newest runs of a folder, newest last, and sums."""
-    table = Table("run", "pipeline", "outcome")
+    table = Table(Column("run", no_wrap=True), "pipeline", "outcome")
     for column in ("GPU hours", "cost", "estimate", "budget"):
         table.add_column(column, justify="right")
     total_hours, total_cost, is_complete = 0.0, 0.0, True

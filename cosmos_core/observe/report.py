@@ -44,7 +44,7 @@ def build_report(run_path: Path, folder: Path | None = None) -> str:
         root="" if folder in {None, run_path} else f"{os.path.relpath(run_path, folder)}/",
         run=run_record, graph=compute_layout(run_record), cards=sections.summary_cards(run_record),
         trained=training_properties(run_record), sample_rows=sample_rows(run_record),
-        comparison=sections.validation_table(run_record), sweeps=sections.sweep_tables(run_record),
+        comparison=sections.make_validation_metrics_table(run_record), sweeps=sections.sweep_tables(run_record),
         before=compare_with_previous(run_record), cost=compute_run_cost(run_path),
         resources=sections.resource_rows(run_record),
         gates=[(stage, condition) for stage in run_record.stages for condition in stage.conditions],

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from cosmos_core.config.compose import StageKinds, load_pipeline
 from cosmos_core.config.difference import pipeline_differences
@@ -21,7 +21,8 @@ _MAX_START_DELAY_SECONDS = 60.0
 
 def table_of_runs(output_dir: Path, max_runs: int) -> Table:
     """Return a table of the `max_runs` newest runs of a folder, newest last, each with its outcome and last metrics."""
-    table = Table("run", "pipeline", "began", "took", "stages", "outcome", "metrics", caption_justify="left")
+    run_column = Column("run", no_wrap=True)  # other commands need the whole id, also from a narrow terminal
+    table = Table(run_column, "pipeline", "began", "took", "stages", "outcome", "metrics", caption_justify="left")
     interruption_messages: list[str] = []
     for start_info in list_runs(output_dir)[-max_runs:]:
         run = read_run(output_dir / start_info.run_id)

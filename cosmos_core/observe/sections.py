@@ -57,7 +57,7 @@ def summary_cards(run: RunRecord) -> list[tuple[str, str]]:
     return [*cards, ("stages finished", f"{num_finished} of {len(run.stages)}")]
 
 
-def validation_table(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
+def make_validation_metrics_table(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the table of validation metrics: the names of its columns, and one row per metric with its values and the
     change from the first to the last column."""
     columns = _validation_columns(run)

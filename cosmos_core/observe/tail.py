@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 
 from cosmos_core.errors import ConfigError
+from cosmos_core.observe.record import read_run
+from cosmos_core.registry import suggest_names
 from cosmos_core.run.liveness import is_stage_dead
 from cosmos_core.run.state import ACTIVE_STATES, read_state
 from cosmos_core.run.tail import FileTail
@@ -15,6 +17,8 @@ def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
     logs of further attempts; raise ConfigError if the stage has no log yet."""
     logs = sorted(run_path.glob(f"stages/{stage or '*'}/logs/attempt_*.log"), key=lambda path: path.stat().st_mtime)
     if not logs:
+        if stage and stage not in (names := [each.name for each in read_run(run_path).stages]):
+            raise ConfigError(f"{run_path}: no stage {stage!r} in this run{suggest_names(stage, names)}")
         raise ConfigError(f"{run_path}: {f'stage {stage!r} has' if stage else 'no stage has'} logged anything yet")
     log_folder, printed_logs, log_tail, has_ended = logs[-1].parent, set(logs), FileTail(logs[-1]), False
     while not has_ended:

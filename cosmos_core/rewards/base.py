@@ -15,10 +15,10 @@ import asyncio
 import inspect
 import math
 import sys
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cosmos_core.config.source_weights import reward_weights_of_source
@@ -47,6 +47,7 @@ RewardConfig: TypeAlias = "dict[str, float] | RemoteRewardConfig"
 ScoreAndMetrics = tuple[float, dict[str, float]]
 
 REWARDS_PACKAGE = "cosmos_core.rewards"
+_thread_data = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +96,19 @@ class Reward:
     def _call_function(self, group: Sequence[Mapping[str, Any]], *, as_lists: bool) -> Any:
         positional_arguments, keyword_arguments = self.binding.bind_arguments(group, as_lists=as_lists)
         result = self.function(*positional_arguments, **keyword_arguments)
-        # `asyncio.run` requires a coroutine; `wait_for` wraps any awaitable in one.
-        return asyncio.run(asyncio.wait_for(result, None)) if inspect.isawaitable(result) else result
+        return wait_for_result(result) if inspect.isawaitable(result) else result
 
     def find_user_code_location(self, error: BaseException) -> str:
         """Return the file and line of user code that raised an error; empty for packaged rewards."""
         return find_error_location(error, self.function) if is_import_path(self.name) else ""
+
+
+def wait_for_result(awaitable: Awaitable[Any]) -> Any:
+    """Return the result of an awaitable of user code. All calls of a thread use one event loop, because semaphores and
+    clients of services that user code keeps between calls belong to the loop of their first use."""
+    if not hasattr(_thread_data, "event_loop"):
+        _thread_data.event_loop = asyncio.new_event_loop()
+    return _thread_data.event_loop.run_until_complete(awaitable)
 
 
 def make_reward_request(group: Group, k: int) -> dict[str, Any]:
@@ -195,9 +203,10 @@ def invalid_scores_error(description: str, scores: Iterable[Score]) -> CosmosErr
 
 
 def _parse_score(result: Any) -> ScoreAndMetrics:
-    if isinstance(result, Mapping) and "score" in result:  # verl's format; text values are not metrics
-        metrics = {k: v for k, v in result.items() if k != "score" and isinstance(v, Real)}
-        result = (result["score"], metrics)
+    if isinstance(result, Mapping) and "score" in result:  # verl's format, of which only finite numbers are metrics
+        scalars = {k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in result.items()}
+        numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float) and abs(v) <= sys.float_info.max}
+        result = (result["score"], {k: v for k, v in numbers.items() if k != "score"})
     value, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(metrics, Mapping):
         raise ValueError(

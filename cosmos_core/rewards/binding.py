@@ -41,13 +41,13 @@ _PER_COMPLETION_PARAMETERS = {
 """Parameters that differ between the completions of a prompt; a function needs at least one of them."""
 _SINGLE_VALUE_PARAMETERS = ("max_tokens", "overlong", "judge_config", "custom", "metadata")
 """Parameters that stay single values even if the reward function takes lists for the completions of a prompt."""
-_PLURAL_PARAMETERS = {
+_SINGULAR_NAME_BY_PLURAL = {
     "completions": "completion", "prompts": "prompt", "references": "reference", "solution_strs": "solution_str",
     "ground_truths": "ground_truth", "data_sources": "data_source", "extra_infos": "extra_info",
 }  # fmt: skip
 _PROMPT_AND_COMPLETION_PARAMETERS = ("completions", "prompts", "solution_strs")
 """Names of list parameters that never mean a column of the row."""
-_GROUP_PARAMETERS = {*_PLURAL_PARAMETERS, "completion_ids"}
+_GROUP_PARAMETERS = {*_SINGULAR_NAME_BY_PLURAL, "completion_ids"}
 _UNAVAILABLE_PARAMETERS = {
     **dict.fromkeys(("tokenizer", "config", "data_packer"), "rewards run in child processes without torch"),
     **dict.fromkeys(
@@ -127,12 +127,12 @@ def bind_parameters(name: str, function: Callable[..., Any]) -> ParameterBinding
         if each.name in _UNAVAILABLE_PARAMETERS and each.kind is not each.VAR_KEYWORD:
             reason = _UNAVAILABLE_PARAMETERS[each.name]
             raise RewardError(f"{name!r} wants {each.name!r}, which is not offered: {reason}")
-    singular_names = {_PLURAL_PARAMETERS.get(each.name, each.name) for each in named_parameters}
+    singular_names = {_SINGULAR_NAME_BY_PLURAL.get(each.name, each.name) for each in named_parameters}
     optional_names = [
         each.name for each in named_parameters if each.kind is each.VAR_KEYWORD or each.default is not _NO_DEFAULT
     ]
     # A required parameter with an unknown name, such as `answer`, may be meant as the completion.
-    are_names_known = singular_names <= {*REWARD_PARAMETERS, *_PLURAL_PARAMETERS.values(), *optional_names}
+    are_names_known = singular_names <= {*REWARD_PARAMETERS, *_SINGULAR_NAME_BY_PLURAL.values(), *optional_names}
     if not singular_names & _PER_COMPLETION_PARAMETERS and not (binding.takes_any_keyword and are_names_known):
         parameter_names = ", ".join(parameter.name for parameter in binding.parameters) or "nothing"
         raise RewardError(f"{name!r} takes {parameter_names}: no parameter is the completion; arguments are bound by "
@@ -163,13 +163,13 @@ def _group_argument(name: str, group: Sequence[RewardFields]) -> Any:
     columns = _row_columns(group[0])
     if name in _SINGLE_VALUE_PARAMETERS:
         return _argument_value(name, group[0])
-    if name in _PROMPT_AND_COMPLETION_PARAMETERS or (name in _PLURAL_PARAMETERS and name not in columns):
+    if name in _PROMPT_AND_COMPLETION_PARAMETERS or (name in _SINGULAR_NAME_BY_PLURAL and name not in columns):
         if name == "completions":  # as in TRL, completions are lists of messages if prompts are
             return [fields["turns"] if isinstance(columns.get("prompt"), list) else fields["to_be_evaluated"]
                     for fields in group]  # fmt: skip
         if name == "prompts":
             return [columns.get("prompt", fields.get("prompt")) for fields in group]
-        name = _PLURAL_PARAMETERS[name]
+        name = _SINGULAR_NAME_BY_PLURAL[name]
     return [_argument_value(name, fields) for fields in group]
 
 

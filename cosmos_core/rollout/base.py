@@ -208,8 +208,8 @@ def reseed(sampling: Sampling, num_repeats: int) -> Sampling:
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end a completion, from the generation config and the tokenizer."""
     eos_config = getattr(model.generation_config, "eos_token_id", None)
-    configured_ids = eos_config if isinstance(eos_config, (list, tuple)) else [eos_config]
-    return sorted({token_id for token_id in [*configured_ids, tokenizer.eos_token_id] if token_id is not None})
+    configured_eos_ids = eos_config if isinstance(eos_config, (list, tuple)) else [eos_config]
+    return sorted({token_id for token_id in [*configured_eos_ids, tokenizer.eos_token_id] if token_id is not None})
 
 
 def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:

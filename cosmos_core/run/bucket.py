@@ -303,7 +303,8 @@ def translate_errors(location: str, error_class: type[CosmosError] = UploadError
     except ClientError as error:
         error_code = _read_error_code(error)
         if error_code in _DENIED_CODES:
-            problem = f"the store refuses the credentials ({error_code}); set {CREDENTIAL_VARIABLES}"
+            remedy = f"set {CREDENTIAL_VARIABLES} of an account that may list, read and write there"
+            problem = f"the store refuses the credentials ({error_code}); {remedy}"
             raise ConfigError(f"{location}: {problem}{suffix}") from error
         if error_code in {"PreconditionFailed", "412"}:
             raise error_class(f"{location}: what lies there was changed meanwhile{suffix}") from error

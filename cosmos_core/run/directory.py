@@ -196,7 +196,10 @@ def open_run(path: Path, kinds: StageKinds) -> Run:
     """Open an existing run from its directory; raise ConfigError if it is none, or its pipeline.toml is damaged."""
     if not (path / PIPELINE_FILE).is_file():
         raise ConfigError(f"{path} is not a run directory: it has no {PIPELINE_FILE}")
-    run = Run(path.resolve(), load_pipeline(path / PIPELINE_FILE, (), kinds))
+    try:
+        run = Run(path.resolve(), load_pipeline(path / PIPELINE_FILE, (), kinds))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; if another version made the run, continue it with that version") from error
     if run.pipeline.config.private and run.path.stat().st_mode & 0o077:  # the run may be a copy from another machine
         with suppress(PermissionError):  # only the owner may change permissions
             run.path.chmod(0o700)

@@ -14,8 +14,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.hub_card import read_declared_subsets
-from cosmos_core.config.inputs import EVALUATION_PROMPTS_KEY, EVALUATION_REWARDS_KEY, InputRole, StageInput
+from cosmos_core.config.inputs import (
+    EVALUATION_PROMPTS_KEY,
+    EVALUATION_REWARDS_KEY,
+    InputRole,
+    StageInput,
+    read_card_metadata,
+)
 from cosmos_core.config.media import MEDIA_PATH_NAMES
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.rl import REASONING_GYM_REWARD
@@ -186,8 +191,8 @@ def _compute_input_digest(stage_input: StageInput, digest_cache: DigestCache) ->
         return digest_cache.digest_file(path)
     list_files = list_model_files if stage_input.role in {"model", "teacher", "carried"} else list_data_files
     digest = digest_cache.digest_files(path, list_files(path, stage_input.patterns))
-    if stage_input.role == "data" and (declared_subsets := read_declared_subsets(path)):
-        return [digest, declared_subsets]
+    if stage_input.role == "data" and (configs := read_card_metadata(path).get("configs")):  # files of splits
+        return [digest, configs]
     return (
         [stage_input.location, digest] if stage_input.role == "media" else digest
     )  # the path too, because prepared rows contain the paths of images

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.run.digests import shared_digest_cache
+from cosmos_core.run.directory import create_writable_folder
 from cosmos_core.run.files import SHARED_FOLDER, JsonDocument, write_json
 from cosmos_core.run.fingerprint import compute_fingerprint
 
@@ -52,7 +53,7 @@ def locate_retrain_state(pipeline: Pipeline, overrides: Sequence[str], initial_m
     config is used as the user wrote it: a deployment may unpack its files into a new folder per trigger."""
     identity_values_json = json.dumps([pipeline.config.name, str(pipeline.source), list(overrides), initial_model])
     file_stem = hashlib.sha256(identity_values_json.encode()).hexdigest()[:16]
-    return pipeline.output_dir.expanduser().absolute() / SHARED_FOLDER / "retraining" / f"{file_stem}.json"
+    return create_writable_folder(pipeline.output_dir) / SHARED_FOLDER / "retraining" / f"{file_stem}.json"
 
 
 def save_retrain_state(state_file: Path, state: RetrainState) -> None:

@@ -1,5 +1,6 @@
 """`Stage`: the settings, inputs and directory of one stage, as the program of the stage receives them."""
 
+import shlex
 import tomllib
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ import tomli_w
 from cosmos_core.config.load import without_none
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.errors import ConfigError, first_line
 from cosmos_core.run.files import read_json, write_text
 from cosmos_core.run.manifest import ExternalSource, read_result
 from cosmos_core.run.progress import MetricsWriter, ProgressWriter
@@ -116,21 +118,27 @@ class Stage:
 
 
 def load_stage(path: Path) -> Stage:
-    """Read the `stage.toml` that `Stage.save` wrote to a stage directory."""
-    saved_stage = tomllib.loads((path / _STAGE_FILE).read_text(encoding="utf-8"))
-    return Stage(
-        path=path,
-        config=StageConfig.model_validate(saved_stage["stage"]),
-        recipe=Recipe.model_validate(saved_stage.get("recipe", {})),
-        model=saved_stage.get("model", ""),
-        data=Path(saved_stage["data"]) if saved_stage.get("data") else None,
-        inputs=saved_stage.get("inputs", {}),
-        fingerprint=saved_stage["fingerprint"],
-        training_fingerprint=saved_stage.get("of_training", ""),
-        origin=saved_stage.get("origin", {}),
-        kind=parse_stage_kind(saved_stage["kind"]),
-        sources=tuple(map(ExternalSource.model_validate, saved_stage.get("sources", ()))),
-    )
+    """Read the `stage.toml` that `Stage.save` wrote to a stage directory; raise `ConfigError` if another machine or
+    another version of this package made the stage."""
+    try:
+        saved_stage = tomllib.loads((path / _STAGE_FILE).read_text(encoding="utf-8"))
+        return Stage(
+            path=path,
+            config=StageConfig.model_validate(saved_stage["stage"]),
+            recipe=Recipe.model_validate(saved_stage.get("recipe", {})),
+            model=saved_stage.get("model", ""),
+            data=Path(saved_stage["data"]) if saved_stage.get("data") else None,
+            inputs=saved_stage.get("inputs", {}),
+            fingerprint=saved_stage["fingerprint"],
+            training_fingerprint=saved_stage.get("of_training", ""),
+            origin=saved_stage.get("origin", {}),
+            kind=parse_stage_kind(saved_stage["kind"]),
+            sources=tuple(map(ExternalSource.model_validate, saved_stage.get("sources", ()))),
+        )
+    except (FileNotFoundError, KeyError, TypeError, ValueError) as error:
+        remedy = f"cosmos resume {shlex.quote(str(path.parent.parent))} --from-stage {path.name}"
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        raise ConfigError(f"another machine or version made stage {path.name!r} ({problem}): {remedy}") from error
 
 
 def find_source_stage(path: Path) -> Path:

@@ -5,7 +5,6 @@ retried, because it may have had side effects. The worker processes are like tho
 spawned, without torch, each in its own process group, with an environment without secrets.
 """
 
-import asyncio
 import inspect
 import json
 import logging
@@ -23,7 +22,7 @@ from pebble import ProcessExpired, ProcessPool
 from cosmos_core.environment import mask_text
 from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import ConfigError, StageFailed
-from cosmos_core.rewards.base import error_on_one_line
+from cosmos_core.rewards.base import error_on_one_line, wait_for_result
 from cosmos_core.rewards.process import START_TIMEOUT_SECONDS, WorkerPool, describe_exit, init_worker, wait_for_futures
 from cosmos_core.tools.base import TOOLS_KEY, ToolCall, ToolResult, load_tool, tool_paths_by_name
 
@@ -162,7 +161,7 @@ def _call_tool(path: str, arguments: dict[str, Any]) -> ToolResult:
     try:
         value = _load_cached_tool(path)(**arguments)
         if inspect.iscoroutine(value):
-            value = asyncio.run(value)
+            value = wait_for_result(value)
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         is_error = False
     except BaseException as error:  # noqa: BLE001 - the user's tool may raise any error; the policy receives its text

@@ -2,7 +2,7 @@
 
 import importlib
 import json
-from collections.abc import Container
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +22,7 @@ from cosmos_core.config.schema.table import StageContext
 from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolResultTokens, make_prompt_rendering
 from cosmos_core.data.prepare import read_stop_tokens
-from cosmos_core.data.prepared import HELD_OUT_REMEDY, has_images, preview_rows
+from cosmos_core.data.prepared import DATA_TERM_SPLIT, HELD_OUT_REMEDY, has_images, preview_rows
 from cosmos_core.errors import DataError, ModelError, RewardError
 from cosmos_core.models.balance import load_balancing_settings
 from cosmos_core.models.freeze import mark_trained_weights
@@ -43,7 +43,7 @@ from cosmos_core.rollout.registry import check_engine
 from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool_paths_by_name
 from cosmos_core.train.check_rewards import call_rewards, first_prompts, make_test_groups
-from cosmos_core.train.feeds import unused_rows_message
+from cosmos_core.train.feeds import check_data_term_rows, unused_rows_message
 from cosmos_core.train.hooks import Hooks
 from cosmos_core.train.measure import RewardConfig, held_out_rewards, training_rewards
 from cosmos_core.train.optim import check_module_paths
@@ -110,13 +110,15 @@ def _make_meta_model(stage: Stage) -> PreTrainedModel:
         return model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
 
 
-def _check_row_counts(stage: Stage, num_rows: int, splits: Container[str], lines: list[str]) -> dict[str, JsonValue]:
+def _check_row_counts(stage: Stage, num_rows: int, splits: Mapping[str, Any], lines: list[str]) -> dict[str, JsonValue]:
     """Append a message about unused rows to the report `lines`; return errors for stages that train on the rows."""
     errors: dict[str, JsonValue] = {}
     if "validation" not in splits:
         errors["no_held_out"] = f"no row is held out; {HELD_OUT_REMEDY}"
     try:
         lines += filter(None, [unused_rows_message(stage.recipe, num_rows)])
+        if DATA_TERM_SPLIT in splits:
+            check_data_term_rows(stage.recipe, splits[DATA_TERM_SPLIT]["rows"])
     except DataError as error:
         errors["too_few"] = str(error)
     return errors

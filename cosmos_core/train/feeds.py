@@ -173,15 +173,21 @@ class RowFeed(SampleFeed):
         return {None: positions.tolist()} if batches is None else dict(enumerate(batches))
 
 
+def check_data_term_rows(recipe: Recipe, num_rows: int) -> None:
+    """Raise DataError if the supervised rows do not fill one optimizer step."""
+    loss_config = recipe.train.train_policy.supervised_rows
+    if loss_config is not None and num_rows < loss_config.batch_size:
+        raise DataError(
+            f"train.train_policy.data_term has {num_rows} rows, fewer than batch_size = {loss_config.batch_size}; "
+            f"lower it, or give more rows"
+        )
+
+
 def make_sft_loss(rows: PreparedRows, recipe: Recipe) -> Callable[[int], Update]:
     """Return a function that builds the supervised loss of an optimizer step; raise DataError for too few rows."""
     train, loss_config = recipe.train, recipe.train.train_policy.supervised_rows
     assert loss_config is not None
-    if len(rows) < loss_config.batch_size:
-        raise DataError(
-            f"train.train_policy.data_term has {len(rows)} rows, fewer than batch_size = {loss_config.batch_size}; "
-            f"lower it, or give more rows"
-        )
+    check_data_term_rows(recipe, len(rows))
     max_tokens = getattr(train.train_policy, "max_token_len_per_mini_batch", None)
 
     def make_update(update_index: int) -> Update:

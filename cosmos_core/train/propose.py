@@ -128,8 +128,8 @@ def _text_settings(options: CliOptions, method: TrainingMethod, hardware: Hardwa
     # Infer the columns from a row without nulls if there is one, because a null would count as a missing column.
     names = sampled_rows[0][1].keys()
     complete_rows = (row for row in sampled_rows if all(row[1].get(name) is not None for name in names))
-    located_row = next(complete_rows, sampled_rows[0])
-    columns, reason = _infer_columns(options, method, *located_row)
+    location_and_row = next(complete_rows, sampled_rows[0])
+    columns, reason = _infer_columns(options, method, *location_and_row)
     yield f"{_DATASET_KEY}.name", options.data, f"--data; {len(rows):,} rows"
     yield from ((f"train.train_policy.{name}_column_name", column, reason) for name, column in columns.items())
     config, tokenizer = load_config(options.model), load_tokenizer(options.model)

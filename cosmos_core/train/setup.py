@@ -153,7 +153,8 @@ def export_trained(stage: Stage, result: TrainingResult) -> Outcome:
 def _make_feed(
     stage: Stage, trainer: Trainer, algorithm: Algorithm, resources: RolloutSetup, validation: AsyncValidation | None
 ) -> SampleFeed:
-    """Return the feed of a stage. The policy must still have the weights of the reference policy."""
+    """Return the source of the samples of each train step. It may score rows with the reference policy, so the policy
+    must still have the weights of the reference policy."""
     recipe, folder = stage.recipe, measure.prepared_folder(stage)
     policy, prepared_rows = recipe.train.train_policy, load_row_kind(recipe.train.train_policy.rows)
     if not policy.has_rollouts:

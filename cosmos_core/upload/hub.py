@@ -43,8 +43,11 @@ class HubTarget:
         self._pause: Callable[[], None] = lambda: None
 
     def check(self) -> None:
-        """Raise ConfigError or UploadError if the Hub refuses the token, or to write with it, or cannot be reached."""
+        """Raise ConfigError or UploadError for an invalid name or token, or if the Hub cannot be reached."""
+        from huggingface_hub.utils import validate_repo_id
+
         with self._translate_errors():
+            validate_repo_id(self._repository_name)
             request = partial(self._retry_call, self.hub_api.whoami, _CHECK_TIMEOUT_SECONDS / 2)
             account: dict[str, Any] = call_with_timeout(_CHECK_TIMEOUT_SECONDS, request)
         access_token = (account.get("auth") or {}).get("accessToken") or {}

@@ -23,7 +23,6 @@ from cosmos_core.upload.lease import EXPIRY_SECONDS
 
 _LEASE_FILE = "lease.json"
 SECONDS_PER_DAY = 24 * 3600.0
-_APPROVAL_REASON = "it has published nothing yet: it may wait for an approval"
 
 
 @dataclass
@@ -66,11 +65,11 @@ class StoreRetention:
             self.runs = self._list_folders("runs")
             for run in self.runs:
                 files, _ = read_document(self._bucket, self._object_key(f"runs/{run.name}/run.json"))
-                with suppress(KeyError, TypeError, ValueError):
+                with suppress(AttributeError, KeyError, TypeError, ValueError):
                     pipeline = tomllib.loads((files or {})["pipeline.toml"])["pipeline"]
                     run.pipeline = str(pipeline["name"])
                     if run.age_seconds < APPROVAL_TIMEOUT_SECONDS and self._may_wait_for_approval(run, pipeline):
-                        run.reason_to_keep = _APPROVAL_REASON
+                        run.reason_to_keep = "it has published nothing yet: it may wait for an approval"
             self._mark_runs_to_keep(num_kept_runs)
             result_folders = self._list_folders("made")
             kept_runs = [run for run in self.runs if run.reason_to_keep]
@@ -132,7 +131,7 @@ class StoreRetention:
                 run.reason_to_keep = "not old enough"
 
     def _may_wait_for_approval(self, run: StoredFolder, pipeline: dict[str, Any]) -> bool:
-        """Return True if a stage that publishes is not complete: the store does not record who waits for an approval."""
+        """Return True if a stage that publishes is not complete; the store has no record of requests for approval."""
         publishing_stages = [stage["name"] for stage in pipeline.get("stages", ()) if stage.get("target")]
         results = {self._object_key(f"runs/{run.name}/stages/{name}/{RESULT_FILE}") for name in publishing_stages}
         return not results <= {each.key for each in run.objects}

@@ -96,7 +96,7 @@ class StoredCheckpoints:
         training_state = read_json_object(folder / _TRAINING_STATE_FILE)
         best_name = f"step_{(training_state.get('best') or {}).get('step')}"
         if best_name != name and best_name in self.list_names():
-            try:  # the metrics file of the newer checkpoint `name` is kept
+            try:  # do not overwrite the metrics file, which belongs to the newer checkpoint `name`
                 self._fetch_checkpoint(best_name, excluded_file=_METRICS_FILE)
             except UploadError as error:
                 logger.warning("the best checkpoint %s is passed over: %s", best_name, error)

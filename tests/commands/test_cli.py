@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,9 @@ def test_every_command_has_a_help_and_no_command_at_all_is_a_question(workspace:
     ("arguments", "said"),
     [
         (["run"], "Missing argument 'configs'; see cosmos run --help"),
-        (["run", "recipe.toml", "--bogus"], "No such option: --bogus; see cosmos run --help"),
+        (["status", "--bogus"], "No such option: --bogus; see cosmos status --help"),
+        (["sft", "--epochs", "3"], "No such option: --epochs; a setting of the recipe is given as --set KEY=VALUE, "
+         "such as --set train.epoch=2; see cosmos sft --help"),
         (["run", "recipe.yaml"],
          "recipe.yaml: a configuration is TOML, not YAML; write [table] and key = value: Expected '=' after a key in a "
          "key/value pair (at line 1, column 7)"),
@@ -365,6 +368,17 @@ def test_what_is_asked_to_stop_says_that_it_saves(tmp_path: Path) -> None:
         worker.stop_all()
         wait_until(lambda: "stopping, saving a checkpoint: at most 5 s\n" in out.getvalue(), 5, "a word about it")
     assert out.getvalue().count("stopping") == 1
+
+
+def test_a_run_goes_on_without_a_reader_of_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, (reader, writer) = counting_run(tmp_path), os.pipe()
+    os.close(reader)
+    update_state(run.stage_path("first"), state="running")
+    with open(writer, "w", encoding="utf-8") as out, ProgressDisplay(["first"], stream=out) as display:
+        monkeypatch.setattr(sys, "stdout", out)
+        with _keep_display_updated(lambda: run, display):
+            pass
+        out.flush()
 
 
 def test_a_run_is_looked_at_from_its_directory_alone_wherever_it_lies(workspace: Workspace) -> None:

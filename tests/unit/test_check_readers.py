@@ -43,10 +43,10 @@ def test_a_check_has_its_compiled_kernels_in_its_own_folder_and_not_where_other_
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     (tmp_path / "plain.toml").write_text(RECIPE)
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho $TORCHINDUCTOR_CACHE_DIR > {tmp_path}/cache\nexit 3\n")
+    python.write_text(f"#!/bin/sh\necho $TORCHINDUCTOR_CACHE_DIR > {tmp_path}/cache\necho no room >&2\nexit 3\n")
     python.chmod(0o700)
     pipeline = load_pipeline(tmp_path / "plain.toml", [f"pipeline.python={python}", "pipeline.threads=1"], all_kinds())
-    with pytest.raises(StageFailed):
+    with pytest.raises(StageFailed, match=r"crashed \(exit code 3\); its log ends with: no room$"):
         run_check(pipeline, pipeline.stage("prepare"), "no.module:run")
     folder, *below = Path((tmp_path / "cache").read_text().strip()).relative_to(tempfile.gettempdir()).parts
     assert folder.startswith(PREVIEW_FOLDER_PREFIX) and below == [".cosmos", "compiled"]

@@ -80,6 +80,27 @@ def test_a_number_is_the_id_of_a_run_and_never_a_model_of_the_hub(tmp_path: Path
     assert cli_train._resolve_model("org/model", tmp_path) == "org/model"
 
 
+def test_the_system_prompt_of_the_training_is_found_for_its_export_too(tmp_path: Path) -> None:
+    run = tmp_path / "outputs/1"
+    (run / "stages/publishable/safetensors").mkdir(parents=True)
+    (run / "pipeline.toml").write_text(
+        '[pipeline]\nname = "p"\n[[pipeline.stages]]\nname = "sft"\nkind = "sft"\n'
+        '[[pipeline.stages]]\nname = "publishable"\nkind = "export"\nmodel = "stage:sft"\nafter = ["sft"]\n'
+        '[policy]\nmodel_name_or_path = "m"\n[train.train_policy]\ntype = "sft"\nsystem_prompt = "Be brief."\n'
+        '[train.train_policy.dataset]\nname = "rows.jsonl"\n'
+    )
+    (run / "stages/publishable/result.json").write_text("{}")
+    assert cli_train._find_system_prompt(str(run / "stages/publishable/safetensors")) == "Be brief."
+
+
+def test_a_reward_that_does_not_exist_is_refused_by_init_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["grpo", "none", "none", "boxd_math"])
+    monkeypatch.setattr(cli_train.sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(cli_train.typer, "prompt", lambda *_, **__: next(answers))
+    with pytest.raises(ConfigError, match="did you mean 'boxed_math'"):
+        cli_train.init()
+
+
 def test_a_stage_is_named_by_the_id_of_its_run_and_a_folder_may_be_a_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,20 @@ def test_what_a_user_may_not_expect_is_told_and_accepted(
         check_capabilities(pipeline)
 
 
+def test_a_subset_of_a_folder_is_read_where_it_has_one_and_is_told_to_have_no_effect_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "rows" / "main").mkdir(parents=True)
+    for subset, readme, is_read in (
+        ("main", "", True),
+        ("other", "", False),
+        ("other", "configs: [{data_dir: a}]", True),
+    ):
+        (tmp_path / "rows" / "README.md").write_text(f"---\n{readme}\n---\n")
+        notices = unique_notices(
+            load(tmp_path, SFT, f"{P}.dataset.name={tmp_path}/rows", f"{P}.dataset.subset={subset}")
+        )
+        assert any("subset" in notice for notice in notices) != is_read
+
+
 def test_data_of_a_stage_in_place_of_a_mixture_is_refused(tmp_path: Path) -> None:
     stages = [
         'name = "made"\nkind = "custom"\nentry = "some.module:run"\n',
@@ -339,6 +354,17 @@ def test_what_an_earlier_stage_will_not_make_is_refused(tmp_path: Path, stage: s
     text = SFT + "".join(f"\n[[pipeline.stages]]\n{each}\n" for each in (*stages, named))
     with pytest.raises(ConfigError, match=f"stage 'x': {said}"):
         check_capabilities(load(tmp_path, text, "validation.enable=false", "train.ckpt.enable_checkpoint=false"))
+
+
+@pytest.mark.parametrize("checkpoint", ["7", "25", "10", "20", "7 validation.enable=true", "7 train.ckpt.save_freq=7"])
+def test_a_checkpoint_of_a_step_that_is_not_saved_is_refused(tmp_path: Path, checkpoint: str) -> None:
+    checkpoint, *settings = checkpoint.split()
+    stage = f'name = "x"\nafter = "s"\nkind = "export"\nmodel = "stage:s"\ncheckpoint = "{checkpoint}"'
+    text = SFT + f'\n[[pipeline.stages]]\nname = "s"\nkind = "sft"\n\n[[pipeline.stages]]\n{stage}\n'
+    ckpt = ("train.ckpt.enable_checkpoint=true", "train.ckpt.save_freq=5", "train.max_num_steps=20")
+    error = pytest.raises(ConfigError, match=f"'{checkpoint}': stage 's' saves each 5 steps .* of 20")
+    with error if checkpoint in {"7", "25"} and not settings else nullcontext():
+        check_capabilities(load(tmp_path, text, "validation.enable=false", *ckpt, *settings))
 
 
 def test_a_setting_of_a_stage_named_like_a_table_is_of_the_stage(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import ProgressWriter
+from cosmos_core.train import check
 from cosmos_core.train.feeds import make_sft_loss
 from cosmos_core.train.trainer import Trainer
 from tasks.kinds import all_kinds
@@ -165,6 +167,12 @@ def test_the_reference_is_reset_after_train_steps_whether_or_not_they_had_sample
 def test_fewer_rows_than_a_step_has_are_told() -> None:
     with pytest.raises(DataError, match="data_term has 12 rows, fewer than batch_size = 13; lower it, or give more"):
         beside(batch_size=13)
+    term = {"name": "a.jsonl", "weight": 0.5, "batch_size": 13}
+    recipe = Recipe.model_validate({"train": {"train_policy": {"type": "grpo", "data_term": term}}})
+    stage: Any = SimpleNamespace(recipe=recipe)
+    for num_rows, expected in ((12, "data_term has 12 rows, fewer than"), (13, "None")):
+        splits = {"validation": {}, "data_term": {"rows": num_rows}}
+        assert expected in str(check._check_row_counts(stage, 10_000, splits, []).get("too_few")), num_rows
 
 
 @pytest.mark.parametrize(

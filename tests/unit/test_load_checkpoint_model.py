@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from cosmos_core.checkpoint import export
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.data import prepare
-from cosmos_core.errors import ModelError
+from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.export.formats import _find_benchmarks, _find_prepared_rows
 from cosmos_core.run.manifest import adopt_result, commit_manifest
 from cosmos_core.run.stage import Stage, find_source_stage
@@ -128,6 +128,10 @@ def test_a_reused_training_has_its_checkpoints_and_settings_in_the_run_that_made
     assert find_source_stage(made) == made
     (made / "stage.toml").unlink()
     assert find_source_stage(third) == third
+    for text in ("", "x = ", "[kind]\ngone = 1\n[stage]\n"):
+        with pytest.raises(ConfigError, match=r"another machine or version made stage 'sft' \(.* --from-stage sft"):
+            _find_benchmarks(stage)
+        (third / "stage.toml").write_text(text)
 
 
 def test_what_is_not_there_is_said(inputs: Path, tmp_path: Path) -> None:

@@ -177,6 +177,40 @@ def test_layers_whose_weights_the_family_reads_itself_are_left_out_of_all_linear
     assert "1 mixer.out_proj (Linear)" in describe_adapter(model, "all-linear")
 
 
+@pytest.mark.parametrize(
+    ("config", "layer", "adapted_kinds", "reason"),
+    [
+        (
+            transformers.Zamba2Config(
+                vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=2,
+                layers_block_type=["hybrid", "hybrid"], num_mem_blocks=1, mamba_d_state=2, mamba_headdim=8,
+                n_mamba_heads=2, mamba_ngroups=1, chunk_size=4,
+            ),
+            "shared_transformer.self_attn.q_proj", {"linear": 2, "mamba_decoder.mamba.in_proj": 2}, "2 layers share",
+        ),
+        (
+            transformers.LagunaConfig(
+                vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=1, num_key_value_heads=1,
+                head_dim=8, num_hidden_layers=1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+                shared_expert_intermediate_size=8, mlp_layer_types=["sparse"], num_attention_heads_per_layer=[1],
+            ),
+            "mlp.shared_experts.up_proj",
+            {**{f"self_attn.{name}_proj": 1 for name in "qkvog"}, **of("mlp.experts", dict.fromkeys(EXPERTS, 1))},
+            "PEFT does not find again",
+        ),
+    ],
+)  # fmt: skip
+def test_layers_whose_adapter_could_not_be_exported_are_left_out_and_refused_by_name(
+    config: Any, layer: str, adapted_kinds: dict[str, int], reason: str
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=rf"{layer}.*{reason}; leave it out of target_modules"):
+        add_adapter(model, LoraConfig(target_modules=(layer,)))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    add_adapter(model, LoraConfig(target_modules="all-linear"))
+    assert adapted(model) == adapted_kinds
+
+
 def test_weights_that_are_reversed_by_their_shape_are_written_with_an_adapter(tmp_path: Path) -> None:
     text = {
         "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,

@@ -152,6 +152,8 @@ def test_ranks_of_a_cluster_see_what_a_worker_sets_for_its_stage(
 ) -> None:
     set_for_stage = worker._build_environment(worker.AttemptSettings(tmp_path / "run" / "stages" / "sft"))
     users = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "VLLM_BATCH_INVARIANT": "1", "WANDB_API_KEY": "secret"}
+    users["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    assert set_for_stage["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID", "the order in which NVML lists the GPUs"
     for name, value in {**set_for_stage, **users}.items():
         monkeypatch.setenv(name, value)
     found = rank_environment()

@@ -22,6 +22,8 @@ from transformers import (
     LlamaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -199,3 +201,6 @@ def test_rows_whose_positions_depend_on_their_neighbours_are_refused(rope: dict[
 def test_a_dropout_rate_without_a_module_is_dropout() -> None:
     sizes = {"hidden_size": 8, "ffn_dim": 8, "word_embed_proj_dim": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     assert [has_dropout(OPTForCausalLM(OPTConfig(**sizes, dropout=rate))) for rate in (0.1, 0.0)] == [True, False]
+    experts = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "num_local_experts": 2}
+    config = PhimoeConfig(vocab_size=8, hidden_size=8, intermediate_size=8, **experts)  # chooses experts at random
+    assert has_dropout(PhimoeForCausalLM(config))

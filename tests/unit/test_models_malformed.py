@@ -103,7 +103,7 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "padding outside the vocabulary": (config(vocab_size=10), "cannot load the architecture: Padding_idx must be"),
     "quantized, without the package": (
         config(quantization_config={"quant_method": "gptq", "bits": 4}),
-        "cannot load the quantized weights: .*pip install optimum",
+        r"cannot load the quantized weights \(to train, take the model without quantization\): .*pip install optimum",
     ),
     "half a character for the model": (config(model_type="\ud800"), r"cannot load the config\.json: .*\\ud800"),
     "a number for the classes": (config(architectures=5), "has architectures = 5, .* no model for"),
@@ -115,6 +115,10 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "a module": (config(architectures=["models"]), r"has architectures = \['models'\], .* no model for"),
     "without a head": (config(architectures=["Qwen3Model"]), "Qwen3Model does not generate text"),
     "attention to later tokens": (config(use_bidirectional_attention=True), "Qwen3ForCausalLM attend to the tokens af"),
+    "checkpoints of a training": (
+        lambda folder: shutil.copytree(folder, folder / "checkpoint-5") and (folder / "config.json").unlink(),
+        "the folder has no config.json; give a folder in Hugging Face format, such as .*/model/checkpoint-5$",
+    ),
     "an encoder with a head": (config(model_type="bert", architectures=["BertLMHeadModel"]), "has is_decoder = false"),
     "logits of later tokens": (config(model_type="cpmant", architectures=None), "logits of .cpmant. depend on the t"),
     "an encoder": (

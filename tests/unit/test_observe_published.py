@@ -7,6 +7,8 @@ import re
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
@@ -17,6 +19,7 @@ from cosmos_core.observe.console import print_summary
 from cosmos_core.observe.record import read_run
 from cosmos_core.run.files import read_json_object
 from cosmos_core.run.progress import ProgressRecord
+from tasks import events
 from tasks.artifacts import StageArtifacts, _render_run_card, run_card_key
 from tests.unit.observed_runs import Page, finished_run, write, write_lines
 
@@ -58,7 +61,19 @@ def test_metrics_beyond_every_float_cost_neither_the_page_nor_the_summary(tmp_pa
     assert f"reward {told}" in out.getvalue() and told in Page(report.build_report(run)).text
 
 
-def test_a_server_that_does_not_respond_holds_up_no_stage(tmp_path: Path) -> None:
+def test_a_version_that_a_resumed_run_publishes_again_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    emitted: list[str] = []
+    monkeypatch.setattr(events, "_emit_event", lambda event, *_: emitted.append(event))
+    run: Any = SimpleNamespace(pipeline=SimpleNamespace(
+        stage=lambda _: SimpleNamespace(target="t"), stage_kind=lambda _: SimpleNamespace(makes="publication")
+    ))  # fmt: skip
+    results: list[Any] = [{"metrics": {}, "info": {"published": address}} for address in ("v1", "v1", "v2")]
+    for earlier_result, result in zip([None, *results], results, strict=False):
+        events.emit_stage_completed(run, "publish", result, was_reused=False, earlier_result=earlier_result)
+    assert emitted.count(events.STAGE_COMPLETED) == 3 and emitted.count(events.MODEL_PUBLISHED) == 2
+
+
+def test_a_server_that_does_not_respond_holds_up_no_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}/api"
         with temporary_settings({PREFECT_API_URL: address, PREFECT_CLIENT_MAX_RETRIES: 0}):
@@ -67,6 +82,9 @@ def test_a_server_that_does_not_respond_holds_up_no_stage(tmp_path: Path) -> Non
                 artifacts.update(ProgressRecord(step=step, total=2))
             assert "artifacts" in {thread.name for thread in threading.enumerate()}, "the server is still asked"
             thread = artifacts._thread
+            monkeypatch.setattr("tasks.artifacts._MAX_WAIT_SECONDS", 0.0)
+            no_result: Any = None
+            artifacts.finish(no_result)
         assert thread is not None and thread.is_alive()
     thread.join(30)
     assert not thread.is_alive()

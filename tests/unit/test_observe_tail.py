@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import pytest
+from typer.testing import CliRunner
 
+from cosmos_core.cli import app
+from cosmos_core.errors import ConfigError
 from cosmos_core.observe.tail import print_log
 from cosmos_core.run.state import update_state
 from cosmos_core.run.tail import FileTail
@@ -61,6 +65,21 @@ def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path: Path) -> None
     append(file, b"4\n5\n")
     assert tail.read_lines() == ["1", "4", "5"] and tail.was_replaced
     assert tail.read_lines() == [] and not tail.was_replaced
+
+
+def test_logs_of_a_run_that_another_version_made_are_shown_and_a_misspelt_stage_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "stages/sft/logs/attempt_1.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("first\n")
+    (tmp_path / "pipeline.toml").write_text('[pipeline]\nname = "p"\ngone = 1\n[[pipeline.stages]]\nname = "sft"\n')
+    show = partial(CliRunner().invoke, app, catch_exceptions=False)
+    assert show(["logs", str(tmp_path), "sft"]).output == "first\n"
+    for arguments, message in (
+        (["logs", str(tmp_path), "stf"], "no stage 'stf' in this run; did you mean 'sft'"),
+        (["resume", str(tmp_path)], "pipeline.gone: unknown key; if another version made the run, continue it with"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            show(arguments)
 
 
 @pytest.mark.parametrize("between", ["retrying", "running"])

@@ -248,6 +248,21 @@ def test_prompts_that_are_too_long_are_counted(tmp_path, runs, caplog):
     assert outcome.metrics["data/train_cut_prompts"] == 2
     notice = "train: 2 prompts have more tokens than policy.diffusers.max_prompt_length = 5, and are cut"
     assert outcome.info["notices"] == [notice] and caplog.text.count(notice) == 1
+    encoders, tokenizer = FakeEncoders(), SimpleNamespace(encode=str.split, model_max_length=6)
+    encoders.folder = SimpleNamespace(components=("tokenizer",), load=lambda name: tokenizer)  # as SD3 without its T5
+    outcome, _ = prepared(stage_path(runs, 2), tmp_path / "prompts.txt", encoders, rows="media_prompts")
+    assert outcome.info["notices"] == [
+        "train: 1 prompts have more tokens than the 6 of the pipeline's text encoders, and are cut"
+    ]
+
+
+def test_images_are_refused_where_rollouts_start_from_frames_of_clips(tmp_path, runs):
+    source, encoders = write_pairs(tmp_path / "pairs", 3), FakeEncoders()
+    encoders.max_conditioning_frames = 2
+    policy = {"type": "grpo", "trainer_type": "diffusion_nft", "dataset": {"local_dir": str(source)}}
+    diffusers = {"is_video": True, "train_frames": 5, "inference_frames": 5, "flow_rl": {"max_conditional_frames": 1}}
+    with pytest.raises(DataError, match=r"it is an image, and rollouts start from frames of clips; leave images out"):
+        prepared(stage_path(runs), source, encoders, train={"train_policy": policy}, diffusers=diffusers)
 
 
 @pytest.mark.parametrize("media", ["https://host/1.png", 7, "missing.png"])

@@ -286,6 +286,18 @@ class Pool:
         return self
 
 
+def test_a_stage_whose_pool_has_one_slot_that_its_own_flow_run_takes_is_refused() -> None:
+    parent = str(uuid.uuid4())
+    for pool, limit, is_refused in (("gpu", 1, True), ("gpu", 2, False), ("gpu", None, False), ("cpu", 1, False)):
+        server: Any = SimpleNamespace(
+            read_flow_run=lambda _, pool=pool: SimpleNamespace(work_pool_name=pool),
+            read_work_pool=lambda _, limit=limit: SimpleNamespace(concurrency_limit=limit),
+        )
+        error = pytest.raises(ConfigError, match=r"work_pool = 'gpu' runs one flow run at a time.* --limit 2")
+        with error if is_refused else nullcontext():
+            remote_stage.require_second_slot(server, STAGE, parent)
+
+
 def test_what_a_stage_waits_for_is_said_once_in_the_log_and_by_status(tmp_path: Path) -> None:
     lines: list[str] = []
     server: Any = Pool()

@@ -15,12 +15,12 @@ from cosmos_core.observe import report
 from cosmos_core.observe.previous_run import compare_with_previous
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.sections import (
+    make_validation_metrics_table,
     resource_rows,
     reward_bins,
     sample_table,
     stage_metric_texts,
     summary_cards,
-    validation_table,
 )
 from cosmos_core.observe.trained import sample_rows, training_properties
 from tests.unit.observed_runs import STARTED, Page, finished_run, write, write_lines
@@ -155,7 +155,7 @@ def test_what_was_measured_before_the_first_step_is_before_what_was_measured_aft
         start = {"step": 0, "validation/loss": loss, "time/validate": 1.0}
         write_lines(run / f"stages/{stage}/metrics.jsonl", [start, {"step": 1, "loss": 2.0}])
         write_lines(run / f"stages/{stage}/samples.jsonl", [{"step": 0, "prompt": "2+2?", "completion": f"of {stage}"}])
-    names, rows = validation_table(read_run(run))
+    names, rows = make_validation_metrics_table(read_run(run))
     assert names == ["eval-base", "before sft", "eval-sft", "before grpo", "eval-grpo"]
     [loss] = [row for row in rows if row["name"] == "loss"]
     assert loss["values"] == [3.1, 4.1, 0.44, 0.45, 0.52] and loss["change"] == "-2.580"

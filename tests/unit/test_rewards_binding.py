@@ -50,6 +50,9 @@ CONTENTS = "[c[0]['content'] for c in completions]"
         "class f:\n    def __init__(self, args=None, **kw): self.by = 10\n"
         "    def __call__(self, completions, **kw): return [len(c) + self.by for c in completions]",
         "from functools import partial\ndef g(by, completion): return len(completion) + by\nf = partial(g, by=10)",
+        # in one event loop, to which a client that the function keeps belongs
+        "from asyncio import get_running_loop\nloops = set()\nasync def f(completion):\n"
+        "    loops.add(get_running_loop())\n    return len(completion) + 10 * len(loops)",
         # Cosmos-RL
         "def f(to_be_evaluated, reference=None, *args, **kw): return len(to_be_evaluated) + 10 * (reference == '5')",
         # TRL
@@ -121,9 +124,10 @@ def test_a_number_beyond_every_float_costs_one_score_and_numbers_of_numpy_are_me
     huge, good = scores(tmp_path, "def f(completions): return [10 ** 400, 1.0]", "a", "b")
     assert "the rule is a finite number" in str(huge) and good == 1.0
     (tmp_path / "other.py").write_text(
-        "from numpy import float32\ndef f(completion): return {'score': 1, 'acc': float32(0.5), 'pred': 'x'}"
+        "from numpy import bool_, float32, nan\ndef f(completion):\n"
+        "    return {'score': 1, 'acc': float32(0.5), 'ok': bool_(True), 'f1': nan, 'pred': 'x'}"
     )
-    assert load_reward(f"{tmp_path}/other.py:f")({"to_be_evaluated": "a"}) == (1.0, {"acc": 0.5})
+    assert load_reward(f"{tmp_path}/other.py:f")({"to_be_evaluated": "a"}) == (1.0, {"acc": 0.5, "ok": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -145,8 +149,9 @@ def test_what_cannot_be_bound_is_refused_with_the_signature_wanted(code: str, re
     with pytest.raises(RewardError, match=reason) as refusal:
         load_reward(f"{tmp_path}/mine.py:f")
     assert str(refusal.value).startswith("reward '"), "it may be a reward of training, validation or a service"
-    remedies = ("not offered", "name an object", "def f(completion, reference, **others)")
-    assert any(remedy in str(refusal.value) for remedy in remedies)
+    signature, other_remedies = "def f(completion, reference, **others)", ("not offered", "name an object")
+    expected_remedies = [remedy for remedy in other_remedies if remedy in reason] or [signature]
+    assert [remedy for remedy in (*other_remedies, signature) if remedy in str(refusal.value)] == expected_remedies
 
 
 def test_a_name_that_no_column_has_is_named_with_the_columns(tmp_path: Path) -> None:

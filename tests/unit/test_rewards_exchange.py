@@ -98,7 +98,7 @@ def ok(content: bytes, headers: bytes = b"") -> bytes:
     "refusal", [reply(429, {"Retry-After": "30"}, message="full"), reply(503, {"Retry-After": "30"}), reply(500)]
 )
 def test_what_one_replica_does_not_take_another_takes_at_once(refusal: Reply, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "_AVOID_REPLICA_SECONDS", 30.0)
+    monkeypatch.setattr(exchange, "_COOLDOWN_SECONDS", 30.0)
     with serving(on_enqueue=lambda sent: refusal) as broken, serving() as well:
         remote = RemoteRewards(config(max_in_flight=2, timeout_seconds=25.0), service(broken, well))
         assert [score.value for score in remote.score(images(12))] == [*range(12)]

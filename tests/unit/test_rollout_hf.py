@@ -297,6 +297,18 @@ def test_models_without_padding_or_positions_get_prompts_of_one_length(model: An
             assert (expected - torch.tensor(answer.logprobs)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_that_changes_the_logits_is_refused_in_any_dtype(
+    folder: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SMALL | {"vocab_size": 20})).to(dtype).eval()
+    settings = EngineSettings(model, load_tokenizer(str(folder)), "", RolloutConfig(), 64, dtype)
+    HfEngine(settings)  # the vocabulary has fewer entries than the probe has tokens
+    monkeypatch.setattr(hf._PreallocatedCacheLayer, "update", lambda self, keys, values: (keys, values))
+    with pytest.raises(ConfigError, match="LlamaForCausalLM computes other logits with a cache"):
+        HfEngine(settings)
+
+
 def test_a_model_without_a_cache_is_refused_by_the_check() -> None:
     config = transformers.RwkvConfig(architectures=["RwkvForCausalLM"])
     with pytest.raises(ConfigError, match="RwkvForCausalLM takes no DynamicCache"):

@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,8 @@ from cosmos_core.observe.sinks.base import find_sink_class, send_to_sinks
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
+from cosmos_core.types import Outcome
+from cosmos_core.worker.program import _run_with_metrics
 from tasks.kinds import all_kinds
 from tests.conftest import next_second, wait_until
 from tests.unit.run_folder import load_recipe, make_inputs
@@ -157,6 +160,13 @@ def test_a_validation_that_is_tried_again_is_sent_once(tmp_path: Path, wandb: Fa
         with send_to_sinks(stage):
             stage.metrics.log(0, {"validation/loss": 0.5 + attempt})
     assert list(wandb.history.values()) == [{0: {"validation/loss": 1.5}}] and wandb.finished == [0]
+
+
+def test_a_measurement_that_is_tried_again_leaves_one_line_of_metrics(tmp_path: Path) -> None:
+    for attempt in range(2):
+        stage = replace(make_stage(tmp_path / "r1"), kind=all_kinds()["validate"])
+        _run_with_metrics(stage, lambda stage, attempt=attempt: stage.metrics.log(0, {"loss": attempt}) or Outcome())
+    assert [line["loss"] for line in read_metrics(stage.path / "metrics.jsonl")] == [1]
 
 
 def test_a_stage_made_anew_is_another_run_and_a_failed_stage_a_failed_run(tmp_path: Path, wandb: FakeWandB) -> None:

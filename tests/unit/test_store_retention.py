@@ -114,8 +114,7 @@ def test_the_checkpoints_and_the_runs_in_trackers_of_a_stopped_training_stay_wit
 
 
 def test_what_a_run_that_may_wait_for_an_approval_needs_stays(store: ArtifactStore, tmp_path: Path) -> None:
-    folder = tmp_path / "waits"
-    folder.mkdir()
+    (folder := tmp_path / "waits").mkdir()
     stages = '[[pipeline.stages]]\nname = "train"\n[[pipeline.stages]]\nname = "publish"\ntarget = "/published"\n'
     (folder / "pipeline.toml").write_text(f'[pipeline]\nname = "a"\n{stages}')
     write_json(folder / "run.json", {"run_id": "waits"})

@@ -6,7 +6,9 @@ import json
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +30,8 @@ def test_a_pipeline_that_lacks_a_file_is_refused_in_one_line(tmp_path: Path) -> 
 
 def shown(monkeypatch: pytest.MonkeyPatch, prompt: str, *models: str) -> int:
     """Run the program for models that are named as they are."""
-    options = {"prompt": prompt, "max_tokens": 1, "temperature": 0.0, "names": models}
+    options: dict[str, Any] = {"prompt": prompt, "max_tokens": 1, "temperature": 0.0, "names": models}
+    options["system_prompts"] = [""] * len(models)
     monkeypatch.setattr(sys, "argv", ["try_models", json.dumps(options), *models])
     monkeypatch.setattr(try_models.logging, "disable", lambda level: None)
     return try_models.main()
@@ -62,6 +65,16 @@ def test_prompts_and_completions_are_printed_as_they_are(
     alone, _, side_by_side = capsys.readouterr().out.partition("\n")
     assert alone == completion
     assert side_by_side.startswith("[/user] hi") and side_by_side.count("[/INST] :smile:") == 2
+
+
+@pytest.mark.parametrize("refuses", ["", "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"])
+def test_a_chat_begins_with_the_system_prompt_of_the_training(tmp_path: Path, refuses: str) -> None:
+    folder = save_tiny_model(tmp_path / "tiny")
+    template = refuses + "{% for m in messages %}{{ m.content }} {% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    start = partial(try_models.open_chat, str(folder), 4, 0.0, torch.device("cpu"))
+    separator = "\n\n" if refuses else " "
+    assert start("1 + 2")("3 =", 0) == start("")(f"1 + 2{separator}3 =", 0) != start("")("3 =", 0)
 
 
 def test_a_pipeline_without_a_t5_is_loaded_and_one_that_needs_a_package_is_refused_in_one_line(tmp_path: Path) -> None:

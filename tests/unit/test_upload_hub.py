@@ -154,6 +154,9 @@ def test_a_token_that_may_only_read_is_refused_before_anything_runs(server: Hub)
     server.role = "read"
     with pytest.raises(ConfigError, match=r"^hub://team/sums: HF_TOKEN may only read; set it to one that may write$"):
         target().check()
+    for name in ("team/two words", "team/a--b"):
+        with pytest.raises(ConfigError, match=rf"^hub://{name}: .*[Rr]epo.?id"):
+            target(name).check()
 
 
 def test_a_cancel_while_the_files_are_sent_makes_no_commit(tmp_path: Path, server: Hub) -> None:

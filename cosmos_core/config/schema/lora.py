@@ -39,7 +39,8 @@ class LoraConfig(Table):
     """Rank by a regular expression of module names; None: `r` for all modules."""
     init_lora_weights: bool | str = True
     """Initial values of the matrices A and B. True: B starts at zero; false: neither starts at zero; or `gaussian`,
-    `olora`, `pissa`, `pissa_niter_N`; not yet `eva`, which needs data."""
+    `olora`, `pissa`, `pissa_niter_N`, which read the base weights, so that each GPU of a mesh loads the whole model
+    before it is split; not yet `eva`, which needs data."""
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if self.init_lora_weights == "eva":
