@@ -18,7 +18,7 @@ SHORTEST = 1.0
 """Seconds: a group that takes less is not written down."""
 UNKNOWN = 0.1
 """Seconds: of a group that is not written down."""
-FAST_SECONDS = 1.5
+FAST_SECONDS = 1.0
 """That the tests of a file of the fast ring take together, at most."""
 FAST_FOLDERS = ("tests/unit/", "tests/reference/")
 SPLIT = frozenset({

@@ -318,7 +318,7 @@ def test_images_are_held_out_and_drawn_before_and_after(tmp_path: Path) -> None:
 
 
 def test_try_completes_as_transformers_does(model: str) -> None:
-    respond = open_chat(model, 12, 0.0, torch.device("cpu"))
+    respond = open_chat(model, 12, 0.0, torch.device("cpu"), "")
     tokenizer, plain = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     ids = tokenizer("What?", return_tensors="pt")
     made = plain.generate(**{k: ids[k] for k in ("input_ids", "attention_mask")}, max_new_tokens=12, do_sample=False)
