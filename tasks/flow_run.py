@@ -139,10 +139,11 @@ class PythonFlowState:
 
     @contextmanager
     def add_stage(self, call: StageCall, source_file: Path) -> Iterator[tuple[Run, list[str]]]:
-        """Add the stage of a call to the run unless the run has it, and yield the run and the names of the stages that
-        the call adds. During the block this process claims the run, so that no other process works on it. After the
-        last active call, write the report and release the run. Raises `ConfigError` if the settings are wrong, the run
-        has a finished stage of this name with other settings, or another process works on the run."""
+        """Add the stage that a Python flow calls to the run, unless the run has it, and yield the run and the names of
+        the added stages: the stage, and the stages that it implies. During the block this process claims the run, so
+        that no other process works on it. When no call is active any more, write the report and release the run.
+        Raises `ConfigError` if the settings are wrong, the run has a finished stage of this name with other settings,
+        or another process works on the run."""
         with worker.register_active_run():
             with self._lock:
                 self._num_active_calls += 1

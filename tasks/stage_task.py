@@ -149,7 +149,7 @@ def _make_stage_function(kind: StageKind) -> Callable[..., Any]:
     def call_stage(first: Any = None, *, name: str = "", overrides: Mapping[str, Any] = {}, **settings: Any) -> Any:
         try:
             if first is not None:
-                key = _first_argument_key(kind)
+                key = _find_stage_key_of_first_argument(kind)
                 if key in settings:
                     raise ConfigError(f"stage {name!r}: the first argument is its {key}, which is given twice")
                 settings[key] = first
@@ -166,7 +166,7 @@ def _make_stage_function(kind: StageKind) -> Callable[..., Any]:
     return call_stage
 
 
-def _first_argument_key(kind: StageKind) -> str:
+def _find_stage_key_of_first_argument(kind: StageKind) -> str:
     """Return the key of a stage that the first positional argument of its task sets, which depends on the kind."""
     for key in ("entry", "after"):
         if key in kind.required_keys:
@@ -210,7 +210,7 @@ def _make_call(
     tables: TomlTable = {}
     handles = [after] if isinstance(after, StageHandle | str) else after or ()
     predecessors = [_get_stage_name(flow, name, "after", handle) for handle in handles]
-    is_after_first = _first_argument_key(kind) == "after"
+    is_after_first = _find_stage_key_of_first_argument(kind) == "after"
     if is_after_first and kind.reads_model and predecessors and not recipe and "model" not in keys and flow.run:
         pipeline = flow.run.pipeline  # the stage starts from the model of its first predecessor, with its recipe
         keys["model"] = pipeline.initial_model(pipeline.stage(predecessors[0]))

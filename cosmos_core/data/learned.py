@@ -166,7 +166,7 @@ def _find_marked_spans(
     if not isinstance(template, str) or not _GENERATION_TAG_REGEX.search(_TEMPLATE_COMMENT.sub("", template)):
         return None
     arguments = {"conversations": [turns], "tools": tools, **tokenizer.special_tokens_map}
-    marked_template = _GENERATION_TAG_REGEX.sub(_append_span_marker, template)
+    marked_template = _GENERATION_TAG_REGEX.sub(_append_generation_span_marker, template)
     [marked_text], _ = cast(Any, render_jinja_template)(chat_template=marked_template, **arguments)
     text_parts = re.split(f"([{_SPAN_START}{_SPAN_END}])", marked_text)
     if "".join(text_parts[::2]) == text:
@@ -181,7 +181,7 @@ def _find_marked_spans(
     return [(start, end) for start, end in spans_by_conversation[0]]
 
 
-def _append_span_marker(match: re.Match[str]) -> str:
+def _append_generation_span_marker(match: re.Match[str]) -> str:
     """Return the matched `{% generation %}` or `{% endgeneration %}` tag, followed by the character that marks the
     start or end of a span in the rendering, and by an empty tag that strips the same whitespace as the matched tag."""
     return f"{match[0]}{{{{ '{_SPAN_END if match[1] else _SPAN_START}' }}}}{{% if 1 %}}{{% endif {match[2]}%}}"

@@ -213,7 +213,8 @@ def _make_attention_mask(make_full_mask: Callable[..., Tensor | None], *args: An
 
 
 def _per_sequence_attention(bounds: SequenceBounds | None, attention_fn: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
-    """Compute the attention of each sequence of a packed row BKPD with the function `attention_fn`.
+    """Compute the attention of each sequence of a packed row with `attention_fn`; the shape of queries, keys and values
+    is batch B, heads K, positions P, head size D.
 
     If `bounds` is None, the row is one sequence. A sequence with a shared prompt also attends to the prompt. Sequences
     of similar length, whose prompts have equal lengths, form a batch, padded on the right, which causal attention

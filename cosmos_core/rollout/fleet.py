@@ -187,7 +187,8 @@ class EngineFleet:
     # The methods below run on the first rank, the only rank that communicates with the engines.
 
     def _poll_submissions(self) -> tuple[list[Group] | None, tuple[str, str] | None, bool]:
-        """Return all submitted groups or None, an error or None, and whether an engine has no weights."""
+        """Return the groups that were submitted to the engines (None: not all are complete), an error of an engine
+        (None: there was none), and whether an engine has no weights."""
         try:
             wait([future for _, future in self._submissions], POLL_SECONDS, FIRST_EXCEPTION)
             self._pool.raise_thread_error()

@@ -68,7 +68,7 @@ def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
         [output] = llm.generate([vllm.TokensPrompt(prompt_token_ids=token_row)], sampling, use_tqdm=False)
         logprobs_and_tokens = zip(output.prompt_logprobs[1:], token_row[1:], strict=True)
         returned_logprobs_T = torch.tensor([logprobs[token].logprob for logprobs, token in logprobs_and_tokens])
-        # vLLM computes the logits of the prompt last. On a GPU, the next position after the prompt is included.
+        # The last captured logits are those of the prompt. On a GPU, they include the position after the prompt.
         logits_TV = captured_logits[-1][: len(token_row) - 1].float().cpu()
         problem = "vLLM computes log-probabilities of prompts in an unexpected way"
         if len(logits_TV) != len(returned_logprobs_T):

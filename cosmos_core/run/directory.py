@@ -342,7 +342,7 @@ def find_differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
 
 
 def _find_changed_values(pipeline: Pipeline, saved_settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys whose values differ from the saved settings, each with its value in the pipeline."""
+    """Return the settings of `pipeline`, by key, that differ from those saved in the run directory."""
     new_values, old_values = _flatten(pipeline.as_toml()), _flatten(saved_settings)
     keys = sorted({*new_values, *old_values})
     return {key: new_values.get(key) for key in keys if new_values.get(key) != old_values.get(key)}

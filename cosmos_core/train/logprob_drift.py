@@ -61,5 +61,5 @@ def _max_logprob_shift(sampling: Sampling) -> float:
     without a bound. Top-p sampling divides probabilities by the total of the remaining tokens, which is at least
     `top_p`."""
     has_policy_temperature = sampling.policy_temperature in (None, sampling.temperature)
-    has_finite_shift = sampling.top_k <= 0 and sampling.repetition_penalty == 1 and has_policy_temperature
-    return -math.log(sampling.top_p) if has_finite_shift else math.inf
+    is_shift_bounded = sampling.top_k <= 0 and sampling.repetition_penalty == 1 and has_policy_temperature
+    return -math.log(sampling.top_p) if is_shift_bounded else math.inf

@@ -28,7 +28,7 @@ PROMPT_RENDERING_KEYS = (
     "continue_final_message",
 )  # fmt: skip
 """Keys of `rollout.multi_turn_config` that determine how prompts are rendered."""
-ENCODING_KEYS = (
+DIFFUSION_ENCODING_KEYS = (
     "is_diffusers", "model_class", "diffusers.dtype", "diffusers.max_prompt_length", "diffusers.inference_size",
     "diffusers.train_frames",
 )  # fmt: skip
@@ -52,7 +52,7 @@ KIND = StageKind(
         "policy.model_max_length",
         "policy.model_revision",
         "policy.chat_template",
-        *(f"policy.{name}" for name in ENCODING_KEYS),
+        *(f"policy.{name}" for name in DIFFUSION_ENCODING_KEYS),
         "rollout.max_response_length",
         *(f"rollout.multi_turn_config.{name}" for name in PROMPT_RENDERING_KEYS),
         "validation.max_response_length",
