@@ -8,6 +8,7 @@ Shape legend: P prompts, K completions of each, R = P * K rows, B rows still in 
 """
 
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -225,7 +226,7 @@ class HfEngine(ModuleEngine):
                 cached_logits, expected_logits = self._compute_probe_logits(batching)
                 if is_close(cached_logits, expected_logits, self._model.dtype):
                     return batching
-                difference = (cached_logits.float() - expected_logits.float()).abs().max().item()
+                difference = (cached_logits.float() - expected_logits.float()).abs().max().nan_to_num(math.inf).item()
                 differences[batching] = difference / max(expected_logits.abs().max().item(), 1e-9)
         best_batching = min(differences, key=differences.__getitem__)
         if self._model.dtype == torch.float32 or not differences[best_batching] < _MAX_HALF_PRECISION_DIFFERENCE:
