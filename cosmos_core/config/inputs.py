@@ -7,7 +7,6 @@ credentials, lineage and checks use this list.
 
 import glob
 import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -95,12 +94,13 @@ def existing_path(text: str, base_folder: Path) -> Path | None:
 
 def read_card_metadata(folder: Path) -> dict[str, Any]:
     """Return the metadata in the README.md of a model or data set; empty if there is none, or it is no valid YAML."""
-    try:
-        front_matter = re.match(r"---[ \t]*\n(.*?\n)---", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-        metadata = yaml.safe_load(front_matter[1]) if front_matter else None
-    except (OSError, ValueError, yaml.YAMLError):
+    if not (file := folder / "README.md").is_file():
         return {}
-    return metadata if isinstance(metadata, dict) else {}
+    from huggingface_hub.repocard import metadata_load
+
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        return metadata_load(file) or {}
+    return {}
 
 
 def stage_inputs(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[StageInput, ...]:
