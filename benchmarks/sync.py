@@ -6,10 +6,11 @@ A random Qwen3 in float32 goes to an engine on each rank, by shared memory and b
 copies each tensor into memory of its own, as a replica does; `vllm` (1 rank) is the real one, which also packs the
 matrices for its kernels. `host link` and `native link` go to a `copy` engine in another thread of the first rank, as to
 one in another process: the native link with a queue instead of NCCL, which copies each byte twice more, since there is
-no GPU. Memory is anonymous and shared memory of a rank together, sampled every 2 ms, above what it
-held before the sync; the first sync, which maps memory, is measured apart. On a busy machine compare the CPU time of
-the calling thread. `MiB sent` and `copies`, the bytes that the ranks and the engine copied over those of the model, are
-counted in a further round; Ray's object store, which is one more copy of the host link, and the queue are not in them.
+no GPU. `delta link` sends what has changed, here every hundredth value, which is changed in the time that is measured.
+Memory is anonymous and shared memory of a rank together, sampled every 2 ms, above what it held before the sync; the
+first sync, which maps memory, is measured apart. On a busy machine compare the CPU time of the calling thread. `MiB
+sent` and `copies`, the bytes that the ranks and the engine copied over those of the model, are counted in a further
+round; Ray's object store, which is one more copy of the host link, and the queue are not in them.
 `before` is the way that this one replaced: a whole copy on each rank's host, hashed.
 """
 
@@ -50,7 +51,7 @@ from cosmos_core.rollout.base import Bucket, EngineSettings, LoadReceipt, Weight
 from cosmos_core.rollout.fleet import EngineFleet
 from cosmos_core.rollout.publish import BUCKET_BYTES, WeightPublisher
 from cosmos_core.rollout.registry import make_engine
-from cosmos_core.rollout.transfer import NativeWeightTransfer
+from cosmos_core.rollout.transfer import DeltaWeightTransfer, NativeWeightTransfer
 from cosmos_core.types import Group
 from tests.unit.replicas import Threaded
 from tests.unit.wire import QueueLink, QueueTransport, Wire
@@ -231,11 +232,12 @@ def _linked(
     model: PreTrainedModel, whole: PreTrainedModel | None, bucket_bytes: int, fleets: list[EngineFleet]
 ) -> dict[str, Callable[[], object]]:
     ways: dict[str, Callable[[], object]] = {}
-    for name in ("host link", "native link"):
+    for name in ("host link", "native link", "delta link"):
         wire = Wire()
         handles = [Threaded(partial(LinkedEngine, model, wire))] if rank_number() == 0 else []
         native = NativeWeightTransfer(QueueTransport(wire), 1) if name == "native link" else None
-        fleet = EngineFleet(partial(list, handles), max_groups=1, timeout_seconds=600.0, native_transfer=native)
+        transfer = DeltaWeightTransfer() if name == "delta link" else native
+        fleet = EngineFleet(partial(list, handles), max_groups=1, timeout_seconds=600.0, weight_transfer=transfer)
         fleets.append(fleet)
         fleet.load_weights(0, ())  # connects, so that no engine is new and probed
         publisher = WeightPublisher(
@@ -243,7 +245,15 @@ def _linked(
         )
         publisher._probed_sleep_levels = {0}
         ways[name] = partial(publisher.publish, 1)
+    ways["delta link"] = partial(_publish_changed, model, ways["delta link"])
     return ways
+
+
+def _publish_changed(model: PreTrainedModel, publish: Callable[[], object]) -> object:
+    """Change every hundredth value, and publish."""
+    for parameter in model.parameters():
+        (parameter.to_local() if hasattr(parameter, "to_local") else parameter).data.view(-1)[::100] += 0.5
+    return publish()
 
 
 def _by_collectives(publisher: WeightPublisher) -> Callable[[], object]:
@@ -325,7 +335,7 @@ def _measured(way: Callable[[], object], rounds: int) -> dict[str, list[float]]:
     with _counting():
         metrics = way()
     _Copies.is_on = False
-    sent = metrics.get("sync/bytes", 0.0) if isinstance(metrics, dict) else 0.0
+    sent = metrics.get("sync/sent_bytes", metrics.get("sync/bytes", 0.0)) if isinstance(metrics, dict) else 0.0
     return {"seconds": seconds, "work": work, "bytes": most, "sent": [sent], "copied": [float(_Copies.num_bytes)]}
 
 

@@ -209,15 +209,16 @@ def _check_divisibility(key: str, size: int, item_name: str, num_items: Any) -> 
 def _check_batch_size(recipe: Recipe, num_shards: int) -> None:
     """Check that the completions of a replica can be distributed to its data-parallel ranks in equal micro-batches."""
     train_config, policy = recipe.train, recipe.train.train_policy
-    min_batch_size = num_shards * policy.mini_batch
+    rows_per_pass = 1 if policy.mini_batch == "auto" else policy.mini_batch
+    min_batch_size = num_shards * rows_per_pass
     if not policy.has_rollouts or train_config.train_batch_per_replica % min_batch_size == 0:
         return
     nearest_batch_size = max(min_batch_size, train_config.train_batch_per_replica // min_batch_size * min_batch_size)
     divisor = gcd(train_config.train_batch_per_replica, num_shards)
     raise ConfigError(
         f"train.train_batch_per_replica = {train_config.train_batch_per_replica} must be a multiple of dp_shard_size x "
-        f"mini_batch = {num_shards} x {policy.mini_batch}; the nearest is {nearest_batch_size}, or dp_shard_size = "
-        f"{divisor} with mini_batch = {gcd(train_config.train_batch_per_replica // divisor, policy.mini_batch)}"
+        f"mini_batch = {num_shards} x {rows_per_pass}; the nearest is {nearest_batch_size}, or dp_shard_size = "
+        f"{divisor} with mini_batch = {gcd(train_config.train_batch_per_replica // divisor, rows_per_pass)}"
     )
 
 

@@ -174,7 +174,7 @@ class _SplitEncoder:
     def __init__(self, stage: Stage, encoders: Encoders) -> None:
         self._stage, self._encoders = stage, encoders
         self._cache = MediaCache(stage.run_path.parent / SHARED_FOLDER / CACHE_FOLDER, encoders.digest)
-        self._batch_size = stage.recipe.train.train_policy.mini_batch
+        self._batch_size = stage.recipe.train.rows_per_pass
         self.num_encoded = [0, 0]
 
     def write(self, name: str, split: MediaSplit, null_text: dict[str, str], folder: Path) -> tuple[int, list[str]]:

@@ -17,7 +17,13 @@ from cosmos_core.errors import ERRORS_BY_NAME, CosmosError, serialise_error
 from cosmos_core.parallel.mesh import all_reduce_any, broadcast_object, is_first_rank
 from cosmos_core.rollout.base import Bucket, LoadReceipt, WeightFormat
 from cosmos_core.rollout.engine_pool import POLL_SECONDS, EngineHandle, EnginePool
-from cosmos_core.rollout.transfer import EngineProcess, HostWeightLink, NativeWeightTransfer, WeightLoad
+from cosmos_core.rollout.transfer import (
+    DeltaWeightTransfer,
+    EngineProcess,
+    HostWeightLink,
+    NativeWeightTransfer,
+    WeightLoad,
+)
 from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -38,7 +44,7 @@ class EngineFleet:
         timeout_seconds: float,
         weight_sync_mode: Literal["disabled", "generation", "inference"] = "disabled",
         sleeps_in_training: bool = False,
-        native_transfer: NativeWeightTransfer | None = None,
+        weight_transfer: NativeWeightTransfer | DeltaWeightTransfer | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait until the first engine is open, or all engines that share the trainer's GPUs.
@@ -46,10 +52,10 @@ class EngineFleet:
         `get_handles` returns the current engines, which may change. `max_groups`: maximum number of groups in flight in
         one engine. An engine without a forward pass for `timeout_seconds` is killed. `weight_sync_mode`: value of
         `rollout.async_r2r_sync`. With `sleeps_in_training`, engines share the trainer's GPUs and sleep during training.
-        `native_transfer` sends weights without host memory; None: weights are copied through host memory.
+        `weight_transfer` sends weights natively, or those that changed; None: all are copied through host memory.
         """
         self._weight_sync_mode, self._sleeps_in_training, self._beat = weight_sync_mode, sleeps_in_training, beat
-        self._native_transfer = native_transfer
+        self._weight_transfer = weight_transfer
         self._pool = EnginePool(get_handles, max_groups, timeout_seconds, beat)
         self._submissions: list[tuple[Prompt, Future[Group]]] = []
         self._loads_only_new = False
@@ -79,6 +85,11 @@ class EngineFleet:
     def needs_weights(self) -> bool:
         """Return whether an engine has no weights yet and so cannot be sent prompts."""
         return any(engine.version is None for engine in self._pool.open_engines())
+
+    @property
+    def num_delta_bytes(self) -> int | None:
+        """Return the number of bytes that the last weight load sent to an engine; None if loads send all values."""
+        return self._weight_transfer.num_sent_bytes if isinstance(self._weight_transfer, DeltaWeightTransfer) else None
 
     @property
     def num_restarts(self) -> int:
@@ -118,8 +129,9 @@ class EngineFleet:
         engines = self._pool.open_engines()  # empty on ranks other than the first
         processes = [EngineProcess(e, e.description) for e in engines if e.version is None or not self._loads_only_new]
         num_sent_tensors, weight_load = 0, WeightLoad(self._pool, processes)
-        native_transfer = None if self._loads_only_new else self._native_transfer
-        weight_link = native_transfer.open_link(weight_load) if native_transfer else HostWeightLink(weight_load)
+        uses_host_link = self._loads_only_new and isinstance(self._weight_transfer, NativeWeightTransfer)
+        weight_transfer = None if uses_host_link else self._weight_transfer
+        weight_link = weight_transfer.open_link(weight_load) if weight_transfer else HostWeightLink(weight_load)
         if is_first_rank():
             self._pool.is_loading = True
             load_replies = self._call_engine_processes(
@@ -136,6 +148,7 @@ class EngineFleet:
             weight_link.end_weight_load()
         if is_first_rank():
             self._end_weight_load(version, weight_load.processes, num_sent_tensors)
+            weight_link.confirm()
         engine_versions = [engine.version for engine in self._pool.loaded_engines() if engine.version is not None]
         self.version, self.has_new_engine = broadcast_object((min(engine_versions, default=version), has_new_engine))
         self.sleep_level = 0

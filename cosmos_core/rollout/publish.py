@@ -89,7 +89,10 @@ class WeightPublisher:
                 self._probe_engines(version)
             self._probed_sleep_levels.add(sleep_level)
         sync_seconds = time.perf_counter() - start_time
-        return {"sync/version": float(version), "sync/bytes": float(num_bytes), "time/sync": sync_seconds}
+        metrics = {"sync/version": float(version), "sync/bytes": float(num_bytes), "time/sync": sync_seconds}
+        if isinstance(self.engine, EngineFleet) and self.engine.num_delta_bytes is not None:
+            metrics["sync/sent_bytes"] = float(self.engine.num_delta_bytes)
+        return metrics
 
     def _probe_engines(self, version: int) -> None:
         """Compare the trainer's log-probabilities with those of each engine that has weights of `version`."""

@@ -20,6 +20,7 @@ import torch
 from cosmos_core.error_handling import complete_future
 from cosmos_core.errors import StageFailed, first_line
 from cosmos_core.rollout.base import Bucket, Engine, LoadReceipt, WeightFormat
+from cosmos_core.rollout.delta import ChangedWords
 from cosmos_core.rollout.link import BucketHeader, TransferFailed, copy_tensors_to_buffer, split_bucket
 from cosmos_core.types import Group, Prompt, Sampling
 
@@ -91,6 +92,7 @@ class EngineReplica:
         self._num_forward_passes = 0
         self._num_in_flight = 0
         self._load: _WeightLoad | None = None
+        self._kept_buckets: dict[int, PackedBucket] = {}
         self._version: int | None = None
         self._description_future: Future[EngineDescription] = Future()
         self._engine_thread = threading.Thread(target=self._run_engine, args=(open_engine,), daemon=True)
@@ -158,6 +160,19 @@ class EngineReplica:
         """Receive the next bucket of the weight load in progress."""
         weight_load = self._get_current_load()
         weight_load.buckets.put(packed_bucket, timeout=weight_load.timeout_seconds)
+
+    def receive_kept_bucket(self, index: int, bucket: PackedBucket | ChangedWords) -> None:
+        """Receive bucket `index` of the weight load in progress, or its difference from the previous load, and keep it
+        in host memory for the difference of the next load. Raise a `ConnectionError` if the process that got the
+        previous load has died."""
+        if isinstance(bucket, ChangedWords):
+            if index not in self._kept_buckets:
+                raise ConnectionError("the process that got the previous weights has died")
+            kept_bucket = self._kept_buckets[index]
+            bucket.apply(kept_bucket.data)
+        else:  # copied, because the array may be in memory that all processes of the machine share
+            kept_bucket = self._kept_buckets[index] = bucket._replace(data=bucket.data.copy())
+        self.receive_bucket(kept_bucket)
 
     def connect_link(self, backend: str, init_info: dict[str, Any], seconds: float) -> None:
         """Connect the engine with the trainer; raise `TransferFailed` if it has no link or `seconds` have passed."""

@@ -1,8 +1,8 @@
 """The trainer's end of a weight transfer to engines in separate processes: through host memory, or natively.
 
-`HostWeightLink` sends a bucket as one array in host memory, `NativeWeightLink` by a `transport` of vLLM. An engine
-loads a bucket only after the whole bucket has arrived. If a native transfer fails, the host link sends the bucket again
-and then all later buckets of that version.
+`HostWeightLink` sends a bucket as one array in host memory, `DeltaWeightLink` only its values that changed, and
+`NativeWeightLink` sends it by a `transport` of vLLM. An engine loads a bucket only after the whole bucket has arrived.
+If a native transfer fails, the host link sends the bucket again and then all later buckets of that version.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from cosmos_core.error_handling import log_errors
 from cosmos_core.errors import first_line
 from cosmos_core.parallel.mesh import broadcast_object, is_first_rank
 from cosmos_core.rollout.base import Bucket
+from cosmos_core.rollout.delta import find_changed_words
 from cosmos_core.rollout.engine_pool import EnginePool, PooledEngine
 from cosmos_core.rollout.link import BucketHeader, TransferFailed, call_with_timeout
-from cosmos_core.rollout.replica import EngineDescription, pack_bucket
+from cosmos_core.rollout.replica import EngineDescription, PackedBucket, pack_bucket
 from cosmos_core.rollout.transport import WeightTransport
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,65 @@ class HostWeightLink:
 
     def end_weight_load(self) -> None:
         """Do nothing, because the link has no memory to release."""
+
+    def confirm(self) -> None:
+        """Note, on the first rank, that the engines of the load have loaded all buckets."""
+
+
+class DeltaWeightTransfer:
+    """Copy of the last weights that were sent, on the first rank, with which a load sends only the values that changed.
+    An engine process without these weights gets all values."""
+
+    def __init__(self) -> None:
+        self.buckets: dict[int, PackedBucket] = {}
+        """Last buckets that were sent, by their index in a load."""
+        self.known_processes: list[EngineDescription | None] = []
+        """Engine processes that have all of `buckets`."""
+        self.num_sent_bytes = 0
+        """Number of bytes that the last load has sent to an engine with the previous weights, or else to any engine."""
+
+    def open_link(self, weight_load: WeightLoad) -> DeltaWeightLink:
+        """Return the link for one weight load."""
+        return DeltaWeightLink(self, weight_load)
+
+
+class DeltaWeightLink(HostWeightLink):
+    """Sender of the values of buckets that changed since the last load, through host memory."""
+
+    def __init__(self, delta_transfer: DeltaWeightTransfer, weight_load: WeightLoad) -> None:
+        super().__init__(weight_load)
+        self._transfer, self._num_buckets, self._has_changes = delta_transfer, 0, False
+        # If the load fails, the next one sends all values.
+        self._known_processes, delta_transfer.known_processes = delta_transfer.known_processes, []
+        delta_transfer.num_sent_bytes = 0
+
+    def send(self, bucket: Bucket, positions: Sequence[int] = ()) -> None:
+        assert not positions
+        if not is_first_rank():
+            return
+        index, self._num_buckets, buckets = self._num_buckets, self._num_buckets + 1, self._transfer.buckets
+        previous_bucket, packed_bucket = buckets.get(index), pack_bucket(bucket)
+        buckets[index] = packed_bucket
+        changes = None
+        if previous_bucket is not None and previous_bucket.header == packed_bucket.header:
+            changes = find_changed_words(previous_bucket.data, packed_bucket.data)
+        self._has_changes |= changes is None or changes.nbytes > 0
+        known_ids = set(map(id, self._known_processes)) if changes is not None else set()
+        is_known = [id(process.description) in known_ids for process in self._load.processes]
+        replies: list[Future[Any]] = []
+        for value, expected in ((changes, True), (packed_bucket, False)):
+            if selected := [i for i, known in enumerate(is_known) if known is expected]:
+                shared_value = self._load.processes[selected[0]].engine.handle.put(value)
+                arguments = [(index,)] * len(selected)
+                replies += self._load.call_engines("receive_kept_bucket", arguments, shared_value, selected)
+        self._load.await_replies(replies)
+        num_bytes = changes.nbytes if changes is not None and any(is_known) else packed_bucket.data.nbytes
+        self._transfer.num_sent_bytes += num_bytes
+
+    def confirm(self) -> None:
+        processes = [process.description for process in self._load.processes]
+        # A load into new engines alone leaves the other ones with the same weights, unless these have changed.
+        self._transfer.known_processes = processes if self._has_changes else [*self._known_processes, *processes]
 
 
 class NativeWeightTransfer:
@@ -180,6 +240,9 @@ class NativeWeightLink:
             self._transfer.disconnect_after_failure(failure_reason)
             if missing_engines:
                 self._host_link.send(bucket, missing_engines)
+
+    def confirm(self) -> None:
+        """Do nothing, because no copy of the weights is kept; see `HostWeightLink.confirm`."""
 
     def end_weight_load(self) -> None:
         """Release the memory of the link after the last bucket."""

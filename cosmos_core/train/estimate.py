@@ -160,7 +160,7 @@ def shard_memory(memory: StepMemory, recipe: Recipe) -> StepMemory:
     """Return the memory of one rank of the mesh, from the `memory` of an unsharded model. State that
     `train.fsdp_offload` moves to host memory counts as 0. With pipeline parallelism, the rank is in the first pipeline
     stage, which holds the activations of all micro-batches in flight."""
-    mesh, mini_batch = recipe.policy.parallelism, recipe.train.train_policy.mini_batch
+    mesh, mini_batch = recipe.policy.parallelism, recipe.train.rows_per_pass
     in_flight = {"1F1B": mesh.pp_size, "Interleaved1F1B": 2 * mesh.pp_size - 1, "GPipe": mini_batch}
     rows = min(mini_batch, in_flight[mesh.pp_schedule] * mesh.pp_micro_batch_size) if mesh.pp_size > 1 else mini_batch
     num_ranks = prod((abs(mesh.dp_shard_size), mesh.cp_size, mesh.tp_size, mesh.pp_size))

@@ -6,6 +6,7 @@ source, so a resumed run continues with the same samples.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ class SampleFeed:
     """Message about rows that no step of an epoch trains on; empty if all rows are used."""
     step = 0
     """Number of the next train step, counted from 0."""
+    rows_per_pass: int | None = None
+    """Number of rows that the feed puts into a micro-batch; None: the trainer divides the samples."""
+    max_sample_tokens: int | None = None
+    """Maximum number of tokens of a sample; None: unknown, or all samples have equally many."""
 
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
         """Return the samples of the next train step and their metrics; None if the data has ended."""
@@ -54,6 +59,10 @@ class SampleFeed:
     def samples(self, step: int) -> tuple[list[Any], dict[str, float]]:
         """Return the samples of train step `step`, counted from 0, and their metrics."""
         raise NotImplementedError(type(self).__name__)
+
+    def divide_again(self, rows_per_pass: int) -> list[Any]:
+        """Put `rows_per_pass` rows into each micro-batch from now on, and return the samples of the newest step."""
+        raise AssertionError(f"{type(self).__name__} does not divide samples")
 
     def write_records(self, folder: Path) -> None:
         """Write files about the rows, such as pass rates, to the stage folder after training; default: none."""
@@ -118,7 +127,7 @@ def micro_batch_tokens(recipe: Recipe) -> int:
     """Return the token budget of a micro-batch."""
     policy = recipe.train.train_policy
     assert isinstance(policy, SupervisedConfig)
-    max_tokens = policy.mini_batch * policy.num_sequences_per_row * recipe.policy.model_max_length
+    max_tokens = recipe.train.rows_per_pass * policy.num_sequences_per_row * recipe.policy.model_max_length
     return policy.load_balanced_max_tokens_for_batch or max_tokens
 
 
@@ -126,12 +135,18 @@ class RowFeed(SampleFeed):
     """Feed of prepared rows, in an order that is a pure function of seed, epoch and position. Rows that take long to
     read are read one step in advance, in a thread."""
 
+    rows_per_pass: int
+
     def __init__(self, rows: PreparedRows, recipe: Recipe) -> None:
         self._rows, self._recipe = rows, recipe
         self._batch_size = recipe.train.train_batch_per_replica
         self._thread = ThreadPoolExecutor(1, "row-feed") if rows.is_prefetched else None
         self._prefetched_samples: tuple[int, Future[list[Any]]] | None = None
         self._balanced_plan = plan_balanced_steps(rows, recipe)
+        self.rows_per_pass = recipe.train.rows_per_pass
+        with suppress(NotImplementedError):  # rows of media
+            token_counts = rows.token_counts(is_packed=False) // recipe.train.train_policy.num_sequences_per_row
+            self.max_sample_tokens = int(token_counts.max(initial=0))
         if plan := self._balanced_plan:
             self.steps_per_epoch, self.total_steps = plan.steps_per_epoch, plan.total_steps
             return
@@ -153,6 +168,10 @@ class RowFeed(SampleFeed):
         epoch = self._balanced_plan.epochs_done(step) if self._balanced_plan else (step + 1) / self.steps_per_epoch
         return samples, {"epoch": epoch}
 
+    def divide_again(self, rows_per_pass: int) -> list[Any]:
+        self.rows_per_pass, self._prefetched_samples = rows_per_pass, None
+        return self._read_samples(self.step - 1)
+
     def _read_samples(self, step: int) -> list[Any]:
         seed, batches = (self._recipe.train.order_seed, step), self.micro_batches(step).items()
         return [sample for number, batch in batches for sample in self._rows.samples(batch, seed, number)]
@@ -168,7 +187,7 @@ class RowFeed(SampleFeed):
         )  # fmt: skip
         # Limit the micro-batch size so that every data-parallel rank gets a micro-batch.
         num_ranks = parallelism.dp_replicate_size * abs(parallelism.dp_shard_size)
-        max_rows = min(train.train_policy.mini_batch, -(-len(positions) // num_ranks))
+        max_rows = min(self.rows_per_pass, -(-len(positions) // num_ranks))
         batches = self._rows.micro_batches(positions, max_rows)
         return {None: positions.tolist()} if batches is None else dict(enumerate(batches))
 

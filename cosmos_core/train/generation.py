@@ -30,7 +30,7 @@ from cosmos_core.rollout.fleet import EngineFleet
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.rollout.replica import EngineReplica
-from cosmos_core.rollout.transfer import NativeWeightTransfer
+from cosmos_core.rollout.transfer import DeltaWeightTransfer, NativeWeightTransfer
 from cosmos_core.rollout.transport import IpcTransport, NcclTransport
 from cosmos_core.run.stage import Stage, load_stage
 from cosmos_core.train.diffusion_setup import make_engine_denoiser
@@ -152,14 +152,16 @@ def _make_engine_fleet(stage: Stage) -> EngineFleet:
         timeout_seconds=rollout.engine_timeout_seconds,
         weight_sync_mode=rollout.async_r2r_sync,
         sleeps_in_training=stage.recipe.mode == "colocated_separated",
-        native_transfer=_make_native_transfer(stage.recipe),
+        weight_transfer=_make_weight_transfer(stage.recipe),
         beat=stage.progress.beat,
     )
 
 
-def _make_native_transfer(recipe: Recipe) -> NativeWeightTransfer | None:
-    """Return the native weight transfer of a stage; None: weights are sent through host memory."""
+def _make_weight_transfer(recipe: Recipe) -> NativeWeightTransfer | DeltaWeightTransfer | None:
+    """Return the weight transfer of a stage; None: all weights are sent through host memory."""
     rollout = recipe.rollout
+    if rollout.weight_transfer == "delta":
+        return DeltaWeightTransfer()
     if rollout.weight_transfer == "host" or rollout.native_transfer_conflicts:
         return None  # `cosmos check` reports why native transfer is impossible
     if not torch.cuda.is_available():

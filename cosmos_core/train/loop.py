@@ -30,6 +30,7 @@ from cosmos_core.train.named_weights import EMA_WEIGHTS, MovingAverage
 from cosmos_core.train.profile import StepProfiler
 from cosmos_core.train.stop import StopRequested, check_stop
 from cosmos_core.train.trainer import Trainer
+from cosmos_core.train.tuning import SpeedTuning
 from cosmos_core.train.validation import Validation
 
 _PRESTART_SECONDS = 15.0
@@ -54,6 +55,8 @@ class TrainLoop:
     further metrics."""
     utilization: FlopsUtilization | None = None
     """Counter of the model FLOPs utilization of train steps; None: utilization is not reported."""
+    tuning: SpeedTuning | None = None
+    """Measurement of the settings that the recipe sets to `auto`; None: there are none."""
     first_checkpoint: Path | None = None
     """Folder `.../step_N/policy` of another run's checkpoint, from which a training without its own checkpoint starts;
     None: the training starts from the stage's model."""
@@ -171,6 +174,10 @@ class TrainLoop:
         if (samples_and_metrics := self.feed.next_samples()) is None:
             return None
         samples, metrics = samples_and_metrics
+        if self.tuning:
+            self.stage.progress.phase("step")
+            samples, tuning_metrics = self.tuning.choose(samples)
+            metrics |= tuning_metrics
         self._hooks("pre_training_step_hook", current_step=self.step + 1, total_steps=self.feed.total_steps)
         self.stage.progress.phase("step")
         start_time, compile_seconds_before = time.perf_counter(), self.stage.progress.compile_seconds
@@ -232,6 +239,8 @@ class TrainLoop:
             self.feed.load_state_dict(state.feed or {"step": start_step})
             self.algorithm.load_state_dict(state.algorithm)
             self._num_updates = int(state.extra.get("num_updates", start_step))
+            if self.tuning:
+                self.tuning.apply(state.extra.get("speed_settings"))
             # Random generators are restored last, because starting an engine advances and reseeds them.
             rng_state, saved_rank = state.extra["rng"], state.extra.get("seed_rank", self._data_parallel_rank)
             # On another mesh, ranks that share a sample would draw different numbers, for example of dropout.
@@ -268,6 +277,7 @@ class TrainLoop:
             "step": self.step, "total_steps": self.feed.total_steps, "num_updates": self._num_updates,
             "rng": capture_rng(), "seed_rank": self._data_parallel_rank, "metrics": self._last_metrics,
             **self.validation.state_dict(self.step),
+            **({"speed_settings": self.tuning.chosen} if self.tuning else {}),
         }  # fmt: skip
         self.stage.metrics.sync()
         self.checkpointer.save(self.step, state, self._best_to_save)

@@ -48,7 +48,7 @@ the results of two validations differ only by the weights."""
 def row_metrics(stage: Stage, trainer: Trainer, algorithm: Algorithm, rows: PreparedRows) -> dict[str, float]:
     """Return the algorithm's metrics over all held-out rows; raise StopRequested if a signal requests a stop."""
     mesh = trainer.adapter.mesh
-    batch_size = stage.recipe.validation.batch_size or stage.recipe.train.train_policy.mini_batch
+    batch_size = stage.recipe.validation.batch_size or stage.recipe.train.rows_per_pass
     rows_per_chunk = REFERENCE_BATCH_ROWS if rows.has_sample_pairs else batch_size * (mesh.dp.size() if mesh else 1)
 
     def sample_chunks() -> Iterator[list[Any]]:

@@ -81,9 +81,9 @@ def trace_step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig
     """
     policy, model = train.train_policy, trainer.adapter.model
     token_ids, mask = np.zeros(length, np.int64), np.ones(length, np.uint8)
-    num_rows, num_sequences = min(2 * policy.mini_batch, train.train_batch_per_replica), policy.num_sequences_per_row
+    num_rows, num_sequences = min(2 * train.rows_per_pass, train.train_batch_per_replica), policy.num_sequences_per_row
     row_numbers = [i for i in range(num_rows) for _ in range(num_sequences)]
-    micro_batches = [i // policy.mini_batch if num_sequences > 1 else None for i in row_numbers]
+    micro_batches = [i // train.rows_per_pass if num_sequences > 1 else None for i in row_numbers]
     samples = [Sample(token_ids, mask, advantage=1.0, reward=1.0, micro_batch=number) for number in micro_batches]
     byte_counter = _LiveByteCounter()
     with byte_counter, byte_counter.forbid_reading_tensor_values(model):

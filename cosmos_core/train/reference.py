@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 def pair_logprobs(trainer: Trainer, rows: PreparedRows, positions: Sequence[int], recipe: Recipe) -> np.ndarray:
     """Return the summed log-probabilities of both samples of each row at `positions`: shape (N, 2), float64."""
-    policy = recipe.train.train_policy
-    outputs = trainer.evaluate(rows.samples(positions), size=policy.mini_batch * policy.num_sequences_per_row)
+    size = recipe.train.rows_per_pass * recipe.train.train_policy.num_sequences_per_row
+    outputs = trainer.evaluate(rows.samples(positions), size=size)
     logprob_sums = [row["logprobs"].sum(dtype=torch.float64) for row in outputs]
     return torch.stack(logprob_sums).cpu().numpy().reshape(-1, 2)
 

@@ -53,6 +53,7 @@ from cosmos_core.train.rollout_feed import (
 from cosmos_core.train.spread_feed import SplitGroupFeed
 from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer
+from cosmos_core.train.tuning import SpeedTuning
 from cosmos_core.train.validation import MetricsFn, Validation
 from cosmos_core.types import JsonValue, Outcome, Prompt
 
@@ -106,6 +107,7 @@ def train(stage: Stage) -> TrainingResult:
             check_metrics=_make_drift_check(stage),
             moving_average=MovingAverage(trainer.named_weights, recipe.train) if recipe.train.ema_enable else None,
             utilization=FlopsUtilization(trainer, recipe.train.param_dtype) if recipe.logging.report_mfu else None,
+            tuning=_make_tuning(stage, trainer, feed, algorithm),
             first_checkpoint=resume_checkpoint_path(stage),
         )  # fmt: skip
         metrics = loop.run()
@@ -271,6 +273,14 @@ def _make_drift_check(stage: Stage) -> Callable[[int, dict[str, float]], dict[st
     dtype, sampling = getattr(torch, train.param_dtype), training_sampling(recipe)
     should_stop = recipe.rollout.stop_on_alarm
     return LogprobDriftCheck(dtype, get_transfer_dtype(train), sampling, should_stop=should_stop).check_step
+
+
+def _make_tuning(stage: Stage, trainer: Trainer, feed: SampleFeed, algorithm: Algorithm) -> SpeedTuning | None:
+    """Return the measurement of the settings that the recipe sets to `auto`; None: there are none."""
+    train = stage.recipe.train
+    if "auto" not in {train.num_threads, train.train_policy.mini_batch}:
+        return None
+    return SpeedTuning(trainer, feed, algorithm, train, stage.progress)
 
 
 def _make_checkpointer(stage: Stage, exit_stack: ExitStack) -> Checkpointer:

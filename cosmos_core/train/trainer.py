@@ -37,6 +37,15 @@ class MicroBatchPlan(NamedTuple):
     """Position of the sample that an empty micro-batch computes as a placeholder."""
 
 
+class SpeedSettings(NamedTuple):
+    """Settings that change how fast outputs and gradients are computed, but not their values except for rounding."""
+
+    rows_per_pass: int
+    """Number of rows per forward pass, unless a caller sets another one."""
+    num_threads: int
+    """Number of CPU threads."""
+
+
 class Trainer:
     """Trainer of one rank. All ranks of a mesh call the same methods in the same order."""
 
@@ -46,6 +55,9 @@ class Trainer:
         self.optimizer = build_optimizer(adapter.model, train, full_model=adapter.meta_copy)
         self._models: dict[str, ModelAdapter] = {}
         self._train, self._progress = train, progress
+        self.speed_settings = SpeedSettings(
+            train.rows_per_pass, train.num_threads if isinstance(train.num_threads, int) else torch.get_num_threads()
+        )
 
     @property
     def has_separate_gradients(self) -> bool:
@@ -74,13 +86,7 @@ class Trainer:
 
     def update(self, update: Update) -> dict[str, float]:
         """Take one optimizer step, and return its metrics. Raise ProgramError if the loss or gradient is not finite."""
-        self.adapter.runner.train(True)
-        self.optimizer.zero_grad(set_to_none=True)
-        samples = [*update.samples, *(update.data.samples if update.data else ())]
-        num_tokens = sum(self.adapter.num_tokens(sample) for sample in samples)
-        losses = self._backward(update, num_tokens)
-        if update.data is not None:
-            losses += self._backward(update.data, num_tokens)
+        losses = self.compute_gradients(update)
         loss, metric_totals, values_by_metric = self._reduce_losses(losses)
         grad_norm = self._clip_gradients()
         if not torch.isfinite(torch.tensor([loss, grad_norm])).all():
@@ -90,6 +96,15 @@ class Trainer:
         self.optimizer.step()
         metrics = {**compute_means(metric_totals), **_quantiles(values_by_metric), **update.metrics}
         return {"loss": loss, "grad_norm": grad_norm, **metrics}
+
+    def compute_gradients(self, update: Update) -> list[Loss]:
+        """Replace the gradients by those of an update, and return the loss of each micro-batch of this rank."""
+        self.adapter.runner.train(True)
+        self.drop_gradients()
+        samples = [*update.samples, *(update.data.samples if update.data else ())]
+        num_tokens = sum(self.adapter.num_tokens(sample) for sample in samples)
+        losses = self._backward(update, num_tokens)
+        return losses + (self._backward(update.data, num_tokens) if update.data is not None else [])
 
     def drop_gradients(self) -> None:
         """Free the memory of the gradients."""
@@ -216,12 +231,14 @@ class Trainer:
             return adapter.attach_loss_derivative(batch, loss_fn) if loss_fn and batch.samples else batch
 
         request = adapter.default_outputs if request is None else request
-        rows_per_pass = size or self._train.train_policy.mini_batch
+        rows_per_pass = size or self.speed_settings.rows_per_pass
         max_rows = adapter.runner.rows_per_micro_batch(rows_per_pass)
         plans = self._plan_micro_batches(adapter, samples, max_rows, is_default_size=size is None)
         empty_plan = MicroBatchPlan((), _shortest_sample(adapter, samples, range(len(samples))))
         plans += [empty_plan] * (adapter.runner.num_micro_batches(len(plans), rows_per_pass) - len(plans))
-        adapter.runner.run([partial(collate, plan) for plan in plans], process_batch_outputs, request, rows_per_pass)
+        batches = [partial(collate, plan) for plan in plans]
+        with _use_threads(self.speed_settings.num_threads):
+            adapter.runner.run(batches, process_batch_outputs, request, rows_per_pass)
         if not torch.is_grad_enabled():
             adapter.runner.reshard()
 
@@ -278,6 +295,20 @@ def _local_chunks(adapter: ModelAdapter, batches: Sequence[Any], size: int) -> l
         num_batches = -(-len(batches) // adapter.mesh.dp.size())
         batches = adapter.mesh.select_local_items(batches)
     return [batches[start : start + size] for start in range(0, num_batches, size)]
+
+
+@contextmanager
+def _use_threads(num_threads: int) -> Iterator[None]:
+    """Compute with `num_threads` CPU threads inside the context."""
+    previous_num_threads = torch.get_num_threads()
+    if num_threads == previous_num_threads:
+        yield
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(previous_num_threads)
 
 
 def _shortest_sample(adapter: ModelAdapter, samples: Sequence[Any], indices: Sequence[int]) -> int:

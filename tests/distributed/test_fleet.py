@@ -53,7 +53,7 @@ def recipe(engines: int, *, ranks: int = 1, **policy: Any) -> Recipe:
             },
             "rollout": {
                 "backend": "hf", "n_generation": 4, "batch_size": 2, "max_response_length": 5,
-                "parallelism": {"n_init_replicas": max(1, engines)},
+                "parallelism": {"n_init_replicas": max(1, engines)}, "weight_transfer": "delta",
             },
             "validation": {"enable": True, "freq": 2, "val_before_train": True, "n_generation": 2, "temperature": 1.0},
         }

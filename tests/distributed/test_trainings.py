@@ -34,7 +34,7 @@ DP2, TP2, PP2 = {"dp_shard_size": 2}, {"tp_size": 2}, {"pp_size": 2}
 
 
 def recipe(policy: Mapping[str, Any], mesh: Mapping[str, int]) -> Recipe:
-    rows = {"type": "sft", "mini_batch": 3, "conversation_column_name": "messages"}
+    rows = {"type": "sft", "mini_batch": "auto" if mesh else 3, "conversation_column_name": "messages"}
     train = {
         "param_dtype": "float32", "compile": False, "optm_lr": 1e-3, "train_batch_per_replica": 9, "max_num_steps": 4,
         "ema_enable": True, "train_policy": rows,
@@ -146,3 +146,5 @@ def test_it_begins_on_one_rank_and_ends_on_a_mesh(
     proven = [check.partition(":")[0] for check in outcome.info["checks"]]
     assert proven == ["keys", "bytes", "reload", "tokenizer", *(["merge", "adapter"] if kind == "adapter" else [])]
     assert_like(two, alone[kind], kind)
+    sizes = [line.get("tuning/rows_per_pass") for line in read_metrics(two.path / "metrics.jsonl")]
+    assert sizes[2] in {1, 3, 9} and sizes[:2] + sizes[3:] == [None] * 3  # all ranks have measured the same

@@ -82,22 +82,24 @@ def test_it_changes_what_is_computed_and_what_is_exported(change: Change, model:
 
 
 class Passes:
-    """Counts the rows of each forward pass."""
+    """Counts the rows of each forward pass, and the threads that it has."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.rows: list[int] = []
+        self.threads: list[int] = []
         model.base_model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, module: torch.nn.Module, args: tuple[()], kwargs: dict[str, Any]) -> None:
         self.rows.append(len(kwargs["input_ids"]))
+        self.threads.append(torch.get_num_threads())
 
 
-def train_passes(recipe: Recipe, model: Path, folder: Path) -> list[int]:
+def train_passes(recipe: Recipe, model: Path, folder: Path) -> Passes:
     rank = rank_of(recipe, model, folder)
     logprobs(rank, samples(1), 1.0)  # the first call looks at the head too
     passes = Passes(rank.adapter.model)
     logprobs(rank, samples(), 1.0)
-    return passes.rows
+    return passes
 
 
 @changes(
@@ -108,8 +110,16 @@ def train_passes(recipe: Recipe, model: Path, folder: Path) -> list[int]:
 def test_it_changes_the_rows_of_a_forward_pass(
     change: Change, expected: list[int], model: Path, tmp_path: Path
 ) -> None:
-    assert train_passes(change.before, model, tmp_path) == [1, 1, 1, 1]
-    assert train_passes(change.after, model, tmp_path) == expected
+    assert train_passes(change.before, model, tmp_path).rows == [1, 1, 1, 1]
+    assert train_passes(change.after, model, tmp_path).rows == expected
+
+
+@changes(Change("train.num_threads", 3, EAGER))
+def test_it_changes_the_threads_of_a_forward_pass(change: Change, model: Path, tmp_path: Path) -> None:
+    default = torch.get_num_threads()
+    assert {*train_passes(change.before, model, tmp_path).threads} == {default} != {3}
+    assert {*train_passes(change.after, model, tmp_path).threads} == {3}
+    assert torch.get_num_threads() == default
 
 
 class Rows(list[Any]):

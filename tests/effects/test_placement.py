@@ -16,6 +16,7 @@ import torch
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.kinds.prompts import Prompts
 from cosmos_core.rollout.async_groups import AsyncGroupSource
+from cosmos_core.rollout.transfer import DeltaWeightTransfer, NativeWeightTransfer
 from cosmos_core.train import generation, setup
 from cosmos_core.train.loop import TrainLoop
 from cosmos_core.train.measure import max_held_out_tokens, training_rewards
@@ -146,13 +147,18 @@ def test_it_changes_what_engines_get_and_when(
 def test_it_changes_the_way_that_weights_take(
     change: Change, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert generation._make_native_transfer(change.before) is None
-    assert generation._make_native_transfer(change.after) is None and "needs GPUs" in caplog.text
+    assert generation._make_weight_transfer(change.before) is None
+    assert generation._make_weight_transfer(change.after) is None and "needs GPUs" in caplog.text
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    found = generation._make_native_transfer(change.after)
-    assert found is not None and found.transport.backend == expected
+    found = generation._make_weight_transfer(change.after)
+    assert isinstance(found, NativeWeightTransfer) and found.transport.backend == expected
     other = Change("rollout.async_r2r_sync", "inference", {**APART, "rollout.weight_transfer": "native"}).after
-    assert generation._make_native_transfer(other) is None
+    assert generation._make_weight_transfer(other) is None
+
+
+def test_changed_values_alone_are_sent_if_that_is_asked_for() -> None:
+    recipe = Change("rollout.weight_transfer", "delta", APART).after
+    assert isinstance(generation._make_weight_transfer(recipe), DeltaWeightTransfer)
 
 
 @changes(Change("train.sync_weight_interval", 3, GRPO))

@@ -43,7 +43,7 @@ def linked(number: int) -> tuple[Wire, list[Threaded]]:
 
 def fleet_on(wire: Wire, *handles: Threaded, ranks: int = 1, **keywords: Any) -> Any:
     native = NativeWeightTransfer(QueueTransport(wire), ranks)
-    return fleet_of(*handles, patience=600.0, native_transfer=native, **keywords)
+    return fleet_of(*handles, patience=600.0, weight_transfer=native, **keywords)
 
 
 def test_weights_take_the_native_way_and_the_communicator_is_kept() -> None:
@@ -62,7 +62,7 @@ def test_an_engine_more_or_less_makes_a_new_communicator() -> None:
     wire, handles = linked(3)
     present = handles[:1]
     native = NativeWeightTransfer(QueueTransport(wire), 1)
-    with closing(EngineFleet(lambda: present, max_groups=1, timeout_seconds=600.0, native_transfer=native)) as fleet:
+    with closing(EngineFleet(lambda: present, max_groups=1, timeout_seconds=600.0, weight_transfer=native)) as fleet:
         for version, number in enumerate((1, 3, 2), start=1):
             present = handles[:number]
             wait_until(lambda: len(fleet._pool.engines) == number, 60, "they are seen")  # noqa: B023 - called in the loop
@@ -178,7 +178,7 @@ def test_without_nccl_weights_travel_through_host_memory_after_two_attempts_unti
     wire, [handle] = linked(1)
     transport = Missing(wire)
     native = NativeWeightTransfer(transport, 1)
-    with fleet_of(handle, native_transfer=native) as fleet, caplog.at_level(logging.WARNING):
+    with fleet_of(handle, weight_transfer=native) as fleet, caplog.at_level(logging.WARNING):
         all_open(fleet, 1)
         for version in (1, 2, 3):
             fleet.load_weights(version, three(version))
@@ -199,7 +199,7 @@ def test_a_bucket_that_has_no_room_on_the_gpu_goes_through_host_memory() -> None
             return super().fill_buffer(tensors)
 
     wire, [handle] = linked(1)
-    with fleet_of(handle, native_transfer=NativeWeightTransfer(Full(wire), 1)) as fleet:
+    with fleet_of(handle, weight_transfer=NativeWeightTransfer(Full(wire), 1)) as fleet:
         all_open(fleet, 1)
         fleet.load_weights(1, three(1))
         assert_same(1, handle)

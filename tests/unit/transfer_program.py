@@ -196,7 +196,7 @@ def transferred(folder: str, model: PreTrainedModel, tokenizer: Any) -> dict[str
 
     def fleet(transport: WeightTransport) -> EngineFleet:
         made = EngineFleet(
-            lambda: [handle], max_groups=4, timeout_seconds=600.0, native_transfer=NativeWeightTransfer(transport, 1)
+            lambda: [handle], max_groups=4, timeout_seconds=600.0, weight_transfer=NativeWeightTransfer(transport, 1)
         )
         replace_gpu(wire, memory)
         return made

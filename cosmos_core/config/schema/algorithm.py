@@ -16,12 +16,13 @@ from cosmos_core.config.schema.dataset import DatasetConfig, SourceConfig
 from cosmos_core.config.schema.marks import FieldUnit, OmittedIfEmpty, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.value_types import NameOrImportPath, RowCount
+from cosmos_core.config.schema.value_types import Auto, NameOrImportPath, RowCount
 from cosmos_core.types import FlowSampling
 
 if TYPE_CHECKING:
     from cosmos_core.config.schema.diffusers import DiffusersConfig
 
+DEFAULT_MINI_BATCH = 2
 REWARD_TIMEOUT_SECONDS = 10.0
 
 
@@ -59,8 +60,9 @@ class AlgorithmConfig(Table):
     data_packer: Annotated[NameOrImportPath | Literal[""], ReferenceKind.CODE] = ""
     """User class `path/file.py:Class` that converts a row of the data set: its `get_rollout_input(item)` returns the
     prompt of a row, its `sft_process_sample(item)` the tokens or turns; empty: rows are used unchanged."""
-    mini_batch: RowCount = 2
-    """Rows per forward pass; changes speed and memory, not results."""
+    mini_batch: RowCount | Auto = DEFAULT_MINI_BATCH
+    """Rows per forward pass; changes speed and memory, not results. `auto`: the fastest number that fits into memory,
+    measured on the rows of the first train step in at most a minute; prepare and validate stages take 2."""
     dataloader_shuffle: bool = True
     """Shuffle the rows in another order in each epoch; False: keep the order of the file."""
     dataloader_seed: int | None = None

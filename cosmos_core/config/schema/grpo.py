@@ -170,7 +170,7 @@ class GrpoConfig(RlConfig):
     @model_validator(mode="after")
     def _check_optimizer_batch(self) -> Self:
         size = self.batch_size_per_optimize
-        if size is not None and size % self.mini_batch:
+        if size is not None and self.mini_batch != "auto" and size % self.mini_batch:
             raise ValueError(f"batch_size_per_optimize = {size} must be a multiple of mini_batch = {self.mini_batch}")
         if self.unbiased_loss_max_tokens is not None and self.loss_type != "seq-mean-token-mean":
             raise ValueError("unbiased_loss_max_tokens has a meaning only with loss_type = 'seq-mean-token-mean'")

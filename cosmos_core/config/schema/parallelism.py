@@ -132,7 +132,7 @@ class PolicyParallelismConfig(ParallelismConfig):
                 f"train.compile = true: the blocks run as they are, because torch does not compile weights that "
                 f"tp_size = {self.tp_size} splits for rows of any length"
             )
-        if policy.mini_batch < self.pp_size * self.pp_micro_batch_size and self.pp_size > 1:
+        if train.rows_per_pass < self.pp_size * self.pp_micro_batch_size and self.pp_size > 1:
             yield (
                 f"train.train_policy.mini_batch = {policy.mini_batch}: rows that go through the pipeline between two "
                 f"waits, fewer than pp_size x pp_micro_batch_size = {self.pp_size} x {self.pp_micro_batch_size}; raise "

@@ -5,12 +5,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.algorithm import AlgorithmConfig
+from cosmos_core.config.schema.algorithm import DEFAULT_MINI_BATCH, AlgorithmConfig
 from cosmos_core.config.schema.dataset import reasoning_gym_generator
 from cosmos_core.config.schema.marks import EnabledBy, FieldUnit, ResultNeutral
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import StageContext, Table, add_notice
 from cosmos_core.config.schema.value_types import (
+    Auto,
     CompletionCount,
     NonNegativeFloat,
     NonNegativeInt,
@@ -57,9 +58,10 @@ class RlConfig(AlgorithmConfig):
     never removes a token's gradient (`cispo`, 2506.13585), weighted by a gate that closes gradually (`sapo`,
     2511.20347), or without the tokens whose total variation or KL divergence is too large (`dppo_tv`, `dppo_kl`,
     2602.04879)."""
-    mini_batch: CompletionCount = 2
+    mini_batch: CompletionCount | Auto = DEFAULT_MINI_BATCH
     """Number of completions per forward pass; changes speed and memory, not results. On a CPU a forward pass may have
-    more completions of a long prompt, which is then run only once, but not more tokens."""
+    more completions of a long prompt, which is then run only once, but not more tokens. `auto`: the fastest number that
+    fits into memory, measured on the completions of the first train step in at most a minute."""
     prompt_column_name: str = ""
     """Column of the prompt, a string or a conversation; empty: the first existing column of `prompt`, `question`,
     `problem`, `conversations`, `messages`."""

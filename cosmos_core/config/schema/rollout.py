@@ -105,8 +105,10 @@ class RolloutConfig(Table):
     completions continue with the new weights. `inference`: all buckets are received while the engine generates, then
     loaded between two passes. `generation`: as `inference`, but loaded after all completions in flight have ended, so
     that each completion is sampled from one version of the weights."""
-    weight_transfer: Annotated[Literal["host", "native"], ResultNeutral] = "host"
-    """How weights reach engines in separate processes. `host`: through host memory. `native`: by vLLM's own weight
+    weight_transfer: Annotated[Literal["host", "native", "delta"], ResultNeutral] = "host"
+    """How weights reach engines in separate processes. `host`: through host memory. `delta`: through host memory, but
+    only the values that changed, which are few in half precision at a small learning rate; the first rank and each
+    engine keep a copy of the weights in host memory. `native`: by vLLM's own weight
     transfer, which is an NCCL broadcast with `mode = "disaggregated"` and CUDA IPC with `colocated_separated`; it has
     never run on a GPU. A load that fails, and one to engines that cannot do it (on CPU, without NCCL, of another
     backend), continues through host memory, with a line in the log."""
@@ -145,7 +147,7 @@ class RolloutConfig(Table):
 
     def _native_transfer_notices(self, stage: StageContext) -> Iterator[str]:
         """Yield a notice if weights cannot be sent by vLLM's weight transfer (`weight_transfer = "native"`)."""
-        if self.weight_transfer == "host" or stage.kind.feed != "rollouts" or stage.recipe.mode == "colocated":
+        if self.weight_transfer != "native" or stage.kind.feed != "rollouts" or stage.recipe.mode == "colocated":
             return
         conflicts = self.native_transfer_conflicts + ["policy.lora"] * (stage.recipe.policy.lora is not None)
         if conflicts:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.algorithm import AlgorithmConfig, algorithm_of, policy_types
+from cosmos_core.config.schema.algorithm import DEFAULT_MINI_BATCH, AlgorithmConfig, algorithm_of, policy_types
 from cosmos_core.config.schema.checkpoint import CheckpointConfig
 from cosmos_core.config.schema.ddrl import DdrlConfig
 from cosmos_core.config.schema.diffusion_nft import DiffusionNftConfig
@@ -16,12 +16,20 @@ from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.hooks import HooksConfig
 from cosmos_core.config.schema.kto import KtoConfig
-from cosmos_core.config.schema.marks import EnabledBy, FieldUnit, ReferenceKind, ResultNeutral, SupportedValues
+from cosmos_core.config.schema.marks import (
+    EnabledBy,
+    FieldUnit,
+    OmittedIfEmpty,
+    ReferenceKind,
+    ResultNeutral,
+    SupportedValues,
+)
 from cosmos_core.config.schema.precision import FP4Config, FP8Config
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.sft import SftConfig
 from cosmos_core.config.schema.table import StageContext, Table, add_notice, short_toml
 from cosmos_core.config.schema.value_types import (
+    Auto,
     DType,
     Fraction,
     NonNegativeFloat,
@@ -67,6 +75,10 @@ class TrainConfig(Table):
     """Concatenate the rows of a micro-batch without padding, with attention only within each row; changes speed and
     memory, not results. A model that cannot separate packed rows falls back to padding, with a warning. None: enabled
     if the model supports it, except with torch.compile on a CPU, where attention to packed rows breaks every graph."""
+
+    num_threads: Annotated[PositiveInt | Auto | None, FieldUnit("threads"), OmittedIfEmpty] = None
+    """Number of CPU threads of each rank in forward and backward passes of the training. `auto`: the fastest number up
+    to `pipeline.threads`, measured as `mini_batch` is, on ranks without a GPU. None: `pipeline.threads`."""
 
     optm_name: Literal["AdamW", "Adam", "AdamW8bit", "Adam8bit", "Muon"] = "AdamW"
     """Optimizer: a class of torch.optim, or its counterpart of torchao with 8-bit moments, which is always compiled (on
@@ -210,7 +222,7 @@ class TrainConfig(Table):
         """Make `mini_batch` divide the batch size, and allow rollouts as old as the interval between weight syncs."""
         batch_size, sync_interval = info.data.get("train_batch_per_replica"), info.data.get("sync_weight_interval", 1)
         if batch_size and "mini_batch" not in policy.model_fields_set:
-            policy = policy.copy_with(mini_batch=math.gcd(batch_size, policy.mini_batch))
+            policy = policy.copy_with(mini_batch=math.gcd(batch_size, DEFAULT_MINI_BATCH))
         if isinstance(policy, RlConfig) and not policy.on_policy and policy.allowed_outdated_steps + 1 < sync_interval:
             key, steps = "train.train_policy.allowed_outdated_steps", sync_interval - 1
             add_notice(info, f"{key} = {policy.allowed_outdated_steps}: {steps}, which is sync_weight_interval - 1")
@@ -267,6 +279,13 @@ class TrainConfig(Table):
         assert seed is not None
         return seed
 
+    @property
+    def rows_per_pass(self) -> int:
+        """Return the number of rows per forward pass: `train_policy.mini_batch` or, while a training has not measured
+        `auto`, its default."""
+        mini_batch = self.train_policy.mini_batch
+        return math.gcd(self.train_batch_per_replica, DEFAULT_MINI_BATCH) if mini_batch == "auto" else mini_batch
+
     @model_validator(mode="before")
     @classmethod
     def _infer_policy_type(cls, values: Any) -> Any:
@@ -286,7 +305,7 @@ class TrainConfig(Table):
     @model_validator(mode="after")
     def _check_exclusive_settings(self) -> Self:
         policy = self.train_policy
-        if self.train_batch_per_replica % policy.mini_batch:
+        if self.train_batch_per_replica % self.rows_per_pass:
             raise ValueError(
                 f"train_batch_per_replica = {self.train_batch_per_replica} must be a multiple of "
                 f"train_policy.mini_batch = {policy.mini_batch}"

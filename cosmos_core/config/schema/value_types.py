@@ -21,6 +21,9 @@ RowCount = Annotated[int, Field(gt=0), FieldUnit("rows")]
 CompletionCount = Annotated[int, Field(gt=0), FieldUnit("completions")]
 RankCount = Annotated[int, Field(gt=0), FieldUnit("ranks")]
 
+Auto = Literal["auto"]
+"""Value of a setting that a training chooses by measurement in its first train step."""
+
 TopP = Annotated[float, Field(gt=0, le=1)]
 """Probability mass of nucleus sampling; 1: all tokens."""
 

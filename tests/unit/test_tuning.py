@@ -1,0 +1,200 @@
+"""Settings that are `auto`: what is found, and that a training with them is the one with the values that were found."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from configs.demo import arithmetic
+from cosmos_core.algorithms.registry import make_algorithm
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data import prepare
+from cosmos_core.data.kinds.sequences import open_sequences
+from cosmos_core.run.progress import read_metrics
+from cosmos_core.run.stage import Stage
+from cosmos_core.train.feeds import RowFeed
+from cosmos_core.train.setup import open_trainer, train
+from cosmos_core.train.trainer import SpeedSettings
+from cosmos_core.train.tuning import SettingsSearch, SpeedTuning, micro_batch_sizes, thread_counts
+from tests.unit.test_train import GRPO, SFT, make_stage, recipe
+from tests.unit.trainers import assert_same_weights, curve, train_until
+
+AUTO_KEYS = {"tuning/rows_per_pass", "tuning/num_threads", "time/tuning"}
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Two threads to choose from, whatever the suite gives a test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and rows for SFT and GRPO."""
+    folder = tmp_path_factory.mktemp("task")
+    arithmetic.make(
+        make_stage(folder / "task", "custom", recipe(SFT)), train_rows=64, heldout_rows=16, hidden_size=32, layers=1
+    )
+    for name, policy in (("sft", SFT), ("rl", GRPO)):
+        stage = make_stage(
+            folder / f"{name}-data", "prepare", recipe(policy), folder / "task/model", folder / "task/data"
+        )
+        prepare.run(stage)
+    return folder
+
+
+TRAININGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "sft": ("sft", SFT, {}),
+    "groups": ("rl", {**GRPO, "mu_iterations": 2}, {"optm_lr": 3e-3}),
+    "an average": ("sft", SFT, {"ema_enable": True, "sequence_packing": True}),
+}
+
+
+def stage_of(task: Path, path: Path, name: str, size: int | str, threads: str | None = None) -> Stage:
+    kind, policy, settings = TRAININGS[name]
+    config = recipe(
+        {**policy, "mini_batch": size}, train_batch_per_replica=8, max_num_steps=4, epoch=3, num_threads=threads,
+        ckpt={"enable_checkpoint": True, "save_freq": 1, "save_mode": "sync"}, **settings,
+    )  # fmt: skip
+    return make_stage(path, kind, config, task / "task/model", task / f"{kind}-data" / "data")
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_with_auto_has_the_bits_of_one_with_the_values_that_were_chosen_also_after_a_stop(
+    task: Path, tmp_path: Path, name: str
+) -> None:
+    measured = stage_of(task, tmp_path / "auto", name, "auto")
+    train_until(measured, 1)
+    (first,) = read_metrics(measured.path / "metrics.jsonl")
+    resumed = stage_of(task, tmp_path / "auto", name, "auto")
+    found = train(resumed)
+    assert [line.keys() >= AUTO_KEYS for line in read_metrics(resumed.path / "metrics.jsonl")] == [True, *[False] * 3]
+
+    size = int(first["tuning/rows_per_pass"])
+    assert size in {1, 2, 4, 8}
+    named = stage_of(task, tmp_path / "named", name, size)
+    expected = train(named)
+    assert_same_weights(found.adapter.model, expected.adapter.model)
+    assert [{k: v for k, v in line.items() if k not in AUTO_KEYS} for line in curve(resumed)] == curve(named)
+
+
+def tuning_of(stage: Stage) -> tuple[SpeedTuning, RowFeed]:
+    trainer = open_trainer(stage)
+    feed = RowFeed(open_sequences(stage.data or Path(), "train"), stage.recipe)
+    return SpeedTuning(trainer, feed, make_algorithm(stage.recipe), stage.recipe.train, stage.progress), feed
+
+
+def test_a_size_that_might_not_fit_into_memory_is_not_tried(task: Path, tmp_path: Path) -> None:
+    tuning, feed = tuning_of(stage_of(task, tmp_path / "full", "sft", "auto"))
+    tuning.max_memory_fraction = 0.0
+    samples, _ = feed.samples(0)
+    feed.step = 1
+    _, metrics = tuning.choose(samples)
+    assert metrics["tuning/rows_per_pass"] <= 2  # the default, or fewer
+
+
+def test_a_measurement_leaves_weights_gradients_and_random_numbers_as_they_were(
+    task: Path, tmp_path: Path, two_threads: None
+) -> None:
+    tuning, feed = tuning_of(stage_of(task, tmp_path / "trace", "sft", "auto", "auto"))
+    trainer = tuning._trainer
+    weights = {name: p.detach().clone() for name, p in trainer.adapter.model.named_parameters()}
+    state, (samples, _) = torch.get_rng_state(), feed.samples(0)
+    feed.step = 1
+    divided, _ = tuning.choose(samples)
+    assert torch.equal(state, torch.get_rng_state()) and not trainer.optimizer.state
+    assert all(torch.equal(weights[n], p) and p.grad is None for n, p in trainer.adapter.model.named_parameters())
+    assert sorted(map(repr, divided)) == sorted(map(repr, samples)) and tuning.chosen is not None
+    assert trainer.speed_settings == tuning.chosen and tuning.chosen.num_threads in {1, 2}
+    assert torch.get_num_threads() == 2
+
+
+def test_a_step_of_which_most_samples_are_left_out_is_not_measured(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuning, feed = tuning_of(stage_of(task, tmp_path / "idle", "sft", "auto"))
+    samples, _ = feed.samples(0)
+    feed.step = 1
+    updates = tuning._algorithm.updates
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning._algorithm, "updates", lambda each, view: updates(each[:3], view))
+        assert tuning.choose(samples) == (samples, {}) and tuning.chosen is None
+    assert tuning.choose(samples)[1].keys() == AUTO_KEYS
+
+
+def grid(seconds: Callable[[int, int], float], sizes: list[int], threads: list[int]) -> dict[SpeedSettings, float]:
+    return {SpeedSettings(s, t): seconds(s, t) for s, t in itertools.product(sizes, threads)}
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        pytest.param(lambda size, threads: 1 / size + 0.01 * size + 1 / threads, id="a middle"),
+        pytest.param(lambda size, threads: 10 - size / 20, id="the more the better"),
+        pytest.param(lambda size, threads: 1 + size / 20, id="the fewer the better"),
+        pytest.param(lambda size, threads: 1.0, id="all alike"),
+        pytest.param(lambda size, threads: 1 + 0.2 * threads + abs(size - 12) / 12, id="one thread"),
+        pytest.param(lambda size, threads: 8 / min(size, 8) / threads + 0.1 * threads, id="as many threads as rows"),
+        pytest.param(lambda size, threads: 4 / size + (size * threads > 64) * 9, id="full caches"),
+        pytest.param(lambda size, threads: 2.0 if size < 48 else 0.9, id="fast at the end"),
+    ],
+)
+def test_the_search_ends_within_five_per_cent_of_the_fastest_of_the_grid(seconds: Callable[[int, int], float]) -> None:
+    sizes, threads = [size for size in range(1, 97) if 96 % size == 0], [1, 2, 4, 8]
+    times = grid(seconds, sizes, threads)
+    search = SettingsSearch(SpeedSettings(2, 8), sizes, threads, times.__getitem__)
+    assert times[search.run()] <= 1.05 * min(times.values())
+    assert len(search.seconds) <= len(times)
+
+
+def test_settings_that_cost_too_much_are_not_measured_and_the_smaller_of_two_alike_is_taken() -> None:
+    measured: list[SpeedSettings] = []
+
+    def measure(settings: SpeedSettings) -> float:
+        measured.append(settings)
+        return 1.0 if settings.rows_per_pass > 2 else 2.0
+
+    search = SettingsSearch(SpeedSettings(2, 1), [1, 2, 4, 8, 16], [1], measure, lambda each, seconds: each[0] <= 8)
+    assert search.run() == (4, 1) and max(measured) == (8, 1)
+    nothing = SettingsSearch(SpeedSettings(2, 1), [1, 2], [1], measure, lambda each, seconds: False)
+    assert nothing.run() == (2, 1)
+
+
+def sizes_of(ranks: int, batch: int, **policy: Any) -> list[int]:
+    return micro_batch_sizes(recipe({**policy, "mini_batch": "auto"}, train_batch_per_replica=batch).train, ranks)
+
+
+def test_sizes_are_those_that_a_recipe_may_name() -> None:
+    assert sizes_of(1, 12, **SFT) == [1, 2, 3, 4, 6, 12] and sizes_of(2, 12, **SFT) == [1, 2, 3, 4, 6]
+    assert sizes_of(1, 16, **GRPO) == [1, 2, 4, 8, 16] and sizes_of(4, 16, **GRPO) == [1, 2, 4]
+    assert sizes_of(1, 16, **GRPO, batch_size_per_optimize=4) == [1, 2, 4]
+    assert sizes_of(1, 7, **SFT) == [1, 7]
+    assert [thread_counts(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+def test_auto_needs_no_divisor_and_other_words_are_refused() -> None:
+    odd = recipe({**SFT, "mini_batch": "auto"}, train_batch_per_replica=7)
+    assert odd.train.rows_per_pass == 1 and odd.train.train_policy.mini_batch == "auto"
+    assert Recipe.model_validate(odd.model_dump()) == odd
+    with pytest.raises(ValidationError, match="mini_batch"):
+        recipe({**SFT, "mini_batch": "fast"})
+    with pytest.raises(ValidationError, match="num_threads"):
+        recipe(SFT, num_threads=0)
+
+
+def test_tokens_per_micro_batch_leave_nothing_to_choose(task: Path, tmp_path: Path) -> None:
+    policy = {**SFT, "mini_batch": "auto", "enable_dp_load_balancing": True, "load_balanced_max_tokens_for_batch": 96}
+    stage = make_stage(
+        tmp_path / "tokens", "sft", recipe(policy, max_num_steps=2), task / "task/model", task / "sft-data/data"
+    )
+    train(stage)
+    assert not AUTO_KEYS & {key for line in read_metrics(stage.path / "metrics.jsonl") for key in line}
