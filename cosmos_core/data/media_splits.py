@@ -141,7 +141,7 @@ def _read_split(
     gives_frames = bool(has_rollouts and max_given_frames and encoders.model.max_conditioning_frames)
     rows: list[MediaItemRow | None] = []
     skip_reasons: list[str] = []
-    for item, row_or_reason in thread_map(
+    for item, row_or_reason in decode_in_threads(
         stage, lambda item: (item, _make_media_item_row(item, frame_config, needs_media, gives_frames)), items()
     ):
         stage.progress.beat()
@@ -195,7 +195,7 @@ def _replace_unencodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def thread_map(stage: Stage, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+def decode_in_threads(stage: Stage, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Apply a function to items in a pool of threads, and yield the results in order with a bounded prefetch."""
     item_iterator = iter(items)
     num_threads = stage.recipe.train.train_policy.dataloader_num_workers or _NUM_DECODER_THREADS

@@ -32,9 +32,9 @@ from cosmos_core.data.media_splits import (
     Encoders,
     MediaItemRow,
     MediaSplit,
+    decode_in_threads,
     make_frame_settings,
     read_splits,
-    thread_map,
 )
 from cosmos_core.data.prepared import STATISTICS_FILE, get_split_path
 from cosmos_core.data.statistics import make_unusable_rows_remedy
@@ -78,7 +78,7 @@ def _preview_split(stage: Stage, encoders: Encoders, name: str, split: MediaSpli
         stride = -(-num_remaining // _MAX_DECODED_MEDIA) or 1
         sampled_media = islice(((row, item.content) for row, item in split.read_rows()), 0, None, stride)
         num_enlarged = 0
-        for row, fps, decode_error, is_image_enlarged in thread_map(
+        for row, fps, decode_error, is_image_enlarged in decode_in_threads(
             stage, lambda row_and_content: _try_to_decode(*row_and_content, frame_config), sampled_media
         ):
             stage.progress.beat()
@@ -302,7 +302,7 @@ class _SplitEncoder:
         """Return the latent of each image or clip, or why it cannot be decoded; media of one shape share batches."""
         latents: dict[int, Encoding | str] = {}
         batches_by_shape: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
-        decoded_media = thread_map(self._stage, lambda item: _decode_pixels(*item, frame_config), items)
+        decoded_media = decode_in_threads(self._stage, lambda item: _decode_pixels(*item, frame_config), items)
         for index, pixels in enumerate(decoded_media):
             self._stage.progress.beat()
             if isinstance(pixels, str):

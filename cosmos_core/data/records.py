@@ -33,6 +33,7 @@ from cosmos_core.data.kinds.base import TokenisedKind
 from cosmos_core.data.messages import ColumnTrackingRow, Message, Row, SkippedRow, propose_merged_turns
 from cosmos_core.data.rendering import RefusedRow, Tools
 from cosmos_core.data.statistics import RowChunk, SkippedRowEntry
+from cosmos_core.data.template_limits import share_timer
 from cosmos_core.data.visual import tokenise_images_and_text, truncate_visual_tokens
 from cosmos_core.errors import DataError
 from cosmos_core.models.chat_templates import set_chat_template
@@ -122,21 +123,25 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, rows: lis
     skipped_rows = []
     counts: Counter[str] = Counter()
     unread_column_counts: Counter[str] = Counter()
-    for location, raw_row in rows:
-        try:
-            row = ColumnTrackingRow(raw_row, spec.column_names, location)
-            record = spec.kind.make_record(tokenizer, spec, row, location)
-            if spec.pass_rate_range:
-                _check_pass_rate(spec, row, record, location)
-            records.append(record)
-            unread_column_counts.update(row.unread_columns)
-            counts["other_column"] += bool(spec.conversation_column) and not is_filled(row, spec.conversation_column)
-            counts["text_alone"] += spec.kind.omits_response(row, spec.conversation_column)
-        except SkippedRow as skipped:
-            error_text = f"{location}: {skipped.reason}" if isinstance(skipped, RefusedRow) else ""
-            skipped_rows.append(SkippedRowEntry(skipped.reason, location, error_text))
-        except DataError as error:
-            skipped_rows.append(SkippedRowEntry("that cannot be read", str(error), str(error)))
+    column_names, conversation_column = spec.column_names, spec.conversation_column
+    with share_timer():
+        for location, raw_row in rows:
+            try:
+                row = ColumnTrackingRow(raw_row, column_names, location)
+                record = spec.kind.make_record(tokenizer, spec, row, location)
+                if spec.pass_rate_range:
+                    _check_pass_rate(spec, row, record, location)
+                records.append(record)
+                unread_column_counts.update(row.unread_columns)
+                counts["other_column"] += bool(spec.conversation_column) and not is_filled(
+                    row, spec.conversation_column
+                )
+                counts["text_alone"] += spec.kind.omits_response(row, conversation_column)
+            except SkippedRow as skipped:
+                error_text = f"{location}: {skipped.reason}" if isinstance(skipped, RefusedRow) else ""
+                skipped_rows.append(SkippedRowEntry(skipped.reason, location, error_text))
+            except DataError as error:
+                skipped_rows.append(SkippedRowEntry("that cannot be read", str(error), str(error)))
     schema = spec.schema
     column_arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(schema)]
     batch = pa.RecordBatch.from_arrays(column_arrays, schema=schema)

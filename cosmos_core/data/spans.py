@@ -25,7 +25,8 @@ def find_spans_by_prefixes(render_fn: RenderFn, messages: list[Message], rendere
     spans = []
     for i in _find_assistant_turns(messages):
         try:
-            text_before, text_through_turn = render_fn(messages[:i], True), render_fn(messages[: i + 1], False)
+            text_before = render_fn(messages[:i], True)
+            text_through_turn = rendered_text if i + 1 == len(messages) else render_fn(messages[: i + 1], False)
         except TemplateError:  # some templates refuse a part of a conversation, e.g. without a user turn
             return None
         if not (text_through_turn.startswith(text_before) and rendered_text.startswith(text_through_turn)):

@@ -1,12 +1,15 @@
 """Limits on time and memory of chat templates, which are programs in a model's files that may never end."""
 
+import math
 import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
+from typing import Any
 
 from cosmos_core.errors import ModelError
 
@@ -15,11 +18,60 @@ MAX_TEMPLATE_SECONDS = 10.0
 MAX_TEMPLATE_BYTES = 2 << 30
 """Memory limit in bytes, in addition to what the process already uses."""
 _PAGE_SIZE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_SIZE_REFRESH_SECONDS = 0.02
+"""Time for which the measured size of the process counts, because measuring takes longer than rendering a short row."""
 _TEMPLATE_REMEDY = "mend the template, or leave the row out"
 
 
 class _TimeLimitExceeded(Exception):
     """Error that the signal handler raises inside code that exceeds the time limit."""
+
+
+class _ProcessLimits:
+    """Timer and measured size of this process, which all `limit_resources` blocks share."""
+
+    def __init__(self) -> None:
+        self.deadline = math.inf
+        """Time at which the running block exceeds its limit; infinity if no block runs."""
+        self.is_timer_running = False
+        self._size_bytes, self._next_size_time = 0, -math.inf
+
+    @contextmanager
+    def run_timer(self) -> Iterator[None]:
+        """Return a context manager in which a signal arrives at intervals, and raises in a block that is late."""
+        previous_handler: Any = signal.signal(signal.SIGALRM, self._raise_if_late)
+        interval = min(1.0, MAX_TEMPLATE_SECONDS / 10)
+        self.is_timer_running = True
+        try:
+            signal.setitimer(signal.ITIMER_REAL, interval, interval)
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous_handler)
+            self.is_timer_running = False
+
+    def _raise_if_late(self, signal_number: int, frame: FrameType | None) -> None:
+        if time.monotonic() >= self.deadline:  # at each signal again, in case a destructor swallows the exception
+            raise _TimeLimitExceeded
+
+    def size_bytes(self) -> int:
+        """Return the size of the address space, measured at most `_SIZE_REFRESH_SECONDS` ago."""
+        if time.monotonic() >= self._next_size_time:
+            with open("/proc/self/statm", "rb", buffering=0) as file:
+                self._size_bytes = int(file.read(64).split()[0]) * _PAGE_SIZE_BYTES
+            self._next_size_time = time.monotonic() + _SIZE_REFRESH_SECONDS
+        return self._size_bytes
+
+
+_process_limits = _ProcessLimits()
+
+
+@contextmanager
+def share_timer() -> Iterator[None]:
+    """Return a context manager in which all `limit_resources` blocks of the main thread use one timer, which saves most
+    of their overhead."""
+    with _process_limits.run_timer() if _is_main_thread() and not _process_limits.is_timer_running else nullcontext():
+        yield
 
 
 @contextmanager
@@ -30,19 +82,18 @@ def limit_resources(description: str) -> Iterator[None]:
     A loop in Python stops at its next bytecode; a single operation in C is limited only by memory. The time limit needs
     a signal, which only the main thread of a process receives; other threads have the memory limit only.
     """
-    is_main_thread = threading.current_thread() is threading.main_thread()
+    is_main_thread = _is_main_thread()
+    if is_main_thread and not _process_limits.is_timer_running:
+        with _process_limits.run_timer(), limit_resources(description):
+            yield
+        return
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-    limits = [
-        limit
-        for limit in (_read_address_space_bytes() + MAX_TEMPLATE_BYTES, soft_limit, hard_limit)
-        if limit != resource.RLIM_INFINITY
-    ]
-    previous_signal_handler = signal.signal(signal.SIGALRM, _raise_time_limit_exceeded) if is_main_thread else None
+    size_limits = (_process_limits.size_bytes() + MAX_TEMPLATE_BYTES, soft_limit, hard_limit)
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard_limit))
+        limit = min(each for each in size_limits if each != resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
         if is_main_thread:
-            # Repeat the signal each second, in case a destructor swallows the exception.
-            signal.setitimer(signal.ITIMER_REAL, MAX_TEMPLATE_SECONDS, 1.0)
+            _process_limits.deadline = time.monotonic() + MAX_TEMPLATE_SECONDS
         yield
     except _TimeLimitExceeded as error:
         raise ModelError(f"{description} runs on beyond {MAX_TEMPLATE_SECONDS:g} s; {_TEMPLATE_REMEDY}") from error
@@ -52,15 +103,9 @@ def limit_resources(description: str) -> Iterator[None]:
         ) from error
     finally:
         if is_main_thread:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, previous_signal_handler)
+            _process_limits.deadline = math.inf
         resource.setrlimit(resource.RLIMIT_AS, (soft_limit, hard_limit))
 
 
-def _raise_time_limit_exceeded(signal_number: int, frame: FrameType | None) -> None:
-    raise _TimeLimitExceeded
-
-
-def _read_address_space_bytes() -> int:
-    with open("/proc/self/statm", "rb", buffering=0) as file:
-        return int(file.read(64).split()[0]) * _PAGE_SIZE_BYTES
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

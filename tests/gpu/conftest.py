@@ -11,7 +11,7 @@ import torch
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is repeatable with it alone; read at its start
 
 
-def pytest_collection_modifyitems(items: list[pytest.RewardInput]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip, with the reason, where torch sees no GPU."""
     if not torch.cuda.is_available():
         for item in items:
