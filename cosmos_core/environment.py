@@ -32,7 +32,8 @@ _SECRET_NAME_PATTERN = re.compile(
     r"(?:^|_)(?:TOKENS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|KEYS?|AUTH_STRING)(?:_|$)", re.I
 )
 _URL_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/@\s]*:([^/@\s]+)@", re.I)
-_OVERLAP_CHARACTERS = 4096
+_MIN_BLOCK_OVERLAP = 4096
+"""Minimum number of bytes that two blocks of a file share while secrets are searched, so that none is cut apart."""
 _MIN_SECRET_CHARACTERS = 8
 """Minimum number of characters of a value that is masked: a shorter value, like `false`, may be an ordinary word."""
 _READ_BLOCK_BYTES = 1 << 20
@@ -133,7 +134,7 @@ def mask_file(file: Path, names: Iterable[str] = ()) -> None:
     The secrets are overwritten in place: a log may be larger than the memory, and the disk may be full.
     """
     secrets = [secret.encode() for secret in _collect_secrets(names)]
-    num_overlap_bytes = max(_OVERLAP_CHARACTERS, *map(len, secrets), 0)
+    num_overlap_bytes = max(_MIN_BLOCK_OVERLAP, *map(len, secrets), 0)
     block_start = 0
     with open(file, "r+b", buffering=0) as log_file:
         while block := os.pread(log_file.fileno(), _READ_BLOCK_BYTES + num_overlap_bytes, block_start):

@@ -23,6 +23,6 @@ def adopt_orphans() -> None:
     _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _call_prctl(option: int, value: int) -> None:
+def _call_prctl(option: int, argument: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value)
+        ctypes.CDLL(None).prctl(option, argument)

@@ -142,11 +142,11 @@ def loading_instructions(stage: Stage, auto_class_name: str) -> LoadingInstructi
     )  # fmt: skip
 
 
-def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
+def model_card(stage: Stage, loading: LoadingInstructions) -> str:
     """Return the README.md of an exported model: origin of the weights, loading code, metrics of upstream stages."""
     origin, base_model_name = stage.origin, strip_local_path(stage.origin.get("base_model", ""))
     revision = origin.get("revision", "")
-    metadata = [f"library_name: {instructions.library}", *([f"base_model: {base_model_name}"] if revision else [])]
+    metadata = [f"library_name: {loading.library}", *([f"base_model: {base_model_name}"] if revision else [])]
     base_metadata = read_card_metadata(_base_model_folder(stage))
     license_fields = {key: base_metadata[key] for key in _LICENSE_KEYS if key in base_metadata}
     metadata += yaml.safe_dump(license_fields, sort_keys=False).splitlines() if license_fields else []
@@ -161,10 +161,10 @@ def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
     lines = [
         "---", *metadata, "---", "", f"# {stage.run_path.name}/{stage.name}", "",
         *(f"- {name}: {value}" for name, value in model_card_fields.items() if value), "",
-        "```python", *instructions.code_lines, "```", "",
+        "```python", *loading.code_lines, "```", "",
     ]  # fmt: skip
     if adapter_files(stage):
-        lines += [f"{instructions.adapter} Its base is `{_adapter_base_model(stage)}`.", ""]
+        lines += [f"{loading.adapter} Its base is `{_adapter_base_model(stage)}`.", ""]
     for name, stage_result in sorted(stage.inputs.items()):
         lines += _describe_upstream_stage(name, stage_result)
     return "\n".join(lines)

@@ -145,7 +145,7 @@ def _decode_end_tokens(tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, 
 def _make_location_error(turns: list[Message], location: str) -> DataError:
     """Return the error to raise if the assistant's turns cannot be located in the rendering."""
     first_role = next(turn["role"] for turn in turns if turn["role"] not in {"system", "developer"})
-    if first_role == "assistant":  # no DataError: several chat templates leave out such a first turn
+    if first_role == "assistant":  # several chat templates leave out an assistant turn before any user turn
         return SkippedRow(location, "that begins with the assistant, in a way that the chat template hides")
     return DataError(
         f"{location}: the assistant's turns cannot be found in what the chat template renders, which reorders turns, "

@@ -56,7 +56,8 @@ def read_preference(
     if chosen_value == rejected_value:
         raise SkippedRow(location, "with equal chosen and rejected")
     has_prompt_turns = "user" in {turn["role"] for turn in chosen_value if isinstance(turn, dict)}
-    turns_columns = () if has_prompt_turns else _TURNS_COLUMNS  # which would repeat the completion too
+    # If the completions have the turns of the prompt, a column of turns would repeat the prompt and a completion.
+    turns_columns = () if has_prompt_turns else _TURNS_COLUMNS
     prompt_column = find_column(row, (column, *_PROMPT_COLUMNS, *turns_columns)) or None
     if prompt_column is None and isinstance(chosen_value, str) and isinstance(rejected_value, str):
         if any(name in row for name in (column, *_PROMPT_COLUMNS)):

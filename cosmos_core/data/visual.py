@@ -32,7 +32,7 @@ class ImageTextTokens(NamedTuple):
     mask: list[int]
     """Loss mask with one number per token: 1 for learned tokens, 0 for others."""
     num_image_tokens: int
-    images_end: int
+    end_of_last_image: int
     """Index after the last token of the last image; 0 if the conversation has no image."""
 
 
@@ -75,7 +75,7 @@ def tokenise_visual_prompt(
 
 def truncate_visual_tokens(tokens: ImageTextTokens, max_length: int, location: str) -> tuple[list[int], list[int]]:
     """Cut ids and mask on the right; raise SkippedRow if no token to learn would be left, or an image would be cut."""
-    if tokens.images_end > max_length:
+    if tokens.end_of_last_image > max_length:
         raise SkippedRow(location, "longer than policy.model_max_length before the end of the last image")
     return truncate_tokens((tokens.ids, tokens.mask), max_length, location)
 
@@ -114,8 +114,8 @@ def _expand_images(
         mask |= make_span_token_mask(span, token_starts, token_ends)
     for _, expanded_span in image_spans:
         is_image |= make_span_token_mask(expanded_span, token_starts, token_ends)
-    images_end = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
-    return ImageTextTokens(ids, (mask & ~is_image).astype(int).tolist(), int(is_image.sum()), images_end)
+    end_of_last_image = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
+    return ImageTextTokens(ids, (mask & ~is_image).astype(int).tolist(), int(is_image.sum()), end_of_last_image)
 
 
 def _find_image_spans(

@@ -104,7 +104,7 @@ def _save_work_pool(client: Any, pool: WorkPool) -> str:
     try:
         existing_pool = client.read_work_pool(pool.name)
     except ObjectNotFound:
-        if not job_template and pool.type != WorkPool.type:  # Prefect always knows the default type
+        if not job_template and pool.type != WorkPool.type:  # the type `process` is built into Prefect
             _check_pool_type(client, pool)
         options = {"concurrency_limit": limit} | ({"base_job_template": job_template} if job_template else {})
         client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, **options))

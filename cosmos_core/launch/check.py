@@ -156,7 +156,7 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
         )  # fmt: skip
         try:
             return run_attempt(attempt_settings)
-        except StageFailed as error:  # its log is deleted with the folder
+        except StageFailed as error:  # quote the worker's log, because it is deleted with the temporary folder
             problem, _, log_path = str(error).partition("; log: ")
             lines = Path(log_path).read_text(encoding="utf-8", errors="replace").split("\n") if log_path else []
             if last_line := next(filter(str.strip, reversed(lines)), ""):

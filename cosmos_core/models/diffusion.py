@@ -98,7 +98,8 @@ class DiffusionModel:
         The levels are computed in float64 instead of from integer timesteps. If they differ from the scheduler's own
         float32 table, that table is returned.
         """
-        if self.schedule == "karras":  # the default 1 for a missing setting gives other levels than the scheduler's
+        if self.schedule == "karras":
+            # A missing setting becomes 1, which makes levels that differ from the scheduler's table.
             max_sigma, min_sigma = (float(self.scheduler.get(name) or 1) for name in ("sigma_max", "sigma_min"))
             exact_sigmas_N = flow.karras_schedule(num_steps, max_sigma=max_sigma, min_sigma=min_sigma)
         else:

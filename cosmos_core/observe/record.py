@@ -323,8 +323,8 @@ def read_run(path: Path) -> RunRecord:
         entries = [{"name": folder.name} for folder in sorted((path / "stages").iterdir()) if folder.is_dir()]
     predecessors = {entry["name"]: entry.get("after", ()) for entry in entries}
     predecessors = {key: (names,) if isinstance(names, str) else tuple(names) for key, names in predecessors.items()}
-    start_info, depths = read_start_info(path) or RunStartInfo(), _compute_stage_depths(predecessors)
-    stages = [_read_stage(path, e, predecessors[e["name"]], depths[e["name"]], start_info) for e in entries]
+    start_info, depth_by_stage = read_start_info(path) or RunStartInfo(), _compute_stage_depths(predecessors)
+    stages = [_read_stage(path, e, predecessors[e["name"]], depth_by_stage[e["name"]], start_info) for e in entries]
     name = str(pipeline.get("name") or start_info.pipeline or "pipeline")
     return RunRecord(path, name, start_info, tuple(sorted(stages, key=lambda stage: stage.depth)))
 
@@ -393,7 +393,9 @@ def _compute_stage_depths(predecessors: dict[str, tuple[str, ...]]) -> dict[str,
         names = [*TopologicalSorter(predecessors).static_order()]
     except CycleError:  # the pipeline is damaged
         names = [*predecessors]
-    depths: dict[str, int] = {}
+    depth_by_stage: dict[str, int] = {}
     for name in (name for name in names if name in predecessors):
-        depths[name] = max((1 + depths[each] for each in predecessors[name] if each in depths), default=0)
-    return depths
+        depth_by_stage[name] = max(
+            (1 + depth_by_stage[each] for each in predecessors[name] if each in depth_by_stage), default=0
+        )
+    return depth_by_stage

@@ -113,9 +113,9 @@ class RemoteRewards:
     def _total_score(self, scores: _CompletionScores) -> Score:
         if scores.error:
             return Score(None, scores.metrics, scores.error, scores.is_service_error)
-        total = sum(function.weight * score for function, score in scores.scores.items())
-        total = min(max(total, self._config.reward_clip_min), self._config.reward_clip_max)
-        return Score(self._config.scale * total, scores.metrics)
+        weighted_score = sum(function.weight * score for function, score in scores.scores.items())
+        weighted_score = min(max(weighted_score, self._config.reward_clip_min), self._config.reward_clip_max)
+        return Score(self._config.scale * weighted_score, scores.metrics)
 
     async def _score_batches(self, items: Sequence[_RequestAndScores]) -> None:
         request_semaphore = asyncio.Semaphore(self._config.max_in_flight)

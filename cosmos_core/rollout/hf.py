@@ -256,7 +256,7 @@ class HfEngine(ModuleEngine):
 
 
 class _PromptBatching(NamedTuple):
-    """How a model processes a batch of prompts."""
+    """Inputs with which a model generates for a batch of prompts of different lengths."""
 
     has_padding: bool
     """Whether shorter prompts are padded on the left; otherwise all prompts of a batch have equally many tokens."""

@@ -53,8 +53,9 @@ class RankWeightLink:
 
         self._received_bucket: Bucket | None = None
         model, config = worker.model_runner.get_model(), WeightTransferConfig(backend=backend)
-        factory: Any = WeightTransferEngineFactory  # Any: vLLM's type is a module, not a collector
-        self._transfer_engine = factory.create_engine(config, worker.vllm_config, worker.device, model)
+        create_engine = WeightTransferEngineFactory.create_engine
+        # Any: `receive` passes a collector of tensors where vLLM's annotation says module.
+        self._transfer_engine: Any = create_engine(config, worker.vllm_config, worker.device, model)
         self._transfer_engine.init_transfer_engine(self._transfer_engine.parse_init_info(init_info))
         # A disabled communicator transfers nothing, without an error.
         if getattr(self._communicator_group, "disabled", False):

@@ -63,7 +63,8 @@ def end_weight_load(worker: Any) -> None:
 
 
 def exit_with_parent(worker: Any, pid: int) -> None:
-    """Make the kernel end this rank with its parent process, and unlink its shared memory."""
+    """Make the kernel kill this rank when its parent process ends. Unlink the shared memory of the rank already now, so
+    that it is freed even if the rank is killed."""
     kill_with_parent(pid)
     unlink_shared_memory()
 

@@ -32,7 +32,8 @@ class AsyncValidation:
         self, completions: CompletionValidation, fleet: EngineFleet, send_missing_weights: Callable[[int], object],
         beat: Callable[[], None],
     ) -> None:  # fmt: skip
-        """`send_missing_weights` sends the current weights, as a version number, to engines without weights."""
+        """Prepare validations by the engines of `fleet`. `send_missing_weights` sends the current weights, labelled
+        with the version number that is its argument, to the engines that have none yet."""
         self._completions, self._fleet, self._resync, self._beat = completions, fleet, send_missing_weights, beat
         self.step: int | None = None
         """Number of the step that is being validated; None: no validation is running."""
