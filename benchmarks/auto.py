@@ -33,7 +33,7 @@ from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.feeds import SampleFeed
 from cosmos_core.train.trainer import SpeedSettings, Trainer
-from cosmos_core.train.tuning import SpeedTuning
+from cosmos_core.train.tuning import SpeedTuning, _Measurement
 
 LengthFn = Callable[[np.random.Generator], int]
 
@@ -105,12 +105,12 @@ CASES = {
 }
 
 
-def measure_grid(tuning: SpeedTuning, samples: list[Sample], rounds: int) -> dict[SpeedSettings, float]:
-    """Return the least seconds of every setting."""
+def measure_grid(tuning: SpeedTuning, measurement: _Measurement, rounds: int) -> dict[SpeedSettings, float]:
+    """Return the least seconds of every setting, by settings."""
     seconds: dict[SpeedSettings, list[float]] = {}
     grid = [SpeedSettings(*values) for values in itertools.product(tuning._sizes, tuning._thread_counts)]
     for settings in grid * rounds:
-        seconds.setdefault(settings, []).append(tuning._measure(settings, samples))
+        seconds.setdefault(settings, []).append(measurement.measure(settings))
     return {settings: min(values) for settings, values in seconds.items()}
 
 
@@ -127,16 +127,18 @@ def main() -> None:
         samples, tuning = case.samples(), case.tuning(folder)
         _, metrics = tuning.choose(samples)
         chosen = SpeedSettings(int(metrics["tuning/rows_per_pass"]), int(metrics["tuning/num_threads"]))
-        seconds = measure_grid(tuning, samples, options.rounds)
+        measurement = _Measurement(tuning, samples)
+        seconds = measure_grid(tuning, measurement, options.rounds)
+        default = SpeedSettings(2, tuning._thread_counts[-1])
         fastest = min(seconds, key=lambda settings: seconds[settings])
-        rivals: dict[SpeedSettings, list[float]] = {settings: [] for settings in (fastest, chosen, tuning._default)}
+        rivals: dict[SpeedSettings, list[float]] = {settings: [] for settings in (fastest, chosen, default)}
         for settings in [*rivals] * 10:
-            rivals[settings].append(tuning._measure(settings, samples))
+            rivals[settings].append(measurement.measure(settings))
         medians = {settings: statistics.median(values) for settings, values in rivals.items()}
         table.add_row(
             name, f"{chosen[0]}, {chosen[1]}", f"{metrics['time/tuning']:.0f}", f"{fastest[0]}, {fastest[1]}",
             str(len(seconds)), f"{medians[chosen] / medians[fastest]:.2f}",
-            f"{medians[tuning._default] / medians[fastest]:.2f}",
+            f"{medians[default] / medians[fastest]:.2f}",
         )  # fmt: skip
     Console(width=120).print(table)
 

@@ -141,7 +141,9 @@ def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> ChildFl
     child = read_document(path / CHILD_RUN_FILE, ChildFlowRun) or ChildFlowRun(flow_run="", attempt=0)
     if child.failures:
         sleep_unless_stopping(backoff_seconds(child.failures))
-    if child.flow_run or not child.token:  # with a token but no flow run, repeat the last request
+    # A saved token without a flow run means that the process ended during its request. The same request is then
+    # repeated, and Prefect creates no second flow run for the same token.
+    if child.flow_run or not child.token:
         changes = {"flow_run": "", "attempt": child.attempt + 1, "token": uuid4().hex}
         child = child.model_copy(update=changes)
     try:

@@ -43,11 +43,11 @@ class Mixture:
         return self.labels[bisect_right(list(accumulate(self.sizes)), row)]
 
     def epoch_order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-        """Return the row numbers of one epoch, in which the rows of each data set are spread evenly. An epoch has as
-        many rows as the data sets have together.
+        """Return the row numbers of one epoch, which has as many rows as the data sets have together.
 
-        Each data set continues where it ended in the previous epoch. All rows of a data set are used, in a new order
-        for each pass, before a row is used again.
+        The weights of the data sets divide these rows, and the rows of each data set are spread evenly over the epoch.
+        A data set that gets fewer rows than it has continues in the next epoch with its other rows; one that gets more
+        begins another pass over its rows, in a new order.
         """
         rows, relative_positions, row_offset = [], [], 0
         counts = divide_in_proportion(sum(self.sizes), self.weights)

@@ -40,15 +40,20 @@ class _ProcessLimits:
     def run_timer(self) -> Iterator[None]:
         """Return a context manager in which a signal arrives at intervals, and raises in a block that is late."""
         previous_handler: Any = signal.signal(signal.SIGALRM, self._raise_if_late)
-        interval = min(1.0, MAX_TEMPLATE_SECONDS / 10)
         self.is_timer_running = True
         try:
-            signal.setitimer(signal.ITIMER_REAL, interval, interval)
+            self.keep_timer()
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous_handler)
             self.is_timer_running = False
+
+    def keep_timer(self) -> None:
+        """Start the timer, unless it runs: a forked process has none, and other code may have stopped it."""
+        if signal.getitimer(signal.ITIMER_REAL)[1] == 0:
+            interval = min(1.0, MAX_TEMPLATE_SECONDS / 10)
+            signal.setitimer(signal.ITIMER_REAL, interval, interval)
 
     def _raise_if_late(self, signal_number: int, frame: FrameType | None) -> None:
         if time.monotonic() >= self.deadline:  # at each signal again, in case a destructor swallows the exception
@@ -93,6 +98,7 @@ def limit_resources(description: str) -> Iterator[None]:
         limit = min(each for each in size_limits if each != resource.RLIM_INFINITY)
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
         if is_main_thread:
+            _process_limits.keep_timer()
             _process_limits.deadline = time.monotonic() + MAX_TEMPLATE_SECONDS
         yield
     except _TimeLimitExceeded as error:

@@ -119,15 +119,15 @@ def estimate_wall_seconds(pipeline: Pipeline, costs: Sequence[StageCost]) -> flo
     available; unknown durations count as 0."""
     seconds_by_stage = {cost.name: cost.seconds or 0.0 for cost in costs}
     end_times: dict[str, float] = {}
-    free_times_by_selector: dict[str, list[float]] = {}
+    idle_times_by_selector: dict[str, list[float]] = {}
     for stage in pipeline.stages:
         start_time = max((end_times[name] for name in stage.after), default=0.0)
         selector = pipeline.find_branch_selector(stage.name)
         max_parallel = selector.sweep.max_parallel if selector is not None and selector.sweep is not None else None
         if selector is not None and (max_parallel or not stage.work_pool):
-            slot_free_times = free_times_by_selector.setdefault(selector.name, [0.0] * (max_parallel or 1))
-            start_time = max(start_time, heapq.heappop(slot_free_times))
-            heapq.heappush(slot_free_times, start_time + seconds_by_stage[stage.name])
+            slot_idle_times = idle_times_by_selector.setdefault(selector.name, [0.0] * (max_parallel or 1))
+            start_time = max(start_time, heapq.heappop(slot_idle_times))
+            heapq.heappush(slot_idle_times, start_time + seconds_by_stage[stage.name])
         end_times[stage.name] = start_time + seconds_by_stage[stage.name]
     return max(end_times.values(), default=0.0)
 

@@ -156,7 +156,8 @@ class UlyssesAttention:
 
 
 class SummedLinearAttention:
-    """Linear attention over all tokens of a clip, with the formula of `SanaLinearAttnProcessor3_0` in diffusers."""
+    """Linear attention over all tokens of a clip that ranks share: each rank sums keys and values of its own tokens,
+    and the sums are added over the ranks. The formula is that of `SanaLinearAttnProcessor3_0` in diffusers."""
 
     def __init__(self, clip_sharding: ClipSharding) -> None:
         self._clip_sharding = clip_sharding

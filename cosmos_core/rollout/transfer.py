@@ -149,6 +149,8 @@ class DeltaWeightLink(HostWeightLink):
         self._transfer.num_sent_bytes += num_bytes
 
     def confirm(self) -> None:
+        if not self._num_buckets:
+            return
         processes = [process.description for process in self._load.processes]
         # A load into new engines alone leaves the other ones with the same weights, unless these have changed.
         self._transfer.known_processes = processes if self._has_changes else [*self._known_processes, *processes]

@@ -60,8 +60,12 @@ class SampleFeed:
         """Return the samples of train step `step`, counted from 0, and their metrics."""
         raise NotImplementedError(type(self).__name__)
 
-    def divide_again(self, rows_per_pass: int) -> list[Any]:
-        """Put `rows_per_pass` rows into each micro-batch from now on, and return the samples of the newest step."""
+    def set_rows_per_pass(self, rows_per_pass: int) -> None:
+        """Put `rows_per_pass` rows into each micro-batch from now on, if the feed divides the samples."""
+        raise AssertionError(f"{type(self).__name__} does not divide samples")
+
+    def read_again(self) -> list[Any]:
+        """Return the samples of the newest step, with the current number of rows in a micro-batch."""
         raise AssertionError(f"{type(self).__name__} does not divide samples")
 
     def write_records(self, folder: Path) -> None:
@@ -168,8 +172,11 @@ class RowFeed(SampleFeed):
         epoch = self._balanced_plan.epochs_done(step) if self._balanced_plan else (step + 1) / self.steps_per_epoch
         return samples, {"epoch": epoch}
 
-    def divide_again(self, rows_per_pass: int) -> list[Any]:
-        self.rows_per_pass, self._prefetched_samples = rows_per_pass, None
+    def set_rows_per_pass(self, rows_per_pass: int) -> None:
+        if rows_per_pass != self.rows_per_pass:
+            self.rows_per_pass, self._prefetched_samples = rows_per_pass, None
+
+    def read_again(self) -> list[Any]:
         return self._read_samples(self.step - 1)
 
     def _read_samples(self, step: int) -> list[Any]:

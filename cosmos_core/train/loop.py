@@ -240,7 +240,7 @@ class TrainLoop:
             self.algorithm.load_state_dict(state.algorithm)
             self._num_updates = int(state.extra.get("num_updates", start_step))
             if self.tuning:
-                self.tuning.apply(state.extra.get("speed_settings"))
+                self.tuning.restore(state.extra.get("speed_settings"))
             # Random generators are restored last, because starting an engine advances and reseeds them.
             rng_state, saved_rank = state.extra["rng"], state.extra.get("seed_rank", self._data_parallel_rank)
             # On another mesh, ranks that share a sample would draw different numbers, for example of dropout.

@@ -50,7 +50,8 @@ class SampleQueue:
         self._queued_samples += [(version, sample_by_index.get(i)) for i, (version, _) in enumerate(scores)]
 
     def take_samples(self, num_completions: int, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Remove and return the samples of the next completions, with the metrics of the newest groups."""
+        """Remove the first `num_completions` completions from the queue, and return their samples with metrics. Rewards
+        in the metrics are those of the groups that were added last, because a group is spread over several steps."""
         entries, self._queued_samples = self._queued_samples[:num_completions], self._queued_samples[num_completions:]
         lags = [step - version for version, _ in entries]
         lag_metrics = {"rollout/version_lag": float(max(lags)), "rollout/version_lag_mean": float(np.mean(lags))}

@@ -55,6 +55,8 @@ class Trainer:
         self.optimizer = build_optimizer(adapter.model, train, full_model=adapter.meta_copy)
         self._models: dict[str, ModelAdapter] = {}
         self._train, self._progress = train, progress
+        self.max_batch_tokens = 0
+        """Number of tokens of the largest micro-batch of this rank so far, without padding; callers may reset it."""
         self.speed_settings = SpeedSettings(
             train.rows_per_pass, train.num_threads if isinstance(train.num_threads, int) else torch.get_num_threads()
         )
@@ -227,6 +229,8 @@ class Trainer:
 
         def collate(plan: MicroBatchPlan) -> Any:
             self._progress.beat()
+            num_tokens = sum(adapter.num_tokens(samples[i]) for i in plan.indices)
+            self.max_batch_tokens = max(self.max_batch_tokens, num_tokens)
             batch = adapter.collate([samples[i] for i in plan.indices], plan.indices, samples[plan.padding_position])
             return adapter.attach_loss_derivative(batch, loss_fn) if loss_fn and batch.samples else batch
 

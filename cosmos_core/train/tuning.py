@@ -2,15 +2,19 @@
 
 The first train step computes the gradients of its first optimizer step several times, each time with other settings,
 and drops them. The samples, the layout of the model over the ranks and the memory that rollout engines hold are thus
-those of the training. The weights, the random generators and the algorithm are left as they were, so the training
-continues as if the recipe had named the chosen values. Checkpoints contain these values.
+those of the training. The weights, the random generators and the algorithm are left as they were, so from this step on
+the training continues as if the recipe had named the chosen values. Checkpoints contain these values. What is computed
+before, such as log-probabilities of a reference policy, uses the default.
 """
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import logging
 import math
 import os
+import platform
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,15 +28,18 @@ import torch
 from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.checkpoint.state import capture_rng, restore_rng
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.parallel.mesh import all_gather_object, is_single_rank, num_ranks
+from cosmos_core.parallel.mesh import all_gather_object, is_single_rank
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.feeds import SampleFeed
 from cosmos_core.train.trainer import SpeedSettings, Trainer
 
 logger = logging.getLogger(__name__)
 
-MAX_MEASURED_SECONDS = 45.0
-"""Maximum total duration of the measurements."""
+MAX_SECONDS = 45.0
+"""Maximum duration of all measurements, unless one gradient of a few samples takes longer."""
+_GRADIENT_SECONDS = 3.0
+"""Duration of a gradient, one row per pass; with samples of a train step that take longer, only the first ones are
+used."""
 MAX_MEMORY_FRACTION = 0.85
 """Fraction of the free memory that the activations of a micro-batch may take."""
 _MAX_SLOWDOWN = 1.15
@@ -42,6 +49,8 @@ _NUM_FINALISTS, _NUM_FINAL_ROUNDS = 4, 4
 """Number of settings that are measured again in turns, and how often."""
 _MIN_SECONDS, _MAX_REPEATS = 0.5, 5
 """Minimum total duration of the measurements of one setting, unless it was measured `_MAX_REPEATS` times."""
+_MIN_PEAK_BYTES = 1 << 20
+"""Minimum memory that activations are assumed to take, because the memory that a process already holds may suffice."""
 _MIN_SPEEDUP = 1.02
 """Factor by which settings with more rows must be faster than settings with fewer rows, which need less memory."""
 
@@ -51,7 +60,6 @@ class SettingsSearch:
 
     def __init__(
         self,
-        default: SpeedSettings,
         sizes: Sequence[int],
         thread_counts: Sequence[int],
         measure: Callable[[SpeedSettings], float],
@@ -60,39 +68,44 @@ class SettingsSearch:
         """Prepare the search.
 
         Args:
-            default: settings to start from.
             sizes: numbers of rows per pass, in ascending order.
             thread_counts: numbers of threads, in ascending order.
-            measure: function that returns the seconds of settings.
+            measure: function that returns the seconds of settings; infinity if they need too much memory.
             is_affordable: function that returns whether settings may be measured, given the seconds that they will
                 probably take.
         """
-        self._default, self._sizes, self._thread_counts = default, sizes, thread_counts
+        self._sizes, self._thread_counts = sizes, thread_counts
         self._measure, self._is_affordable = measure, is_affordable
         self.seconds: dict[SpeedSettings, float] = {}
         """Minimum of the measured seconds of each setting."""
 
     def run(self) -> SpeedSettings:
-        """Return the fastest settings. Measured are sizes around the default, then for each number of threads that is
-        not slow with the fastest size so far the sizes around that, and finally the fastest settings again."""
-        default = self._default
-        for num_threads in sorted(self._thread_counts, key=lambda count: abs(count - default.num_threads)):
-            start = SpeedSettings(self._fastest.rows_per_pass, num_threads)
-            if self._try(start) and not self._is_slow(start):
-                self._walk_sizes(start)
+        """Return the fastest settings. Measured are all sizes with the most threads, the smallest first, which needs
+        the least memory; then for each other number of threads, if it is not slow with the fastest size so far, the
+        sizes around that; and finally the fastest settings again."""
+        start = SpeedSettings(self._sizes[0], self._thread_counts[-1])
+        self._try(start)
+        self._walk_sizes(start)
+        for num_threads in reversed(self._thread_counts[:-1]):
+            settings = self._fastest._replace(num_threads=num_threads)
+            if self._try(settings) and not self._is_slow(settings):
+                self._walk_sizes(settings)
         finalists = sorted(self.seconds, key=lambda settings: self.seconds[settings])[:_NUM_FINALISTS]
         for settings in finalists * _NUM_FINAL_ROUNDS if len(finalists) > 1 else ():
-            self._try(settings)
+            if math.isfinite(self.seconds[settings]):
+                self._try(settings)
         limit = _MIN_SPEEDUP * self.seconds.get(self._fastest, math.inf)
         close_settings = [settings for settings, seconds in self.seconds.items() if seconds <= limit]
-        return min(close_settings, key=lambda each: (each.rows_per_pass, self.seconds[each]), default=default)
+        return min(close_settings, key=lambda each: (each.rows_per_pass, self.seconds[each]), default=start)
 
     @property
     def _fastest(self) -> SpeedSettings:
-        return min(self.seconds, key=lambda settings: self.seconds[settings], default=self._default)
+        start = SpeedSettings(self._sizes[0], self._thread_counts[-1])
+        return min(self.seconds, key=lambda settings: self.seconds[settings], default=start)
 
     def _is_slow(self, settings: SpeedSettings) -> bool:
-        return self.seconds[settings] > _MAX_SLOWDOWN * self.seconds[self._fastest]
+        seconds = self.seconds[settings]
+        return math.isinf(seconds) or seconds > _MAX_SLOWDOWN * self.seconds[self._fastest]
 
     def _walk_sizes(self, start: SpeedSettings) -> None:
         """Measure sizes above the size of `start`, ascending, then those below, descending. Each direction ends after
@@ -106,10 +119,13 @@ class SettingsSearch:
                 if num_slow == 2 or not self._try(settings):
                     break
                 num_slow = num_slow + 1 if self._is_slow(settings) else 0
+                if math.isinf(self.seconds[settings]):
+                    break
 
     def _try(self, settings: SpeedSettings) -> bool:
         """Measure settings, and return True; return False if they are too expensive."""
-        expected_seconds = self.seconds.get(settings, max(self.seconds.values(), default=0.0))
+        finite_seconds = filter(math.isfinite, self.seconds.values())
+        expected_seconds = self.seconds.get(settings, max(finite_seconds, default=0.0))
         if not self._is_affordable(settings, expected_seconds):
             return False
         repeats: list[float] = []
@@ -120,36 +136,31 @@ class SettingsSearch:
 
 
 class SpeedTuning:
-    """Choice of the `SpeedSettings` of a training. All ranks measure the same settings at the same time."""
-
-    _memory: PeakMemory
-    """Memory since the start of the measurements."""
+    """Choice of the `SpeedSettings` of a training. All ranks call its methods together, and measure the same settings
+    at the same time."""
 
     def __init__(
         self, trainer: Trainer, feed: SampleFeed, algorithm: Algorithm, train: TrainConfig, progress: ProgressWriter
     ) -> None:
         self._trainer, self._feed, self._algorithm, self._progress = trainer, feed, algorithm, progress
-        self._default = trainer.speed_settings
-        self._sizes, self._thread_counts = ([value] for value in self._default)
-        mesh, policy = trainer.adapter.mesh, train.train_policy
+        default, mesh, policy = trainer.speed_settings, trainer.adapter.mesh, train.train_policy
+        self._num_data_ranks = mesh.dp.size() if mesh else 1
+        self._samples_per_row, self._rows_per_update = policy.num_sequences_per_row, rows_per_update(train)
+        self._sizes, self._thread_counts = ([value] for value in default)
         if policy.mini_batch == "auto" and not policy.has_token_based_batches:
-            self._sizes = micro_batch_sizes(train, mesh.dp.size() if mesh else 1)
+            self._sizes = micro_batch_sizes(train, self._num_data_ranks)
+        self._num_local_ranks = all_gather_object(platform.node()).count(platform.node())
         if train.num_threads == "auto" and trainer.adapter.device.type == "cpu":
-            num_cores = max(1, len(os.sched_getaffinity(0)) // num_ranks())
-            self._thread_counts = thread_counts(min(num_cores, self._default.num_threads))
-            self._default = self._default._replace(num_threads=self._thread_counts[-1])
-        default_size = max(size for size in self._sizes if size <= self._default.rows_per_pass)
-        self._default = self._default._replace(rows_per_pass=default_size)
-        self._rows_per_update = getattr(policy, "batch_size_per_optimize", None)
-        self._measured_seconds, self._bytes_per_row, self._max_bytes = 0.0, math.inf, math.inf
+            num_cores = max(1, len(os.sched_getaffinity(0)) // self._num_local_ranks)
+            self._thread_counts = thread_counts(min(all_gather_object(min(num_cores, default.num_threads))))
+        self.max_memory_fraction, self.max_seconds = MAX_MEMORY_FRACTION, MAX_SECONDS
         self.chosen: SpeedSettings | None = None
         """The chosen settings; None: not chosen yet."""
-        self.max_memory_fraction = MAX_MEMORY_FRACTION
 
-    def apply(self, settings: Sequence[int] | None) -> None:
-        """Use settings that were chosen before, as a checkpoint contains them; None: it contains none."""
-        if settings is not None:
-            self.chosen = self._trainer.speed_settings = SpeedSettings(*settings)
+    def restore(self, settings: Sequence[int] | None) -> None:
+        """Use the settings in a checkpoint, unless it has none (None), or this training may not choose them."""
+        if settings is not None and settings[0] in self._sizes and settings[1] in self._thread_counts:
+            self._choose(SpeedSettings(*settings))
 
     def choose(self, samples: list[Any]) -> tuple[list[Any], dict[str, float]]:
         """Choose settings with the samples of the newest train step of the feed. Return these samples, divided into
@@ -157,75 +168,107 @@ class SpeedTuning:
         leaves out most of the samples, because nothing is learned from them, wait for another step."""
         if self.chosen is not None or not samples or len(self._sizes) == len(self._thread_counts) == 1:
             return samples, {}
-        start_time, rng_states, algorithm_state = time.monotonic(), capture_rng(), self._algorithm.state_dict()
-
-        def measure(settings: SpeedSettings) -> float:
-            seconds = self._measure(settings, samples)
-            restore_rng(rng_states)
-            self._algorithm.load_state_dict(algorithm_state)
-            return seconds
-
-        num_update_samples = len(
-            next((update.samples for update in self._algorithm.updates(samples, self._trainer)), ())
-        )
-        restore_rng(rng_states)
-        self._algorithm.load_state_dict(algorithm_state)
-        if 2 * num_update_samples < min(len(samples), self._rows_per_update or len(samples)):
-            return samples, {}
-        self._memory = PeakMemory(self._trainer.adapter.device)
-        free_bytes = self.max_memory_fraction * self._memory.available_bytes() - self._missing_optimizer_bytes()
-        self._max_bytes = min(all_gather_object(free_bytes))
-        measure(self._default)  # the first gradients are slow: memory is allocated, and kernels are chosen
-        search = SettingsSearch(self._default, self._sizes, self._thread_counts, measure, self._is_affordable)
+        previous_settings = self._trainer.speed_settings
+        measurement = _Measurement(self, samples)
+        sizes = measurement.select_samples()
+        if sizes is None:
+            self._use(previous_settings)
+            return (samples if self._feed.rows_per_pass is None else self._feed.read_again()), {}
+        search = SettingsSearch(sizes, self._thread_counts, measurement.measure, measurement.is_affordable)
         chosen = search.run()
-        self.apply(chosen)
-        if search.seconds:
-            speedup = search.seconds[self._default] / search.seconds[chosen]
-            logger.info(
-                "mini_batch = %d, num_threads = %d: %.2f times as fast as %d and %d; measured %d settings",
-                *chosen, speedup, *self._default, len(search.seconds),
-            )  # fmt: skip
+        self._choose(chosen)
+        slowest = max(search.seconds, key=lambda settings: search.seconds[settings], default=chosen)
+        logger.info(
+            "mini_batch = %d, num_threads = %d: %.2f times as fast as %d and %d; measured %d settings with %d of %d "
+            "samples", *chosen, search.seconds.get(slowest, 1.0) / search.seconds.get(chosen, 1.0), *slowest,
+            len(search.seconds), measurement.num_samples, len(samples),
+        )  # fmt: skip
         metrics = {f"tuning/{name}": float(value) for name, value in chosen._asdict().items()}
-        return self._divide_again(samples), {**metrics, "time/tuning": time.monotonic() - start_time}
+        samples = samples if self._feed.rows_per_pass is None else self._feed.read_again()
+        return samples, {**metrics, "time/tuning": measurement.seconds}
 
-    def _is_affordable(self, settings: SpeedSettings, expected_seconds: float) -> bool:
+    def _choose(self, settings: SpeedSettings) -> None:
+        self.chosen = settings
+        self._use(settings)
+
+    def _use(self, settings: SpeedSettings) -> None:
+        self._trainer.speed_settings = settings
+        if self._feed.rows_per_pass is not None:
+            self._feed.set_rows_per_pass(settings.rows_per_pass)
+
+
+class _Measurement:
+    """Measurements with the samples of one train step. They leave the weights, the random generators and the algorithm
+    as they were."""
+
+    def __init__(self, tuning: SpeedTuning, samples: list[Any]) -> None:
+        self._tuning, self._all_samples = tuning, samples
+        self._trainer, self._algorithm, self._feed = tuning._trainer, tuning._algorithm, tuning._feed
+        self._rng_states, self._algorithm_state = capture_rng(), copy.deepcopy(tuning._algorithm.state_dict())
+        self._start_time, self._num_update_samples = time.monotonic(), 0
+        self._memory = PeakMemory(self._trainer.adapter.device, tuning._num_local_ranks)
+        free_bytes = tuning.max_memory_fraction * self._memory.available_bytes() - self._missing_optimizer_bytes()
+        self._max_bytes, self._bytes_per_token, self._largest_size = min(all_gather_object(free_bytes)), 0.0, 0
+        longest_sample = max(map(self._trainer.adapter.num_tokens, samples))
+        self._max_tokens = tuning._samples_per_row * max(longest_sample, self._feed.max_sample_tokens or 0)
+        self.num_samples = len(samples)
+        """Number of samples with which settings are measured, the first ones of the train step."""
+        self.seconds = 0.0
+        """Duration of all measurements so far, on the slowest rank."""
+
+    def select_samples(self) -> list[int] | None:
+        """Select so many samples that a gradient takes a few seconds, and return the sizes to measure with them; None
+        if the algorithm leaves out most of the samples."""
+        tuning, unit = self._tuning, self._tuning._samples_per_row * self._tuning._num_data_ranks
+        start = SpeedSettings(tuning._sizes[0], tuning._thread_counts[-1])
+        self.num_samples = min(len(self._all_samples), 2 * unit)
+        self.measure(start)  # the first gradient is slow: memory is allocated, and kernels are chosen
+        seconds_per_sample = self.measure(start) / self.num_samples
+        max_samples = int(_GRADIENT_SECONDS / seconds_per_sample) if seconds_per_sample else len(self._all_samples)
+        self.num_samples = min(len(self._all_samples), max(2, max_samples // unit) * unit)
+        self.measure(start)
+        num_rows_per_update = min(self.num_samples // tuning._samples_per_row, tuning._rows_per_update)
+        if 2 * self._num_update_samples < num_rows_per_update * tuning._samples_per_row:
+            return None
+        rows_per_rank = -(-num_rows_per_update // tuning._num_data_ranks)
+        return [size for size in tuning._sizes if size <= rows_per_rank]
+
+    def is_affordable(self, settings: SpeedSettings, expected_seconds: float) -> bool:
         """Return whether all ranks have memory for settings, and whether there is time to measure them."""
-        has_memory = settings.rows_per_pass * self._bytes_per_row <= self._max_bytes
-        is_smaller = settings.rows_per_pass <= self._default.rows_per_pass  # the training has to run with some number
-        has_time = self._measured_seconds + expected_seconds <= MAX_MEASURED_SECONDS
-        return has_time and (has_memory or is_smaller)
+        num_bytes = settings.rows_per_pass * self._max_tokens * self._bytes_per_token
+        is_measured_size = settings.rows_per_pass <= self._largest_size
+        has_time = self.seconds + expected_seconds <= self._tuning.max_seconds
+        return has_time and (is_measured_size or num_bytes <= self._max_bytes)
 
-    def _measure(self, settings: SpeedSettings, samples: list[Any]) -> float:
+    def measure(self, settings: SpeedSettings) -> float:
         """Return the seconds in which the slowest rank computes the gradients of the first optimizer step; infinity if
         the memory of the GPU does not suffice. All ranks get the same number."""
-        self._trainer.speed_settings = settings
-        samples, compile_seconds = self._divide_again(samples), self._progress.compile_seconds
+        self._tuning._use(settings)
+        samples = self._all_samples if self._feed.rows_per_pass is None else self._feed.read_again()
+        compile_seconds = self._tuning._progress.compile_seconds
         self._memory.reset()
+        self._trainer.max_batch_tokens = 0
         start_time = time.perf_counter()
         try:
-            for update in islice(self._algorithm.updates(samples, self._trainer), 1):
+            for update in islice(self._algorithm.updates(samples[: self.num_samples], self._trainer), 1):
+                self._num_update_samples = len(update.samples)
                 self._trainer.compute_gradients(update)
             self._memory.synchronize()
-            seconds = time.perf_counter() - start_time - (self._progress.compile_seconds - compile_seconds)
+            seconds = time.perf_counter() - start_time - (self._tuning._progress.compile_seconds - compile_seconds)
         except torch.OutOfMemoryError:
             if not is_single_rank():
                 raise  # the other ranks wait in a collective operation
             seconds = math.inf
         self._trainer.drop_gradients()
-        longest_sample = max(map(self._trainer.adapter.num_tokens, samples))
-        growth = max(1.0, (self._feed.max_sample_tokens or 0) / max(1, longest_sample))
-        rank_values = all_gather_object((seconds, growth * self._memory.peak_bytes() / settings.rows_per_pass))
-        seconds, bytes_per_row = map(max, zip(*rank_values, strict=True))
-        # With few rows the result is too high, because memory that does not depend on the rows is divided by them.
-        self._bytes_per_row = min(self._bytes_per_row, bytes_per_row)
-        self._measured_seconds += seconds if math.isfinite(seconds) else 0.0
+        restore_rng(self._rng_states)
+        self._algorithm.load_state_dict(copy.deepcopy(self._algorithm_state))
+        bytes_per_token = max(_MIN_PEAK_BYTES, self._memory.peak_bytes()) / max(1, self._trainer.max_batch_tokens)
+        rank_values = all_gather_object((seconds, bytes_per_token, time.monotonic() - self._start_time))
+        seconds, bytes_per_token, self.seconds = map(max, zip(*rank_values, strict=True))
+        if settings.rows_per_pass >= self._largest_size and math.isfinite(seconds):
+            # More rows give a better estimate, because memory that does not depend on the rows counts less.
+            self._bytes_per_token, self._largest_size = bytes_per_token, settings.rows_per_pass
         return seconds
-
-    def _divide_again(self, samples: list[Any]) -> list[Any]:
-        rows_per_pass = self._trainer.speed_settings.rows_per_pass
-        if self._feed.rows_per_pass in {None, rows_per_pass}:
-            return samples
-        return self._feed.divide_again(rows_per_pass)
 
     def _missing_optimizer_bytes(self) -> int:
         """Return the size of the two moments of each parameter that the optimizer creates in its first step."""
@@ -238,9 +281,11 @@ class SpeedTuning:
 class PeakMemory:
     """Memory of this process on a device, a GPU or the host, beyond its memory when the object was created."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._is_cuda = device, device.type == "cuda"
+    def __init__(self, device: torch.device, num_local_ranks: int) -> None:
+        self._device, self._is_cuda, self._num_local_ranks = device, device.type == "cuda", num_local_ranks
         self.synchronize()
+        with suppress(OSError, AttributeError):  # give back what was freed, which would hide new allocations
+            ctypes.CDLL(None).malloc_trim(0)
         self._start_bytes = torch.cuda.memory_allocated(device) if self._is_cuda else psutil.Process().memory_info().rss
 
     def reset(self) -> None:
@@ -275,19 +320,22 @@ class PeakMemory:
         with suppress(OSError, ValueError):  # no limit is the word `max`
             limit, current = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
             free_bytes = min(free_bytes, limit - current)
-        return free_bytes // num_ranks()
+        return free_bytes // self._num_local_ranks
+
+
+def rows_per_update(train: TrainConfig) -> int:
+    """Return the maximum number of rows of an optimizer step, of all data-parallel ranks together."""
+    size = getattr(train.train_policy, "batch_size_per_optimize", None)
+    return min(size or train.train_batch_per_replica, train.train_batch_per_replica)
 
 
 def micro_batch_sizes(train: TrainConfig, num_data_ranks: int) -> list[int]:
     """Return the values that `mini_batch` may have, in ascending order, up to the number of rows that one of
     `num_data_ranks` data-parallel ranks has in an optimizer step."""
-    policy, num_rows = train.train_policy, train.train_batch_per_replica
-    rows_per_update = min(getattr(policy, "batch_size_per_optimize", None) or num_rows, num_rows)
-    num_divisible_rows = math.gcd(
-        max(1, num_rows // num_data_ranks) if policy.has_rollouts else num_rows, rows_per_update
-    )
-    max_size = -(-rows_per_update // num_data_ranks)
-    return [size for size in range(1, max_size + 1) if num_divisible_rows % size == 0]
+    num_rows, max_rows = train.train_batch_per_replica, rows_per_update(train)
+    num_divisible_rows = max(1, num_rows // num_data_ranks) if train.train_policy.has_rollouts else num_rows
+    divisor = math.gcd(num_divisible_rows, max_rows)
+    return [size for size in range(1, -(-max_rows // num_data_ranks) + 1) if divisor % size == 0]
 
 
 def thread_counts(max_threads: int) -> list[int]:

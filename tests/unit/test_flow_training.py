@@ -129,6 +129,18 @@ def test_a_training_that_stopped_ends_with_the_same_bits(
     assert kept.keys() == other.keys() and all(torch.equal(kept[n], other[n]) for n in kept)
 
 
+@pytest.mark.parametrize("name", ["nft", pytest.param("flow_grpo", marks=pytest.mark.full)])
+def test_a_training_with_a_measured_micro_batch_is_the_one_that_names_it(
+    inputs: Inputs, name: str, tmp_path: Path
+) -> None:
+    settings = {**TRAININGS[name], "train.max_num_steps": 2}
+    measured = inputs.stage(tmp_path / "auto", **settings, **{"train.train_policy.mini_batch": "auto"})
+    found = train(measured)
+    size = int(metrics_of(measured)[0]["tuning/rows_per_pass"])
+    named = inputs.stage(tmp_path / "named", **settings, **{"train.train_policy.mini_batch": size})
+    assert_same_weights(found.adapter.model, train(named).adapter.model)
+
+
 def tensors_of(stage: Stage, step: int) -> dict[str, torch.Tensor]:
     parts = (stage.path / f"checkpoints/step_{step}/policy").rglob("*.safetensors")
     return {name: tensor for part in parts for name, tensor in load_file(part).items()}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from pydantic import ValidationError
 
 from configs.demo import arithmetic
 from cosmos_core.algorithms.registry import make_algorithm
+from cosmos_core.algorithms.sft import Sft
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.data.kinds.sequences import open_sequences
@@ -20,11 +24,18 @@ from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import open_trainer, train
-from cosmos_core.train.trainer import SpeedSettings
-from cosmos_core.train.tuning import SettingsSearch, SpeedTuning, micro_batch_sizes, thread_counts
+from cosmos_core.train.trainer import SpeedSettings, Trainer
+from cosmos_core.train.tuning import (
+    SettingsSearch,
+    SpeedTuning,
+    _Measurement,
+    micro_batch_sizes,
+    thread_counts,
+)
 from tests.unit.test_train import GRPO, SFT, make_stage, recipe
 from tests.unit.trainers import assert_same_weights, curve, train_until
 
+DPO = {"type": "sft", "trainer_type": "dpo", "mini_batch": 2}
 AUTO_KEYS = {"tuning/rows_per_pass", "tuning/num_threads", "time/tuning"}
 
 
@@ -99,7 +110,7 @@ def test_a_size_that_might_not_fit_into_memory_is_not_tried(task: Path, tmp_path
     samples, _ = feed.samples(0)
     feed.step = 1
     _, metrics = tuning.choose(samples)
-    assert metrics["tuning/rows_per_pass"] <= 2  # the default, or fewer
+    assert metrics["tuning/rows_per_pass"] == 1
 
 
 def test_a_measurement_leaves_weights_gradients_and_random_numbers_as_they_were(
@@ -127,8 +138,97 @@ def test_a_step_of_which_most_samples_are_left_out_is_not_measured(
     updates = tuning._algorithm.updates
     with monkeypatch.context() as patch:
         patch.setattr(tuning._algorithm, "updates", lambda each, view: updates(each[:3], view))
-        assert tuning.choose(samples) == (samples, {}) and tuning.chosen is None
+        again, metrics = tuning.choose(samples)
+        assert list(map(repr, again)) == list(map(repr, samples)) and metrics == {} and tuning.chosen is None
+        assert tuning._trainer.speed_settings.rows_per_pass == feed.rows_per_pass == 2
     assert tuning.choose(samples)[1].keys() == AUTO_KEYS
+
+
+@pytest.fixture(scope="module")
+def pairs(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared pairs for DPO, of one or two digits."""
+    folder = tmp_path_factory.mktemp("pairs")
+    rows = [{"prompt": f"{i}+{i % 7}=", "chosen": str(i + i % 7), "rejected": str(i)} for i in range(1, 33)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    policy = {**DPO, "dataset": {"name": str(folder / "rows.jsonl")}}
+    prepare.run(make_stage(folder / "data", "prepare", recipe(policy), task / "task/model"))
+    return folder / "data/data"
+
+
+def test_pairs_are_divided_by_the_chosen_size_while_it_is_measured_afterwards_and_when_resumed(
+    task: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stage(name: str, size: int | str) -> Stage:
+        config = recipe(
+            {**DPO, "mini_batch": size}, train_batch_per_replica=8, max_num_steps=3,
+            ckpt={"enable_checkpoint": True, "save_freq": 1, "save_mode": "sync"},
+        )  # fmt: skip
+        return make_stage(tmp_path / name, "sft", config, task / "task/model", pairs)
+
+    passes: list[tuple[int, int]] = []
+    compute = Trainer._run_micro_batches
+
+    def noted(trainer: Trainer, adapter: Any, samples: Any, *rest: Any, size: int | None = None, **keys: Any) -> None:
+        batches = Counter(sample.micro_batch for sample in samples)
+        if size is None and len(samples) == 16:
+            passes.append((trainer.speed_settings.rows_per_pass, max(batches.values()) // 2))
+        compute(trainer, adapter, samples, *rest, size=size, **keys)
+
+    monkeypatch.setattr(Trainer, "_run_micro_batches", noted)
+    train_until(stage("auto", "auto"), 1)
+    assert {divided for divided, _ in passes} >= {1, 2} and all(wanted == done for wanted, done in passes)
+    chosen, passes[:] = passes[-1][0], []
+    found = train(stage("auto", "auto"))
+    assert passes == [(chosen, chosen)] * 2
+    expected = train(stage("named", chosen))
+    for one, other in zip(found.adapter.model.parameters(), expected.adapter.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)  # the reference was scored two pairs at a time
+
+
+def test_a_choice_that_the_recipe_does_not_leave_open_is_not_restored(task: Path, tmp_path: Path) -> None:
+    tuning, feed = tuning_of(stage_of(task, tmp_path / "restored", "sft", "auto"))
+    tuning.restore([3, 1])
+    tuning.restore([4, 77])
+    tuning.restore(None)
+    assert tuning.chosen is None
+    tuning.restore([4, torch.get_num_threads()])
+    assert tuning._trainer.speed_settings.rows_per_pass == feed.rows_per_pass == 4
+
+
+def test_the_state_of_an_algorithm_is_restored_though_it_hands_out_its_own(task: Path, tmp_path: Path) -> None:
+    tuning, feed = tuning_of(stage_of(task, tmp_path / "stateful", "sft", "auto"))
+    algorithm = tuning._algorithm = Counting(tuning._algorithm.config)
+    samples, _ = feed.samples(0)
+    feed.step = 1
+    tuning.choose(samples)
+    assert algorithm.calls == {"updates": 0}
+
+
+class Counting(Sft):
+    """An algorithm that counts, in a dictionary that is its state."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.calls = {"updates": 0}
+
+    def updates(self, samples: Any, view: Any) -> Iterator[Any]:
+        self.calls["updates"] += 1
+        yield from super().updates(samples, view)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.calls
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state
+
+
+def test_rows_of_the_greatest_length_have_to_fit_whatever_the_first_step_has(task: Path, tmp_path: Path) -> None:
+    tuning, feed = tuning_of(stage_of(task, tmp_path / "long", "sft", "auto"))
+    samples, _ = feed.samples(0)
+    measurement = _Measurement(tuning, samples)
+    measurement._max_tokens, measurement._bytes_per_token, measurement._max_bytes = 100, 10.0, 4000.0
+    sizes = [size for size in (1, 2, 4, 8) if measurement.is_affordable(SpeedSettings(size, 1), 0.0)]
+    assert sizes == [1, 2, 4] and not measurement.is_affordable(SpeedSettings(1, 1), 46.0)
 
 
 def grid(seconds: Callable[[int, int], float], sizes: list[int], threads: list[int]) -> dict[SpeedSettings, float]:
@@ -151,7 +251,7 @@ def grid(seconds: Callable[[int, int], float], sizes: list[int], threads: list[i
 def test_the_search_ends_within_five_per_cent_of_the_fastest_of_the_grid(seconds: Callable[[int, int], float]) -> None:
     sizes, threads = [size for size in range(1, 97) if 96 % size == 0], [1, 2, 4, 8]
     times = grid(seconds, sizes, threads)
-    search = SettingsSearch(SpeedSettings(2, 8), sizes, threads, times.__getitem__)
+    search = SettingsSearch(sizes, threads, times.__getitem__)
     assert times[search.run()] <= 1.05 * min(times.values())
     assert len(search.seconds) <= len(times)
 
@@ -163,10 +263,17 @@ def test_settings_that_cost_too_much_are_not_measured_and_the_smaller_of_two_ali
         measured.append(settings)
         return 1.0 if settings.rows_per_pass > 2 else 2.0
 
-    search = SettingsSearch(SpeedSettings(2, 1), [1, 2, 4, 8, 16], [1], measure, lambda each, seconds: each[0] <= 8)
+    search = SettingsSearch([1, 2, 4, 8, 16], [1], measure, lambda each, seconds: each[0] <= 8)
     assert search.run() == (4, 1) and max(measured) == (8, 1)
-    nothing = SettingsSearch(SpeedSettings(2, 1), [1, 2], [1], measure, lambda each, seconds: False)
-    assert nothing.run() == (2, 1)
+    nothing = SettingsSearch([1, 2], [1], measure, lambda each, seconds: False)
+    assert nothing.run() == (1, 1)
+
+
+def test_a_size_for_which_memory_does_not_suffice_ends_its_direction_and_is_never_taken() -> None:
+    times = {1: 3.0, 2: 2.0, 4: math.inf, 8: 1.0}
+    search = SettingsSearch([1, 2, 4, 8], [1, 2], lambda each: times[each[0]] * each[1])
+    assert search.run() == (2, 1) and not {each for each in search.seconds if each[0] == 8}
+    assert SettingsSearch([1, 2], [1], lambda each: math.inf if each[0] > 1 else 1.0).run() == (1, 1)
 
 
 def sizes_of(ranks: int, batch: int, **policy: Any) -> list[int]:

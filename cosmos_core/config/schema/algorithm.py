@@ -62,7 +62,7 @@ class AlgorithmConfig(Table):
     prompt of a row, its `sft_process_sample(item)` the tokens or turns; empty: rows are used unchanged."""
     mini_batch: RowCount | Auto = DEFAULT_MINI_BATCH
     """Rows per forward pass; changes speed and memory, not results. `auto`: the fastest number that fits into memory,
-    measured on the rows of the first train step in at most a minute; prepare and validate stages take 2."""
+    measured on rows of the first train step in at most a minute; what is computed before, and other stages, take 2."""
     dataloader_shuffle: bool = True
     """Shuffle the rows in another order in each epoch; False: keep the order of the file."""
     dataloader_seed: int | None = None

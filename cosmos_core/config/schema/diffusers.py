@@ -11,7 +11,7 @@ from cosmos_core.config.schema.table import Table, check_bounds_order
 from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
-class TokenizerConfig(Table):
+class VideoTokenizerConfig(Table):
     """`[policy.diffusers.tokenizer]`: the video tokenizer of Cosmos-Predict2.5."""
 
 
@@ -62,7 +62,7 @@ class DiffusersConfig(Table):
     """LoRA adapters of the denoiser, with the keys of [policy.lora]; None: all its weights are trained."""
     sample: SampleConfig = SampleConfig()
     """Settings of the sampler that generates images and videos."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
+    tokenizer: VideoTokenizerConfig = VideoTokenizerConfig()
     """Settings of the video tokenizer, which have no effect."""
     flow_rl: FlowRLConfig = FlowRLConfig()
     """Settings of FlowGRPO and DDRL."""

@@ -61,7 +61,8 @@ class RlConfig(AlgorithmConfig):
     mini_batch: CompletionCount | Auto = DEFAULT_MINI_BATCH
     """Number of completions per forward pass; changes speed and memory, not results. On a CPU a forward pass may have
     more completions of a long prompt, which is then run only once, but not more tokens. `auto`: the fastest number that
-    fits into memory, measured on the completions of the first train step in at most a minute."""
+    fits into memory, measured on completions of the first train step from which at least half of them are learned, in
+    at most a minute."""
     prompt_column_name: str = ""
     """Column of the prompt, a string or a conversation; empty: the first existing column of `prompt`, `question`,
     `problem`, `conversations`, `messages`."""
