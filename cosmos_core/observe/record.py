@@ -395,7 +395,6 @@ def _compute_stage_depths(predecessors: dict[str, tuple[str, ...]]) -> dict[str,
         names = [*predecessors]
     depth_by_stage: dict[str, int] = {}
     for name in (name for name in names if name in predecessors):
-        depth_by_stage[name] = max(
-            (1 + depth_by_stage[each] for each in predecessors[name] if each in depth_by_stage), default=0
-        )
+        depths = [1 + depth_by_stage[each] for each in predecessors[name] if each in depth_by_stage]
+        depth_by_stage[name] = max(depths, default=0)
     return depth_by_stage
