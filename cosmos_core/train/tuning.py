@@ -49,6 +49,8 @@ _NUM_FINALISTS, _NUM_FINAL_ROUNDS = 4, 4
 """Number of settings that are measured again in turns, and how often."""
 _MIN_SECONDS, _MAX_REPEATS = 0.5, 5
 """Minimum total duration of the measurements of one setting, unless it was measured `_MAX_REPEATS` times."""
+_MAX_POSTPONED = 3
+"""Number of train steps without enough samples to measure, after which the default is chosen."""
 _MIN_PEAK_BYTES = 1 << 20
 """Minimum memory that activations are assumed to take, because the memory that a process already holds may suffice."""
 _MIN_SPEEDUP = 1.02
@@ -128,8 +130,8 @@ class SettingsSearch:
         expected_seconds = self.seconds.get(settings, max(finite_seconds, default=0.0))
         if not self._is_affordable(settings, expected_seconds):
             return False
-        repeats: list[float] = []
-        while len(repeats) < _MAX_REPEATS and sum(repeats) < _MIN_SECONDS:
+        repeats = [self._measure(settings)]
+        while len(repeats) < _MAX_REPEATS and sum(repeats) < _MIN_SECONDS and self._is_affordable(settings, repeats[0]):
             repeats.append(self._measure(settings))
         self.seconds[settings] = min([*repeats, self.seconds.get(settings, math.inf)])
         return True
@@ -156,26 +158,36 @@ class SpeedTuning:
         self.max_memory_fraction, self.max_seconds = MAX_MEMORY_FRACTION, MAX_SECONDS
         self.chosen: SpeedSettings | None = None
         """The chosen settings; None: not chosen yet."""
+        self._num_postponed = 0
 
     def restore(self, settings: Sequence[int] | None) -> None:
-        """Use the settings in a checkpoint, unless it has none (None), or this training may not choose them."""
-        if settings is not None and settings[0] in self._sizes and settings[1] in self._thread_counts:
-            self._choose(SpeedSettings(*settings))
+        """Use the settings in a checkpoint; None: it has none. A value that the recipe names is not replaced, and if
+        one that it leaves open is not possible here, such as on a mesh of more ranks, all are measured again."""
+        choices = (self._sizes, self._thread_counts)
+        saved_settings = [v if len(c) > 1 else c[0] for v, c in zip(settings or (), choices, strict=False)]
+        if saved_settings and all(value in c for value, c in zip(saved_settings, choices, strict=True)):
+            self._choose(SpeedSettings(*saved_settings))
 
     def choose(self, samples: list[Any]) -> tuple[list[Any], dict[str, float]]:
         """Choose settings with the samples of the newest train step of the feed. Return these samples, divided into
         micro-batches of the chosen size, and metrics. If settings were chosen before, do nothing; if the algorithm
-        leaves out most of the samples, because nothing is learned from them, wait for another step."""
+        leaves out most of the samples, because nothing is learned from them, wait for another step, but not for ever.
+        """
         if self.chosen is not None or not samples or len(self._sizes) == len(self._thread_counts) == 1:
             return samples, {}
         previous_settings = self._trainer.speed_settings
         measurement = _Measurement(self, samples)
         sizes = measurement.select_samples()
         if sizes is None:
+            self._num_postponed += 1
             self._use(previous_settings)
-            return (samples if self._feed.rows_per_pass is None else self._feed.read_again()), {}
+            if self._num_postponed == _MAX_POSTPONED:
+                self._choose(previous_settings)
+            return measurement.read_samples(), {"time/tuning": measurement.seconds}
         search = SettingsSearch(sizes, self._thread_counts, measurement.measure, measurement.is_affordable)
         chosen = search.run()
+        if not search.seconds:  # no time was left
+            chosen = previous_settings
         self._choose(chosen)
         slowest = max(search.seconds, key=lambda settings: search.seconds[settings], default=chosen)
         logger.info(
@@ -184,8 +196,7 @@ class SpeedTuning:
             len(search.seconds), measurement.num_samples, len(samples),
         )  # fmt: skip
         metrics = {f"tuning/{name}": float(value) for name, value in chosen._asdict().items()}
-        samples = samples if self._feed.rows_per_pass is None else self._feed.read_again()
-        return samples, {**metrics, "time/tuning": measurement.seconds}
+        return measurement.read_samples(), {**metrics, "time/tuning": measurement.seconds}
 
     def _choose(self, settings: SpeedSettings) -> None:
         self.chosen = settings
@@ -206,11 +217,19 @@ class _Measurement:
         self._trainer, self._algorithm, self._feed = tuning._trainer, tuning._algorithm, tuning._feed
         self._rng_states, self._algorithm_state = capture_rng(), copy.deepcopy(tuning._algorithm.state_dict())
         self._start_time, self._num_update_samples = time.monotonic(), 0
+        self._start_compile_seconds = tuning._progress.compile_seconds
         self._memory = PeakMemory(self._trainer.adapter.device, tuning._num_local_ranks)
-        free_bytes = tuning.max_memory_fraction * self._memory.available_bytes() - self._missing_optimizer_bytes()
-        self._max_bytes, self._bytes_per_token, self._largest_size = min(all_gather_object(free_bytes)), 0.0, 0
-        longest_sample = max(map(self._trainer.adapter.num_tokens, samples))
-        self._max_tokens = tuning._samples_per_row * max(longest_sample, self._feed.max_sample_tokens or 0)
+        self._gradient_bytes, optimizer_bytes = self._measure_parameters()
+        free_bytes = tuning.max_memory_fraction * self._memory.available_bytes()
+        self._max_bytes = min(all_gather_object(free_bytes - self._gradient_bytes - optimizer_bytes))
+        self._bytes_per_token = self._largest_bytes = 0.0
+        self._largest_size = 0
+        """Largest number of rows per pass so far, whose activations took `_largest_bytes`."""
+        lengths = [self._trainer.adapter.num_tokens(sample) for sample in samples]
+        self._max_tokens = tuning._samples_per_row * max(*lengths, self._feed.max_sample_tokens or 0)
+        self._min_tokens = tuning._samples_per_row * min(lengths)
+        has_batch_id = self._trainer.adapter.assigned_batch_id(samples[0]) is not None
+        self._is_divided_by_feed = self._feed.rows_per_pass is not None and has_batch_id
         self.num_samples = len(samples)
         """Number of samples with which settings are measured, the first ones of the train step."""
         self.seconds = 0.0
@@ -221,21 +240,29 @@ class _Measurement:
         if the algorithm leaves out most of the samples."""
         tuning, unit = self._tuning, self._tuning._samples_per_row * self._tuning._num_data_ranks
         start = SpeedSettings(tuning._sizes[0], tuning._thread_counts[-1])
-        self.num_samples = min(len(self._all_samples), 2 * unit)
+        min_rows_per_rank = max(2, tuning._sizes[0])
+        self.num_samples = min(len(self._all_samples), min_rows_per_rank * unit)
         self.measure(start)  # the first gradient is slow: memory is allocated, and kernels are chosen
         seconds_per_sample = self.measure(start) / self.num_samples
         max_samples = int(_GRADIENT_SECONDS / seconds_per_sample) if seconds_per_sample else len(self._all_samples)
-        self.num_samples = min(len(self._all_samples), max(2, max_samples // unit) * unit)
+        self.num_samples = min(len(self._all_samples), max(min_rows_per_rank, max_samples // unit) * unit)
         self.measure(start)
         num_rows_per_update = min(self.num_samples // tuning._samples_per_row, tuning._rows_per_update)
         if 2 * self._num_update_samples < num_rows_per_update * tuning._samples_per_row:
             return None
         rows_per_rank = -(-num_rows_per_update // tuning._num_data_ranks)
-        return [size for size in tuning._sizes if size <= rows_per_rank]
+        return [size for size in tuning._sizes if size <= rows_per_rank] or tuning._sizes[:1]
+
+    def read_samples(self) -> list[Any]:
+        """Return all samples of the train step, divided into micro-batches of the current size."""
+        return self._feed.read_again() if self._is_divided_by_feed else self._all_samples
 
     def is_affordable(self, settings: SpeedSettings, expected_seconds: float) -> bool:
         """Return whether all ranks have memory for settings, and whether there is time to measure them."""
-        num_bytes = settings.rows_per_pass * self._max_tokens * self._bytes_per_token
+        size = settings.rows_per_pass
+        # Rows of several kinds, or rows that share a prompt, may take more than their tokens say.
+        scaled_bytes = self._largest_bytes * size / max(1, self._largest_size)
+        num_bytes = max(size * self._max_tokens * self._bytes_per_token, scaled_bytes)
         is_measured_size = settings.rows_per_pass <= self._largest_size
         has_time = self.seconds + expected_seconds <= self._tuning.max_seconds
         return has_time and (is_measured_size or num_bytes <= self._max_bytes)
@@ -244,7 +271,7 @@ class _Measurement:
         """Return the seconds in which the slowest rank computes the gradients of the first optimizer step; infinity if
         the memory of the GPU does not suffice. All ranks get the same number."""
         self._tuning._use(settings)
-        samples = self._all_samples if self._feed.rows_per_pass is None else self._feed.read_again()
+        samples = self.read_samples()
         compile_seconds = self._tuning._progress.compile_seconds
         self._memory.reset()
         self._trainer.max_batch_tokens = 0
@@ -262,20 +289,30 @@ class _Measurement:
         self._trainer.drop_gradients()
         restore_rng(self._rng_states)
         self._algorithm.load_state_dict(copy.deepcopy(self._algorithm_state))
-        bytes_per_token = max(_MIN_PEAK_BYTES, self._memory.peak_bytes()) / max(1, self._trainer.max_batch_tokens)
-        rank_values = all_gather_object((seconds, bytes_per_token, time.monotonic() - self._start_time))
-        seconds, bytes_per_token, self.seconds = map(max, zip(*rank_values, strict=True))
+        activation_bytes = float(max(_MIN_PEAK_BYTES, self._memory.peak_bytes() - self._gradient_bytes))
+        compile_seconds = self._tuning._progress.compile_seconds - self._start_compile_seconds
+        total_seconds = time.monotonic() - self._start_time - compile_seconds
+        rank_values = all_gather_object((seconds, activation_bytes, self._trainer.max_batch_tokens, total_seconds))
+        seconds, activation_bytes, num_tokens, self.seconds = map(max, zip(*rank_values, strict=True))
         if settings.rows_per_pass >= self._largest_size and math.isfinite(seconds):
-            # More rows give a better estimate, because memory that does not depend on the rows counts less.
-            self._bytes_per_token, self._largest_size = bytes_per_token, settings.rows_per_pass
+            # More rows give a better estimate, because memory that does not depend on the rows counts less. With
+            # pipeline parallelism, several micro-batches are in memory.
+            num_tokens = max(1, num_tokens, settings.rows_per_pass * self._min_tokens)
+            self._bytes_per_token, self._largest_bytes = activation_bytes / num_tokens, activation_bytes
+            self._largest_size = settings.rows_per_pass
         return seconds
 
-    def _missing_optimizer_bytes(self) -> int:
-        """Return the size of the two moments of each parameter that the optimizer creates in its first step."""
+    def _measure_parameters(self) -> tuple[int, int]:
+        """Return the size of this rank's gradients, and of the two moments of each parameter that the optimizer creates
+        in its first step."""
         optimizer = self._trainer.optimizer
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state]
-        local_parameters = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
-        return 2 * sum(p.numel() * p.element_size() for p in local_parameters)
+        gradient_bytes = optimizer_bytes = 0
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            local_parameter = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            gradient_bytes += local_parameter.numel() * local_parameter.element_size()
+            if parameter not in optimizer.state:
+                optimizer_bytes += 2 * local_parameter.numel() * local_parameter.element_size()
+        return gradient_bytes, optimizer_bytes
 
 
 class PeakMemory:
@@ -317,9 +354,10 @@ class PeakMemory:
             unused_bytes = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
             return torch.cuda.mem_get_info(self._device)[0] + unused_bytes
         free_bytes, cgroup = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
-        with suppress(OSError, ValueError):  # no limit is the word `max`
+        with suppress(OSError, ValueError, KeyError):  # no limit is the word `max`
             limit, current = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
-            free_bytes = min(free_bytes, limit - current)
+            statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+            free_bytes = min(free_bytes, limit - current + int(statistics["inactive_file"]))  # with the page cache
         return free_bytes // self._num_local_ranks
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -139,7 +140,8 @@ def test_a_step_of_which_most_samples_are_left_out_is_not_measured(
     with monkeypatch.context() as patch:
         patch.setattr(tuning._algorithm, "updates", lambda each, view: updates(each[:3], view))
         again, metrics = tuning.choose(samples)
-        assert list(map(repr, again)) == list(map(repr, samples)) and metrics == {} and tuning.chosen is None
+        assert list(map(repr, again)) == list(map(repr, samples)) and metrics.keys() == {"time/tuning"}
+        assert tuning.chosen is None
         assert tuning._trainer.speed_settings.rows_per_pass == feed.rows_per_pass == 2
     assert tuning.choose(samples)[1].keys() == AUTO_KEYS
 
@@ -188,11 +190,13 @@ def test_pairs_are_divided_by_the_chosen_size_while_it_is_measured_afterwards_an
 def test_a_choice_that_the_recipe_does_not_leave_open_is_not_restored(task: Path, tmp_path: Path) -> None:
     tuning, feed = tuning_of(stage_of(task, tmp_path / "restored", "sft", "auto"))
     tuning.restore([3, 1])
-    tuning.restore([4, 77])
     tuning.restore(None)
     assert tuning.chosen is None
-    tuning.restore([4, torch.get_num_threads()])
-    assert tuning._trainer.speed_settings.rows_per_pass == feed.rows_per_pass == 4
+    tuning.restore([4, 77])  # another machine had more threads
+    assert tuning._trainer.speed_settings == (4, torch.get_num_threads()) and feed.rows_per_pass == 4
+    named, _ = tuning_of(stage_of(task, tmp_path / "named", "sft", 2))
+    named.restore([8, 77])
+    assert named._trainer.speed_settings == (2, torch.get_num_threads())
 
 
 def test_the_state_of_an_algorithm_is_restored_though_it_hands_out_its_own(task: Path, tmp_path: Path) -> None:
@@ -229,6 +233,34 @@ def test_rows_of_the_greatest_length_have_to_fit_whatever_the_first_step_has(tas
     measurement._max_tokens, measurement._bytes_per_token, measurement._max_bytes = 100, 10.0, 4000.0
     sizes = [size for size in (1, 2, 4, 8) if measurement.is_affordable(SpeedSettings(size, 1), 0.0)]
     assert sizes == [1, 2, 4] and not measurement.is_affordable(SpeedSettings(1, 1), 46.0)
+    measurement._largest_size, measurement._largest_bytes = 1, 1500.0  # more than its tokens say
+    assert [size for size in (1, 2, 4, 8) if measurement.is_affordable(SpeedSettings(size, 1), 0.0)] == [1, 2]
+
+
+def test_threads_are_chosen_for_a_named_size_that_the_measured_samples_do_not_fill(
+    task: Path, tmp_path: Path, two_threads: None
+) -> None:
+    tuning, feed = tuning_of(stage_of(task, tmp_path / "threads", "sft", 8, "auto"))
+    samples, _ = feed.samples(0)
+    feed.step = 1
+    _, metrics = tuning.choose(samples[:7])
+    assert metrics["tuning/rows_per_pass"] == 8 and metrics["tuning/num_threads"] in {1, 2}
+
+
+def test_the_default_is_kept_where_no_step_has_enough_samples_or_no_time_is_left(task: Path, tmp_path: Path) -> None:
+    tuning, feed = tuning_of(stage_of(task, tmp_path / "waiting", "sft", "auto"))
+    samples, _ = feed.samples(0)
+    feed.step = 1
+    updates = tuning._algorithm.updates
+    idle = tuning._algorithm = copy.copy(tuning._algorithm)
+    idle.updates = lambda each, view: updates(each[:1], view)  # type: ignore[method-assign]
+    for _ in range(3):
+        assert tuning.chosen is None and tuning.choose(samples)[1].keys() == {"time/tuning"}
+    assert tuning.chosen is not None and tuning.chosen.rows_per_pass == 2 and tuning.choose(samples)[1] == {}
+
+    late, feed = tuning_of(stage_of(task, tmp_path / "late", "sft", "auto"))
+    late.max_seconds, feed.step = 0.0, 1
+    assert late.choose(feed.samples(0)[0])[1]["tuning/rows_per_pass"] == 2
 
 
 def grid(seconds: Callable[[int, int], float], sizes: list[int], threads: list[int]) -> dict[SpeedSettings, float]:
