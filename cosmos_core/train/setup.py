@@ -120,7 +120,10 @@ def open_trainer(stage: Stage) -> Trainer:
     stage.progress.phase("load")
     # Import only the module for the model's modality, language models or diffusion models.
     module = importlib.import_module(f"cosmos_core.models.open_{stage.recipe.policy.modality.name}")
-    trainer = Trainer(module.open_model(stage), stage.recipe.train, stage.progress)
+    num_threads = stage.recipe.train.num_threads if stage.kind.trains_model else None
+    trainer = Trainer(
+        module.open_model(stage), stage.recipe.train, stage.progress, None if num_threads == "auto" else num_threads
+    )
     policy = stage.recipe.train.train_policy
     # Without rollouts, rows may be scored before step 1 by the policy, which then equals the reference policy.
     if stage.kind.trains_model and not policy.precomputes_reference_logprobs:

@@ -49,7 +49,10 @@ class SpeedSettings(NamedTuple):
 class Trainer:
     """Trainer of one rank. All ranks of a mesh call the same methods in the same order."""
 
-    def __init__(self, adapter: ModelAdapter, train: TrainConfig, progress: ProgressWriter) -> None:
+    def __init__(
+        self, adapter: ModelAdapter, train: TrainConfig, progress: ProgressWriter, num_threads: int | None = None
+    ) -> None:
+        """Make the trainer of a model, with `num_threads` CPU threads; None: as many as this process has."""
         self.adapter = adapter
         self.named_weights = NamedWeights(adapter.model)
         self.optimizer = build_optimizer(adapter.model, train, full_model=adapter.meta_copy)
@@ -57,9 +60,7 @@ class Trainer:
         self._train, self._progress = train, progress
         self.max_batch_tokens = 0
         """Number of tokens of the largest micro-batch of this rank so far, without padding; callers may reset it."""
-        self.speed_settings = SpeedSettings(
-            train.rows_per_pass, train.num_threads if isinstance(train.num_threads, int) else torch.get_num_threads()
-        )
+        self.speed_settings = SpeedSettings(train.rows_per_pass, num_threads or torch.get_num_threads())
 
     @property
     def has_separate_gradients(self) -> bool:

@@ -116,10 +116,16 @@ def test_it_changes_the_rows_of_a_forward_pass(
 
 @changes(Change("train.num_threads", 3, EAGER))
 def test_it_changes_the_threads_of_a_forward_pass(change: Change, model: Path, tmp_path: Path) -> None:
+    def threads(recipe: Recipe, kind: str) -> set[int]:
+        stage = stage_of(tmp_path / f"{kind}-{recipe.train.num_threads}", recipe, kind=kind, model=model)
+        trainer = open_trainer(stage)
+        passes = Passes(trainer.adapter.model)
+        logprobs(trainer, samples(), 1.0)
+        return {*passes.threads}
+
     default = torch.get_num_threads()
-    assert {*train_passes(change.before, model, tmp_path).threads} == {default} != {3}
-    assert {*train_passes(change.after, model, tmp_path).threads} == {3}
-    assert torch.get_num_threads() == default
+    assert threads(change.before, "sft") == {default} != {3} and threads(change.after, "sft") == {3}
+    assert threads(change.after, "validate") == {default} == {torch.get_num_threads()}
 
 
 class Rows(list[Any]):
