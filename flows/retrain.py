@@ -77,7 +77,8 @@ def retrain(
     unpinned_pipeline = load_pipeline(Path(os.path.expanduser(config)), overrides, all_kinds())
     set_credentials(unpinned_pipeline)
     state_file = locate_retrain_state(unpinned_pipeline, overrides, start)
-    flow_run_state_file = state_file.with_suffix("") / f"{flow_run.id}.json"  # names the run of this flow run
+    # The training run that this flow run has started, so that a retry continues it.
+    flow_run_state_file = state_file.with_suffix("") / f"{flow_run.id}.json"
     with RetrainLease(state_file, str(flow_run.id), str(deployment.id or "")) as lease:
         flow_run_state = read_document(flow_run_state_file, RetrainState)
         if flow_run_state is not None:

@@ -106,14 +106,16 @@ def _expand_images(
         raise DataError(f"{location}: the model's processor refuses the row: {' '.join(str(error).split())}") from error
     image_spans = _find_image_spans(processor, rendered_text, processor_output, location) if images else []
     ids = list(processor_output["input_ids"][0])
-    token_starts, token_ends = np.asarray(processor_output["offset_mapping"][0], dtype=np.int64).reshape(-1, 2).T
+    token_start_offsets, token_end_offsets = (
+        np.asarray(processor_output["offset_mapping"][0], dtype=np.int64).reshape(-1, 2).T
+    )
 
     mask, is_image = np.zeros(len(ids), dtype=bool), np.zeros(len(ids), dtype=bool)
     for start, end in spans:
         span = _map_to_expanded_text(start, image_spans), _map_to_expanded_text(end, image_spans)
-        mask |= make_span_token_mask(span, token_starts, token_ends)
+        mask |= make_span_token_mask(span, token_start_offsets, token_end_offsets)
     for _, expanded_span in image_spans:
-        is_image |= make_span_token_mask(expanded_span, token_starts, token_ends)
+        is_image |= make_span_token_mask(expanded_span, token_start_offsets, token_end_offsets)
     end_of_last_image = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
     return ImageTextTokens(ids, (mask & ~is_image).astype(int).tolist(), int(is_image.sum()), end_of_last_image)
 

@@ -89,11 +89,11 @@ def _wait_for_server(url: str) -> None:
 def _claim_prefect_home(folder: Path) -> tuple[Path, FileLock]:
     """Return a `PREFECT_HOME` that no other server uses, and its lock: SQLite allows one writer. The first free
     numbered folder is used, because this folder is likely to have a database."""
-    folder_number = 1
-    while not (lock := FileLock(folder / f"server-{folder_number}" / "lock")).try_acquire():
+    server_number = 1
+    while not (lock := FileLock(folder / f"server-{server_number}" / "lock")).try_acquire():
         lock.release()
-        folder_number += 1
-    return folder / f"server-{folder_number}", lock
+        server_number += 1
+    return folder / f"server-{server_number}", lock
 
 
 def _locate_empty_database() -> Path:

@@ -233,7 +233,7 @@ def _wait_for_worker(
         if time.monotonic() - last_state_time > _STATE_UPDATE_SECONDS:
             last_state_time, progress_fields = time.monotonic(), _read_progress_fields(settings.stage_path)
             _invoke_callback(lambda fields: update_state(settings.stage_path, **fields), progress_fields)
-    log_forwarder.forward_lines(forward_line, is_last=True)
+    log_forwarder.forward_lines(forward_line, is_last_call=True)
     return exit_code, kill_reason, stop_error
 
 
@@ -309,12 +309,12 @@ class _LogForwarder:
         self._log_tail = FileTail(path)
         self._num_lines_allowed, self._last_forward_time = float(_MAX_LINES_PER_SECOND), time.monotonic()
 
-    def forward_lines(self, receive_line: Callable[[str], None], *, is_last: bool = False) -> None:
-        """Pass new lines of the log to a callback, as the rate allows; with `is_last`, also a line without its end."""
+    def forward_lines(self, receive_line: Callable[[str], None], *, is_last_call: bool = False) -> None:
+        """Pass new lines of the log to a callback, as the rate allows; with `is_last_call`, also an incomplete line."""
         now = time.monotonic()
         num_lines_allowed = self._num_lines_allowed + (now - self._last_forward_time) * _MAX_LINES_PER_SECOND
         self._num_lines_allowed, self._last_forward_time = min(_MAX_LINES_PER_SECOND, num_lines_allowed), now
-        for line in filter(None, self._log_tail.read_lines(is_last_read=is_last)):
+        for line in filter(None, self._log_tail.read_lines(is_last_read=is_last_call)):
             if self._num_lines_allowed >= 1:
                 self._num_lines_allowed -= 1
                 _invoke_callback(receive_line, line)

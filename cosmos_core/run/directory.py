@@ -348,11 +348,11 @@ def _find_changed_values(pipeline: Pipeline, saved_settings: dict[str, Any]) -> 
     return {key: new_values.get(key) for key in keys if new_values.get(key) != old_values.get(key)}
 
 
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten(value: Any, key_prefix: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
-        return {k: v for key, item in value.items() for k, v in _flatten(item, f"{prefix}{key}.").items()}
+        return {k: v for key, item in value.items() for k, v in _flatten(item, f"{key_prefix}{key}.").items()}
     if isinstance(value, list) and value and isinstance(value[0], dict):
         names = [item.get("name", "") for item in value]  # two data sets of a mixture may have the same name
         items_by_name = {f"{name}[{i}]" if names.count(name) > 1 else name: value[i] for i, name in enumerate(names)}
-        return _flatten(items_by_name, prefix)
-    return {prefix.rstrip("."): value}
+        return _flatten(items_by_name, key_prefix)
+    return {key_prefix.rstrip("."): value}

@@ -260,7 +260,7 @@ class _Measurement:
     def is_affordable(self, settings: SpeedSettings, expected_seconds: float) -> bool:
         """Return whether all ranks have memory for settings, and whether there is time to measure them."""
         size = settings.rows_per_pass
-        # Rows of several kinds, or rows that share a prompt, may take more than their tokens say.
+        # Rows of a data term, or rows that share a prompt, may need more memory than their numbers of tokens suggest.
         scaled_bytes = self._largest_bytes * size / max(1, self._largest_size)
         num_bytes = max(size * self._max_tokens * self._bytes_per_token, scaled_bytes)
         is_measured_size = settings.rows_per_pass <= self._largest_size

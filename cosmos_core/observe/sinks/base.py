@@ -139,8 +139,8 @@ class _SinkThread:
         # line may be the validation of a step that an earlier attempt trained, or repeat the line of such a step.
         lines = read_metrics(self._stage.metrics.path)
         for line in takewhile(lambda line: line["time"] != first_line["time"], lines):
-            is_repeated = line["step"] >= first_line["step"] and len(line.keys() & first_line.keys()) > 2
-            if line["step"] >= sink.starting_step and not is_repeated:
+            is_repeated_step = line["step"] >= first_line["step"] and len(line.keys() & first_line.keys()) > 2
+            if line["step"] >= sink.starting_step and not is_repeated_step:
                 sink.log(line)
         for line in chain([first_line], iter(self._line_queue.get, None)):
             if line["step"] >= sink.starting_step:
