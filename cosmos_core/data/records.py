@@ -133,9 +133,7 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, rows: lis
                     _check_pass_rate(spec, row, record, location)
                 records.append(record)
                 unread_column_counts.update(row.unread_columns)
-                counts["other_column"] += bool(spec.conversation_column) and not is_filled(
-                    row, spec.conversation_column
-                )
+                counts["other_column"] += bool(conversation_column) and not is_filled(row, conversation_column)
                 counts["text_alone"] += spec.kind.omits_response(row, conversation_column)
             except SkippedRow as skipped:
                 error_text = f"{location}: {skipped.reason}" if isinstance(skipped, RefusedRow) else ""

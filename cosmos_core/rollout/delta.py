@@ -1,7 +1,7 @@
 """Difference between two versions of a bucket of weights, as the words of memory that changed.
 
-An optimizer step of RL changes few weights by as much as half precision can tell: a few in a hundred at a learning rate
-of 1e-6. The changed words with their positions are then much smaller than the weights.
+At a small learning rate, an optimizer step changes few weights by as much as half precision can represent. The changed
+words with their positions are then much smaller than the weights.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import signal
 import time
@@ -19,10 +20,12 @@ def test_each_block_of_a_shared_timer_has_its_own_time_and_the_limits_end_with_i
     monkeypatch.setattr(template_limits, "MAX_TEMPLATE_SECONDS", 1.0)
     before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(ModelError, match=r"^the loop runs on beyond 1 s"), share_timer():
+        deadlines = []
         for _ in range(3):
             with limit_resources("a row"):
-                time.sleep(0.5)
-        time.sleep(1.2)  # between two blocks there is no limit
+                deadlines.append(template_limits._process_limits.deadline)
+            assert template_limits._process_limits.deadline == math.inf  # between two blocks there is no limit
+        assert deadlines == sorted({*deadlines})
         with limit_resources("the loop"):
             while True:
                 pass

@@ -23,6 +23,7 @@ from cosmos_core.data import prepare
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
+from cosmos_core.train import tuning as tuning_module
 from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import open_trainer, train
 from cosmos_core.train.trainer import SpeedSettings, Trainer
@@ -167,6 +168,8 @@ def test_pairs_are_divided_by_the_chosen_size_while_it_is_measured_afterwards_an
         )  # fmt: skip
         return make_stage(tmp_path / name, "sft", config, task / "task/model", pairs)
 
+    monkeypatch.setattr(tuning_module, "_GRADIENT_SECONDS", 1e9)  # however slow the machine is
+    monkeypatch.setattr(tuning_module, "MAX_SECONDS", 1e9)
     passes: list[tuple[int, int]] = []
     compute = Trainer._run_micro_batches
 
