@@ -5,16 +5,19 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.util import Finalize
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -141,6 +144,16 @@ def _tales(folder: Path) -> list[Path]:
 
 def _last_lines(file: Path) -> str:
     return "\n".join(file.read_text(errors="replace").splitlines()[-30:])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seed the random numbers of a test and its fixtures by its name, so that it is the same in every run."""
+    seed = zlib.crc32(item.nodeid.encode())
+    random.seed(seed)
+    for library, seed_library in (("numpy", "random.seed"), ("torch", "manual_seed")):
+        if library in sys.modules:  # a test that uses neither does not wait for their import
+            attrgetter(seed_library)(sys.modules[library])(seed)
 
 
 @pytest.hookimpl(wrapper=True)
